@@ -443,6 +443,14 @@ def other_weights_in_a_pass() -> None:
             model(x).square().mean().backward()  # a pass with gradients through the common weights
             model.train()
             model(x).square().mean().backward()
+            with torch.no_grad():
+                model(x)
+            next(model.parameters()).square().sum().backward()  # no pass through the model
+            optimizer.step()
+            model(x).detach()
+            with torch.no_grad():
+                model(x)
+            model.blocks[:1](x).sum().backward()  # nor this
             optimizer.step()
 
 
@@ -462,18 +470,44 @@ def optimizers_apart() -> None:
     backward()
     first.step()
     backward()
-    with pytest.raises(RuntimeError, match=r"^a backward pass came before the step of Adam .* with its own optimizer$"):
+    late = r"^a backward pass came before the step of optimizer 2 of 2 \(Adam\) .* with its own optimizer$"
+    with pytest.raises(RuntimeError, match=late):
         second.step()
-    first.step()
-    with pytest.raises(RuntimeError, match=r"^AdamW steps again before Adam has stepped"):
+    with pytest.warns(
+        UserWarning, match=r"^optimizer 1 of 2 \(AdamW\) steps again before optimizer 2 of 2 \(Adam\) has,"
+    ):
         first.step()
-    for each in (second, first):
-        each.step()
-    assert handle.stats()["steps"] == 3
+    torch.autograd.grad(model(batch(0, 0)[0]).sum(), parameters)  # for a log
+    second.step()
+    assert handle.stats()["steps"] == 2
+    for each in parameters[2:]:
+        each.requires_grad_(False).grad = None
+    for _ in range(2):
+        backward()
+        first.step()  # the other has nothing to step
+    assert handle.stats()["steps"] == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.close()
+        sparsync.attach(model, TopK(0.1), optimizer=[first, second])
+        first.step()
 
 
 def test_several_optimizers_step_one_after_the_other_after_the_backward_passes() -> None:
     run(optimizers_apart, 1)
+
+
+class Taught(nn.Module):
+    """Learns from a model that was trained by itself."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.teacher, self.learner = teacher, bare_model()
+
+    def forward(self, x: Tensor) -> Any:  # Any: torch types no result
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (self.learner(x) - target).square()
 
 
 def wrapped_afterwards() -> None:
@@ -484,8 +518,10 @@ def wrapped_afterwards() -> None:
             wrapped = DistributedDataParallel(training.bare)
             with pytest.raises(RuntimeError, match=r"attach the wrapped model: sparsync\.attach"):
                 wrapped(x)
-            training.handle.detach()
+            training.bare.requires_grad_(False).eval()
+            wrapped = DistributedDataParallel(Taught(training.bare))
             wrapped(x).sum().backward()
+            training.handle.detach()
 
 
 def test_a_model_that_is_wrapped_after_it_was_attached_is_refused() -> None:

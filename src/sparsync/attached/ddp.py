@@ -367,7 +367,7 @@ def ddp_comm_hook(
 
     Raises:
         TypeError: for anything but a Scheme, a module and an optimizer.
-        ValueError: for a scheme that another handle drives, and for an optimizer of other parameters than those of `module`.
+        ValueError: for a scheme that another handle drives.
     """
     scheme = given_or_default(scheme)
     if module is not None:

@@ -63,9 +63,10 @@ def doctor(
             what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
             cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
             found.append(Finding(what, cure))
-    if isinstance(chosen, Steps):
+    steps = isinstance(chosen, Steps)
+    if steps:
         found += _of_steps(model)
-    found += findings.unrelated(optimizer, _trained(model))
+    found += findings.unrelated(optimizer, _trained(model), refused=ValueError if steps else None)
     return sorted(found, key=lambda finding: finding.refused is None)
 
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.exchanges.choice import optimizer_findings, the_one
+from sparsync.exchanges.training_loop import closure_of
 from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
     check_model,
@@ -60,6 +61,7 @@ class GradientReducer(Handle):
     switches = True
     origin = "sparsync.GradientReducer"
     _undo: Sequence[Callable[[], object]] = ()  # what `close` calls
+    _let_go: Callable[[], object] = staticmethod(lambda: None)  # of the optimizer that keeps this handle
 
     def __init__(
         self,
@@ -98,7 +100,9 @@ class GradientReducer(Handle):
         self._stepped: set[int] | None = (
             None  # ids of the optimizers that have since `reduce`; None: nothing is reduced
         )
-        self._undo = [weakref.finalize(self, _warn_of_dropped, weakref.ref(model), self._reports).detach]
+        dropped = weakref.finalize(self, _warn_of_dropped, weakref.ref(model), self._reports)
+        dropped.atexit = False
+        self._undo = [dropped.detach]
 
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
@@ -127,6 +131,7 @@ class GradientReducer(Handle):
             reports = [self._reduced(key, parameters) for key, parameters in self._buckets().items()]
         self._reports += reports
         self._stepped = set()
+        self._let_go()
         return reports
 
     def refuses(self, optimizer: Optimizer) -> bool:
@@ -143,14 +148,13 @@ class GradientReducer(Handle):
         return False
 
     def stay_with(self, optimizer: Optimizer) -> None:
-        """Live as long as `optimizer`, whose steps this refuses, until `close`."""
-        hook = innermost(optimizer).register_step_pre_hook(partial(_refer_to, self))
-        self._undo = [*self._undo, hook.remove]
+        """Live as long as `optimizer`, whose steps this refuses, until `reduce` is called, which shows that the loop has the handle."""
+        self._let_go = innermost(optimizer).register_step_pre_hook(partial(_refer_to, self)).remove
 
     def close(self) -> None:
         """Close connections, and let the optimizer step; see Handle."""
         super().close()
-        for undo in self._undo:
+        for undo in (*self._undo, self._let_go):
             undo()
 
     def detach(self) -> None:
@@ -214,7 +218,7 @@ def _look_at_steps() -> None:
 def _refuse_unreduced(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:  # Any: as `step` has them
-    if len(args) > 1 or kwargs.get("closure") is not None:  # a closure reduces; the optimizer comes first
+    if closure_of(args, kwargs) is not None:  # which reduces
         return
     if any(not each.closed and each.refuses(optimizer) for each in list(_REDUCERS)):
         raise RuntimeError(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal, TypeVar
 
 import torch.distributed as dist
@@ -192,14 +191,18 @@ class Meeting:
 
     def wait_for_all(self, point: str, timeout_s: float) -> None:
         """Return when all ranks have come to `point`, a name that is new to the store, or after `timeout_s` seconds."""
-        everybody = f"{point}/all"
+        everybody, deadline = f"{point}/all", time.monotonic() + timeout_s
 
         def wait() -> None:
             if self.store.add(point, 1) == self.size:
                 self.store.set(everybody, "")
-            self.store.wait([everybody], timedelta(seconds=timeout_s))
+            pause = POLL_S / 4
+            # Not `store.wait`, which other calls of this process would wait for.
+            while not self.store.check([everybody]) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(1.5 * pause, SLOWEST_POLL_S)
 
-        with suppress(StoreSilentError):  # also where others have not come
+        with suppress(StoreSilentError):
             asked(timeout_s + GRACE_S, wait, "")
 
     def report(self, of: str, cause: str, timeout_s: float) -> list[str | None]:

@@ -19,8 +19,8 @@ _TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", 
 _DIVIDING = (Adam, Muon, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
 # Other packages' are recognised by the names of their classes.
 _LIKE_ADAM, _OF_SIGNS = (
-    re.compile("adam|lamb(?!da)|shampoo|soap", re.IGNORECASE),
-    re.compile("lion|rprop", re.IGNORECASE),
+    re.compile("ada(m|n|belief)|lamb(?!da)|shampoo|soap|sophia|novograd", re.IGNORECASE),
+    re.compile("Lion|^lion|(?i:rprop|signsgd|signum)"),
 )
 
 Exchange = Gradients | Steps | LocalSteps

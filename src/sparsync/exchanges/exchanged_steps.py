@@ -128,6 +128,8 @@ class ExchangedSteps(StepMethod):
                 "scaler, or attach with exchange=sparsync.Gradients()"
             )
         self._groups = ParameterGroups(self.optimizers, replica.owned)
+        if options.keep == 0:
+            self.cure_of_set = "change them in the same way on all ranks, before the same step"
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         self._keep = options.keep_for(self._scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
@@ -150,11 +152,8 @@ class ExchangedSteps(StepMethod):
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
-        told = [self._taken.note_gradient]
-        if self._keep:
-            self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show)
-            told.append(self._shown.check_gradient)
-        self._divisor = GradientDivisor(replica, told)
+        self._divisor = GradientDivisor(replica)
+        self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show) if self._keep else None
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""

@@ -24,7 +24,7 @@ from sparsync.exchanges.local_options import MEASURED, LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
-from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
+from sparsync.exchanges.training_loop import Replica, ShownWeights
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward
 from sparsync.runtime.state_checks import check_alike
 
@@ -96,7 +96,6 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
         self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
         self._shown = self._in_model = ShownWeights(replica, self._weights, self._adopt, self._may_show)
-        self._divisor = GradientDivisor(replica, [self._shown.check_gradient])  # by 1
 
     def never_scaled(self) -> None:
         self._watched.never_scaled()
@@ -161,7 +160,6 @@ class LocalTraining(StepMethod, options=LocalSteps):
     def close(self) -> None:
         self._exchanger.stop()
         self._watched.release()
-        self._divisor.release()
         super().close()
         # What a state is to have from here on: nothing that was learnt since the last exchange.
         self._optimized = False

@@ -273,7 +273,7 @@ def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Par
     groups = [group for each in optimizers for group in each.param_groups]
     numbered = [(each, i) for i, group in enumerate(groups) for each in group["params"]]
     by_id = {id(each): i for each, i in numbered}
-    warn_or_raise(unrelated(optimizers, {id(each) for each in trained.values()}))
+    warn_or_raise(unrelated(optimizers, {id(each) for each in trained.values()}, refused=ValueError))
     cure = "or attach with exchange=sparsync.Gradients()"
     if missing := [name for name, each in trained.items() if id(each) not in by_id]:
         raise ValueError(

@@ -294,7 +294,7 @@ class StepMethod(Handle):
         if self._averaging:
             raise RuntimeError("the common weights are in the model; leave `with steps.averaged()` first")
         if self._shown is not None:
-            self._shown.put_back()
+            self._shown.show(common=False)
         self._adopt()
 
     def _regrouped(self, comm: Comm) -> None:

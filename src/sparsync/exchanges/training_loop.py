@@ -6,9 +6,10 @@ not train, and `model.state_dict()`, have the common weights, which are the same
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from sparsync.runtime.parameter_names import plain_name, trained
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
 SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
+Owner = TypeVar("Owner")
 Hidden = list[tuple[nn.Parameter, Tensor]]
 Arguments = tuple[
     tuple[Any, ...], dict[str, Any]
@@ -92,19 +94,16 @@ class GradientDivisor:
 
     A rank's own gradient is longer than the mean one. Divided by how much, it has the mean one's norm, and clipping at a norm or logging
     it means what it did. Gradients of several backward passes add up, because `factor` changes between two steps only. A gradient that the
-    loop itself puts on a parameter is not divided. `told` are called as each gradient comes.
+    loop itself puts on a parameter is not divided.
     """
 
-    def __init__(self, replica: Replica, told: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, replica: Replica) -> None:
         self.factor = 1.0
-        self._told = told
         self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
         self._undo = replica.divide_gradients(self)
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
         """Return the gradient of the parameters of these names divided."""
-        for each in self._told:
-            each()
         if self.factor == 1:
             return gradient
         self._divided.update(names)
@@ -138,7 +137,8 @@ class TakenOptimizer:
     ) -> None:
         self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
         self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
-        self._too_late = False  # a gradient has come since then
+        self._waiting: set[int] = set()  # ids of those that had gradients then, and have not stepped since
+        self._late = self._told_of_waiting = False  # a gradient has come since that step
         self._emptied: list[
             tuple[list[nn.Parameter], list[nn.Parameter]]
         ] = []  # groups' lists, and what they hold otherwise
@@ -154,9 +154,11 @@ class TakenOptimizer:
             self._hooks += [each.register_step_pre_hook(before), each.register_step_post_hook(after)]
             self._hooks.append(each.register_load_state_dict_post_hook(self._note_loaded))
             # Where there is no state at all, torch.distributed.checkpoint takes a step to make one. It also tells `_note_loaded` of a
-            # state that was saved here: that of an optimizer which has not stepped has no entry of a parameter.
+            # state that was saved here: that of an optimizer outside of a handle has no entry of a parameter before its first step.
             for parameter in _parameters(each):
                 each.state.setdefault(parameter, {})
+                if len(optimizers) > 1 and parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(_NoteLate(self)))
         self._scaled = Scaled(optimizers)
         self.never_scaled = self._scaled.release
         _refuse_others()
@@ -178,10 +180,6 @@ class TakenOptimizer:
             # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
             self._scaler._per_optimizer_states.clear()
 
-    def note_gradient(self) -> None:
-        """Note that the backward pass makes a gradient."""
-        self._too_late = bool(self._called)
-
     def has(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether one of these parameters belongs to the optimizers."""
         own = {id(each) for optimizer in self._optimizers for each in _parameters(optimizer)}
@@ -195,6 +193,9 @@ class TakenOptimizer:
         """Let the optimizers take their own steps from here on."""
         _TAKEN.discard(self)
         self._refill()
+        for each in self._optimizers:
+            for parameter in [parameter for parameter, state in each.state.items() if not state]:
+                del each.state[parameter]
         for hook in self._hooks:
             hook.remove()
         self._scaled.release()
@@ -205,15 +206,26 @@ class TakenOptimizer:
         self._refill()  # where the last step of an optimizer has raised
         args, kwargs = _with_closure_called(args, kwargs)
         self._warn_of_moments(optimizer)
-        if self._called:
-            self._check_one_step(optimizer)
-        else:
-            self._too_late = False
+        if not self._called or id(optimizer) in self._called:
+            if self._called:
+                self._warn_of_waiting(optimizer)
+            self._called.clear()
+            self._late = False
+            self._waiting = {
+                id(each) for each in self._optimizers if any(x.grad is not None for x in _parameters(each))
+            }
             self._unscale(optimizer)
             skipped = self._take_step()
             if skipped and self._scaler is not None and self._scaler.is_enabled():
                 self._tell_scaler(self._scaler, optimizer)
+        elif self._late and id(optimizer) in self._waiting:
+            raise RuntimeError(
+                f"a backward pass came before the step of {self._named(optimizer)} and after that of another one, which has taken the step "
+                "of all parameters: step all optimizers after the backward passes of a step, one after the other; or attach each part of "
+                "the model with its own optimizer"
+            )
         self._called.add(id(optimizer))
+        self._waiting.discard(id(optimizer))
         if len(self._called) == len(self._optimizers):
             self._called.clear()
         # Not the gradients alone: some optimizers make zeros of those that are missing, and decay the weights once more.
@@ -222,20 +234,26 @@ class TakenOptimizer:
             listed.clear()
         return args, kwargs
 
-    def _check_one_step(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError where a step that was taken for all optimizers is not this one's."""
-        kind, others = type(optimizer).__name__, [each for each in self._optimizers if id(each) not in self._called]
-        if id(optimizer) in self._called:
-            found = f"{kind} steps again before {' and '.join(type(each).__name__ for each in others)} has stepped"
-        elif self._too_late:
-            found = f"a backward pass came before the step of {kind} and after that of another optimizer"
-        else:
+    def note_late(self) -> None:
+        """Note that a gradient comes, which the step that was taken for all does not have."""
+        self._late = bool(self._called)
+
+    def _warn_of_waiting(self, optimizer: Optimizer) -> None:
+        """Warn, once, where a loop steps one optimizer more often than another one."""
+        waiting = [self._named(each) for each in self._optimizers if id(each) in self._waiting]
+        if not waiting or self._told_of_waiting:
             return
-        self._called.clear()
-        raise RuntimeError(
-            f"{found}, and the first of the {len(self._optimizers)} optimizers that were passed takes the step of all parameters: step all "
-            "of them after the backward passes of a step, one after the other; or attach each part of the model with its own optimizer"
+        self._told_of_waiting = True
+        warn_of(
+            Finding(
+                f"{self._named(optimizer)} steps again before {' and '.join(waiting)} has, and each step moves the parameters of all",
+                "step all optimizers, one after the other; or attach each part of the model with its own optimizer",
+            )
         )
+
+    def _named(self, optimizer: Optimizer) -> str:
+        place = next(place for place, each in enumerate(self._optimizers, 1) if each is optimizer)
+        return f"optimizer {place} of {len(self._optimizers)} ({type(optimizer).__name__})"
 
     def _after(self, *_: object) -> None:
         self._refill()
@@ -316,14 +334,15 @@ class ShownWeights:
         self._replica, self._weights = replica, weights
         self._adopt, self._asks = adopt, asks
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
-        self._used_own = False  # by the last forward pass with gradients, since the last step
         # Any: torch has not typed what it returns
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
+        self.after_forward: Any = torch.compiler.disable(self._after_forward)
         self._hooks = [
             *(
                 each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
                 for each in replica.called
             ),
+            *(each.register_forward_hook(_AfterForward(self)) for each in replica.bodies),
             *(each.register_state_dict_post_hook(_AfterStateDict(self)) for each in replica.bodies),
         ]
         self._left = weakref.finalize(self, _leave_common, weights)  # where the handle is dropped, and not closed
@@ -350,19 +369,6 @@ class ShownWeights:
         self._replica.written()
         self._weights.note_written()
 
-    def put_back(self) -> None:
-        """Have the own weights in the model, between two steps."""
-        self.show(common=False)
-        self._used_own = False
-
-    def check_gradient(self) -> None:
-        """Raise RuntimeError where a backward pass goes through other weights than its forward pass did."""
-        if self.common and self._used_own:
-            raise RuntimeError(
-                "between a forward pass that trains and its backward pass came another forward pass of the model, in evaluation mode or "
-                "without gradients, which uses other weights; make that one before, or after the backward pass"
-            )
-
     def take(self, names: Collection[str]) -> None:
         """Take what is in the model of these parameters, which were set from outside, for the own weights that are put aside."""
         if self._own is not None:
@@ -372,21 +378,31 @@ class ShownWeights:
     def _before_forward(self, module: nn.Module) -> None:
         """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
         if any(module is each for each in self._replica.called):
-            self._check_unwrapped()
+            trains = module.training and torch.is_grad_enabled()
+            if trains:
+                self._check_unwrapped()
             if self._asks() and self._weights.was_written():
                 self._adopt()
-            trains = module.training and torch.is_grad_enabled()
             self.show(common=not trains)
-            if torch.is_grad_enabled():
-                self._used_own = trains
+
+    def _after_forward(self, module: nn.Module, output: object) -> None:
+        """Look at the beginning of the backward pass whether the own weights are in the model, if this pass has used them."""
+        if module.training and torch.is_grad_enabled() and not self.common and self._asks():
+            for each in _tensors(output):
+                if each.grad_fn is not None:
+                    each.register_hook(partial(_refuse_common, weakref.ref(self)))
 
     def _check_unwrapped(self) -> None:
         """Raise RuntimeError where DDP reduces the gradients of a model that was attached without it."""
+        # HACK: torch has no public function for this. Price: a name that may change with torch; a test wraps an attached model.
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is None or any(wrapper is each for each in self._replica.called):
             return
-        first = next(iter(self._replica.owned.values()))
-        if any(first is each for each in wrapper.parameters()):
+        ignored = wrapper.parameters_to_ignore
+        reduced = {
+            id(each) for name, each in wrapper.module.named_parameters() if each.requires_grad and name not in ignored
+        }
+        if any(id(each) in reduced for each in self._replica.owned.values()):
             raise RuntimeError(
                 "DistributedDataParallel wraps a model that was attached without it, and reduces all gradients whole besides; call "
                 "detach() on the handle, and attach the wrapped model: sparsync.attach(DistributedDataParallel(model), ...)"
@@ -425,27 +441,60 @@ def _leave_common(weights: Weights) -> None:
             bucket.write(bucket.common)
 
 
-class _Hook:
-    """Refers to its `shown` weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+def _refuse_common(shown: "weakref.ref[ShownWeights]", _: Tensor) -> None:
+    """Raise RuntimeError where a backward pass of own weights finds the common ones in the model."""
+    if (found := shown()) is not None and found.common:
+        raise RuntimeError(
+            "between a forward pass that trains and its backward pass came another forward pass of the model, in evaluation mode or "
+            "without gradients, which uses other weights; make that one before, or after the backward pass"
+        )
 
-    def __init__(self, shown: ShownWeights | None = None) -> None:
-        self._shown = (lambda: None) if shown is None else weakref.ref(shown)
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """Find the tensors in what a module returns, also in mappings, sequences and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    held = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    if is_dataclass(output) and not held:
+        held = vars(output).values()
+    for each in held:
+        yield from _tensors(each)
+
+
+class _Hook(Generic[Owner]):
+    """Refers to its owner weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+
+    def __init__(self, owner: Owner | None = None) -> None:
+        self._owner: Callable[[], Owner | None] = (lambda: None) if owner is None else weakref.ref(owner)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
 
-class _BeforeForward(_Hook):
+class _NoteLate(_Hook[TakenOptimizer]):
+    def __call__(self, _: Tensor) -> None:
+        if (taken := self._owner()) is not None:
+            taken.note_late()
+
+
+class _BeforeForward(_Hook[ShownWeights]):
     def __call__(self, module: nn.Module, _: object) -> None:
-        if (shown := self._shown()) is not None:
+        if (shown := self._owner()) is not None:
             shown.before_forward(module)
 
 
-class _AfterStateDict(_Hook):
+class _AfterForward(_Hook[ShownWeights]):
+    def __call__(self, module: nn.Module, _: object, output: object) -> None:
+        if (shown := self._owner()) is not None:
+            shown.after_forward(module, output)
+
+
+class _AfterStateDict(_Hook[ShownWeights]):
     def __call__(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
     ) -> None:  # Any: as `state_dict` has it
-        if (shown := self._shown()) is not None:
+        if (shown := self._owner()) is not None:
             shown.put_common(module, state, prefix)
 
 

@@ -165,17 +165,22 @@ def not_floating(named: Iterable[tuple[str, Tensor]]) -> Iterator[Finding]:
             yield Finding(f"{name} is {each.dtype}", "only floating parameters are exchanged, freeze it", TypeError)
 
 
-def unrelated(optimizer: Optimizer | Sequence[Optimizer] | None, trained: Collection[int]) -> Iterator[Finding]:
-    """Find optimizers that have none of the parameters with the ids `trained`, as those made before these replaced others."""
+def unrelated(
+    optimizer: Optimizer | Sequence[Optimizer] | None, trained: Collection[int], refused: type[Exception] | None = None
+) -> Iterator[Finding]:
+    """Find optimizers that have none of the parameters with the ids `trained`, as those made before these replaced others.
+
+    Those of mixed precision may have copies instead, which the loop writes back.
+    """
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
     every = [inner for each in given for inner in with_inner(each)]
     held = {id(each) for inner in every for group in getattr(inner, "param_groups", ()) for each in group["params"]}
     if held and trained and held.isdisjoint(trained):
         kinds = " and ".join(type(each).__name__ for each in given)
         yield Finding(
-            f"this {kinds} has none of the model's trained parameters, which would never move",
+            f"this {kinds} has none of the model's trained parameters, which never move unless it has copies that are written back",
             "make the optimizer from this model's parameters, after fully_shard or whatever replaces them",
-            ValueError,
+            refused,
         )
 
 
@@ -187,6 +192,9 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return `optimizer` and all optimizers in its attributes, as SAM and Lookahead have them, recursively."""
-    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    return [optimizer, *(each for one in inner for each in with_inner(one))]
+    """Return `optimizer` and all optimizers in its attributes, as SAM and Lookahead have them, recursively, each once."""
+    found = [optimizer]
+    for each in found:  # which grows
+        inner = [one for one in vars(each).values() if isinstance(one, Optimizer)]
+        found += [one for one in inner if not any(one is other for other in found)]
+    return found

@@ -84,6 +84,8 @@ def check_free(scheme: Any, module: nn.Module | None = None, driver: Any = None)
         name, known = type(each).__name__, owned(each)
         this = f"this {name}" if each is scheme else f"the {name} inside this {type(scheme).__name__}"
         cure = f"make one for each model, {name}(...) with the same settings"
+        if known.driver and known.driver() not in (None, driver):
+            gc.collect()  # a handle that is gone may wait in a cycle
         drives: Driver | None = known.driver and known.driver()
         if drives is not None and drives is not driver and not drives.closed:
             raise ValueError(
