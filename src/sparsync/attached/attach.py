@@ -82,7 +82,7 @@ def attach(
     Raises:
         TypeError: for a model that torch's FullyShardedDataParallel wraps, a trained parameter that is not floating, and anything but a
             module, a Scheme, an optimizer or several.
-        ValueError: for an argument that does not go with this kind of model, for an optimizer of other parameters, for a model that
+        ValueError: for an argument that does not go with this kind of model, for steps of other parameters, for a model that
             another handle reduces, and for a scheme that another handle uses or that holds another model's residuals.
         RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
 

@@ -54,7 +54,7 @@ class GradientReducer(Handle):
     Raises:
         TypeError: for a model that DDP reduces already, for a trained parameter that is not floating, and for anything but a module, a
             Scheme and an optimizer.
-        ValueError: for an optimizer of other parameters, and for a model or a scheme that another handle drives.
+        ValueError: for a model or a scheme that another handle drives.
         RuntimeError: if a rank is missing or has another scheme, and for an optimizer that steps during the backward pass.
     """
 
