@@ -362,7 +362,9 @@ def refused() -> None:
         sparsync.attach(model, TopK(0.1), exchange=exchange)
     with (
         case("no optimizer of torch's"),
-        pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or a list of them, got an empty list"),
+        pytest.raises(
+            TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or a list of them, got an empty list"
+        ),
     ):
         sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=[])
     with case("several optimizers and steps"):
