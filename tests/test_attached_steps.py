@@ -28,7 +28,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
 from sparsync.exchanges.rules import rules_of
-from sparsync.exchanges.training_loop import Scaled
+from sparsync.exchanges.taken_optimizer import Scaled
 from sparsync.schemes import InTurn
 
 pytestmark = pytest.mark.distributed

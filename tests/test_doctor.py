@@ -118,12 +118,18 @@ def optimizers() -> None:
         words = said(TopK(0.01), kind(parameters(), lr=0.1))
         assert f"TopK leaves elements out, and {kind.__name__} divides by second moments" in words
         assert words.endswith("use TwoShot(density=1.0, values='int4')")
-    by_name = dict.fromkeys(("FusedAdam", "Lamb", "DistributedShampoo", "SOAP"), "divides by second moments")
-    for name, does in {**by_name, "Lion": "follows signs", "PagedLion8bit": "follows signs"}.items():
+    by_name = dict.fromkeys(("FusedAdam", "Lamb", "DistributedShampoo", "SOAP", "Adan"), "divides by second moments")
+    for name, does in {
+        **by_name,
+        "Lion": "follows signs",
+        "PagedLion8bit": "follows signs",
+        "SignSGD": "follows signs",
+    }.items():
         kind = type(name, (Optimizer,), {})  # as other packages have one
         assert f"and {name} {does}, which" in said(TopK(0.01), kind(parameters(), {"lr": 0.1}))
         assert said(Dense(), kind(parameters(), {"lr": 0.1})) == ""
-    assert said(TopK(0.01), type("LambdaSGD", (Optimizer,), {})(parameters(), {"lr": 0.1})) == ""
+    for name in ("LambdaSGD", "Rebellion"):
+        assert said(TopK(0.01), type(name, (Optimizer,), {})(parameters(), {"lr": 0.1})) == ""
     assert "and Rprop follows signs, which" in said(TopK(0.01), torch.optim.Rprop(parameters()))
     lbfgs = torch.optim.LBFGS(parameters())
     for scheme in (TopK(0.01), TwoShot(density=1.0)):

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.exchanges.choice import optimizer_findings, the_one
-from sparsync.exchanges.training_loop import closure_of
+from sparsync.exchanges.taken_optimizer import closure_of
 from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
     check_model,

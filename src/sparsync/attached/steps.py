@@ -21,7 +21,8 @@ from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.rules import exchangeable, optimizers_of
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.exchanges.training_loop import Replica, never_scaled
+from sparsync.exchanges.taken_optimizer import never_scaled
+from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
 from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
 

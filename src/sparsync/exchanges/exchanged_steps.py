@@ -25,7 +25,8 @@ from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.steps_state import check_steps
-from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
+from sparsync.exchanges.taken_optimizer import TakenOptimizer
+from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import steps_in_backward
