@@ -270,7 +270,9 @@ def test_ranks_that_came_apart_must_load_a_checkpoint_and_then_go_on() -> None:
     assert second == ["0.5", "10.5", "ConnectionLostError", *apart, "50.5", "60.5"]
 
 
-def test_more_elements_than_positions_can_name_are_several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_elements_than_positions_can_name_are_several_buckets_as_are_other_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Cut between parameters, in their order; each is full before the next begins."""
     made: nn.Module = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(5, 1)])
     monkeypatch.setattr("sparsync.attached.manual._MOST", 8)
@@ -281,10 +283,16 @@ def test_more_elements_than_positions_can_name_are_several_buckets(monkeypatch: 
         return {key: list(parameters) for key, parameters in reducer._buckets().items()}
 
     assert names() == {
-        "float32/cpu": ["0.weight", "0.bias"],
-        "float32/cpu/1": ["1.weight", "1.bias"],
-        "float32/cpu/2": ["2.weight", "2.bias"],
+        "float32": ["0.weight", "0.bias"],
+        "float32/1": ["1.weight", "1.bias"],
+        "float32/2": ["2.weight", "2.bias"],
     }
+    made = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1, device="meta"), nn.Linear(1, 2)])
+    assert names() == {
+        "float32": ["0.weight", "0.bias", "2.weight", "2.bias"],
+        "float32/1": ["1.weight", "1.bias"],
+    }
+    made = nn.ModuleList([nn.Linear(3, 2)])
     monkeypatch.setattr("sparsync.attached.manual._MOST", 5)
     with pytest.raises(ValueError, match=r"a parameter is reduced with at most 5 elements, '0.weight' has 6; shard it"):
         names()

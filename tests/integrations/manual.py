@@ -20,7 +20,7 @@ from sparsync import GradientReducer
 from sparsync.attached import checkpoint
 from test_ddp import used
 
-KEYS = ("float32/cpu",)
+KEYS = ("float32",)
 OPTION = absent("an option of DistributedDataParallel; this integration takes the bare module")
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -165,7 +166,9 @@ class GradientReducer(Handle):
     def _buckets(self) -> dict[str, dict[str, nn.Parameter]]:
         """Return the trained parameters by bucket: of one type, on one device, at most 2^31 - 1 elements, the same on every rank."""
         buckets: dict[str, dict[str, nn.Parameter]] = {}
-        filled: dict[str, tuple[int, int]] = {}  # by type and device: the number of the last bucket, and its elements
+        # By type and device: the last bucket's key, and its elements.
+        filled: dict[tuple[str, str], tuple[str, int]] = {}
+        made: Counter[str] = Counter()  # buckets by type
         sparse = {id(module.weight) for _, module in sparse_embeddings(self.model)}
         for name, parameter in trained(self.model):
             if parameter.numel() > _MOST:
@@ -176,12 +179,14 @@ class GradientReducer(Handle):
             if id(parameter) in sparse:
                 buckets[f"{_SPARSE}{name}"] = {name: parameter}
                 continue
-            key = f"{str(parameter.dtype).removeprefix('torch.')}/{parameter.device.type}"
-            number, elements = filled.get(key, (0, 0))
+            kind = str(parameter.dtype).removeprefix("torch.")
+            key, elements = filled.get((kind, parameter.device.type), ("", _MOST + 1))
             if elements + parameter.numel() > _MOST:
-                number, elements = number + 1, 0
-            filled[key] = number, elements + parameter.numel()
-            buckets.setdefault(f"{key}/{number}" if number else key, {})[name] = parameter
+                # No device in the key, by which schemes draw: the same model draws the same on a CPU and on a GPU.
+                key, elements = f"{kind}/{made[kind]}" if made[kind] else kind, 0
+                made[kind] += 1
+            filled[kind, parameter.device.type] = key, elements + parameter.numel()
+            buckets.setdefault(key, {})[name] = parameter
         return buckets
 
     def _reduced(self, key: str, parameters: dict[str, nn.Parameter]) -> Report:
