@@ -201,6 +201,23 @@ def test_times_that_prove_nothing_choose_nothing(tmp_path: Path) -> None:
     assert headline(found) is None
 
 
+def test_where_the_slow_reference_kernels_ran_a_banner_stands_in_place_of_a_choice(tmp_path: Path) -> None:
+    slow = replace(RUN, versions={**RUN.versions, "kernels": "reference"})
+    found = summary(tmp_path, DENSE, BF16, SPARSE, run=slow)
+    assert [banner.kind for banner in found.banners] == ["reference"]
+    assert lead(found) == (
+        "The slow reference kernels ran, so the times of this run prove nothing about a scheme, and it does not show what to choose. "
+        "Of the schemes within 2 % of dense, topk sent the least, 0.0160 bits per parameter per step: after 4 steps its perplexity "
+        "is as good as dense (one seed: its spread is unknown)."
+    )
+    assert headline(found) is None
+    shown = as_text(found)
+    assert shown.startswith("!!! THE SLOW REFERENCE KERNELS RAN: ")
+    assert "Install a C++ compiler such as g++" in " ".join(shown.split())
+    fast = replace(RUN, run="two", versions={**RUN.versions, "kernels": "cpp/avx2"})
+    assert summary(tmp_path, DENSE, BF16, SPARSE, run=fast).banners == ()
+
+
 def test_times_over_a_real_network_count(tmp_path: Path) -> None:
     found = summary(tmp_path, DENSE, BF16, SPARSE, run=NETWORK)
     assert lead(found).startswith("On shakespeare (4 ranks, 4 hosts, TCP over eth0) choose topk: ")

@@ -30,7 +30,7 @@ def lead(summary: RunSummary, within: float = WITHIN) -> str:
         return f"{_setting(run)} there is nothing to choose: one rank sends nothing. Compare with --ranks 2 or more."
     if diverged := _diverged_seeds(summary):
         return _dense_diverged(summary, diverged)
-    if not run.times_count:
+    if not summary.times_count:
         return _without_times(summary, within)
     if found.plain is None and found.fastest is None:
         return f"{_setting(run)} there is nothing to choose from: no scheme finished with every seed."
@@ -88,7 +88,7 @@ def headline(summary: RunSummary, within: float = WITHIN) -> str | None:
     ratio = ratio_of(chosen, plain, found.by_target) if chosen and plain else None
     own = seconds_of(chosen, found.by_target) if chosen else None
     if (
-        not run.times_count
+        not summary.times_count
         or summary.disturbed
         or _diverged_seeds(summary)
         or chosen is None
@@ -144,7 +144,11 @@ def _dense_diverged(summary: RunSummary, seeds: Sequence[SeedFigures]) -> str:
 
 def _without_times(summary: RunSummary, within: float) -> str:
     least, dense = fewest_bits(summary, within), summary.scheme("dense")
-    first = "The links of this run had no limit, so its times prove nothing about a network, and it does not show what to choose."
+    if summary.run.times_count:
+        why = "The slow reference kernels ran, so the times of this run prove nothing about a scheme"
+    else:
+        why = "The links of this run had no limit, so its times prove nothing about a network"
+    first = f"{why}, and it does not show what to choose."
     bits = least.over_seeds("bits") if least else None
     if least is None or bits is None or dense is None:
         return first
