@@ -34,7 +34,7 @@ from sparsync_lab.report.lead import headline
 from sparsync_lab.report.results import Quality
 from sparsync_lab.report.summary import RunSummary, SchemeFigures
 from sparsync_lab.report.theme import themed
-from sparsync_lab.report.verdict import WITHIN
+from sparsync_lab.report.verdict import WITHIN, speed_baseline
 
 ORIGIN = "Description"  # the key of the text in a PNG that says what it shows, see `_origin`
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too light for a line on white.
@@ -103,7 +103,7 @@ def quality_over_time(summary: RunSummary, figure: Figure, within: float = WITHI
     title = headline(summary, within) or f"{quality_axis(run)} over training time"
     beside = (
         f"without evaluations; {'shaded: pauses; ' if run.faults else ''}beside a name: "
-        + ("" if run.target is None else "speed-up over dense, ")
+        + ("" if run.target is None else f"speed-up over {speed_baseline(summary)}, ")
         + "% behind dense"
     )
     axes = _axes(summary, figure, title, f"{place_text(run)}; {beside}{_band(summary)}")
@@ -215,15 +215,17 @@ def _nbytes(point: Quality) -> float:
 
 
 def _name_with_time(summary: RunSummary, scheme: SchemeFigures) -> str:
-    """Return the scheme, when it reached the target, how many times as fast as dense, and how many percent behind it."""
+    """Return the scheme, when it reached the target, how many times as fast as the baseline, and how many percent behind dense."""
     if summary.run.target is None:
         return _name_with_gap(scheme)
-    found, ratio, gap = scheme.target_s, scheme.speedup["dense"], scheme.behind_dense
+    baseline = speed_baseline(summary)
+    found, ratio, gap = scheme.target_s, scheme.speedup[baseline], scheme.behind_dense
     facts = ["not reached" if found is None else seconds_text(found.median)]
     if scheme.exchanged_nothing:
         return _name_with_gap(scheme)
-    if scheme.label != "dense":
+    if scheme.label != baseline:
         facts += [ratio_text(ratio.spread.median, ratio.bound)] if found and ratio else []
+    if scheme.label != "dense":
         facts += [f"{behind_text(gap.median)} %"] if gap else []
     return f"{scheme.name}  {', '.join(facts)}"
 
