@@ -13,6 +13,8 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
 from helpers.quick import one_in
@@ -25,7 +27,7 @@ from sparsync_lab.report.format import (
 )
 from sparsync_lab.report.lead import details, lead
 from sparsync_lab.report.page import render, report
-from sparsync_lab.report.plots import Picture
+from sparsync_lab.report.plots import Picture, quality_over_time
 from sparsync_lab.report.results import FILE_NAME, Run, read
 from sparsync_lab.report.summary import RunSummary, summarise
 from sparsync_lab.report.tables import as_text
@@ -137,7 +139,7 @@ def test_a_terminal_gets_colours_and_no_line_longer_than_itself(
     # What is named below each table is left out.
     assert columns(plain, "dense") == [reached[:6], sent[:6], [*spent[:1], *spent[3:]]]
     assert [line.strip() for line in plain.splitlines() if "no room for" in line] == [
-        "no room for: kB to 150 (interface), steps taken",
+        "no room for: steps taken",
         "no room for: density of the union",
         "no room for: % behind dense, bits per parameter per step",
     ]
@@ -204,10 +206,33 @@ def test_the_page_loads_nothing_and_holds_the_pictures(drawn: tuple[Path, str]) 
     html = (folder / "report.html").read_text()
     loaded = Loaded(html)
     assert loaded.found == []
-    assert loaded.images == len(PICTURES)
+    assert loaded.images == 2 * len(PICTURES)  # each for wide and for narrow pages
     assert len(set(loaded.ids)) == len(loaded.ids)
     assert not re.search(r"https?:|//[a-z]|url\([^#]|@import", html)
     assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in PICTURES)
+
+
+def test_axes_have_ticks_where_curves_end(tmp_path: Path) -> None:
+    values = (400.0, 200.0, 100.0, 87.5)
+    found = summary(tmp_path, replace(DENSE, values=values, step_s=4.25), BF16, replace(SPARSE, values=(300.0, 250.0)))
+    figure = Figure(figsize=(9.0, 5.0))
+    FigureCanvasAgg(figure)
+    quality_over_time(found, figure)
+    across, up = (
+        [tick.get_text() for tick in axis.get_ticklabels()] for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis)
+    )
+    assert across[-1] == "17"  # dense's last second
+    assert {"87.5", "250", "150"} <= {*up}  # the best and the worst end, and the target
+    assert "90" not in up  # bf16's end is too near the best one
+
+
+def test_the_pictures_of_a_telephone_are_as_wide_as_it_with_type_that_can_be_read(drawn: tuple[Path, str]) -> None:
+    html = (drawn[0] / "report.html").read_text()
+    narrow = re.findall(r'<div class="narrow"><p>(.*?)</p><svg viewBox="0 0 ([0-9.]+) ', html)
+    assert len(narrow) == len(PICTURES)
+    # Type of 10 units in at most 350, on a page of 390 pixels with its margins: 10 pixels and more.
+    assert all(title and float(width) <= 350 for title, width in narrow)
+    assert "min-width: 44rem" not in html
 
 
 def test_the_page_has_everything_that_is_needed_to_make_it_again(tmp_path: Path) -> None:

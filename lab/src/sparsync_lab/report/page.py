@@ -166,7 +166,7 @@ def _parts(
 ) -> list[dict[str, Any]]:  # Any: pictures and a table, for the template
     """Return the tables, each under the pictures of the same subject."""
     return [
-        {"table": table, "pictures": [{"alt": _ALT[name], "svg": pictures[name].svg} for name in names]}
+        {"table": table, "pictures": [{"alt": _ALT[name], "drawn": pictures[name]} for name in names]}
         for table, names in zip_longest(tables(summary), _BESIDE, fillvalue=())
     ]
 
