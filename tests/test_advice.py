@@ -413,6 +413,20 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     assert found["steps"]["dense"]["step_s"] > found["steps"]["bf16"]["step_s"]
 
 
+def test_a_probe_of_the_slow_reference_kernels_gives_a_banner_and_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "probe.toml"
+    probe_file.write(replace(PROBE, group=replace(PROBE.group, kernels="reference")), path)
+    model = ["--parameters", "2000", "--forward-ms", "1", "--backward-ms", "2"]
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk", *model])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("!!! THE SLOW REFERENCE KERNELS RAN IN THE PROBE")
+    assert said.endswith("The probe ran on the slow reference kernels, so it does not show which method to use.")
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["verdict"]["label"] == ""
+
+
 def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it() -> None:
     """Dense sends 600 kB by all_reduce, bf16 half of it; the probe's all_reduce ends at 6 kB, its other operations at 6 MB."""
     choices = parse_schemes("dense,bf16,two_shot:density=1.0:values=int4", 0.01)

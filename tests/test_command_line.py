@@ -11,6 +11,7 @@ import shutil
 import struct
 import termios
 from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ import pytest
 import sparsync_lab
 from helpers import programs
 from helpers.made_results import BF16, DENSE, SPARSE, run, write
-from sparsync_lab import cli
+from sparsync.kernels import dispatch
+from sparsync_lab import cli, environment
 from sparsync_lab.doctor import command, trial
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe import command as probe
 from sparsync_lab.report.page import report
 from sparsync_lab.report.plots import Picture
+from sparsync_lab.slow_kernels import SLOW_KERNELS
 from sparsync_lab.terminal import wrapped
 from test_advice import PROBE
 
@@ -230,6 +233,29 @@ def test_doctor_ends_with_what_to_do(
         cli.main(["doctor"])
     assert ended.value.code == 1
     assert re.search(rf"To do:\n1\. +{said}", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("there", "reason"),
+    [
+        ((), "they were not built when sparsync was installed"),
+        (("_cpu.cpython-27-x.so",), "they were built for another Python: _cpu.cpython-27-x.so"),
+        ((f"_cpu{EXTENSION_SUFFIXES[0]}",), "they cannot be loaded: broken"),
+    ],
+)
+def test_missing_kernels_are_told_in_words(there: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    assert dispatch._reason(ImportError("broken"), tmp_path) == reason
+
+
+def test_the_kernels_of_a_machine_without_the_compiled_ones_are_the_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.kernels() == dispatch.backends()[0]
+    monkeypatch.setattr(dispatch, "_cpu", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
+    assert environment.kernels() == environment.kernels("cuda:0") == SLOW_KERNELS
+    monkeypatch.setattr(dispatch, "_triton", lambda: dispatch)
+    assert (environment.kernels(), environment.kernels("cuda:0")) == (SLOW_KERNELS, "triton")
 
 
 @pytest.mark.network

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from sparsync_lab import cli
+from sparsync_lab import cli, environment
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("signal_handlers_are_put_back")]
@@ -112,6 +112,7 @@ def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas
     exchanged = [r["sent_bytes"] > 0 for r in lines if r["kind"] == "step" and (r["scheme"], r["seed"]) == (LOCAL, 3)]
     assert exchanged == [False, True, True]  # at the end, too
     assert (lines[0]["workload"]["workload"], lines[0]["workload"]["parameters"]) == ("LineFit", 2001)
+    assert lines[0]["versions"]["kernels"] == environment.kernels()
     printed = capsys.readouterr().out
     assert "prove nothing" in printed
     if "dgc:density=0.25" in more:

@@ -338,6 +338,10 @@ def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_l
     assert lines.cut(b"\xff no utf-8") == b""
     assert lines.cut(b"") == b"[rank  3] \xff no utf-8\n"
     assert lines.cut(b"") == b""
+    noise = (
+        b"[W1126 17:13:49.995 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
+    )
+    assert lines.cut(noise + b"kept\n") == b"[rank  3] kept\n"
     assert lines.cut(b"x" * (LONGEST_LINE + 1)) == b"[rank  3] " + b"x" * (LONGEST_LINE + 1) + b"\n"
 
 

@@ -111,7 +111,7 @@ def test_a_comparison_without_a_terminal_prints_a_line_for_each_evaluation(capsy
         display.update({"kind": "quality", "scheme": "topk", "step": 4, "value": 7.25, "seconds": 2.0})
     assert capsys.readouterr().err.splitlines() == [
         "starting the ranks",
-        "[1/1] topk  step 4/4  loss 1.500  perplexity 7.25  2.0 s trained  0:00 left",
+        "[1/1] topk  step 4/4  perplexity 7.25  2.0 s trained  0:00 left",
     ]
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
 from helpers.quick import one_in
@@ -25,7 +27,7 @@ from sparsync_lab.report.format import (
 )
 from sparsync_lab.report.lead import details, lead
 from sparsync_lab.report.page import render, report
-from sparsync_lab.report.plots import Picture
+from sparsync_lab.report.plots import Picture, quality_over_time
 from sparsync_lab.report.results import FILE_NAME, Run, read
 from sparsync_lab.report.summary import RunSummary, summarise
 from sparsync_lab.report.tables import as_text
@@ -80,15 +82,15 @@ def warning_pixels(picture: Path) -> int:
 
 def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
     text = as_text(summary(tmp_path, DENSE, BF16, SPARSE))
-    # at the end | % behind | bits | seconds to the target | over dense | over bf16 | kB | steps
+    # at the end | % behind | bits | seconds to the target | over bf16 | kB | steps
     # payload in MB | interface | bits | those on it | ...
     assert columns(text, "dense") == [
-        ["90.00", "-", "48.0", "10.0", "1.0x", "0.50x", "3.12", "4"],
+        ["90.00", "-", "48.0", "10.0", "0.50x", "3.12", "4"],
         ["3.00", "0.00125", "48.0", "0.0200", "0.000417x", "6.00", "0.500"],
         ["4000", "-", "48.0", "250", "500", "3000", "0", "250", "3000", "16x"],
     ]
     assert columns(text, "topk") == [
-        ["90.00", "0", "0.0160", "2.50", "4.0x", "2.0x", "3.12", "4"],
+        ["90.00", "0", "0.0160", "2.50", "2.0x", "3.12", "4"],
         ["0.00100", "0.00125", "0.0160", "0.0200", "1.25x", "6.00", "0.500"],
         ["1000", "0", "0.0160", "250", "125", "500", "0", "125", "1.00", "4.0x"],
     ]
@@ -98,8 +100,8 @@ def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
 def test_a_target_that_was_missed_says_so(tmp_path: Path) -> None:
     late = (400.0, 300.0)
     text = as_text(summary(tmp_path, replace(DENSE, values=late), SPARSE, replace(BF16, values=late)))
-    assert columns(text, "dense")[0] == ["300.0", "-", "48.0", "not", "reached", "-", "-", "not", "reached", "2"]
-    assert columns(text, "topk")[0] == ["90.00", "-33.3", "0.0160", "2.50", ">", "3.2x", ">", "1.6x", "3.12", "4"]
+    assert columns(text, "dense")[0] == ["300.0", "-", "48.0", "not", "reached", "-", "not", "reached", "2"]
+    assert columns(text, "topk")[0] == ["90.00", "-33.3", "0.0160", "2.50", ">", "1.6x", "3.12", "4"]
     assert "dense did not reach perplexity 150 in 2 steps, ending at 300.0." in " ".join(text.split())
 
 
@@ -108,7 +110,7 @@ def test_several_seeds_show_their_range(tmp_path: Path) -> None:
     late = replace(SPARSE, scheme="late", seed=0), replace(SPARSE, scheme="late", seed=1, values=(400.0,))
     found = summary(tmp_path, *made, *late)
     text = as_text(found)
-    assert columns(text, "topk")[0] == ["90.00", "0", "0.0160", "5.00", "4.0x", "-", "3.12", "4"]
+    assert columns(text, "topk")[0] == ["90.00", "0", "0.0160", "5.00", "4.0x", "3.12", "4"]
     assert "2.50..7.50" in text
     assert "1 of 2 seeds" in text
     assert "Over several seeds: the median, and under it the lowest and the highest." in text
@@ -137,7 +139,7 @@ def test_a_terminal_gets_colours_and_no_line_longer_than_itself(
     # What is named below each table is left out.
     assert columns(plain, "dense") == [reached[:6], sent[:6], [*spent[:1], *spent[3:]]]
     assert [line.strip() for line in plain.splitlines() if "no room for" in line] == [
-        "no room for: kB to 150 (interface), steps taken",
+        "no room for: steps taken",
         "no room for: density of the union",
         "no room for: % behind dense, bits per parameter per step",
     ]
@@ -204,10 +206,33 @@ def test_the_page_loads_nothing_and_holds_the_pictures(drawn: tuple[Path, str]) 
     html = (folder / "report.html").read_text()
     loaded = Loaded(html)
     assert loaded.found == []
-    assert loaded.images == len(PICTURES)
+    assert loaded.images == 2 * len(PICTURES)  # each for wide and for narrow pages
     assert len(set(loaded.ids)) == len(loaded.ids)
     assert not re.search(r"https?:|//[a-z]|url\([^#]|@import", html)
     assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in PICTURES)
+
+
+def test_axes_have_ticks_where_curves_end(tmp_path: Path) -> None:
+    values = (400.0, 200.0, 100.0, 87.5)
+    found = summary(tmp_path, replace(DENSE, values=values, step_s=4.25), BF16, replace(SPARSE, values=(300.0, 250.0)))
+    figure = Figure(figsize=(9.0, 5.0))
+    FigureCanvasAgg(figure)
+    quality_over_time(found, figure)
+    across, up = (
+        [tick.get_text() for tick in axis.get_ticklabels()] for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis)
+    )
+    assert across[-1] == "17"  # dense's last second
+    assert {"87.5", "250", "150"} <= {*up}  # the best and the worst end, and the target
+    assert "90" not in up  # bf16's end is too near the best one
+
+
+def test_the_pictures_of_a_telephone_are_as_wide_as_it_with_type_that_can_be_read(drawn: tuple[Path, str]) -> None:
+    html = (drawn[0] / "report.html").read_text()
+    narrow = re.findall(r'<div class="narrow"><p>(.*?)</p><svg viewBox="0 0 ([0-9.]+) ', html)
+    assert len(narrow) == len(PICTURES)
+    # Type of 10 units in at most 350, on a page of 390 pixels with its margins: 10 pixels and more.
+    assert all(title and float(width) <= 350 for title, width in narrow)
+    assert "min-width: 44rem" not in html
 
 
 def test_the_page_has_everything_that_is_needed_to_make_it_again(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from sparsync import LocalSteps, LocalWorld, OuterSGD, Steps, TopK, TwoShot
 from sparsync_lab.recipes import recipes
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
+THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
+
 
 def one(text: str, **settings: Any) -> SchemeChoice:
     (choice,) = parse_schemes(text, density=0.25, **settings)
@@ -144,3 +146,11 @@ def test_recipes_are_methods_under_their_own_name() -> None:
 def test_the_densities_of_the_lab_leave_how_much_published_tiles_send_alone() -> None:
     """They set `density` wherever a scheme has one, which had the recipe send 1 % of a tile in place of 64 of 4096 elements."""
     assert [vars(one(name).make())["per_tile"] for name in ("sparseloco", "demo", "demo:per_tile=8")] == [64, 32, 8]
+
+
+def test_a_strangers_scheme_with_a_momentum_must_say_so_before_it_is_compared() -> None:
+    with pytest.raises(
+        ValueError, match=r"HeavyBall keeps a gradient outside its residual .* define the property has_momentum"
+    ):
+        try_out(one(f"{THIRD_PARTY}:HeavyBall"), 2)
+    try_out(one(f"{THIRD_PARTY}:DeclaredHeavyBall"), 2)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ from torch import Tensor
 import sparsync
 from sparsync import Bucket, Cost, OkTopk, Report, Scheme, TwoShot
 from sparsync.base.error_feedback import Update
-from sparsync.comm.metered import all_reduce_cost
+from sparsync.comm.metered import MeteredComm, all_reduce_cost
 from sparsync.core import Comm
 from sparsync.feedback import Accumulator
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import Rule
 from sparsync.testing import INVARIANTS, SchemeUnderTest, check, check_scheme
+from sparsync.testing.momentum import keeps_momentum
 from sparsync_lab.rivals.cltk import CLTk
+from sparsync_lab.rivals.demo import DeMo
+from sparsync_lab.rivals.dgc import DGC
+from sparsync_lab.rivals.onebit_adam import OneBitAdam
 
 
 class Alternating(Scheme):
@@ -100,6 +105,16 @@ class Alternating(Scheme):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.residual = {name: part.clone() for name, part in state["residual"].items()}
+
+
+class AddsItsLastMean(Alternating):
+    """A momentum, of which the optimizer knows nothing."""
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        report = super().reduce(bucket, comm)
+        bucket.grad += 0.5 * vars(self).get("last", 0.0)
+        self.last = bucket.grad.clone()
+        return report
 
 
 class LosesMass(Alternating):
@@ -241,6 +256,7 @@ class LosesTheResidualOnInf(Alternating):
 
 
 BROKEN = {
+    AddsItsLastMean: "momentum",
     LosesMass: "conservation",
     LosesWhatTheGradientsTypeDrops: "rounding",
     DiffersBetweenRanks: "replicas",
@@ -384,6 +400,45 @@ def test_ranks_that_all_take_a_part_of_their_own_are_found() -> None:
         check("shares", Parted)
 
 
+@pytest.mark.parametrize("keeps", [partial(DGC, density=0.1), OneBitAdam, DeMo])
+def test_published_schemes_with_a_momentum_are_found_to_keep_one(keeps: Callable[[], Scheme]) -> None:
+    """So that the invariant, which they pass because they say so, is one that they would fail."""
+    assert keeps().has_momentum
+    assert keeps_momentum(keeps)
+
+
+class AnswersNo(AddsItsLastMean):
+    @property
+    def has_momentum(self) -> bool:
+        return False
+
+
+class SaysItsMomentum(Scheme):
+    """A momentum without a residual: with one rank, too, more comes back than the gradient."""
+
+    name = "momentum"
+
+    def __init__(self) -> None:
+        self.last: dict[str, Tensor] = {}
+
+    @property
+    def has_momentum(self) -> bool:
+        return True
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        metered = MeteredComm(comm)
+        mean = metered.all_reduce(bucket.grad.clone()) / comm.size
+        self.last[bucket.key] = mean + 0.5 * self.last.get(bucket.key, torch.zeros_like(mean))
+        bucket.grad.copy_(self.last[bucket.key])
+        return self.report(bucket, metered.sent)
+
+
+def test_the_authors_answer_counts() -> None:
+    check("momentum", AnswersNo)
+    for invariant in ("momentum", "one_rank"):
+        check(invariant, SaysItsMomentum)
+
+
 def test_what_is_not_checked_says_why_and_what_is_left_out_shows_its_reason() -> None:
     found = check_scheme(OneLeader, worlds=(1, 2), without={"examination": "the first rank leads, as published"})
     assert found.pop("examination") == "left out: the first rank leads, as published"
@@ -418,7 +473,7 @@ def test_a_failure_says_where_and_shows_both_values() -> None:
 
 
 def test_a_name_that_is_no_invariant_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="unknown invariant 'mass'; there are conservation, rounding"):
+    with pytest.raises(ValueError, match="unknown invariant 'mass'; there are momentum, conservation, rounding"):
         check("mass", Alternating)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from helpers.made_results import BF16, DENSE, NETWORK, RUN, SPARSE, UNLIMITED, Made, run, write
-from sparsync_lab.report.lead import behind_words, details, failure, headline, lead
+from sparsync_lab.report.lead import behind_words, details, failure, first_line, headline, lead
 from sparsync_lab.report.results import Run, read
 from sparsync_lab.report.summary import RunSummary, summarise
-from sparsync_lab.report.tables import as_text
-from sparsync_lab.report.verdict import verdict
+from sparsync_lab.report.tables import as_text, tables
+from sparsync_lab.report.verdict import speed_baseline, verdict
 
 HERE = "On shakespeare (4 ranks, 8 Mbit/s links)"
 NO_TARGET = run(target=None)
@@ -37,6 +37,43 @@ def test_with_a_target_the_scheme_that_reaches_it_soonest_is_chosen_and_its_qual
         "is unknown). Use dense bf16 where links are so fast that a step takes hardly longer than computing."
     )
     assert headline(found) == "perplexity 150: topk in 2.50 s, bf16 in 5.00 s (2.0x), as good as dense"
+
+
+def test_the_first_line_says_what_to_use_how_fast_it_is_and_what_it_costs(tmp_path: Path) -> None:
+    def first(name: str, *made: Made, run: Run = RUN) -> str:
+        found = summary(tmp_path / name, *made, run=run)
+        assert first_line(found) == "" or as_text(found).startswith(first_line(found) + "\n")
+        return first_line(found)
+
+    assert first("a", DENSE, BF16, SPARSE) == (
+        "Use topk: 2.0x as fast as bf16 to perplexity 150, as good as dense after 4 steps."
+    )
+    assert first("b", DENSE, BF16, BEHIND) == (
+        "Use topk: 2.0x as fast as bf16 to perplexity 150, 10.0 % worse than dense after 4 steps."
+    )
+    assert (
+        first("c", DENSE, BF16, SPARSE, run=NO_TARGET)
+        == "Use topk: 2.0x as fast as bf16, as good as dense after 4 steps."
+    )
+    slow = replace(SPARSE, step_s=3.0)
+    assert first("d", DENSE, BF16, slow) == "Use dense bf16: nothing faster was found that ends within 2 % of dense."
+    assert (
+        first("e", BF16, SPARSE)
+        == "Use topk: 2.0x as fast as bf16 to perplexity 150; its quality beside dense is unknown."
+    )
+    assert first("f", DENSE, BF16, SPARSE, run=UNLIMITED) == ""
+    assert first("g", DENSE, BF16, replace(SPARSE, compute_s=0.5)) == ""  # disturbed
+
+
+def test_all_speed_ups_of_a_report_are_over_the_same_baseline(tmp_path: Path) -> None:
+    slow = replace(BF16, step_s=8.0)
+    for name, made, baseline in (("a", BF16, "bf16"), ("b", slow, "dense")):
+        found = summary(tmp_path / name, DENSE, made, SPARSE)
+        assert speed_baseline(found) == baseline
+        assert f" {baseline} in " in (headline(found) or "")
+        assert f"fast as {baseline} " in first_line(found)
+        assert tables(found)[0].heads.count(f"speed-up\nover {baseline}") == 1
+        assert sum(head.startswith("speed-up") for head in tables(found)[0].heads) == 1
 
 
 def test_a_speed_up_never_stands_without_the_quality_that_it_costs(tmp_path: Path) -> None:
@@ -136,7 +173,7 @@ def test_a_scheme_that_exchanged_nothing_takes_no_part_and_is_told_above_everyth
     text = " ".join(as_text(found).split())
     assert text.startswith("!!! local_steps/topk EXCHANGED NOTHING: ITS ROW IS NO RESULT. With seed 0")
     assert text.count(why) == 2
-    assert "local_steps/topk exchanged - 0.0160 - - - - 4 nothing" in text
+    assert "local_steps/topk exchanged - 0.0160 - - - 4 nothing" in text
     assert failure(found) == "local_steps/topk exchanged nothing; the report says why, and the other rows count"
     assert chosen(summary(tmp_path / "one", DENSE, BF16, SPARSE, replace(alone, exchanges=1))) == alone.scheme
 
@@ -199,6 +236,23 @@ def test_times_that_prove_nothing_choose_nothing(tmp_path: Path) -> None:
         "is as good as dense (one seed: its spread is unknown)."
     )
     assert headline(found) is None
+
+
+def test_where_the_slow_reference_kernels_ran_a_banner_stands_in_place_of_a_choice(tmp_path: Path) -> None:
+    slow = replace(RUN, versions={**RUN.versions, "kernels": "reference"})
+    found = summary(tmp_path, DENSE, BF16, SPARSE, run=slow)
+    assert [banner.kind for banner in found.banners] == ["reference"]
+    assert lead(found) == (
+        "The slow reference kernels ran, so the times of this run prove nothing about a scheme, and it does not show what to choose. "
+        "Of the schemes within 2 % of dense, topk sent the least, 0.0160 bits per parameter per step: after 4 steps its perplexity "
+        "is as good as dense (one seed: its spread is unknown)."
+    )
+    assert headline(found) is None
+    shown = as_text(found)
+    assert shown.startswith("!!! THE SLOW REFERENCE KERNELS RAN: ")
+    assert "Install a C++ compiler such as g++" in " ".join(shown.split())
+    fast = replace(RUN, run="two", versions={**RUN.versions, "kernels": "cpp/avx2"})
+    assert summary(tmp_path, DENSE, BF16, SPARSE, run=fast).banners == ()
 
 
 def test_times_over_a_real_network_count(tmp_path: Path) -> None:

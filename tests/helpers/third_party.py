@@ -53,6 +53,29 @@ class LineFit(Workload):
         return total / count
 
 
+class HeavyBall(Scheme):
+    """The mean with a momentum, in which a gradient of long ago is a half of one of now."""
+
+    name = "heavy_ball"
+
+    def __init__(self) -> None:
+        self.last: dict[str, Tensor] = {}
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        mean = comm.all_reduce(bucket.grad.clone()) / comm.size
+        self.last[bucket.key] = mean + 0.5 * self.last.get(bucket.key, torch.zeros_like(mean))
+        bucket.grad.copy_(self.last[bucket.key])
+        return self.report(bucket)
+
+
+class DeclaredHeavyBall(HeavyBall):
+    """The same, and the job's optimizer is told."""
+
+    @property
+    def has_momentum(self) -> bool:
+        return True
+
+
 @dataclass
 class Scaled(Scheme):
     """The mean of all ranks, times a factor."""

@@ -12,6 +12,19 @@ from typing import Any
 import torch
 
 import sparsync
+from sparsync.kernels import dispatch
+from sparsync_lab.slow_kernels import SLOW_KERNELS
+
+
+def kernels(device: str = "cpu") -> str:
+    """Return the backend whose kernels run on tensors of `device`: "cpp/avx512", "triton", SLOW_KERNELS or another."""
+    here = [name for name in dispatch.backends() if (name == dispatch.TRITON) == (device != "cpu")]
+    return next(iter(here), SLOW_KERNELS)
+
+
+def compiled(device: str) -> dict[str, str]:
+    """Return what hosts must agree on about their kernels: those of one processor may be faster, but none may run SLOW_KERNELS alone."""
+    return {"the kernels": "the slow reference" if kernels(device) == SLOW_KERNELS else "compiled"}
 
 
 def versions() -> dict[str, Any]:  # Any: JSON

@@ -1,4 +1,4 @@
-"""Short names of methods for tables, pictures and progress: "two_shot:density=0.022:values=int4" becomes "two_shot 2.2 % int4"."""
+"""Short names of methods for tables, pictures and progress: "topk:density=0.01:values=sign" becomes "topk 1 % signs"."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,7 @@ from sparsync_lab.recipes import RECIPES
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")  # of a bucket, as `sparsync.core.Phase` has them
 AROUND = re.compile(rf"({'|'.join(STEPS)})(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
-# Written without their key.
-_ALWAYS = {
-    "density": lambda value: f"{100 * value:.4g} %",
-    "values": str,
-    "density_down": lambda value: f"{100 * value:.4g} % down",
-    "values_down": lambda value: f"{value} down",
-}
+_ALWAYS = ("density", "density_down", "values", "values_down")  # written without their key, in this order
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,18 @@ def _parts(label: str) -> _Parts:
 
 def _name(own: _Parts, every: Sequence[_Parts]) -> str:
     similar = [each for each in every if (each.steps, each.name) == (own.steps, own.name)]
-    words = [own.name.rpartition(":")[2] or own.name]
-    for key, value in own.settings.items():
-        if key in _ALWAYS and not (key.startswith("density") and isinstance(value, str)):
-            words.append(_ALWAYS[key](value))
-        elif len({repr(each.settings.get(key)) for each in similar}) > 1:
-            words.append(_written(key, value))
+    always = {key: text for key in _ALWAYS if (text := _always(key, own.settings)) is not None}
+    others = [
+        _written(key, value)
+        for key, value in own.settings.items()
+        if key not in always and len({repr(each.settings.get(key)) for each in similar}) > 1
+    ]
+    several = any(key.endswith("_down") for key in always)
+    words = [
+        own.name.rpartition(":")[2] or own.name,
+        *([", ".join(always.values())] if several else always.values()),
+        *others,
+    ]
     neighbours = [each for each in every if each.steps == own.steps]
     shown = [
         _written(key, value)
@@ -70,6 +70,21 @@ def _name(own: _Parts, every: Sequence[_Parts]) -> str:
     ]
     brackets = f"({', '.join(shown)})" if shown else ""
     return (f"{own.steps}{brackets}/" if own.steps else "") + " ".join(words)
+
+
+def _always(key: str, settings: Mapping[str, Any]) -> str | None:  # Any: as in a scheme's text
+    """Return a setting in words, such as "3 % up", "12 % down" or "signs"; None where it is not given, or no such setting."""
+    if key not in settings:
+        return None
+    value, (name, _, down) = settings[key], key.partition("_")
+    if name == "values":
+        text = "signs" if value == "sign" else str(value)
+    elif isinstance(value, str):
+        return None
+    else:
+        text = f"{100 * value:.4g} %"
+    both = down or f"{name}_down" in settings
+    return f"{text} {down or 'up'}" if both else text
 
 
 def _written(key: str, value: Any) -> str:  # Any: as in a scheme's text

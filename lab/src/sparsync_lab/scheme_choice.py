@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from sparsync import Bucket, LocalSteps, LocalWorld, OuterSGD, Report, Scheme, Steps, schemes
 from sparsync.base.scheme_text import STEPS, by_key, made, parsed
 from sparsync.comm.local import LocalComm
+from sparsync.testing.momentum import undeclared
 from sparsync_lab.labels import AROUND
 from sparsync_lab.recipes import RECIPES
 from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
@@ -142,7 +143,10 @@ def check_labels(choices: Sequence[SchemeChoice]) -> None:
 
 
 def try_out(choice: SchemeChoice, ranks: int) -> None:
-    """Reduce one small bucket on `ranks` ranks in this process, so that a setting that cannot work is found now."""
+    """Reduce one small bucket on `ranks` ranks in this process, so that a setting that cannot work is found now.
+
+    The scheme of a third party must say whether it keeps a momentum, too: the job's own momentum would be applied on top.
+    """
 
     def reduce(comm: LocalComm) -> None:
         if choice.local is not None:
@@ -155,6 +159,14 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 
     try:
         LocalWorld(ranks).run(reduce)
+        scheme = choice.make()
+        # A stranger's scheme: those of this repository have tests for it.
+        foreign = any(
+            type(each).__module__.split(".")[0] not in ("sparsync", "sparsync_lab")
+            for each in (scheme, *scheme.inner_schemes)
+        )
+        if foreign and (missing := undeclared(choice.make)):
+            raise ValueError(missing)
     except Exception as error:
         raise ValueError(
             f"scheme {choice.label!r} cannot run on {ranks} ranks: {type(error).__name__}: {error}"

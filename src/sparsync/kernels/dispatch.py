@@ -16,7 +16,9 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from inspect import isfunction
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -25,11 +27,22 @@ from torch import Tensor
 
 from sparsync.kernels import candidates, codec_reference, reference, share_reference, value_reference
 
+
+def _reason(error: ImportError, folder: Path) -> str:
+    """Return why the C++ kernels in `folder` could not be imported, in words; `error` is what Python says."""
+    there = sorted(path.name for path in folder.glob("_cpu.*so"))
+    if any(f"_cpu{suffix}" in there for suffix in EXTENSION_SUFFIXES):
+        return f"they cannot be loaded: {error}"
+    if there:
+        return f"they were built for another Python: {', '.join(there)}"
+    return "they were not built when sparsync was installed"
+
+
 _why_missing = ""
 try:
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/
 except ImportError as missing:
-    _cpu, _why_missing = None, str(missing)
+    _cpu, _why_missing = None, _reason(missing, Path(__file__).parent)
 
 # Any: each operation has its own signature, that of `sparsync.kernels` with all arguments given.
 Kernel = Callable[..., Any]

@@ -28,6 +28,7 @@ from sparsync.testing.checks import (
     check_traffic,
 )
 from sparsync.testing.fairness import balance, examination, scale, shares
+from sparsync.testing.momentum import undeclared
 from sparsync.testing.subject import SchemeUnderTest
 from sparsync.testing.world import (
     COUNT,
@@ -88,6 +89,12 @@ def check_scheme(
     return {invariant: check(invariant, subject) or HOLDS for invariant in INVARIANTS}
 
 
+def momentum(subject: SchemeUnderTest) -> None:
+    """Check that a scheme that keeps a momentum says so by `has_momentum`: an optimizer with momentum would apply it a second time."""
+    if missing := undeclared(subject.make):
+        fail(f"P = 1, n = {COUNT}", missing)
+
+
 def conservation(subject: SchemeUnderTest) -> None:
     """Check that what is not written stays in the residuals, element by element, but for the share that decays."""
     for P in subject.worlds:
@@ -120,7 +127,7 @@ def identity(subject: SchemeUnderTest) -> str | None:
 
 
 def one_rank(subject: SchemeUnderTest) -> str | None:
-    """Check that one rank sends nothing: without a residual its gradient does not change, with one nothing is lost."""
+    """Check that one rank sends nothing: without residual and momentum its gradient does not change, with a residual nothing is lost."""
     if 1 not in subject.worlds:
         return "no world has one rank"
     steps = subject.trace(1)
@@ -128,7 +135,7 @@ def one_rank(subject: SchemeUnderTest) -> str | None:
         for name, cost in (("counted", step.counted[0]), ("the report's cost is", step.reports[0].cost)):
             if cost != Cost():
                 fail(step.where(0), f"{name} {cost}, it must be {Cost()}")
-        if not subject.has_residual:
+        if not subject.has_residual and not subject.make().has_momentum:
             check_equal(step.where(0), "what is written", step.written[0], "the gradient", step.grads[0])
     conserved(subject, steps[: subject.exact_steps])
     return None
@@ -338,6 +345,7 @@ def nonfinite(subject: SchemeUnderTest) -> None:
 INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
     each.__name__: each
     for each in (
+        momentum,
         conservation,
         rounding,
         replicas,

@@ -18,6 +18,7 @@ from sparsync_lab.predict.probe_file import Backward, Probe
 from sparsync_lab.predict.probed import ProbedNetwork
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels
+from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
 from sparsync_lab.traffic.stream import Recorded, recorded
 from sparsync_lab.workloads import one_process
@@ -153,6 +154,10 @@ def advise(
             + (f", so it gains if it needs less than {ratio:.2f} times as many steps." if ratio > 1 else "."),
         )
     [bf16] = (choice for choice in choices if choice.label == "bf16")
+    if probe.group.kernels == SLOW_KERNELS:
+        verdict = Recommendation(
+            "", "The probe ran on the slow reference kernels, so it does not show which method to use."
+        )
     fixed_s = min(steps["bf16"].reduce_s, step(bf16, probe, _smallest(backward, probe.group.ranks)).reduce_s)
     return Advice(sum(each.elements for each in backward.bucket), steps, extra, verdict, fixed_s, stream, still)
 
@@ -263,6 +268,9 @@ def text(
         )
         for label in found.exchanged_nothing
     ]
+    if group.kernels == SLOW_KERNELS:
+        said = f"!!! THE SLOW REFERENCE KERNELS RAN IN THE PROBE: THESE TIMES PROVE NOTHING ABOUT A METHOD. {SLOW_KERNELS_FIX}"
+        loud.insert(0, (said, "bold white on red"))
     above = [*loud, (head, ""), (_bottleneck(found, backward), "")]
     below = [*((note, "dim") for note in notes), *loud, (f"\n{found.verdict.why}", "bold")]
     return lines_of([table(found, names)], above, below, width, colour, ascii_only)

@@ -93,14 +93,14 @@ def compare_on_hosts(settings: CompareSettings, out: Path, command: Sequence[str
 
     def checked() -> tuple[Workload, Mapping[str, str]]:
         workload = settings.check()
-        return workload, _identity(settings, workload)
+        return workload, {**_identity(settings, workload), **environment.compiled(hosts.place.device)}
 
     with joined(settings.timeout_s, backend) as hosts:
         workload = hosts.agree(checked)
         if hosts.place.rank:
             hosts.run(train_all, asdict(settings), lambda message: None, lambda why: None)
             return False
-        run = _run_record(settings, workload, command, hosts.network)
+        run = _run_record(settings, workload, command, hosts.network, hosts.place.device)
         with (
             _recorded(run, out) as records,
             _display(settings, workload) as display,
@@ -179,7 +179,9 @@ def _identity(settings: CompareSettings, workload: Workload) -> Mapping[str, str
     }
 
 
-def _run_record(settings: CompareSettings, workload: Workload, command: Sequence[str], hosts: str = "") -> results.Run:
+def _run_record(
+    settings: CompareSettings, workload: Workload, command: Sequence[str], hosts: str = "", device: str = "cpu"
+) -> results.Run:
     config = asdict(settings)
     del config["faults"]
     if settings.faults:
@@ -195,7 +197,7 @@ def _run_record(settings: CompareSettings, workload: Workload, command: Sequence
         command=tuple(command),
         config=config,
         workload={"metric": workload.metric, "better": workload.better, "unit": workload.unit, **workload.describe()},
-        versions=environment.versions(),
+        versions={**environment.versions(), "kernels": environment.kernels(device)},
         machine=environment.machine(),
         limited=settings.rate_bits_per_s is not None,
         network=hosts,

@@ -35,7 +35,7 @@ def shown(labels: Sequence[str], seeds: int, steps: int, metric: str) -> Iterato
 
     console = Console(stderr=True)
     quality = TextColumn("{task.fields[quality]}", table_column=Column(justify="right", no_wrap=True))
-    loss = TextColumn("loss {task.fields[loss]}", table_column=Column(no_wrap=True))
+    loss = TextColumn("training loss {task.fields[loss]}", table_column=Column(no_wrap=True))
     bars = (
         TextColumn("{task.description}", markup=False, table_column=Column(max_width=console.width * 4 // 9)),
         BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
@@ -87,21 +87,18 @@ def _fault(message: Message) -> str:
 class _ComparisonLines:
     def __init__(self, clock: _Clock, names: Mapping[str, str], metric: str) -> None:
         self._clock, self._names, self._metric = clock, names, metric
-        self._loss = float("nan")
         print("starting the ranks", file=sys.stderr, flush=True)
 
     def update(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "scheme":
             self._clock.begin()
-        elif kind == "progress":
-            self._loss = message["loss"]
         elif kind == "fault":
             print(_fault(message), file=sys.stderr, flush=True)
         elif kind == "quality":
             print(
                 f"[{self._clock.number}/{self._clock.trainings}] {self._names[message['scheme']]}  "
-                f"step {message['step']}/{self._clock.steps}  loss {self._loss:.3f}  {self._metric} {message['value']:.2f}  "
+                f"step {message['step']}/{self._clock.steps}  {self._metric} {message['value']:.2f}  "
                 f"{message['seconds']:.1f} s trained  {self._clock.left(message['step'])} left",
                 file=sys.stderr,
                 flush=True,

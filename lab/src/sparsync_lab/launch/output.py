@@ -11,6 +11,8 @@ from sparsync_lab.terminal import WIDTH, wrapped
 LONGEST_LINE = 1 << 16  # bytes; longer ones are cut
 MOST_WAITING = 1 << 20  # bytes; while more wait to be written, nothing is read from the ranks
 PIECE = select.PIPE_BUF  # a pipe that is ready takes so much at once
+# torch writes this once for each rank: the addresses of limited links have no names.
+_NOISE = b"[c10d] The hostname of the client socket cannot be retrieved"
 _ERASE = b"\r\x1b[K"
 
 
@@ -27,7 +29,8 @@ class Lines:
         if self._rest and (not content or len(self._rest) > LONGEST_LINE):
             lines.append(self._rest)
             self._rest = b""
-        return b"".join(self.prefix + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in lines)
+        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines if _NOISE not in line)
+        return b"".join(self.prefix + line + b"\n" for line in shown)
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 TIMEOUT_S = 30.0  # for one command or one anchor; they take milliseconds, a loaded machine some more
 CURE = (
-    "or do without it: compare, launch and bench overlap take --link none (times then prove nothing), and frontier, "
-    "traffic, gradients, report, bench kernels and bench wire need no network"
+    "or do without it: compare, launch and probe take --link none (times then prove nothing), and frontier, traffic, gradients, "
+    "simulate, advise and report need no network"
 )
 PACKAGE_OF = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "cat": "coreutils"}
 USER_NAMESPACE = ("--user", "--map-root-user")

@@ -53,7 +53,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use: the label of a method, and one sentence that says why."""
+    """What to use: the label of a method, "" where none can be recommended, and one sentence that says why."""
 
     label: str
     why: str

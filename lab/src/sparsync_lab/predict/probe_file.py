@@ -45,6 +45,7 @@ class ProbedGroup(Checked):
     cores: Count  # that rank 0 may use
     torch: str  # version
     time: str  # ISO 8601
+    kernels: str = ""  # their backend; files of earlier versions have none
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from sparsync_lab.netlab import Delay, network
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request, probe
 from sparsync_lab.report.format import rate_text, significant
+from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
 from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.hosts import Backend, joined
@@ -49,7 +50,11 @@ def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None
         workload = request.check(hosts.place.ranks)
         if hosts.place.rank == 0:
             check_file(out)
-        return workload, {**plain, "the code of sparsync": environment.code_digest()}
+        return workload, {
+            **plain,
+            "the code of sparsync": environment.code_digest(),
+            **environment.compiled(hosts.place.device),
+        }
 
     content: list[str] = []
     with joined(request.timeout_s, backend) as hosts:
@@ -119,7 +124,12 @@ class _ProbeBar:
 def _print(found: probe_file.Probe) -> None:
     group = found.group
     hosts = f"{group.hosts} host{'s' if group.hosts > 1 else ''}"
-    print(wrapped(f"{group.ranks} ranks on {hosts}, {group.backend}, {group.link}, {group.cores} cores") + "\n")
+    kernels = f", kernels {group.kernels}" if group.kernels else ""
+    print(
+        wrapped(f"{group.ranks} ranks on {hosts}, {group.backend}, {group.link}, {group.cores} cores{kernels}") + "\n"
+    )
+    if group.kernels == SLOW_KERNELS:
+        print(wrapped(f"!!! THE SLOW REFERENCE KERNELS RAN: DO NOT PREDICT WITH THIS PROBE. {SLOW_KERNELS_FIX}") + "\n")
     sent = tuple(
         (
             each.kind,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sparsync import GroupComm
-from sparsync_lab import workloads
+from sparsync_lab import environment, workloads
 from sparsync_lab.predict import probe_file
 from sparsync_lab.predict.backward import timeline
 from sparsync_lab.predict.probing import measure
@@ -132,4 +132,5 @@ def _group(request: Request, place: Place) -> probe_file.ProbedGroup:
         cores=len(os.sched_getaffinity(0)),
         torch=torch.__version__,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        kernels=environment.kernels(place.device),
     )

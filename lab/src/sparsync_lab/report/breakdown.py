@@ -57,50 +57,57 @@ def parts(scheme: SchemeFigures) -> list[BarPart]:
     return [part for part in made if part.seconds > 0]
 
 
-def draw(figure: Figure, axes: Axes, schemes: Sequence[SchemeFigures], labels: Sequence[str]) -> None:
-    """Draw a place for each scheme that has a step, under its label, with a legend above."""
+def draw(
+    figure: Figure, axes: Axes, schemes: Sequence[SchemeFigures], labels: Sequence[str], wide: bool = True
+) -> None:
+    """Draw a place for each scheme that has a step, beside its label or, where it is not `wide`, under it, with a legend above."""
     rows = [(scheme, label, found) for scheme, label in zip(schemes, labels, strict=True) if (found := parts(scheme))]
-    _make_room(axes, [label for _, label, _ in rows])
-    drawn = [_draw_place(axes, place, scheme, found) for place, (scheme, _, found) in enumerate(rows)]
+    _make_room(axes, [label for _, label, _ in rows] if wide else [], 1 if wide else 2)
+    drawn = [_draw_place(axes, place, scheme, found, wide) for place, (scheme, _, found) in enumerate(rows)]
     last = max((end for end, _ in drawn), default=1.0)
     axes.set_xlim(0, last)
     curves.make_room(axes, [end / last for end, _ in drawn], [width for _, width in drawn])
-    axes.set_yticks(range(len(rows)), [label for _, label, _ in rows])
+    axes.set_yticks(range(len(rows)), [label if wide else "" for _, label, _ in rows])
+    if not wide:
+        for place, (_, label, _) in enumerate(rows):
+            axes.text(0, place - 0.34, label, va="bottom", color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(False)
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")
     if rows:
-        _draw_legend(figure, axes, {part.name for _, _, found in rows for part in found})
+        _draw_legend(figure, axes, {part.name for _, _, found in rows for part in found}, None if wide else 2)
 
 
-def _make_room(axes: Axes, labels: Sequence[str]) -> None:
-    """Move the left side of the axes to make room for the labels, and the upper one for a legend."""
+def _make_room(axes: Axes, labels: Sequence[str], lines: int) -> None:
+    """Move the left side of the axes to make room for the labels, and the upper one for a legend of so many lines."""
     box = axes.get_position()
     width = max((curves.size(axes, label)[0] for label in labels), default=0.0)
     left = min(_LEFT, box.width * (width + _BESIDE) / axes.bbox.width + 0.02)
-    axes.set_position((left, box.y0, box.x1 - left, box.height - _LEGEND))
+    axes.set_position((left, box.y0, box.x1 - left, box.height - lines * _LEGEND))
 
 
-def _draw_place(axes: Axes, place: int, scheme: SchemeFigures, found: Sequence[BarPart]) -> tuple[float, float]:
+def _draw_place(
+    axes: Axes, place: int, scheme: SchemeFigures, found: Sequence[BarPart], wide: bool
+) -> tuple[float, float]:
     """Draw the bars of a scheme and the text beside them; return where they end, and the width of the text in pixels."""
     for part in found:
         y = place + (part.lane - 0.5) * _LANE
         axes.barh(y, 1e3 * part.seconds, left=1e3 * part.start_s, height=_LANE, color=_HUES[part.name])
     step, over = scheme.over_seeds("step_s"), scheme.step_over_compute
     assert step is not None  # it has parts
-    text = seconds_text(step.median) + (f", {ratio_text(over.median)} computing alone" if over else "")
+    text = seconds_text(step.median) + (f", {ratio_text(over.median)} computing alone" if over and wide else "")
     end = 1e3 * max(step.median, *(part.start_s + part.seconds for part in found))
     axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center", color=INK)
     return end, curves.size(axes, text)[0] + _BESIDE
 
 
-def _draw_legend(figure: Figure, axes: Axes, names: set[str]) -> None:
+def _draw_legend(figure: Figure, axes: Axes, names: set[str], columns: int | None) -> None:
     handles = [Patch(color=hue, label=name) for name, hue in _HUES.items() if name in names]
     axes.legend(
         handles=handles,
-        ncols=len(handles),
+        ncols=columns or len(handles),
         loc="lower left",
         bbox_to_anchor=(0.01, axes.get_position().y1),
         bbox_transform=figure.transFigure,

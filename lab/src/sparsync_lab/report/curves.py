@@ -7,9 +7,8 @@ from itertools import pairwise
 from statistics import median
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogFormatter
 
-from sparsync_lab.report.format import percent, quality_axis
+from sparsync_lab.report.format import percent, quality_axis, significant
 from sparsync_lab.report.results import Quality, Run
 from sparsync_lab.report.summary import SchemeFigures
 
@@ -19,6 +18,9 @@ _LOG_QUALITY_FROM = 2.0  # the same for y, and only where lower is better: the l
 _SETTLED = 1 / 6  # of the evaluations: the y axis begins with the worst value after those
 _LOG_TICKS = [digits * 10.0**power for power in range(-3, 7) for digits in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
 _POLE, _GAP, _LINE = 6.0, 14.0, 1.5  # pixels: pole to name, name to name; a line of names in heights of their type
+_APART = (
+    3.0  # heights of their type that ticks stand apart at least on the x axis, where they are numbers of some digits
+)
 
 Point = tuple[float, float]
 
@@ -54,8 +56,8 @@ def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str
     return Curve(name, hue, middle, band)
 
 
-def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
-    """Draw the curves, the target, a dot where a curve first meets it, and the names."""
+def draw(axes: Axes, run: Run, curves: Sequence[Curve], named: bool = True) -> None:
+    """Draw the curves, the target, a dot where a curve first meets it, and, if `named`, the names."""
     axes.set_ylabel(quality_axis(run))
     curves = [each for each in curves if each.middle]
     if not curves:
@@ -63,12 +65,15 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
         return
     # Names need room, so they are measured before the axes are laid out.
     sizes = [size(axes, each.name) for each in curves]
-    _set_x(axes, curves, [width for width, _ in sizes])
+    height = max(height for _, height in sizes)
+    _set_x(axes, curves, [width for width, _ in sizes] if named else [])
+    _set_x_ticks(axes, _APART * height)
     ends = [axes.transData.transform(each.end)[0] for each in curves]
     beside = min(ends) > axes.bbox.x1 - 1  # all end with the axis: there is nothing but names to the right of it
     rows = [] if beside else _rows(ends, [width for width, _ in sizes])
-    spacing = _LINE * max(height for _, height in sizes)
-    _set_y(axes, run, curves, spacing * (1 if beside else max(rows) + 1.8))
+    spacing = _LINE * height
+    _set_y(axes, run, curves, spacing * (1 if beside or not named else max(rows) + 1.8))
+    _set_y_ticks(axes, run, [each.end[1] for each in curves], spacing)
     for each in curves:
         if each.band:
             places, (low, high) = [x for x, _ in each.middle], zip(*each.band, strict=True)
@@ -82,6 +87,8 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
             axes.plot(*crossing, marker="o", markersize=9, color=each.hue, markeredgecolor="white", zorder=4)
     if run.target is not None:
         _draw_target(axes, f"target {run.target:g}{percent(run)}", run.target)
+    if not named:
+        return
     if beside:
         _draw_names_beside(axes, curves, spacing)
     else:
@@ -105,13 +112,46 @@ def _set_x(axes: Axes, curves: Sequence[Curve], widths: Sequence[float]) -> None
         first = min(positive)
         axes.set_xscale("log")
         axes.set_xlim(first, last)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.xaxis.set_minor_formatter(LogFormatter())  # the default one writes formulas
         places = [math.log(end / first) / math.log(last / first) for end in ends]
     else:
         axes.set_xlim(0, last)
         places = [end / last for end in ends]
-    make_room(axes, places, [width + _POLE + 2 * _GAP for width in widths])
+    if widths:
+        make_room(axes, places, [width + _POLE + 2 * _GAP for width in widths])
+
+
+def _set_x_ticks(axes: Axes, apart: float) -> None:
+    """Set ticks at the end of the axis and, `apart` pixels from it and one another, at round numbers."""
+    first, last = axes.get_xlim()
+    log = axes.get_xscale() == "log"
+    round_ones = [tick for tick in (_LOG_TICKS if log else axes.get_xticks()) if first <= tick <= last]
+    ticks = _apart([last, *round_ones], lambda x: axes.transData.transform((x, axes.get_ylim()[0]))[0], apart)
+    axes.set_xticks(ticks, [_written(tick, tick in round_ones) for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def _set_y_ticks(axes: Axes, run: Run, ends: Sequence[float], apart: float) -> None:
+    """Add ticks where curves end, the best end first, to those of the axis, all `apart` pixels from one another."""
+    shown = sorted(
+        (y for y in ends if min(axes.get_ylim()) <= y <= max(axes.get_ylim())), reverse=not run.lower_is_better
+    )
+    round_ones = [] if run.target is None else [run.target]
+    round_ones += [float(tick) for tick in axes.get_yticks()]
+    ticks = _apart([*shown, *round_ones], lambda y: axes.transData.transform((axes.get_xlim()[1], y))[1], apart)
+    axes.set_yticks(ticks, [_written(tick, tick in round_ones) for tick in ticks])
+
+
+def _apart(ticks: Sequence[float], pixel: Callable[[float], float], least: float) -> list[float]:
+    """Return the ticks, in ascending order, less those that are nearer than `least` pixels to an earlier one."""
+    kept: list[float] = []
+    for tick in ticks:
+        if all(abs(pixel(tick) - pixel(other)) >= least for other in kept):
+            kept.append(float(tick))
+    return sorted(kept)
+
+
+def _written(tick: float, is_round: bool) -> str:
+    return f"{round(tick, 10):g}" if is_round or tick == round(tick) else significant(tick)
 
 
 def make_room(axes: Axes, places: Sequence[float], widths: Sequence[float]) -> None:
@@ -138,7 +178,6 @@ def _set_y(axes: Axes, run: Run, curves: Sequence[Curve], room: float) -> None:
         axes.set_yscale("log", subs=())
         axes.set_yticks([tick for tick in _LOG_TICKS if 0.95 * low <= tick <= high])
         axes.set_yticks([], minor=True)
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.set_ylim(bottom, high)
     else:
         margin = (high - low or abs(high) or 1.0) * free / (1 - free)
@@ -163,8 +202,9 @@ def _rows(ends: Sequence[float], widths: Sequence[float]) -> list[int]:
 
 def _draw_target(axes: Axes, text: str, target: float) -> None:
     axes.axhline(target, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1.5)
-    place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": "right", "va": "bottom"}
-    axes.annotate(text, (1, target), (0, 3), color=INK, **place)
+    top = target >= max(axes.get_ylim())  # above it is the text over the axes
+    place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": "right"}
+    axes.annotate(text, (1, target), (0, -3 if top else 3), va="top" if top else "bottom", color=INK, **place)
 
 
 def _draw_names_under(axes: Axes, run: Run, curves: Sequence[Curve], rows: Sequence[int], spacing: float) -> None:

@@ -17,6 +17,37 @@ from sparsync_lab.report.results import Run
 from sparsync_lab.report.summary import RunSummary, SchemeFigures, SeedFigures, Spread
 from sparsync_lab.report.verdict import WITHIN, Verdict, fewest_bits, ratio_of, seconds_of, verdict
 
+_MORE = {"": "", ">": "more than ", "<": "at most "}  # before a ratio, by its bound
+
+
+def first_line(summary: RunSummary, within: float = WITHIN) -> str:
+    """Return the result in one line: what to use, how fast it is and what it costs; "" where the run does not show that.
+
+    Speed is that over the plain all-reduce, quality that after as many steps of dense.
+    """
+    found = verdict(summary, within)
+    chosen, plain = found.chosen, found.plain
+    if not _shows_choice(summary) or plain is None:
+        return ""
+    if chosen is None:
+        return f"Use {_named(plain)}: nothing faster was found that ends within {within:g} % of dense."
+    ratio = ratio_of(chosen, plain, found.by_target)
+    if ratio is None:
+        return ""
+    times = f"{_MORE[ratio.bound]}{times_text(ratio.spread.median)}x as fast as {plain.name}"
+    aim = f" to {target_text(summary.run)}" if found.by_target else ""
+    gap = chosen.behind_dense
+    if gap is None:
+        return f"Use {chosen.name}: {times}{aim}; its quality beside dense is unknown."
+    steps = min(seed.steps for seed in chosen.seeds)
+    return f"Use {chosen.name}: {times}{aim}, {_worse(gap.median)} after {steps} steps."
+
+
+def _worse(gap: float) -> str:
+    """Return percent behind dense in words: 3.0 % worse than dense, 0.4 % better than dense, as good as dense."""
+    rounded = round(gap, 1)
+    return f"{abs(rounded):.1f} % {'worse' if rounded > 0 else 'better'} than dense" if rounded else "as good as dense"
+
 
 def paragraph(summary: RunSummary, within: float = WITHIN) -> str:
     """Return the result of the run in full sentences made from its numbers: the choice first."""
@@ -30,7 +61,7 @@ def lead(summary: RunSummary, within: float = WITHIN) -> str:
         return f"{_setting(run)} there is nothing to choose: one rank sends nothing. Compare with --ranks 2 or more."
     if diverged := _diverged_seeds(summary):
         return _dense_diverged(summary, diverged)
-    if not run.times_count:
+    if not summary.times_count:
         return _without_times(summary, within)
     if found.plain is None and found.fastest is None:
         return f"{_setting(run)} there is nothing to choose from: no scheme finished with every seed."
@@ -87,15 +118,7 @@ def headline(summary: RunSummary, within: float = WITHIN) -> str | None:
     chosen, plain = found.chosen, found.plain
     ratio = ratio_of(chosen, plain, found.by_target) if chosen and plain else None
     own = seconds_of(chosen, found.by_target) if chosen else None
-    if (
-        not run.times_count
-        or summary.disturbed
-        or _diverged_seeds(summary)
-        or chosen is None
-        or plain is None
-        or ratio is None
-        or own is None
-    ):
+    if not _shows_choice(summary) or chosen is None or plain is None or ratio is None or own is None:
         return None
     other, times = seconds_of(plain, found.by_target), ratio_text(ratio.spread.median, ratio.bound)
     gap = f", {behind_words(chosen.behind_dense.median)}" if chosen.behind_dense else ""
@@ -123,6 +146,12 @@ def _choose(summary: RunSummary) -> str:
     return "this disturbed run points to" if summary.disturbed else "choose"
 
 
+def _shows_choice(summary: RunSummary) -> bool:
+    """Return whether the times of a run say what to choose: they count, nothing disturbed them, and dense did not diverge."""
+    several = summary.run.ranks > 1
+    return several and summary.times_count and not summary.disturbed and not _diverged_seeds(summary)
+
+
 def _diverged_seeds(summary: RunSummary) -> list[SeedFigures]:
     """Return dense's seeds that ended with a loss or a quality that is not finite."""
     dense = summary.scheme("dense")
@@ -144,7 +173,11 @@ def _dense_diverged(summary: RunSummary, seeds: Sequence[SeedFigures]) -> str:
 
 def _without_times(summary: RunSummary, within: float) -> str:
     least, dense = fewest_bits(summary, within), summary.scheme("dense")
-    first = "The links of this run had no limit, so its times prove nothing about a network, and it does not show what to choose."
+    if summary.run.times_count:
+        why = "The slow reference kernels ran, so the times of this run prove nothing about a scheme"
+    else:
+        why = "The links of this run had no limit, so its times prove nothing about a network"
+    first = f"{why}, and it does not show what to choose."
     bits = least.over_seeds("bits") if least else None
     if least is None or bits is None or dense is None:
         return first
@@ -204,8 +237,8 @@ def _time(run: Run, found: Verdict, scheme: SchemeFigures) -> str:
         return own
     other = seconds_of(plain, found.by_target)
     beside = f"not in {seconds_text(_longest(plain))}" if other is None else seconds_text(other)
-    more = {"": "", ">": "more than ", "<": "at most "}[ratio.bound]
-    return f"{own}, {more}{times_text(ratio.spread.median)} times as fast as {plain.name} ({beside}{_range(ratio.spread, scheme)})"
+    times = f"{_MORE[ratio.bound]}{times_text(ratio.spread.median)}"
+    return f"{own}, {times} times as fast as {plain.name} ({beside}{_range(ratio.spread, scheme)})"
 
 
 def _range(ratio: Spread, scheme: SchemeFigures) -> str:

@@ -71,6 +71,7 @@ def _draw_ranks(axes: Axes, schemes: Sequence[SchemeFigures], hues: Mapping[str,
     strip.yaxis.set_major_locator(MaxNLocator(min(most, 4), integer=True))
     strip.set_ylabel("ranks")
     strip.set_xlabel(axes.get_xlabel())
-    strip.xaxis.set_major_formatter(axes.xaxis.get_major_formatter())
+    strip.set_xticks(axes.get_xticks(), [label.get_text() for label in axes.get_xticklabels()])
+    strip.set_xticks([], minor=True)
     axes.set_xlabel("")
     axes.tick_params(labelbottom=False)

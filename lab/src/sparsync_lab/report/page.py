@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync_lab.report.format import place_text
-from sparsync_lab.report.lead import details, failure, lead, paragraph
+from sparsync_lab.report.lead import details, failure, first_line, lead, paragraph
 from sparsync_lab.report.results import Results, read
 from sparsync_lab.report.rows import compared, write_csv
 from sparsync_lab.report.summary import RunSummary, summarise
@@ -120,6 +120,7 @@ def render(
         light=variables(dark=False),
         dark=variables(dark=True),
         banners=summary.banners,
+        first=first_line(summary, within),
         lead=lead(summary, within),
         details=details(summary),
         parts=_parts(summary, pictures),
@@ -165,7 +166,7 @@ def _parts(
 ) -> list[dict[str, Any]]:  # Any: pictures and a table, for the template
     """Return the tables, each under the pictures of the same subject."""
     return [
-        {"table": table, "pictures": [{"alt": _ALT[name], "svg": pictures[name].svg} for name in names]}
+        {"table": table, "pictures": [{"alt": _ALT[name], "drawn": pictures[name]} for name in names]}
         for table, names in zip_longest(tables(summary), _BESIDE, fillvalue=())
     ]
 

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 
 from sparsync_lab.report import breakdown, curves, marks
 from sparsync_lab.report.curves import FAINT, INK
@@ -34,7 +35,7 @@ from sparsync_lab.report.lead import headline
 from sparsync_lab.report.results import Quality
 from sparsync_lab.report.summary import RunSummary, SchemeFigures
 from sparsync_lab.report.theme import themed
-from sparsync_lab.report.verdict import WITHIN
+from sparsync_lab.report.verdict import WITHIN, speed_baseline
 
 ORIGIN = "Description"  # the key of the text in a PNG that says what it shows, see `_origin`
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too light for a line on white.
@@ -63,16 +64,19 @@ STYLE = {
     "text.parse_math": False,  # "$" in a label is a dollar
 }
 _SIZE, _DPI = (9.0, 5.0), 160  # inches
+_NARROW = (4.3, 4.0)  # the same for a telephone: the table below it says which curve has which colour
 _WIDEST = 0.94  # of the width of a picture: as wide as a line of text may be
 _RIGHT = 0.975  # of the width of a picture: where all axes end
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture twice: as a file, and for a page, on which it has the page's colours."""
+    """A picture three times: as a file, and for wide and narrow pages, on which it has the page's colours."""
 
     png: bytes
     svg: str
+    narrow: str = ""  # without names and without its title
+    title: str = ""
 
 
 def pictures(summary: RunSummary, within: float = WITHIN) -> dict[str, Picture]:
@@ -103,15 +107,16 @@ def quality_over_time(summary: RunSummary, figure: Figure, within: float = WITHI
     title = headline(summary, within) or f"{quality_axis(run)} over training time"
     beside = (
         f"without evaluations; {'shaded: pauses; ' if run.faults else ''}beside a name: "
-        + ("" if run.target is None else "speed-up over dense, ")
+        + ("" if run.target is None else f"speed-up over {speed_baseline(summary)}, ")
         + "% behind dense"
     )
     axes = _axes(summary, figure, title, f"{place_text(run)}; {beside}{_band(summary)}")
+    named = _is_wide(figure)
     if run.faults:
         marks.make_room(axes)
     drawn = [curves.curve(each, _seconds, _name_with_time(summary, each), hue[each.label]) for each in summary.schemes]
     axes.set_xlabel("seconds since the first step" if run.faults else "seconds of training")
-    curves.draw(axes, run, drawn)
+    curves.draw(axes, run, drawn, named)
     if run.faults:
         marks.draw(axes, run, summary.schemes, hue)
 
@@ -127,7 +132,8 @@ def quality_over_steps(summary: RunSummary, figure: Figure) -> None:
     )
     drawn = [curves.curve(each, _steps, _name_with_gap(each), hue[each.label]) for each in summary.schemes]
     axes.set_xlabel("steps")
-    curves.draw(axes, run, drawn)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curves.draw(axes, run, drawn, _is_wide(figure))
 
 
 def quality_over_bytes(summary: RunSummary, figure: Figure) -> None:
@@ -140,7 +146,7 @@ def quality_over_bytes(summary: RunSummary, figure: Figure) -> None:
     drawn = [curves.curve(each, _nbytes, _name_with_bytes(summary, each), hue[each.label]) for each in summary.schemes]
     unit, size = byte_unit(x for each in drawn for x, _ in each.middle)
     axes.set_xlabel(f"{unit} sent by one rank")
-    curves.draw(axes, run, [each.divided(size) for each in drawn])
+    curves.draw(axes, run, [each.divided(size) for each in drawn], _is_wide(figure))
 
 
 def step_breakdown(summary: RunSummary, figure: Figure) -> None:
@@ -148,11 +154,11 @@ def step_breakdown(summary: RunSummary, figure: Figure) -> None:
     title = "Where the time of a training step goes"
     subtitle = f"{place_text(summary.run)}; medians over the steps; above computing, below it the reduction"
     labels = [scheme.name for scheme in summary.schemes]
-    breakdown.draw(figure, _axes(summary, figure, title, subtitle), summary.schemes, labels)
+    breakdown.draw(figure, _axes(summary, figure, title, subtitle), summary.schemes, labels, _is_wide(figure))
 
 
 def _picture(summary: RunSummary, name: str, draw: Callable[[RunSummary, Figure], None]) -> Picture:
-    png, svg = io.BytesIO(), io.StringIO()
+    png, svg, narrow = io.BytesIO(), io.StringIO(), io.StringIO()
     with rc_context(STYLE | {"svg.hashsalt": name}):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
         figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor="white")
         FigureCanvasAgg(figure)  # makes itself the figure's canvas, on which texts can be measured
@@ -160,8 +166,14 @@ def _picture(summary: RunSummary, name: str, draw: Callable[[RunSummary, Figure]
         figure.savefig(png, format="png", metadata={ORIGIN: json.dumps(_origin(summary))})
         for banner in figure.findobj(lambda artist: artist.get_gid() == _BANNER):
             banner.set_visible(False)  # a page has it once, above everything
-        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return Picture(png.getvalue(), themed(svg.getvalue(), name))
+        no_origin: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(svg, format="svg", metadata=no_origin)
+        small = Figure(figsize=_NARROW, dpi=_DPI, facecolor="white")
+        FigureCanvasAgg(small)
+        draw(summary, small)
+        small.savefig(narrow, format="svg", metadata=no_origin)
+    wide = themed(svg.getvalue(), name)
+    return Picture(png.getvalue(), wide, themed(narrow.getvalue(), f"{name}_narrow"), str(small.get_label()))
 
 
 def _origin(summary: RunSummary) -> dict[str, Any]:  # Any: JSON
@@ -182,7 +194,14 @@ def _origin(summary: RunSummary) -> dict[str, Any]:  # Any: JSON
 
 
 def _axes(summary: RunSummary, figure: Figure, title: str, subtitle: str) -> Axes:
-    """Return axes under a title, a line with workload and links, and above them the banners of the run."""
+    """Return axes under a title, a line with workload and links, and above them the banners of the run.
+
+    On a narrow figure the title is its label instead, for the page to show.
+    """
+    title = title[:1].upper() + title[1:]
+    if not _is_wide(figure):
+        figure.set_label(title)
+        return figure.add_axes((0.16, 0.12, 0.8, 0.82))
     top = 0.925
     for banner in summary.banners:
         behind, type_ = _WARNINGS.get(banner.kind, _WARNING)
@@ -190,9 +209,14 @@ def _axes(summary: RunSummary, figure: Figure, title: str, subtitle: str) -> Axe
         place = {"ha": "center", "va": "center", "weight": "bold", "color": type_, "bbox": box}
         _fit(figure.text(0.5, top + 0.03, banner.text, gid=_BANNER, **place))
         top -= 0.07
-    _fit(figure.text(0.02, top, title[:1].upper() + title[1:], fontsize=14, weight="bold", color=INK))
+    _fit(figure.text(0.02, top, title, fontsize=14, weight="bold", color=INK))
     _fit(figure.text(0.02, top - 0.052, subtitle, color=FAINT))
     return figure.add_axes((0.09, 0.11, _RIGHT - 0.09, top - 0.195))
+
+
+def _is_wide(figure: Figure) -> bool:
+    """Return whether there is room for the title and for names beside curves."""
+    return figure.get_figwidth() >= _SIZE[0]
 
 
 def _fit(text: Text) -> None:
@@ -215,15 +239,17 @@ def _nbytes(point: Quality) -> float:
 
 
 def _name_with_time(summary: RunSummary, scheme: SchemeFigures) -> str:
-    """Return the scheme, when it reached the target, how many times as fast as dense, and how many percent behind it."""
+    """Return the scheme, when it reached the target, how many times as fast as the baseline, and how many percent behind dense."""
     if summary.run.target is None:
         return _name_with_gap(scheme)
-    found, ratio, gap = scheme.target_s, scheme.speedup["dense"], scheme.behind_dense
+    baseline = speed_baseline(summary)
+    found, ratio, gap = scheme.target_s, scheme.speedup[baseline], scheme.behind_dense
     facts = ["not reached" if found is None else seconds_text(found.median)]
     if scheme.exchanged_nothing:
         return _name_with_gap(scheme)
-    if scheme.label != "dense":
+    if scheme.label != baseline:
         facts += [ratio_text(ratio.spread.median, ratio.bound)] if found and ratio else []
+    if scheme.label != "dense":
         facts += [f"{behind_text(gap.median)} %"] if gap else []
     return f"{scheme.name}  {', '.join(facts)}"
 

@@ -107,6 +107,11 @@ class Run(_Record):
         return self.limited or bool(self.network)
 
     @property
+    def kernels(self) -> str:
+        """The backend of the kernels; "" in files of earlier versions."""
+        return str(self.versions.get("kernels", ""))
+
+    @property
     def faults(self) -> str:
         """The faults that ranks were given, in words; "" where there were none."""
         listed, chaos = self.config.get("faults") or (), self.config.get("chaos")

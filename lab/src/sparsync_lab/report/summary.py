@@ -19,6 +19,7 @@ from sparsync_lab.netlab.delay import Delay
 from sparsync_lab.report.format import bytes_text, delay_text, significant
 from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
 from sparsync_lab.report.under_faults import UnderFaults, under_faults
+from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 
 DISTURBED = 1.25  # if the computing-only steps of schemes differ by more, the run was disturbed: all compute the same
 MATTERS = 0.03  # of the shortest step: a difference that small disturbs nothing
@@ -192,7 +193,7 @@ class SchemeFigures:
 class Banner:
     """A warning that stands above everything else in every output."""
 
-    kind: Literal["unlimited", "failed", "nothing-exchanged", "disturbed"]
+    kind: Literal["unlimited", "reference", "failed", "nothing-exchanged", "disturbed"]
     text: str
     why: str = ""  # where there is room for a sentence more
 
@@ -213,6 +214,11 @@ class RunSummary:
     def disturbed(self) -> bool:
         """Something else kept the machine busy, so the times are uncertain."""
         return any(banner.kind == "disturbed" for banner in self.banners)
+
+    @property
+    def times_count(self) -> bool:
+        """The times say something about schemes over a network: links were limited or real, and the kernels compiled."""
+        return self.run.times_count and self.run.kernels != SLOW_KERNELS
 
     def scheme(self, label: str) -> SchemeFigures | None:
         return next((scheme for scheme in self.schemes if scheme.label == label), None)
@@ -412,6 +418,12 @@ def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
         yield Banner(
             "unlimited",
             f"THE LINKS HAD NO LIMIT{asked}: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK.",
+        )
+    if run.kernels == SLOW_KERNELS:
+        yield Banner(
+            "reference",
+            "THE SLOW REFERENCE KERNELS RAN: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A SCHEME.",
+            SLOW_KERNELS_FIX,
         )
     for scheme in schemes:
         broken = [

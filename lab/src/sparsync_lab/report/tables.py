@@ -13,11 +13,11 @@ from sparsync_lab.report.format import (
     seconds_text,
     significant,
 )
-from sparsync_lab.report.lead import details, lead
+from sparsync_lab.report.lead import details, first_line, lead
 from sparsync_lab.report.results import GivenFault
 from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread, named_faults, spread
 from sparsync_lab.report.under_faults import UnderFaults
-from sparsync_lab.report.verdict import WITHIN
+from sparsync_lab.report.verdict import WITHIN, speed_baseline
 from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
 
 Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell of a scheme under it
@@ -90,7 +90,9 @@ def as_text(
     """
     above = warnings(summary)
     below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
-    choice = [(lead(summary, within), "bold"), *[(text, "") for text in (details(summary), "\n") if text]]
+    first = first_line(summary, within)
+    choice = [*([(first, "bold")] if first else []), (lead(summary, within), "" if first else "bold")]
+    choice += [(text, "") for text in (details(summary), "\n") if text]
     return lines_of(tables(summary), [*above, *choice], [*below, *above], width, colour, ascii_only)
 
 
@@ -116,7 +118,7 @@ def _reached(summary: RunSummary) -> Table:
         *to_target,
         ("steps\ntaken", lambda scheme: _range(seed.steps for seed in scheme.seeds)),
     ]
-    less = ("steps\ntaken", *(to_target[place][0] for place in (3, 1) if to_target), _BITS[0])
+    less = ("steps\ntaken", *(to_target[place][0] for place in (2,) if to_target), _BITS[0])
     return _table("What each scheme reached" + ("" if run.target is None else ", and when"), columns, schemes, less)
 
 
@@ -131,10 +133,10 @@ def _to_target(summary: RunSummary, target: float) -> list[Column]:
     goal = f"{target:g}{percent(summary.run)}"
     unit, size = byte_unit(spread.high for scheme in summary.schemes if (spread := scheme.target_bytes) is not None)
     counted = "interface" if summary.interface_counted else "payload"
+    baseline = speed_baseline(summary)
     return [
         (f"seconds\nto {goal}", lambda scheme: _arrival(scheme, scheme.target_s, 1.0)),
-        ("speed-up\nover dense", lambda scheme: _speedup(scheme, "dense")),
-        ("speed-up\nover bf16", lambda scheme: _speedup(scheme, "bf16")),
+        (f"speed-up\nover {baseline}", lambda scheme: _speedup(scheme, baseline)),
         (f"{unit} to {goal}\n({counted})", lambda scheme: _arrival(scheme, scheme.target_bytes, size)),
     ]
 

@@ -50,6 +50,12 @@ def is_near(scheme: SchemeFigures, within: float) -> bool:
     return scheme.label == "dense" or (gap is not None and gap.median <= within)
 
 
+def speed_baseline(summary: RunSummary) -> str:
+    """Return the label that all speed-ups of a report are over: the plain all-reduce of the choice, or else bf16 where it has run."""
+    plain = verdict(summary).plain
+    return plain.label if plain else "bf16" if summary.scheme("bf16") else "dense"
+
+
 def seconds_of(scheme: SchemeFigures, by_target: bool) -> float | None:
     """Return the seconds to the target, or those of a step."""
     found = scheme.target_s if by_target else scheme.over_seeds("step_s")
