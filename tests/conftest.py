@@ -21,8 +21,10 @@ from helpers import annotations, slices
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("sparsync")
+EXAMPLES, QUICK_EXAMPLES = (
+    100,
+    30,
+)  # of hypothesis, where a test asks for no other number; with executed annotations and without
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
         assert "sparsync" not in sys.modules, "sparsync was imported before its annotations could be made to check"
         jaxtyping.jaxtyped = annotations.executed
         jaxtyping.install_import_hook("sparsync", "helpers.annotations.checked")
+    examples = EXAMPLES if config.getoption("annotations") else QUICK_EXAMPLES
+    hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True, max_examples=examples)
+    hypothesis.settings.load_profile("sparsync")
     slices.register(config)
 
 

@@ -41,13 +41,14 @@ class Traces:
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
         self._settings: dict[str, Any] = {}
+        self._environment: set[tuple[str, str]] = set()
         self._names: dict[str, dict[str, Any]] = {}
         self._group: object = None
 
     def begin(self) -> None:
         """Make ready for a function, whose modules were imported and whose process group was made."""
         torch.set_rng_state(SEED)
-        self._group, self._settings = dist.group.WORLD, _settings()
+        self._group, self._settings, self._environment = dist.group.WORLD, _settings(), {*os.environ.items()}
         for space, names in _spaces():
             if space not in self._names:
                 self._names[space] = dict(names)
@@ -65,6 +66,8 @@ class Traces:
         traces += [f"thread {name}" for name in threads]
         now = _settings()
         traces += [f"{name}: {now[name]!r:.200}" for name, was in self._settings.items() if now[name] != was]
+        changed = {name for name, _ in self._environment ^ {*os.environ.items()}}
+        traces += [f"environment variable {name}" for name in sorted(changed)]
         for space, names in _spaces():
             for name, was in self._names.get(space, {}).items():
                 if names.get(name, _ABSENT) is not was:
@@ -104,7 +107,6 @@ def _settings() -> dict[str, Any]:
         ],
         "backend of kernels": kernels.backend(),
         "attached": (len(manual._REDUCERS), len(taken_optimizer._TAKEN)),
-        "environment": dict(os.environ),
         "signal handlers": [signal.getsignal(each) for each in SIGNALS],
         "hooks of Python": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),
         "hooks of threads": (threading._trace_hook, threading._profile_hook),  # pyright: ignore[reportAttributeAccessIssue]
