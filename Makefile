@@ -5,7 +5,11 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo campaign test test-grids test-worlds test-slow test-all test-adapters test-versions check docs sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo campaign test test-annotations test-grids test-worlds test-slow test-slice test-all test-adapters test-versions
+.PHONY: check docs sanitize fuzz fuzz-coverage clean
+
+# Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(READY)
 
@@ -26,22 +30,32 @@ CAMPAIGN ?=
 campaign: $(READY)
 	$(BIN)/python -m studies campaign --out build/campaign $(CAMPAIGN)
 
-# At most 5 minutes of processor time, which pytest prints at its end.
+# At most 150 s of processor time, which pytest prints at its end.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# Larger worlds and whole grids; no test that `make test` runs is run again. The grids are in one process, most of the other tests start
-# several and wait for them, so `make -j3 test-all` runs both beside the quick tests.
+# The same tests with the package's annotations executed; ranks and other processes execute none, so their tests are left out.
+test-annotations: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not distributed" --annotations
+
+# Larger worlds and whole grids, with annotations executed; no test that `make test` runs is run again. The grids are in one process, most
+# of the other tests start several and wait for them, so `make -j3 test-all` runs both beside the quick tests.
 GRIDS := tests/invariants tests/test_plan.py
 test-grids: $(READY)
-	$(BIN)/python -m pytest -m slow $(GRIDS)
+	$(BIN)/python -m pytest -m slow --annotations $(GRIDS)
 
 test-worlds: $(READY)
-	$(BIN)/python -m pytest -m slow $(GRIDS:%=--ignore=%)
+	$(BIN)/python -m pytest -m slow --annotations $(GRIDS:%=--ignore=%)
 
 test-slow: test-grids test-worlds
 
-test-all: test test-slow
+# Those of the slow tests that the commit chooses and WITHIN seconds suffice for: make test-slice SLICE=any-seed WITHIN=60.
+SLICE  ?= $(shell git rev-parse --short=12 HEAD)
+WITHIN ?= 480
+test-slice: $(READY)
+	$(BIN)/python -m pytest -m slow --annotations --slice $(SLICE) --within $(WITHIN)
+
+test-all: test test-annotations test-slow
 
 # The adapters with the packages they are for, 2 GB of them; `make test` leaves out those whose package is missing.
 test-adapters: $(OTHERS)/.ready

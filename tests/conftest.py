@@ -1,4 +1,4 @@
-"""All tests run with executed annotations, one torch thread, and the same hypothesis examples each time."""
+"""All tests run with one torch thread and the same hypothesis examples each time; `--annotations` executes those of the package."""
 
 import atexit
 import gc
@@ -15,19 +15,32 @@ import jaxtyping
 import pytest
 import torch
 
-from helpers import annotations
-
-assert "sparsync" not in sys.modules, "sparsync was imported before its annotations could be made to check"
-jaxtyping.jaxtyped = annotations.executed
-
-jaxtyping.install_import_hook("sparsync", "helpers.annotations.checked")
+from helpers import annotations, slices
 
 # What shells start in the background ignores it, and so would the programs under test.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("sparsync")
+EXAMPLES, QUICK_EXAMPLES = (
+    100,
+    30,
+)  # of hypothesis, where a test asks for no other number; with executed annotations and without
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--annotations", action="store_true", help="execute the annotations of sparsync, in this process")
+    slices.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("annotations"):
+        assert "sparsync" not in sys.modules, "sparsync was imported before its annotations could be made to check"
+        jaxtyping.jaxtyped = annotations.executed
+        jaxtyping.install_import_hook("sparsync", "helpers.annotations.checked")
+    examples = EXAMPLES if config.getoption("annotations") else QUICK_EXAMPLES
+    hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True, max_examples=examples)
+    hypothesis.settings.load_profile("sparsync")
+    slices.register(config)
 
 
 def pytest_sessionstart() -> None:
@@ -43,7 +56,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the processor time of the run, because `make test` has a budget of 300 s of it."""
+    """Print the processor time of the run, because `make test` has a budget of 150 s of it."""
+    from helpers import distributed  # not above: it imports sparsync
+
+    distributed.end_live()
+    for reason in distributed.LIVE.thrown_away:
+        terminalreporter.write_line(f"live ranks were started anew: {reason}")
     # HACK: the time of the ranks counts when the fork server that started them has ended, and only this private method ends it now.
     # Price: the count lacks them where Python changes it.
     with suppress(AttributeError):

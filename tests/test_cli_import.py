@@ -9,6 +9,9 @@ import pytest
 
 import sparsync
 
+COMMANDS = ("--help", "--version", "workloads", "schemes", "compare --help", "launch --help", "simulate --list")
+HEAVY = {"torch", "numpy", "matplotlib", "rich"}
+
 
 def loaded_after(statement: str) -> set[str]:
     """Return the modules that a new interpreter has loaded after it."""
@@ -17,39 +20,25 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_importing_the_package_does_not_import_torch() -> None:
-    loaded = loaded_after("import sparsync")
+def test_importing_the_package_does_not_import_torch_nor_does_listing_its_schemes_import_them() -> None:
+    first = "import sys, sparsync; assert 'sparsync.schemes' not in sys.modules"
+    loaded = loaded_after(f"{first}; sparsync.schemes.names(); sparsync.schemes.describe('topk')")
     assert "sparsync" in loaded
-    assert not loaded & {"torch", "numpy", "jaxtyping", "matplotlib", "sparsync.core", "sparsync.schemes"}
-
-
-def test_listing_the_schemes_by_name_does_not_import_them() -> None:
-    loaded = loaded_after("import sparsync; sparsync.schemes.names(); sparsync.schemes.describe('topk')")
+    assert not loaded & {"torch", "numpy", "jaxtyping", "matplotlib", "sparsync.core"}
     assert not loaded & {"sparsync.schemes.topk_allgather", "sparsync.schemes.skip_reduce"}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["workloads"],
-        ["schemes"],
-        ["compare", "--help"],
-        ["launch", "--help"],
-        ["simulate", "--list"],
-    ],
-)
-def test_the_command_line_answers_without_torch(arguments: list[str]) -> None:
+def test_the_command_line_answers_without_torch() -> None:
     statement = f"""
+        import sys
         from sparsync_lab import cli
-        try:
-            cli.main({arguments!r})
-        except SystemExit as ended:
-            assert not ended.code"""
-    loaded = loaded_after(textwrap.dedent(statement))
-    assert "sparsync_lab.cli" in loaded
-    assert not loaded & {"torch", "numpy", "matplotlib", "rich"}
+        for words in {COMMANDS!r}:
+            try:
+                cli.main(words.split())
+            except SystemExit as ended:
+                assert not ended.code, words
+            assert not {HEAVY!r} & {{*sys.modules}}, words"""
+    assert "sparsync_lab.cli" in loaded_after(textwrap.dedent(statement))
 
 
 def test_what_stands_beside_the_ranks_of_a_launch_imports_neither_torch_nor_packages_of_the_lab() -> None:

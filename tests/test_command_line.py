@@ -290,7 +290,8 @@ if "stepping" in sys.argv:
 @pytest.mark.parametrize(
     ("argument", "scheme", "expected"),
     [
-        ("stepping", "topk", trial.Result("", "DistributedDataParallel, 10 parameters", "AdamW", "topk")),
+        pytest.param("stepping", "topk", trial.Result("", "DistributedDataParallel, 10 parameters", "AdamW", "topk"),
+                     marks=pytest.mark.slow),
         pytest.param("own", "", trial.Result("", "DistributedDataParallel, 10 parameters", "the script's own"), marks=pytest.mark.slow),
         pytest.param("failing", "", trial.Result("it ended with status 1 before its first optimizer step"), marks=pytest.mark.slow),
         pytest.param("idle", "", trial.Result("it ended without a step of a torch optimizer, so there was nothing to look at"),

@@ -92,8 +92,10 @@ def test_density_is_the_union_over_the_elements_and_one_for_an_empty_bucket() ->
     assert report(0, 0).density == 1.0
 
 
-def test_the_annotations_of_shapes_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every other test would pass with wrong ones."""
+def test_the_annotations_of_shapes_are_executed(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    """Else every other test of `make test-annotations` would pass with wrong ones."""
+    if not pytestconfig.getoption("annotations"):
+        pytest.skip("only --annotations executes them")
     monkeypatch.setattr(annotations, "FIRST_CALLS", math.inf)
     with pytest.raises(TypeError, match="index"):
         Sparse(torch.zeros(2), torch.zeros(2), 5)

@@ -140,6 +140,7 @@ time.sleep(0.5 * int(os.environ["RANK"] == "0"))
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_faults_have_hit_end_nothing_and_have_no_say_in_the_exit_status(tmp_path: Path) -> None:
     faults = [
         f"--fault={each}"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.quick import slow
 from helpers.rights import ORDINARY, builds
 from sparsync_lab.netlab import (
     FRAME_BYTES,
@@ -85,10 +86,10 @@ PAYLOAD = 1_000_000
 @pytest.mark.parametrize(
     ("ranks", "streams"),
     [
-        pytest.param(2, [(0, 1, PAYLOAD)], id="one_way"),
+        slow(pytest.param(2, [(0, 1, PAYLOAD)], id="one_way")),
         pytest.param(2, [(0, 1, PAYLOAD), (1, 0, PAYLOAD)], id="both_ways_at_once"),
-        pytest.param(3, [(0, 2, PAYLOAD // 2), (1, 2, PAYLOAD // 2)], id="two_senders_share_a_receiver"),
-        pytest.param(3, [(0, 1, PAYLOAD // 2), (0, 2, PAYLOAD // 2)], id="two_receivers_share_a_sender"),
+        slow(pytest.param(3, [(0, 2, PAYLOAD // 2), (1, 2, PAYLOAD // 2)], id="two_senders_share_a_receiver")),
+        slow(pytest.param(3, [(0, 1, PAYLOAD // 2), (0, 2, PAYLOAD // 2)], id="two_receivers_share_a_sender")),
     ],
 )
 @builds
@@ -131,6 +132,7 @@ def test_links_without_limit_in_both_directions_are_refused() -> None:
         pass
 
 
+@pytest.mark.slow
 @builds
 def test_no_transfer_is_faster_than_the_rate_by_more_than_the_burst() -> None:
     with network(2, RATE) as links:
@@ -154,6 +156,7 @@ def test_every_frame_is_counted_with_its_headers() -> None:
     assert (receiver.received_bytes, receiver.sent_bytes) == (sender.sent_bytes, sender.received_bytes)
 
 
+@pytest.mark.slow
 @builds
 def test_without_exact_framing_headers_are_counted_once_a_batch_and_still_charged() -> None:
     with network(2, RATE, exact_framing=False) as links:
@@ -171,6 +174,7 @@ def test_nothing_is_dropped_when_all_send_to_one() -> None:
     assert zero.sent_bytes == sum(each.received_bytes for each in senders)
 
 
+@pytest.mark.slow
 @builds
 def test_two_networks_do_not_meet_though_their_addresses_are_the_same() -> None:
     with network(2, RATE) as one, network(2, RATE) as other:

@@ -87,6 +87,7 @@ def test_packets_keep_their_order_though_the_delay_varies() -> None:
     assert found == list(range(2000))
 
 
+@pytest.mark.slow
 @builds
 def test_nothing_is_lost_when_all_send_to_all_over_delayed_links() -> None:
     everybody = [(sender, receiver) for sender in range(4) for receiver in range(4) if sender != receiver]

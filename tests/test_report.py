@@ -271,6 +271,7 @@ def test_dollars_in_a_label_are_dollars(tmp_path: Path) -> None:
     assert Loaded(html).images == len(PICTURES)
 
 
+@pytest.mark.slow
 def test_the_same_records_make_the_same_files(drawn: tuple[Path, str]) -> None:
     folder, _ = drawn
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -327,6 +328,7 @@ def test_every_run_can_be_shown(tmp_path: Path, made: tuple[Made, ...]) -> None:
     assert all(len(columns(text, each.scheme)) == 3 for each in made)
 
 
+@pytest.mark.slow
 def test_a_run_without_target_can_be_shown(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE, run=run(target=None)))
     assert columns(text, "topk")[0] == ["90.00", "0", "0.0160", "4"]

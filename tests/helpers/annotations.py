@@ -1,4 +1,4 @@
-"""The annotations of the package are executed in tests: shapes by jaxtyping, everything else by beartype.
+"""The annotations of the package are executed with `pytest --annotations`: shapes by jaxtyping, everything else by beartype.
 
 Checking every call takes half of the time of many tests, so each function checks its first calls and some of the others. A function inside
 another is decorated each time the outer one runs, which takes longer than most calls; so of it the first definitions and some of the others

@@ -1,8 +1,9 @@
 """Runs a function on P processes joined by gloo, and brings back what it returned on each, or why it did not.
 
-The processes come from a fork server that has imported what they need already (`helpers.preloaded`), so that P of them start in
-milliseconds. They meet over a file, not a port; each computes with one thread; all of them are dead when `run` returns, and die with the
-program that asked for them.
+The processes live on and serve the next call, which finds them as new: a process group is made for each call, and processes in which
+something was left behind (`helpers.traces`), or a function failed, are thrown away. What ends, stops or forks its processes, or sets what
+holds for a whole process, asks for `fresh` ones. All come from a fork server that has imported what they need (`helpers.preloaded`). They
+meet over a file, not a port; each computes with one thread; they die with the program that asked for them.
 """
 
 import faulthandler
@@ -35,32 +36,37 @@ from sparsync.core import add_note
 TESTS = Path(__file__).parents[1]
 HANG_S = 300.0  # longer than anything takes that does not hang, also on a machine that does much else
 GRACE_S = 3.0  # after the first failure, for the other ranks to tell theirs
+LEAVE_S = 20.0  # in which processes that serve the next call leave their group
+MOST_LIVE = 4  # ranks; larger worlds are rare
 LINGER_S = 2.0  # how long a rank that is done keeps its sockets open: gloo has connected here before the peer knows that it has, too
 
 
 def run(
-    function: Callable[..., Any], P: int, *, within_s: float = HANG_S, doomed: Collection[int] = (), **arguments: Any
+    function: Callable[..., Any],
+    P: int,
+    *,
+    within_s: float = HANG_S,
+    doomed: Collection[int] = (),
+    fresh: bool = False,
+    **arguments: Any,
 ) -> list[Any]:
-    """What `function(**arguments)` returned on ranks 0..P-1, each a process in a gloo group of its own making.
+    """What `function(**arguments)` returned on ranks 0..P-1, each a process in a gloo group made for this call.
 
     `function` must be importable (no lambda, nothing nested); it asks torch.distributed for its rank. The ranks in `doomed` may end as
     they like; what they return is None. Fails with every rank's traceback when any other rank raises or dies, and, after `within_s`,
-    with the stacks of the ranks that had not returned.
+    with the stacks of the ranks that had not returned. `fresh` processes are started for this call and are dead when it returns; a call
+    with doomed ranks, or with more than MOST_LIVE, has these.
     """
     __tracebackhide__ = True
     payload = pickle.dumps(functools.partial(function, **arguments))
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(rank, P, Path(folder), payload, within_s) for rank in range(P)]
-        try:
-            _await(ranks, set(doomed), within_s)
-            _judge(ranks, set(doomed), within_s, Path(folder))
-        finally:
-            for rank in ranks:
-                rank.process.kill()
-            for rank in ranks:
-                rank.process.join()
-                rank.connection.close()
-    return [rank.value for rank in ranks]
+    if fresh or doomed or P > MOST_LIVE:
+        return _run_on_new(P, payload, within_s, set(doomed))
+    return _run_on_live(P, payload, within_s, f"{function.__module__}.{function.__qualname__}")
+
+
+def end_live() -> None:
+    """End the processes that wait for the next call; one that comes starts others."""
+    LIVE.end()
 
 
 @contextmanager
@@ -74,6 +80,42 @@ def case(name: object) -> Iterator[None]:
 
 
 @dataclass
+class LiveRanks:
+    """The processes that wait for the next call, in the order of ranks, and what became of those before them."""
+
+    processes: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+    folder: tempfile.TemporaryDirectory[str] | None = None  # where they write their stacks
+    served: list[str] = field(
+        default_factory=list
+    )  # the functions that ran in these processes, each with its number of ranks
+    started: int = 0
+    thrown_away: list[str] = field(default_factory=list)  # why, each time
+
+    def take(self, P: int) -> list["_Rank"]:
+        """Return P of them; starts those that lack."""
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory()
+        while len(self.processes) < P:
+            self.processes.append(_start(_serve, len(self.processes), Path(self.folder.name)))
+            self.started += 1
+        return [_Rank(number, *each) for number, each in enumerate(self.processes[:P])]
+
+    def throw_away(self, why: str) -> None:
+        self.thrown_away.append(why)
+        self.end()
+
+    def end(self) -> None:
+        _end(self.processes)
+        self.processes, self.served = [], []
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
+
+
+LIVE = LiveRanks()
+
+
+@dataclass
 class _Rank:
     number: int
     process: BaseProcess
@@ -83,12 +125,86 @@ class _Rank:
     trouble: list[str] = field(default_factory=list)
 
 
-def _start(rank: int, P: int, folder: Path, payload: bytes, within_s: float) -> _Rank:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = context().Process(target=_body, args=(rank, P, folder, payload, within_s, theirs), daemon=True)
+def _run_on_new(P: int, payload: bytes, within_s: float, doomed: set[int]) -> list[Any]:
+    __tracebackhide__ = True
+    with tempfile.TemporaryDirectory() as folder:
+        started = [_start(_serve_once, rank, Path(folder)) for rank in range(P)]
+        ranks = [_Rank(number, *each) for number, each in enumerate(started)]
+        try:
+            for rank in ranks:
+                rank.connection.send_bytes(pickle.dumps(_Call(P, folder, payload, within_s)))
+            _await(ranks, doomed, within_s)
+            _judge(ranks, doomed, within_s, Path(folder))
+        finally:
+            _end(started)
+    return [rank.value for rank in ranks]
+
+
+def _run_on_live(P: int, payload: bytes, within_s: float, name: str) -> list[Any]:
+    """Also tells, where the function fails, what ran in these processes before: it may have left something that is not looked for."""
+    __tracebackhide__ = True
+    ranks = LIVE.take(P)
+    assert LIVE.folder is not None
+    stacks, called = Path(LIVE.folder.name), False
+    LIVE.served.append(f"{name} on {P}")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _tell(ranks, _Call(P, folder, payload, within_s))
+            _await(ranks, set(), within_s)
+            _judge(ranks, set(), within_s, stacks)
+            values = [rank.value for rank in ranks]
+            called = True
+            ranks = [_Rank(rank.number, rank.process, rank.connection) for rank in ranks]
+            _tell(ranks, None)
+            _await(ranks, set(), LEAVE_S)
+    except AssertionError as error:
+        add_note(error, f"These processes had run before: {', '.join(LIVE.served[:-1]) or 'nothing'}")
+        raise
+    finally:
+        if not called:
+            LIVE.throw_away(f"{name} failed")
+    traces = [trace for rank in ranks if rank.ended and not rank.trouble for trace in rank.value]
+    traces += [f"rank {rank.number} did not leave its group" for rank in ranks if rank.trouble or not rank.ended]
+    if traces:
+        LIVE.throw_away(f"{name} on {P} left behind: {'; '.join(dict.fromkeys(traces))}")
+    return values
+
+
+def _tell(ranks: list[_Rank], call: "_Call | None") -> None:
+    said = pickle.dumps(call)
+    for rank in ranks:
+        try:
+            rank.connection.send_bytes(said)
+        except OSError:
+            rank.process.join(5)  # it has died; whoever waits for its answer is told
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a process is asked to do, and where: a new process would start in the folder of the program that wants it."""
+
+    P: int
+    folder: str  # for the store
+    payload: bytes
+    within_s: float
+    working_folder: str = field(default_factory=os.getcwd)
+    path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+
+
+def _start(serve: Callable[..., None], rank: int, folder: Path) -> tuple[BaseProcess, Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    process = context().Process(target=serve, args=(rank, folder, theirs), daemon=True)
     process.start()
     theirs.close()
-    return _Rank(rank, process, ours)
+    return process, ours
+
+
+def _end(started: Sequence[tuple[BaseProcess, Connection]]) -> None:
+    for process, _ in started:
+        process.kill()
+    for process, connection in started:
+        process.join()
+        connection.close()
 
 
 @functools.cache
@@ -125,7 +241,7 @@ def _hear(rank: _Rank) -> None:
     rank.ended = True
     try:
         returned, said = pickle.loads(rank.connection.recv_bytes())
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         rank.process.join(5)
         rank.trouble.append(f"rank {rank.number} died, exit code {rank.process.exitcode}")
         return
@@ -161,21 +277,53 @@ def _stacks(folder: Path, rank: int) -> str:
     return path.read_text() if path.exists() else "(it had not started)"
 
 
-def _body(rank: int, P: int, folder: Path, payload: bytes, within_s: float, connection: Connection) -> None:
+def _serve_once(rank: int, folder: Path, connection: Connection) -> None:
+    with _prepared(folder / f"stacks{rank}"):
+        connection.send_bytes(_answer(rank, pickle.loads(connection.recv_bytes())))
+        time.sleep(LINGER_S)  # `run` ends this process as soon as all ranks are done
+
+
+def _serve(rank: int, folder: Path, connection: Connection) -> None:
+    """Answer one call after the other, each in a group that all ranks leave when all are done, until this process is ended."""
+    from helpers.traces import Traces  # not above: it imports much, also for programs that ask for no ranks
+
+    with _prepared(folder / f"stacks{rank}") as stacks:
+        traces = Traces()
+        while True:
+            call = pickle.loads(connection.recv_bytes())
+            stacks.truncate(0)
+            os.chdir(call.working_folder)
+            sys.path[:] = call.path
+            connection.send_bytes(_answer(rank, call, traces.begin))
+            assert pickle.loads(connection.recv_bytes()) is None
+            connection.send_bytes(_packed((True, traces.left())))
+
+
+@contextmanager
+def _prepared(path: Path) -> Iterator[Any]:  # Any: a file
+    """Make this process a rank, which writes its stacks into the file when it is asked for them by a signal, or aborts in C++."""
     _end_with_parent()
-    with (folder / f"stacks{rank}").open("w") as stacks:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name may resolve to an address it cannot reach
+    with path.open("a") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        # What aborts in C++ leaves its stacks too.
         faulthandler.enable(stacks, all_threads=True)
-        try:
-            value = _joined(rank, P, folder, payload, within_s)
-        except BaseException:
-            connection.send_bytes(_packed((False, traceback.format_exc())))
-        else:
-            connection.send_bytes(_packed((True, value)))
-            time.sleep(LINGER_S)  # `run` ends this process as soon as all ranks are done
+        yield stacks
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
+
+
+def _answer(rank: int, call: _Call, begin: Callable[[], object] = lambda: None) -> bytes:
+    try:
+        function = pickle.loads(call.payload)  # which imports what it needs
+        store = dist.FileStore(f"{call.folder}/store", call.P)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
+        timeout = timedelta(seconds=call.within_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=call.P, timeout=timeout)
+        begin()
+        return _packed((True, function()))
+    except BaseException:
+        return _packed((False, traceback.format_exc()))
 
 
 class _Pickler(pickle.Pickler):
@@ -196,15 +344,6 @@ def _packed(said: tuple[bool, Any]) -> bytes:
     packed = io.BytesIO()
     _Pickler(packed).dump(said)
     return packed.getvalue()
-
-
-def _joined(rank: int, P: int, folder: Path, payload: bytes, within_s: float) -> Any:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name may resolve to an address it cannot reach
-    store = dist.FileStore(str(folder / "store"), P)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=P, timeout=timedelta(seconds=within_s))
-    return pickle.loads(payload)()
 
 
 def _end_with_parent() -> None:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from invariants.table import ROWS, Row
+from invariants.table import BY_ID, ROWS, Row
 from invariants.world import same_bits
 from sparsync import Bucket, LocalWorld, Report
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, ParameterSpan, generator
 from sparsync.runtime.connection import Rollback
 
-# The table holds every combination of SkipReduce's settings, which a LocalWorld runs through in no time. Over gloo: each setting once,
-# and of schemes that differ in a number only, one.
+# Of SkipReduce's settings each once, and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")
 OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published", "-known")
 OTHER_VALUES = (
@@ -63,7 +62,7 @@ def schemes(P: int) -> list[str]:
 
 def row(id: str) -> Row:
     """The row of the table of schemes with this id."""
-    return {each.id: each for each in ROWS}[id]
+    return BY_ID[id]
 
 
 def whole_numbers(n: int, rank: int, step: int, name: str) -> Tensor:

@@ -20,6 +20,7 @@ for _name in (
     "sparsync.attached.manual",
     "helpers.ddp_training",
     "helpers.fsdp_training",
+    "helpers.traces",
     "integrations.page",
 ):
     import_module(_name)

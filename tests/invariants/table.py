@@ -1,5 +1,6 @@
 """The table of schemes: each invariant of sparsync.testing runs on every row, so a new scheme earns its tests with one line here."""
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -38,6 +39,7 @@ from sparsync_lab.rivals.sparse_loco import SparseLoCo
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 from sparsync_lab.rivals.topk_union import TopKUnion
 
+# The first row of a family runs in all worlds, the other rows in one of these two.
 WORLDS = (4, 5)  # an even number and power of two, and a prime
 SMALLEST_WORLDS = (1, 2)  # in the slow tests only
 LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests only
@@ -87,8 +89,15 @@ class Row:
     def leaves_ranks_out(self) -> bool:
         return self.id.startswith(("skip", "ring", "random"))
 
+    @property
+    def family(self) -> tuple[type[Scheme], bool]:
+        return type(self.make()), self.node_size > 1
+
     def worlds(self, sizes: tuple[int, ...] = WORLDS) -> tuple[int, ...]:
-        """Those of these numbers of ranks that whole nodes make up; one rank needs no nodes."""
+        """Those of these numbers of ranks that the row runs in, and that whole nodes make up; one rank needs no nodes."""
+        if self.id not in FIRST_OF_FAMILIES:
+            own = WORLDS[zlib.crc32(self.id.encode()) % len(WORLDS)]
+            sizes = tuple({own if own % self.node_size == 0 else WORLDS[0]} & {*sizes})
         return tuple(P for P in sizes if P == 1 or P % self.node_size == 0)
 
     @cached_property
@@ -185,7 +194,7 @@ DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
 
 
 def _skip_rows() -> list[Row]:
-    """Every combination of settings. Twelve of them, in which each pair of settings comes up, are not slow."""
+    """Every combination of settings; all but twelve of them, in which each pair of settings comes up, are marked as slow."""
     modes, forms, node_sizes = ("random", "naive"), ("ring", "direct"), (1, 2)
 
     def row(mode: int, form: int, divisor: int, nodes: int, protect: int) -> Row:
@@ -421,6 +430,7 @@ def _slow_but(rows: list[Row]) -> list[Row]:
     return [replace(row, slow=row.id not in QUICK) for row in rows]
 
 
+SKIP_ROWS = _skip_rows()
 ROWS = [
     _dense("dense", Dense),
     _dense("dense-ring", lambda: Dense(form="ring")),
@@ -430,7 +440,7 @@ ROWS = [
     _dense("float32", lambda: Dense(wire="float32")),
     *[
         _sparse(f"topk-{density}", TopK, density, slow=density in (0.01, 0.5))
-        for density in (0.001, 0.01, 0.1, 0.5, 1.0)
+        for density in (0.1, 0.001, 0.01, 0.5, 1.0)
     ],
     *[_sparse(f"micro-{density}", MiCRO, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"exdyna-{density}", ExDyna, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
@@ -453,12 +463,18 @@ ROWS = [
     _skip("skip-published", SkipReduce.published),
     _skip("skip-published-selective", SkipReduce.published, protect=("*.bias",)),
     _skip("ring-pruning", SkipReduce.ring_pruning),
-    *_skip_rows(),
+    *[row for row in SKIP_ROWS if not row.slow],
     _pruning("random-pruning-complementary", by_ranks="random-pruning-complementary-ranks", drop=0.375),
     _pruning("random-pruning-complementary-ranks", drop=0.375, divide_by="ranks"),
     _pruning("random-pruning-independent", by_ranks="random-pruning-independent-ranks", mode="independent", drop=0.5),
     _pruning("random-pruning-independent-ranks", mode="independent", drop=0.5, divide_by="ranks"),
 ]
+
+BY_ID = {row.id: row for row in (*ROWS, *SKIP_ROWS)}  # those too that only others refer to
+# Of the rows of a family the first that is not slow, or the first of all.
+FIRST_OF_FAMILIES = {
+    row.family: row.id for slow in (True, False) for row in reversed(ROWS) if row.slow == slow
+}.values()
 
 
 def rows(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:

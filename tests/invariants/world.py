@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from invariants.table import ROWS
+from invariants.table import BY_ID
 from sparsync.testing.checks import check_conservation
 from sparsync.testing.world import COUNT as COUNT
 from sparsync.testing.world import NAMES as NAMES
@@ -37,5 +37,5 @@ def assert_mass(steps: Sequence[Step], before: Tensor) -> None:
 @cache
 def marked(id: str, P: int) -> tuple[Step, ...]:
     """Return some steps of a row without a residual, of marks, in a world of P ranks; they are run once."""
-    row = next(row for row in ROWS if row.id == id)
+    row = BY_ID[id]
     return tuple(run([row.make() for _ in range(P)], marks(P, COUNT, row.observes + 2, row.wire_bits)))

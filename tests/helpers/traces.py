@@ -1,0 +1,147 @@
+"""What a function has left behind in a process of tests that the next one runs in: settings, threads, patched names and more.
+
+Seeds and the memory of warnings that are shown once are put back, and garbage is collected; all else is told, so that the process can be
+thrown away. Names are looked at in the package, in the helpers and in those parts of torch and Python that tests patch.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any  # Any: settings are of many kinds
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from sparsync import kernels
+from sparsync.attached import manual
+from sparsync.exchanges import taken_optimizer
+
+ENDS_S = 2.0  # in which threads end whose object was collected
+STAY = ("sparsync-interrupts",)  # threads that a process keeps once it has them
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2)
+PATCHED = ("sparsync", "helpers", "integrations", "invariants", "test_")  # and what they begin
+PATCHED_ALONE = {"os", "time", "threading", "socket", "torch.distributed.distributed_c10d", "torch.optim.optimizer"}
+SEED = torch.get_rng_state()
+_ABSENT = object()
+
+
+class Traces:
+    """What there is before a function is called, to be compared with what there is after it."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._settings: dict[str, Any] = {}
+        self._environment: set[tuple[str, str]] = set()
+        self._names: dict[str, dict[str, Any]] = {}
+        self._group: object = None
+
+    def begin(self) -> None:
+        """Make ready for a function, whose modules were imported and whose process group was made."""
+        torch.set_rng_state(SEED)
+        self._group, self._settings, self._environment = dist.group.WORLD, _settings(), {*os.environ.items()}
+        for space, names in _spaces():
+            if space not in self._names:
+                self._names[space] = dict(names)
+
+    def left(self) -> list[str]:
+        """End the process group; return what else was left behind."""
+        gc.collect()
+        traces = ["another default process group"] if dist.group.WORLD is not self._group else []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._group = None
+        deadline = time.monotonic() + ENDS_S
+        while (threads := self._new_threads()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        traces += [f"thread {name}" for name in threads]
+        now = _settings()
+        traces += [f"{name}: {now[name]!r:.200}" for name, was in self._settings.items() if now[name] != was]
+        changed = {name for name, _ in self._environment ^ {*os.environ.items()}}
+        traces += [f"environment variable {name}" for name in sorted(changed)]
+        for space, names in _spaces():
+            for name, was in self._names.get(space, {}).items():
+                if names.get(name, _ABSENT) is not was:
+                    traces.append(f"{space}.{name} changed")
+        gc.freeze()  # so that the next collection need not look through the modules that were imported
+        return traces
+
+    def _new_threads(self) -> list[str]:
+        return [each.name for each in set(threading.enumerate()) - self._threads if each.name not in STAY]
+
+
+def _settings() -> dict[str, Any]:
+    files = Path("/proc/self/fd")
+    opened = {_target(each) for each in files.iterdir()} if files.exists() else set()
+    return {
+        "number of threads": torch.get_num_threads(),
+        "default type": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "torch warns always": torch.is_warn_always_enabled(),
+        "torch's modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+        "hooks of all modules": {
+            name: list(hooks) for name, hooks in vars(modules).items() if name.startswith("_global_") and hooks
+        },
+        "hooks of all optimizers": [
+            hook
+            for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+            for hook in hooks.values()
+            if not getattr(hook, "__module__", "").startswith("sparsync.")  # which it keeps for good
+        ],
+        "backend of kernels": kernels.backend(),
+        "attached": (len(manual._REDUCERS), len(taken_optimizer._TAKEN)),
+        "signal handlers": [signal.getsignal(each) for each in SIGNALS],
+        "hooks of Python": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),
+        "hooks of threads": (threading._trace_hook, threading._profile_hook),  # pyright: ignore[reportAttributeAccessIssue]
+        "filters of warnings": (list(warnings.filters), warnings.showwarning),
+        "logging": (logging.root.manager.disable, logging.root.level, list(logging.root.handlers)),
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
+        "streams": (sys.stdout, sys.stderr, sys.stdin),
+        "child processes": _children(),
+        "open files": sorted(each for each in opened if each.startswith("/") and not each.startswith("/proc/")),
+    }
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return str(descriptor.readlink())
+    except OSError:  # that which listed them
+        return ""
+
+
+def _children() -> str:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return children.read_text() if children.exists() else ""
+
+
+def _spaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the names of modules and of their classes; forget what warnings modules have shown."""
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType):
+            continue
+        names = vars(module)
+        names.pop("__warningregistry__", None)
+        if name.startswith(PATCHED):
+            yield name, names
+            for each in list(names.values()):
+                if isinstance(each, type) and each.__module__ == name:
+                    yield f"{name}.{each.__qualname__}", vars(each)
+        elif name in PATCHED_ALONE:
+            yield name, {key: each for key, each in names.items() if callable(each)}
