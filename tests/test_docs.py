@@ -178,7 +178,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "examples", "examples")
     shutil.copytree(ROOT / "docs", "docs")
     cli.main(["workloads", "--new", "my_job.py"])
-    (saved,) = (block for block in blocks("docs/own_scheme.md") if "class RandomK" in block.code)
+    (saved,) = (block for block in blocks("docs/own_scheme.md") if "class RandomK(" in block.code)
     Path("random_k.py").write_text(saved.code)
     return tmp_path
 
