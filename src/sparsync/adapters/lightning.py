@@ -8,7 +8,6 @@ sparsync.attach.
 # pyright: reportMissingImports=false
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from sparsync.base.scheme_text import VARIABLE
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.runtime.findings import given_or_default
+from sparsync.runtime.findings import given_or_default, warn_of
 from sparsync.runtime.handle import Gradients, Handle
 from sparsync.schemes.two_shot import TwoShot
 
@@ -107,4 +106,4 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             return
         self._loaded = checkpoint.get(KEY)
         if self._loaded is None:
-            warnings.warn("this checkpoint has no residuals of sparsync, so they start at zero", stacklevel=2)
+            warn_of("this checkpoint has no residuals of sparsync, so they start at zero")

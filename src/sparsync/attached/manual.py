@@ -1,6 +1,5 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -27,6 +26,7 @@ from sparsync.runtime.findings import (
     sparse_embeddings,
     steps_in_backward,
     unrelated,
+    warn_of,
     warn_or_raise,
 )
 from sparsync.runtime.handle import Handle, Options
@@ -235,10 +235,9 @@ def _refer_to(handle: GradientReducer, *_: object) -> None:
 
 def _warn_of_dropped(model: "weakref.ref[nn.Module]", reports: ReportLog) -> None:
     if model() is not None and reports.steps == 0:
-        warnings.warn(
+        warn_of(
             "the handle of a bare model's gradients is gone, and its reduce() was never called, so nothing was exchanged; keep what "
-            "sparsync.attach or GradientReducer returns, and call reduce() after the backward pass; or close it",
-            stacklevel=2,
+            "sparsync.attach or GradientReducer returns, and call reduce() after the backward pass; or close it"
         )
 
 

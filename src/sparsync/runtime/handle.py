@@ -204,7 +204,10 @@ class Handle:
 
         By scheme and bucket and in all: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
         """
-        parameters = sum(math.prod(shape) for shape in self.layout().values())
+        module = module_of(self._scheme) or vars(self).get("model")
+        named = [] if module is None else named_parameters(module)
+        frozen = {name for name, each in named if not each.requires_grad}
+        parameters = sum(math.prod(shape) for name, shape in self.layout().items() if name not in frozen)
         return Summary(*self.place, self._reports.steps, parameters, dict(self._reports.totals), self._hidden())
 
     def _hidden(self) -> Hidden | None:
@@ -265,6 +268,10 @@ class Handle:
             "clipping": self._rescaler.units.saved_clipping(),
             "scheme": self.scheme.state_dict(),
         }
+
+    def note_saved(self) -> None:
+        """Note that this rank has saved its state: in the next step all ranks raise unless all have."""
+        self._comparison.saved = True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
@@ -333,6 +340,7 @@ class Handle:
         comm.reports_s = comm.reports_s if reports_s is None else reports_s
         self._step = self._step if step is None else step
         self._connection.regroup(comm, self._step)
+        self._comparison.saved = False  # ranks that have come now saved nothing
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)

@@ -40,6 +40,10 @@ _WEIGHTS_CURE = (
     "load the same weights on all ranks before the same step; or pass check_weights_every=0, where ranks are machines whose arithmetic "
     "differs in last bits"
 )
+_SAVED_CURE = (
+    "call sparsync.checkpoint.save on every rank after the same step, because each has residuals that the others lack: not inside "
+    "`if rank == 0`"
+)
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -53,7 +57,8 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    told: tuple[Told, Told] = (Told([], ""), Told([], ""))  # settings of optimizers, and weights
+    # Checkpoints, settings of optimizers, and weights.
+    told: tuple[Told, Told, Told] = (Told([], ""), Told([], ""), Told([], ""))
 
 
 class Comparison:
@@ -61,7 +66,7 @@ class Comparison:
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others.
+    `cure_of_set` says what to do where ranks have set others. `saved`: a checkpoint was since the last step; the owner sets it.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -78,10 +83,12 @@ class Comparison:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
         self.settings = OptimizerSettings(optimizers, names)
         self.adopted: set[str] = set()
+        self.saved = False
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
 
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
+        saved, self.saved = [f"a checkpoint saved before step {step}"] if self.saved else [], False
         if not self._applies():
             return Compared()
         number, settings = self.settings.read()
@@ -91,9 +98,10 @@ class Comparison:
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
             weights = weight_lines(named, f"{'' if due else 'set from outside '}before step {step}")
             number ^= digest("\n".join(weights))
+        number ^= digest("\n".join(saved)) if saved else 0
         # Outside of a check, other ranks have set weights where this one has not.
         cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
-        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, cure)))
+        return Compared(number, (Told(saved, _SAVED_CURE), Told(settings, _SETTINGS_CURE), Told(weights, cure)))
 
 
 class OptimizerSettings:
