@@ -2,6 +2,7 @@
 # pyright: reportMissingImports=false
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import MiCRO, TopK, attach, ddp_comm_hook, doctor
+from sparsync import MiCRO, TopK, TwoShot, attach, ddp_comm_hook, doctor
 
 pytest.importorskip("lightning")
 from lightning.fabric import Fabric
@@ -128,6 +129,72 @@ def test_a_spike_that_lightning_clips_does_not_come_back() -> None:
     before, spike, after = (norms := run(spiked, 2)[0])[:SPIKE], norms[SPIKE], norms[SPIKE + 1 :]
     assert spike > 50 * max(before)
     assert max(after) < 5 * max(before)
+
+
+class TwoAdams(LightningModule):
+    """Steps two Adams in turn, as a GAN; both have all gradients of each backward pass."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(), network()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.first(x) + self.second(x), y))
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (self.first, self.second)]
+
+    def train_dataloader(self) -> DataLoader:
+        return examples(BATCHES)
+
+
+def by_two_adams() -> list[tuple[AdapterResult, str, list[str], list[int]]]:
+    """Return of each callback what a rank ended with, the scheme, the warnings, and the learning rates that are followed."""
+    as_torchrun()
+    os.environ.pop("SPARSYNC_SCHEME", None)
+    found = []
+    for callback in (Sparsync(follow_rates=True), Sparsync(TwoShot(density=0.1, values="sign"))):
+        module = TwoAdams()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            Trainer(
+                max_epochs=1,
+                accelerator="cpu",
+                devices=2,
+                strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
+                callbacks=[callback],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            ).fit(module)
+        assert callback.handle is not None
+        said = [str(each.message) for each in seen if "leaves elements out" in str(each.message)]
+        rates = callback.handle.state_dict()["rates"]
+        found.append(
+            (AdapterResult.of(module, callback.handle.reports()), str(callback.handle.scheme), said, len(rates))
+        )
+    return found
+
+
+def test_of_two_optimizers_lightning_exchanges_gradients_in_4_bits_or_warns_of_a_sparse_scheme() -> None:
+    ranks = run(by_two_adams, 2)
+    parameters = len(ranks[0][0][0].weights)
+    for (usual, scheme, said, rates), (sparse, _, warned, none) in ranks:
+        assert scheme == str(TwoShot(density=1.0, values="int4"))
+        assert (said, rates, none) == ([], parameters, 0)
+        assert len(warned) == 1
+        assert "Adam divides by second moments" in warned[0]
+        assert "exchange=sparsync.Steps() if all of them step together, or use TwoShot(density=1.0" in warned[0]
+        for mine, first in ((usual, ranks[0][0][0]), (sparse, ranks[0][1][0])):
+            assert mine.same_weights(first)
+            assert {report.step for report in mine.reports} == set(range(2 * BATCHES))
 
 
 class RegistersOnCpu(DDPStrategy):

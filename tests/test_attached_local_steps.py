@@ -367,11 +367,6 @@ def refused() -> None:
         ),
     ):
         sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=[])
-    with case("several optimizers and steps"):
-        several = [sgd(model), sgd(model)]
-        for other in (None, Gradients()):
-            with pytest.raises(ValueError, match=r"for one optimizer, got 2.*sparsync\.LocalSteps\(every=\.\.\.\)"):
-                sparsync.attach(model, TopK(0.1), exchange=other, optimizer=several)
     with case("arguments of gradients"), pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
         sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=sgd(model), join_mb=1.0)
     with case("FSDP2"):

@@ -321,7 +321,7 @@ def detached() -> None:
 def summaries() -> None:
     model = ddp(bucket_cap_mb=0.001)
     handle = sparsync.attach(model, TopK(density=0.1), join_mb=0, dense_below=0)
-    assert str(handle.summary()) == f"rank {dist.get_rank()} of 2: 0 steps, 816 parameters"
+    assert str(handle.summary()) == f"rank {dist.get_rank()} of 2: 0 steps, 816 trained parameters"
     for step in range(3):
         gradients(model, step)
         handle.take_reports()  # the summary remembers
@@ -346,11 +346,16 @@ def summaries() -> None:
     gradients(plain, 0)
     reducer.reduce()
     assert "after the backward pass" in str(reducer.summary()) and reducer.summary().steps == 1
+    parameters = dict(plain.named_parameters())
+    frozen = next(iter(parameters.values())).requires_grad_(False)
+    assert reducer.summary().parameters == 816 - frozen.numel()
+    frozen.requires_grad_()
     reducer.close()
     steps = sparsync.AdamWSteps(plain, torch.optim.AdamW(plain.parameters()), TopK(density=0.1))
     gradients(plain, 1)
     steps.step()
-    assert "topk" in str(steps.summary())
+    frozen.requires_grad_(False)
+    assert "topk" in str(steps.summary()) and steps.summary().parameters == 816 - frozen.numel()
     handle.close()
 
 

@@ -18,9 +18,9 @@ import sparsync
 from helpers.distributed import case, run
 from helpers.fsdp_training import Net, inputs, made, same
 from sparsync import GradientReducer, LocalWorld
-from sparsync.core import Bucket, Comm, generator, laid_out
+from sparsync.core import Comm, generator
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import Clipping, Comparison, ResidualRescaler, UsualShare
+from sparsync.runtime.optimizers import Clipping, Comparison, ResidualRescaler, UsualShare, _norms
 
 P, SHAPES = 2, {"bias": (20,), "head": (40,), "weight": (30, 20)}  # a ParameterDict sorts its names
 N = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -35,17 +35,29 @@ SCHEMES = (
 class Reducer(GradientReducer):
     """A GradientReducer over any communicator, and a step of its optimizer with gradients that are given."""
 
-    def __init__(self, comm: Comm, scheme: str, scaler: GradScaler | None = None, follows: bool = True) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        scheme: str,
+        scaler: GradScaler | None = None,
+        follows: bool = True,
+        several: bool = False,
+    ) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
-        self.optimizer = SGD(self.model.parameters(), lr=1.0)
+        parameters = list(self.model.parameters())
+        self.optimizer, *others = (
+            SGD(each, lr=1.0) for each in ([parameters[:1], parameters[1:]] if several else [parameters])
+        )
+        self.optimizers = [self.optimizer, *others]
         made, names = sparsync.scheme(scheme), {id(each): name for name, each in self.model.named_parameters()}
-        optimizer = self.optimizer if follows else None
-        rescaler = ResidualRescaler(made, names, optimizer, scaler)
+        rescaler = ResidualRescaler(made, names, self.optimizers if follows else None, scaler)
         Handle.__init__(self, made, comm, rescaler, Comparison([], names, None, every=0))
         self.rank, self.scaler = comm.rank, scaler
 
-    def train(self, grad: Tensor, clip: Callable[[Sequence[nn.Parameter]], object] = lambda parameters: None) -> Tensor:
-        """Take a step with this rank's gradient [n], and return the reduced one before `clip`."""
+    def train(
+        self, grad: Tensor, clip: Callable[[Sequence[nn.Parameter]], object] = lambda parameters: None, by: int = 0
+    ) -> Tensor:
+        """Take a step of optimizer `by` with this rank's gradient [n], and return the reduced one before `clip`."""
         scaler, parameters = self.scaler, list(self.model.parameters())
         for each, part in zip(parameters, grad.split([each.numel() for each in parameters]), strict=True):
             each.grad = (part if scaler is None else scaler.scale(part)).view_as(each).clone()
@@ -55,7 +67,7 @@ class Reducer(GradientReducer):
         reduced = flat(parameters)
         clip(parameters)
         if scaler is None:
-            self.optimizer.step()
+            self.optimizers[by].step()
         else:
             scaler.step(self.optimizer)
             scaler.update()
@@ -133,6 +145,30 @@ def test_of_a_step_that_is_cut_as_much_comes_in_as_goes_out(scheme: str) -> None
     before, grads, _, after = (torch.stack(each).double().sum(dim=0) for each in zip(*ranks, strict=True))
     assert before.any()
     assert torch.equal(before + 0.25 * grads, 0.25 * P * ranks[0][2].double() + after)
+
+
+def test_optimizers_that_step_in_turn_each_have_a_usual_share_and_keep_it_in_the_state() -> None:
+    """As those of a GAN: one is always cut to a quarter, the other never, and no residual changes by that."""
+
+    def body(comm: Comm) -> None:
+        follows, ignores = (Reducer(comm, "topk:density=0.05", several=True, follows=each) for each in (True, False))
+        for step in range(6):
+            for each in (follows, ignores):
+                each.train(drawn(comm.rank, step), times(0.25 if step % 2 else 1.0), by=step % 2)
+        assert torch.equal(follows.residual, ignores.residual)
+        state = follows.state_dict()
+        assert state["clipping"]["others"] == [{"mean": 0.25, "steps": 3, "cuts": False}]
+        again = Reducer(comm, "topk:density=0.05", several=True)
+        again.load_state_dict(state)
+        for each in (follows, again):
+            each.train(64 * drawn(comm.rank, 7), times(2.0**-8), by=1)
+        assert torch.equal(follows.residual, again.residual)
+        assert follows.state_dict()["clipping"] == again.state_dict()["clipping"]
+        for wrong in ({}, {**state["clipping"]["others"][0], "steps": -1}):
+            with pytest.raises(ValueError, match=r"\['others'\]\[0\]"):
+                again.load_state_dict({**state, "clipping": {**state["clipping"], "others": [wrong]}})
+
+    LocalWorld(P).run(body)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -356,8 +392,7 @@ class Watched:
         for each, grad in zip(self.parameters, grads, strict=True):
             each.grad = None if grad is None else grad.clone()
         written = {f"p{number}": grad for number, grad in enumerate(grads) if grad is not None}
-        layout = laid_out((name, grad.shape) for name, grad in written.items())
-        self.clipping.written(written, Bucket("b", torch.cat([*written.values()]), 0, layout))
+        self.clipping.written(written, _norms([*written.values()]))
 
     def share(self) -> float | None:
         self.optimizer.step()
@@ -425,7 +460,7 @@ def test_an_optimizer_of_some_parameters_speaks_for_these_only() -> None:
     watched = Watched()
     own = SGD(watched.parameters[:1], lr=1.0)
     clipping = Clipping(own, watched.names)
-    clipping.written(["p0", "p1"], Bucket("b", torch.ones(9), 0, laid_out([("p0", 6), ("p1", 3)])))
+    clipping.written(["p0", "p1"], [torch.tensor(6**0.5), torch.tensor(3**0.5)])
     watched.parameters[0].grad, watched.parameters[1].grad = torch.full((6,), 0.5), torch.ones(3)
     own.step()
     assert clipping.take() == (["p0"], 0.5)
@@ -482,7 +517,7 @@ def test_gradients_that_add_up_have_no_share_as_their_norm_is_not_known() -> Non
     clipping = Clipping(optimizer, {id(parameter): "p"}, adds_up=True)
     for count in (2, 1):
         for _ in range(count):
-            clipping.written(["p"], Bucket("b", torch.ones(4), 0, laid_out([("p", 4)])))
+            clipping.written(["p"], [torch.tensor(2.0)])
         parameter.grad = torch.full((4,), float(count))
         optimizer.step()
         assert clipping.take() == (None if count == 2 else (["p"], 1.0))

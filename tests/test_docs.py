@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -178,7 +179,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "examples", "examples")
     shutil.copytree(ROOT / "docs", "docs")
     cli.main(["workloads", "--new", "my_job.py"])
-    (saved,) = (block for block in blocks("docs/own_scheme.md") if "class RandomK" in block.code)
+    (saved,) = (block for block in blocks("docs/own_scheme.md") if "class RandomK(" in block.code)
     Path("random_k.py").write_text(saved.code)
     return tmp_path
 
@@ -357,6 +358,13 @@ def test_what_commands_and_scripts_take_for_a_method_is_the_same(label: str, mon
     exec(when_to_use.in_python(label), {"sparsync": sparsync, "model": None, "optimizer": None})
     kind = sparsync.LocalSteps if choice.steps == "local_steps" else sparsync.Steps
     assert given == [choice.make(), None if choice.local is None else kind(**choice.local)]
+
+
+@pytest.mark.parametrize("options", [sparsync.Steps, sparsync.LocalSteps])
+def test_the_table_of_options_has_those_that_there_are(options: type[Any]) -> None:
+    page = "adamw_steps" if options is sparsync.Steps else "local_steps"
+    part = (ROOT / f"docs/{page}.md").read_text().split("## Options")[1].split("\n\n")[1]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == sorted(each.name for each in fields(options))
 
 
 def test_the_table_of_what_to_use_is_what_its_study_writes() -> None:

@@ -209,16 +209,20 @@ optimizer = torch.optim.AdamW(bare.parameters())
 sparsync.attach(model, sparsync.TopK(0.01), optimizer=optimizer, exchange=sparsync.Gradients()).close()  # line 11
 sparsync.GradientReducer(bare, sparsync.TopK(0.01), optimizer=optimizer).close()  # line 12
 sparsync.ddp_comm_hook(sparsync.TopK(0.01), optimizer=optimizer)  # line 13
+sparsync.attach(bare, sparsync.Dense(), optimizer=optimizer, exchange=sparsync.Steps())
+(bare(torch.ones(1, 64)).sum() * torch.nan).backward()
+optimizer.step()  # line 16: in torch, which calls sparsync
 """
 
 
 def warnings_of(script: Path) -> list[tuple[str, int, str]]:
-    """The file, the line and the text of each warning of TopK that running the script gives."""
+    """The file, the line and the text of each warning of TopK, and of a skipped step, that running the script gives."""
     dist.destroy_process_group()  # the script makes its own
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runpy.run_path(str(script))
-    return [(each.filename, each.lineno, text) for each in caught if (text := str(each.message)).startswith("TopK")]
+    starts = ("TopK", "step 0 was skipped")
+    return [(each.filename, each.lineno, text) for each in caught if (text := str(each.message)).startswith(starts)]
 
 
 def test_a_warning_points_at_the_line_of_the_user_and_at_the_documentation_not_at_a_file_of_the_repository(
@@ -228,8 +232,8 @@ def test_a_warning_points_at_the_line_of_the_user_and_at_the_documentation_not_a
     script = tmp_path / "train.py"
     script.write_text(WARNED)
     (found,) = run(warnings_of, 1, script=script)
-    assert [(file, line) for file, line, _ in found] == [(str(script), line) for line in (11, 12, 13)]
-    for _, _, text in found:
+    assert [(file, line) for file, line, _ in found] == [(str(script), line) for line in (11, 12, 13, 16)]
+    for _, _, text in found[:3]:
         assert text.startswith("TopK leaves elements out")
         assert "the project's documentation" in text
         assert "docs/" not in text

@@ -193,6 +193,36 @@ def test_steps_are_chosen_for_muon_and_a_pair_where_few_bits_are_sent() -> None:
     )
 
 
+def gradients_of_both() -> None:
+    """Exchange gradients for two optimizers, under DDP and by calls; in the third step rank 1 gives the second one another rate."""
+    for wrap in (DistributedDataParallel, nn.Sequential):
+        bare = bare_model()
+        called = wrap(bare)
+        optimizers = two(bare)
+        options: dict[str, Any] = {"exchange": sparsync.Gradients(), "optimizer": optimizers}
+        handle: Any = sparsync.attach(called, TwoShot(density=1.0, values="int4"), **options)
+
+        def step(model: nn.Module = called, handle: Any = handle) -> None:
+            model(
+                torch.randn(4, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
+            ).square().mean().backward()
+            if isinstance(handle, sparsync.GradientReducer):
+                handle.reduce()
+
+        with case(wrap.__name__):
+            for rate in (0.003, 0.03):
+                step()
+                for each in optimizers:
+                    each.step()
+                    each.zero_grad()
+                optimizers[1].param_groups[0]["lr"] = rate
+            assert len(handle.state_dict()["rates"]) == len(list(bare.parameters()))
+            optimizers[1].param_groups[0]["lr"] *= 1 + dist.get_rank()
+            with pytest.raises(RuntimeError, match=r"lr=.* in parameter group 0 of AdamW"):
+                step()
+            handle.close()
+
+
 def refused() -> None:
     model = bare_model()
     matrices, others = split(model)
@@ -204,7 +234,6 @@ def refused() -> None:
         ([muon, AdamW(model.parameters())], {}, "0.weight is in two parameter groups"),
         ([muon], {}, "the optimizer lacks 0.bias"),
         ([muon, adamw], {"scaler": GradScaler("cpu")}, "one optimizer, and there are 2"),
-        ([muon, adamw], {"exchange": sparsync.Gradients()}, "gradients are exchanged for one optimizer, got 2"),
     ]
     for optimizer, options, message in refusals:
         with case(message), pytest.raises(ValueError, match=message):
@@ -223,3 +252,8 @@ def refused() -> None:
 @pytest.mark.distributed
 def test_what_steps_of_muon_cannot_do_is_refused() -> None:
     run(refused, P)
+
+
+@pytest.mark.distributed
+def test_gradients_for_muon_and_adamw_follow_the_rates_of_both_which_ranks_compare() -> None:
+    run(gradients_of_both, P)

@@ -7,7 +7,7 @@ sparsync.attach.
 """
 # pyright: reportMissingImports=false
 
-import warnings
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +16,13 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint as states
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
+from sparsync.base.scheme_text import VARIABLE
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
-from sparsync.exchanges.exchanged_steps import Steps
-from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.runtime.findings import given_or_default
-from sparsync.runtime.handle import Handle
+from sparsync.runtime.findings import given_or_default, warn_of
+from sparsync.runtime.handle import Gradients, Handle
+from sparsync.schemes.two_shot import TwoShot
 
 with needs("lightning", "2.6"):
     try:
@@ -37,10 +37,12 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
     """Reduces the gradients of each `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` for the latest `fit`.
 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; the residual stays in `scheme`, also for the next `fit`.
-    `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one. Its loss scaler they follow anyway, and
-    its clipping where there is one optimizer. `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks'
-    residuals, and any number of ranks can continue from it; with one rank nothing is attached. The other arguments are as for
-    `sparsync.attach`. `fit` raises as that does, and TypeError for strategies other than DDP's.
+    `follow_rates`: residuals follow the learning rates of the optimizers. Their loss scaler and their clipping they follow anyway.
+    `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
+    continue from it; with one rank nothing is attached. The other arguments are as for `sparsync.attach`. `fit` raises as that does, and
+    TypeError for strategies other than DDP's.
+    A module with several optimizers, which usually step in turn, exchanges gradients, unless `exchange` says otherwise. Without a scheme
+    these are sent in 4 bits, by `TwoShot(density=1.0, values="int4")`.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         check_weights_every: int | None = None,
     ) -> None:
         self.scheme, self.recorder = given_or_default(scheme), recorder
+        self._default = scheme is None and not os.environ.get(VARIABLE)
         self._options: dict[str, Any] = {"exchange": exchange, "follow_rates": follow_rates, "timeout_s": timeout_s}
         self._options["check_weights_every"] = check_weights_every
         self.handle: Handle | None = None
@@ -65,17 +68,15 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         ddp = ddp_inside(trainer.strategy.model, "Lightning", trainer.world_size)
         if ddp is None:
             return
-        if self._options["follow_rates"] and len(trainer.optimizers) != 1:
-            raise ValueError(
-                f"residuals can follow the learning rate of one optimizer, this module has {len(trainer.optimizers)}; "
-                "leave follow_rates out"
-            )
         if self.handle is not None:
             self.handle.close()  # of the last fit, whose DDP model is gone
-        several = len(trainer.optimizers) > 1 and not isinstance(self._options["exchange"], (LocalSteps, Steps))
-        optimizers = None if several else trainer.optimizers
+        options = dict(self._options)
+        if len(trainer.optimizers) > 1:
+            options["exchange"] = options["exchange"] or Gradients()
+            if self._default and isinstance(options["exchange"], Gradients):
+                self.scheme, self._default = TwoShot(density=1.0, values="int4"), False
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
-        self.handle = attach(ddp, self.scheme, optimizer=optimizers, scaler=scaler, **self._options)
+        self.handle = attach(ddp, self.scheme, optimizer=trainer.optimizers, scaler=scaler, **options)
         if scaler is None and isinstance(self.handle, StepMethod):
             self.handle.never_scaled()
         self._group = ddp.process_group
@@ -105,4 +106,4 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             return
         self._loaded = checkpoint.get(KEY)
         if self._loaded is None:
-            warnings.warn("this checkpoint has no residuals of sparsync, so they start at zero", stacklevel=2)
+            warn_of("this checkpoint has no residuals of sparsync, so they start at zero")

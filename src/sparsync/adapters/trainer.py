@@ -6,7 +6,6 @@ trainer.train()
 """
 # pyright: reportMissingImports=false
 
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
-from sparsync.runtime.findings import given_or_default
+from sparsync.runtime.findings import given_or_default, warn_of
 from sparsync.runtime.handle import Handle
 
 with needs("transformers", "5.23"):
@@ -90,9 +89,8 @@ class Sparsync(TrainerCallback):
         if self.resume_from is not None or checkpoint.holds_states(folder):
             checkpoint.load(self.handle, folder)
         else:
-            warnings.warn(
-                f"{folder} has no residuals of sparsync, so they start at zero; where they are elsewhere, pass resume_from=",
-                stacklevel=2,
+            warn_of(
+                f"{folder} has no residuals of sparsync, so they start at zero; where they are elsewhere, pass resume_from="
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:

@@ -1,12 +1,12 @@
 """Shared by all adapters: finding the DDP model that a framework has wrapped, and the error for a missing package."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.runtime.findings import warn_of
 from sparsync.runtime.parameter_names import inside_wrappers
 
 
@@ -28,9 +28,7 @@ def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataP
     if isinstance(model, DistributedDataParallel):
         return model
     if ranks == 1:
-        warnings.warn(
-            f"{framework} trains in one process, so there is nothing to send, and no scheme is attached", stacklevel=3
-        )
+        warn_of(f"{framework} trains in one process, so there is nothing to send, and no scheme is attached")
         return None
     raise TypeError(
         f"sparsync reduces the gradients of DistributedDataParallel, and {framework} made a {type(model).__name__} for {ranks} ranks; "

@@ -14,7 +14,7 @@ from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
+from sparsync.exchanges.choice import Exchange, Optimizers, choose, listed
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.dispatcher import AttachedHandle
 from sparsync.runtime.findings import Axis, check_model, given_or_default, is_fsdp2, warn_or_raise
@@ -64,8 +64,8 @@ def attach(
         parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
         optimizer: the one whose steps are exchanged, whose `step` does that until `close()`; or several, such as a Muon for matrices and an
             AdamW for the rest, of which the first that steps does it for all. Of local steps each has stepped when the step counts. With
-            gradients it makes residuals follow gradient clipping; warns if it does not suit the scheme. Ranks compare its settings before
-            each bucket.
+            gradients it makes residuals follow the clipping of each optimizer; warns if one does not suit the scheme. Ranks compare their
+            settings before each bucket.
         scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks. Local steps need
             none: each rank's own scaler may skip a step.
         follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
@@ -126,7 +126,7 @@ def attach(
             chosen = replace(chosen, check_weights_every=check_weights_every)
         return attach_steps(model, called, scheme, optimizer, chosen, replicate, group, scaler, timeout_s)
     every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
-    options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, every)
+    options = Options(listed(optimizer), scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):
         return ddp.attach(model, scheme, options, join_mb, dense_below)
     if by_call:

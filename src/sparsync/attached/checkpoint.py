@@ -8,7 +8,8 @@ is the states of all ranks at one step; it is complete if none is missing. `load
 step, the one with the present number of ranks. `save` writes this rank's file, whole or not at all; each rank that finds the new checkpoint
 complete removes all states of earlier steps, and those of the same step from another number of ranks. So there is always a complete one,
 even if ranks or machines die while they save. A rank also removes its own files of steps after the one that it loads or saves: they belong
-to an attempt that ended. Nothing is sent between ranks.
+to an attempt that ended. Nothing is sent between ranks; in the next step they find
+out if some have saved and others have not.
 """
 
 import gc
@@ -60,7 +61,7 @@ Found = dict[tuple[int, int], dict[int, _Place]]  # by step and number of ranks,
 def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
     """Write this rank's state into `folder`, whole or not at all, and return the file. Call it on every rank, between two steps.
 
-    Older states are removed once those of all ranks are there.
+    Older states are removed once those of all ranks are there. If only some ranks call it, all of them raise in the next step.
 
     Args:
         handle: what `attach` returned, or a GradientReducer.
@@ -74,6 +75,7 @@ def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
     """
     folder = Path(folder)
     slot, (rank, ranks) = _slot(handle.part, name), handle.place
+    handle.note_saved()  # also where writing fails
     state = handle.state_dict()
     step = state["step"] + 1
     _check_replaceable(handle, state, folder, slot)

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from sparsync.attached.joining import Joining
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
-from sparsync.exchanges.choice import optimizer_findings, the_one
+from sparsync.exchanges.choice import Optimizers, listed, optimizer_findings
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
 from sparsync.runtime.findings import (
     check_model,
@@ -334,7 +333,7 @@ def ddp_comm_hook(
     module: nn.Module | None = None,
     *,
     group: dist.ProcessGroup | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     scaler: GradScaler | None = None,
     follow_rates: bool = True,
     timeout_s: float = 300.0,
@@ -384,7 +383,7 @@ def ddp_comm_hook(
             *(patterns(names, scheme) if names is not None else ()),
         ]
     )
-    options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
+    options = Options(listed(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
     return CommHook(HookState(group, partial(opened, scheme, module, options, join_mb, dense_below)), reduce_bucket)
 
 

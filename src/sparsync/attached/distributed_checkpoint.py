@@ -5,6 +5,7 @@ attributes on their instances; an object that does nothing replaces every other 
 """
 
 import pickle
+import warnings
 from collections import OrderedDict
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -53,7 +54,10 @@ def read_tensor(name: str, folder: Path) -> Tensor:
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError("it is no tensor")
         found: dict[str, Any] = {name: torch.empty(*entry.size, dtype=torch.uint8)}
-        dcp_load(found, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            # That torch.distributed is disabled: it is not, and each rank reads its own entry by itself.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_load(found, storage_reader=reader, no_dist=True)
         return found[name]
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise ValueError(

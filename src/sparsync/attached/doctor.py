@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from sparsync.attached.ddp import DdpHandle, HookState, ignored, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.choice import Exchange, Optimizers, choose, optimizer_findings, the_one
+from sparsync.exchanges.choice import Exchange, Optimizers, choose, optimizer_findings
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.training_loop import check_bare
@@ -40,7 +39,7 @@ def doctor(
     model = inside_wrappers(model)
     fsdp = findings.is_fsdp2(model)
     chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
-    reduced_for = the_one(optimizer) if isinstance(chosen, Gradients) else None
+    reduced_for = optimizer if isinstance(chosen, Gradients) else None
     if fsdp and isinstance(chosen, LocalSteps):
         what = "local steps need the whole model on each rank, and FSDP2 shards it"
         cure = (
@@ -108,7 +107,7 @@ def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
     yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
 
 
-def _of_gradients(model: DistributedDataParallel, scheme: Scheme, optimizer: Optimizer | None) -> Iterator[Finding]:
+def _of_gradients(model: DistributedDataParallel, scheme: Scheme, optimizer: Optimizers | None) -> Iterator[Finding]:
     """Find what does not suit the exchange of gradients."""
     for name, _ in findings.sparse_embeddings(model.module):
         what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"

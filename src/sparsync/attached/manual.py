@@ -1,6 +1,5 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.exchanges.choice import optimizer_findings, the_one
+from sparsync.exchanges.choice import Optimizers, listed, optimizer_findings
 from sparsync.exchanges.taken_optimizer import closure_of
 from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
@@ -28,6 +27,7 @@ from sparsync.runtime.findings import (
     sparse_embeddings,
     steps_in_backward,
     unrelated,
+    warn_of,
     warn_or_raise,
 )
 from sparsync.runtime.handle import Handle, Options
@@ -62,7 +62,7 @@ class GradientReducer(Handle):
     switches = True
     origin = "sparsync.GradientReducer"
     _undo: Sequence[Callable[[], object]] = ()  # what `close` calls
-    _let_go: Callable[[], object] = staticmethod(lambda: None)  # of the optimizer that keeps this handle
+    _let_go: Sequence[Callable[[], object]] = ()  # of the optimizers that keep this handle
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GradientReducer(Handle):
         scheme: Scheme | None = None,
         *,
         group: dist.ProcessGroup | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         scaler: GradScaler | None = None,
         follow_rates: bool = True,
         timeout_s: float = 300.0,
@@ -92,7 +92,7 @@ class GradientReducer(Handle):
         found = [*optimizer_findings(optimizer, scheme), *unrelated(optimizer, {id(each) for _, each in driven})]
         warn_or_raise([*not_floating(driven), *found])
         names = {id(parameter): name for name, parameter in named_parameters(model)}
-        options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
+        options = Options(listed(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
         self.model, self.group = model, group
         rescaler = options.rescaler(scheme, names)
         comparison = options.comparison(names, partial(trained, model))
@@ -132,7 +132,8 @@ class GradientReducer(Handle):
             reports = [self._reduced(key, parameters) for key, parameters in self._buckets().items()]
         self._reports += reports
         self._stepped = set()
-        self._let_go()
+        for let_go in self._let_go:
+            let_go()
         return reports
 
     def refuses(self, optimizer: Optimizer) -> bool:
@@ -148,14 +149,14 @@ class GradientReducer(Handle):
         self._stepped.add(id(optimizer))
         return False
 
-    def stay_with(self, optimizer: Optimizer) -> None:
-        """Live as long as `optimizer`, whose steps this refuses, until `reduce` is called, which shows that the loop has the handle."""
-        self._let_go = innermost(optimizer).register_step_pre_hook(partial(_refer_to, self)).remove
+    def stay_with(self, optimizers: Sequence[Optimizer]) -> None:
+        """Live as long as `optimizers`, whose steps this refuses, until `reduce` is called, which shows that the loop has the handle."""
+        self._let_go = [innermost(each).register_step_pre_hook(partial(_refer_to, self)).remove for each in optimizers]
 
     def close(self) -> None:
         """Close connections, and let the optimizer step; see Handle."""
         super().close()
-        for undo in (*self._undo, self._let_go):
+        for undo in (*self._undo, *self._let_go):
             undo()
 
     def detach(self) -> None:
@@ -202,10 +203,11 @@ class GradientReducer(Handle):
 
 def must_reduce(model: nn.Module, scheme: Scheme, options: Options, group: dist.ProcessGroup | None) -> GradientReducer:
     """Return a reducer of a bare model whose optimizers raise where they would step with gradients that it has not reduced."""
-    made = GradientReducer(model, scheme, group=group, **vars(options))
+    given = dict(vars(options))
+    optimizers = given.pop("optimizers")
+    made = GradientReducer(model, scheme, group=group, optimizer=optimizers or None, **given)
     made.origin = "sparsync.attach"
-    if options.optimizer is not None:
-        made.stay_with(options.optimizer)
+    made.stay_with(optimizers)
     _look_at_steps()
     _REDUCERS.add(made)
     return made
@@ -238,10 +240,9 @@ def _refer_to(handle: GradientReducer, *_: object) -> None:
 
 def _warn_of_dropped(model: "weakref.ref[nn.Module]", reports: ReportLog) -> None:
     if model() is not None and reports.steps == 0:
-        warnings.warn(
+        warn_of(
             "the handle of a bare model's gradients is gone, and its reduce() was never called, so nothing was exchanged; keep what "
-            "sparsync.attach or GradientReducer returns, and call reduce() after the backward pass; or close it",
-            stacklevel=2,
+            "sparsync.attach or GradientReducer returns, and call reduce() after the backward pass; or close it"
         )
 
 

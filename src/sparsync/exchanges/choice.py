@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch.optim import LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
 
@@ -32,8 +33,7 @@ def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | No
 
     Steps for Adam, AdamW and Muon with a scheme that sends fewer than 4 bits an element, because gradients that are compressed so far
     give wrong second moments, and wrong directions to Muon; gradients else, and where no optimizer is given or steps are not possible.
-    Raises TypeError for anything else and for what is no optimizer, and ValueError for steps where they are not possible, and for several
-    optimizers where one is taken.
+    Raises TypeError for anything else and for what is no optimizer, and ValueError for steps where they are not possible.
     """
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -58,16 +58,9 @@ def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | No
     return exchange
 
 
-def the_one(optimizer: Optimizers | None) -> Optimizer | None:
-    """Return the only optimizer. Raises ValueError for several."""
-    if optimizer is None or isinstance(optimizer, Optimizer):
-        return optimizer
-    if len(optimizer) != 1:
-        raise ValueError(
-            f"gradients are exchanged for one optimizer, got {len(optimizer)}; leave them out, or exchange the steps of AdamW and Muon "
-            "with exchange=sparsync.Steps(), or weight changes with exchange=sparsync.LocalSteps(every=...)"
-        )
-    return optimizer[0]
+def listed(optimizer: Optimizers | None) -> list[Optimizer]:
+    """Return the optimizers that were given, in a list."""
+    return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme, steps_possible: bool = True) -> Iterator[Finding]:
@@ -76,8 +69,13 @@ def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme, steps_possi
         return
     if not isinstance(optimizer, Optimizer):
         check_optimizer(optimizer)
-        for each in optimizer:
-            yield from optimizer_findings(each, scheme, steps_possible)
+        found = dict.fromkeys(each for one in optimizer for each in optimizer_findings(one, scheme, steps_possible))
+        if len(optimizer) == 1:
+            yield from found
+        for each in found if len(optimizer) > 1 else ():
+            # Those that step in turn, each after its own backward pass, as in a GAN, have no common step.
+            cure = each.cure.replace("Steps(), or", "Steps() if all of them step together, or")
+            yield replace(each, cure=cure)
         return
     inner = innermost(optimizer)
     name, ours = type(inner).__name__, type(scheme).__name__

@@ -4,7 +4,6 @@ Each rank turns its gradient into a step (`_to_step_`), the steps go through the
 weights (`_move`). Also here: which parameters take part, the measured ratio, skipped steps, and the state.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -29,7 +28,7 @@ from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.findings import steps_in_backward
+from sparsync.runtime.findings import steps_in_backward, warn_of
 
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
 _LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
@@ -589,10 +588,7 @@ class ExchangedSteps(StepMethod):
                 "clip gradients, or find out where the loss is not finite"
             )
         if self._skipped == 1:
-            warnings.warn(
-                f"step {self._step} was skipped on all ranks: {found}; `stats()` counts these steps",
-                stacklevel=4,
-            )
+            warn_of(f"step {self._step} was skipped on all ranks: {found}; `stats()` counts these steps")
 
 
 def _innermost(scheme: Scheme) -> list[Scheme]:

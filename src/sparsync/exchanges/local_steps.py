@@ -4,7 +4,6 @@ Local SGD (arXiv 1805.09767); DiLoCo's outer optimizer (2311.08105); Streaming D
 sparse exchange with error feedback (2508.15706). The bytes of an exchange are those of the scheme, divided by the steps between two.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -25,7 +24,7 @@ from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.training_loop import Replica, ShownWeights
-from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward
+from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
 from sparsync.runtime.state_checks import check_alike
 
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
@@ -459,8 +458,7 @@ def _tell_drop(exchange: PendingExchange, times: int) -> None:
             f"the last {times} exchanges were dropped, and all ranks are where they were before these: {found}; lower the learning rate, "
             "clip gradients, or find out where the loss is not finite"
         )
-    warnings.warn(
+    warn_of(
         f"the exchange before step {exchange.due} was dropped, {found}; all ranks returned to the weights after the last one. "
-        "If this happens again, lower the learning rate or clip gradients",
-        stacklevel=5,
+        "If this happens again, lower the learning rate or clip gradients"
     )

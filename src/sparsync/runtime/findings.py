@@ -18,6 +18,8 @@ from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.core import matches
 from sparsync.runtime.parameter_names import plain_name
 
+# Packages whose lines call sparsync, and which users do not write.
+_NOT_THE_USERS = frozenset({"sparsync", "torch", "accelerate", "lightning", "pytorch_lightning", "transformers", "ray"})
 Axis = DeviceMesh | dist.ProcessGroup
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}  # whose operations were tried, or their source was read
 
@@ -34,12 +36,14 @@ class Finding:
         return f"{self.what}; {self.cure}"
 
 
-def warn_of(finding: Finding) -> None:
-    """Warn of a finding at the line that called into sparsync."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sparsync":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(str(finding), stacklevel=level)
+def warn_of(finding: Finding | str) -> None:
+    """Warn of a finding, or with a text, at the user's line, which calls sparsync, also through torch or a trainer."""
+    frame, levels = inspect.currentframe(), list[str]()
+    while frame is not None:
+        levels.append(frame.f_globals.get("__name__", "").partition(".")[0])
+        frame = frame.f_back
+    users = [level for level, package in enumerate(levels, start=1) if package not in _NOT_THE_USERS]
+    warnings.warn(str(finding), stacklevel=users[0] if users else 1)
 
 
 def warn_or_raise(found: Iterable[Finding]) -> None:

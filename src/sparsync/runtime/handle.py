@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed, summed
 from sparsync.runtime.connection import Connection, ReportLog
 from sparsync.runtime.findings import check_scheme
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler, UsualShare
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters
 from sparsync.runtime.state_checks import (
@@ -44,7 +44,7 @@ FULL_AFTER = 100  # steps after which a new residual is as large as an old one, 
 class Options:
     """What every integration of gradients takes besides a model and a scheme; see `sparsync.attach`."""
 
-    optimizer: Optimizer | None = None
+    optimizers: Sequence[Optimizer] = ()
     scaler: GradScaler | None = None
     follow_rates: bool = True
     timeout_s: float = 300.0
@@ -54,14 +54,13 @@ class Options:
         self, scheme: Any, names: Mapping[int, str], adds_up: bool = False
     ) -> ResidualRescaler:  # Any: see Handle
         """Return the rescaler of the residuals of `scheme`; `names` has each parameter's name by its id."""
-        return ResidualRescaler(scheme, names, self.optimizer, self.scaler, self.follow_rates, adds_up)
+        return ResidualRescaler(scheme, names, self.optimizers, self.scaler, self.follow_rates, adds_up)
 
     def comparison(
         self, names: Mapping[int, str], weights: Callable[[], Named] | None, applies: Callable[[], bool] = lambda: True
     ) -> Comparison:
         """Return what the ranks compare besides buckets; see Comparison."""
-        given = [] if self.optimizer is None else [self.optimizer]
-        return Comparison(given, names, weights, self.check_weights_every, applies)
+        return Comparison(self.optimizers, names, weights, self.check_weights_every, applies)
 
     def connected(self, group: dist.ProcessGroup | None, *lines: str) -> GroupComm:
         """Return private connections between the ranks of `group`, which must have the same `lines`. Collective over them."""
@@ -205,7 +204,10 @@ class Handle:
 
         By scheme and bucket and in all: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
         """
-        parameters = sum(math.prod(shape) for shape in self.layout().values())
+        module = module_of(self._scheme) or vars(self).get("model")
+        named = [] if module is None else named_parameters(module)
+        frozen = {name for name, each in named if not each.requires_grad}
+        parameters = sum(math.prod(shape) for name, shape in self.layout().items() if name not in frozen)
         return Summary(*self.place, self._reports.steps, parameters, dict(self._reports.totals), self._hidden())
 
     def _hidden(self) -> Hidden | None:
@@ -263,9 +265,13 @@ class Handle:
             "rates": dict(self._rescaler.units.rates),
             "highest_rates": dict(self._rescaler.units.highest),
             "loss_scale": self._rescaler.units.scale,
-            "clipping": asdict(self._rescaler.units.clipping),
+            "clipping": self._rescaler.units.saved_clipping(),
             "scheme": self.scheme.state_dict(),
         }
+
+    def note_saved(self) -> None:
+        """Note that this rank has saved its state: in the next step all ranks raise unless all have."""
+        self._comparison.saved = True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
@@ -334,6 +340,7 @@ class Handle:
         comm.reports_s = comm.reports_s if reports_s is None else reports_s
         self._step = self._step if step is None else step
         self._connection.regroup(comm, self._step)
+        self._comparison.saved = False  # ranks that have come now saved nothing
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)
@@ -458,7 +465,8 @@ class Handle:
         self._connection.continue_after(state["step"])
         units = self._rescaler.units
         units.rates, units.highest = dict(state["rates"]), dict(state["highest_rates"])
-        units.scale, units.clipping = state["loss_scale"], UsualShare(**state.get("clipping", {}))
+        units.scale = state["loss_scale"]
+        units.load_clipping(state.get("clipping", {}))
         self._rescaler.forget()
 
     def _settle(self) -> None:

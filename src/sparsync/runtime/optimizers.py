@@ -16,7 +16,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -40,6 +40,10 @@ _WEIGHTS_CURE = (
     "load the same weights on all ranks before the same step; or pass check_weights_every=0, where ranks are machines whose arithmetic "
     "differs in last bits"
 )
+_SAVED_CURE = (
+    "call sparsync.checkpoint.save on every rank after the same step, because each has residuals that the others lack: not inside "
+    "`if rank == 0`"
+)
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -53,7 +57,8 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    told: tuple[Told, Told] = (Told([], ""), Told([], ""))  # settings of optimizers, and weights
+    # Checkpoints, settings of optimizers, and weights.
+    told: tuple[Told, Told, Told] = (Told([], ""), Told([], ""), Told([], ""))
 
 
 class Comparison:
@@ -61,7 +66,7 @@ class Comparison:
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others.
+    `cure_of_set` says what to do where ranks have set others. `saved`: a checkpoint was since the last step; the owner sets it.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -78,10 +83,12 @@ class Comparison:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
         self.settings = OptimizerSettings(optimizers, names)
         self.adopted: set[str] = set()
+        self.saved = False
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
 
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
+        saved, self.saved = [f"a checkpoint saved before step {step}"] if self.saved else [], False
         if not self._applies():
             return Compared()
         number, settings = self.settings.read()
@@ -91,9 +98,10 @@ class Comparison:
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
             weights = weight_lines(named, f"{'' if due else 'set from outside '}before step {step}")
             number ^= digest("\n".join(weights))
+        number ^= digest("\n".join(saved)) if saved else 0
         # Outside of a check, other ranks have set weights where this one has not.
         cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
-        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, cure)))
+        return Compared(number, (Told(saved, _SAVED_CURE), Told(settings, _SETTINGS_CURE), Told(weights, cure)))
 
 
 class OptimizerSettings:
@@ -254,6 +262,7 @@ class ResidualUnits:
     highest: dict[str, float] = field(default_factory=dict)  # so far, by parameter name
     scale: float | None = None  # None: there is no residual yet
     clipping: UsualShare = field(default_factory=UsualShare)
+    of_others: list[UsualShare] = field(default_factory=list)  # the same for further optimizers
 
     @classmethod
     def of(cls, scheme: Any) -> "ResidualUnits":  # Any: a Scheme or its reduce-scatter form
@@ -265,6 +274,20 @@ class ResidualUnits:
     def belong_to(self, scheme: Any) -> None:  # Any: as in `of`
         """Make these the units of `scheme`, and of its copies."""
         vars(scheme)["residual_units"] = self  # a scheme may be a frozen dataclass
+
+    def usual_share(self, optimizer: int) -> UsualShare:
+        """Return the usual share of the optimizer with this number: each may be clipped by itself."""
+        self.of_others += [UsualShare() for _ in range(optimizer - len(self.of_others))]
+        return self.of_others[optimizer - 1] if optimizer else self.clipping
+
+    def saved_clipping(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        others = [asdict(each) for each in self.of_others]
+        return {**asdict(self.clipping), "others": others} if others else asdict(self.clipping)
+
+    def load_clipping(self, saved: Mapping[str, Any]) -> None:  # Any: as Handle.state_dict
+        first = dict(saved)
+        self.of_others = [UsualShare(**each) for each in first.pop("others", [])]
+        self.clipping = UsualShare(**first)
 
     def follow(self, name: str, rate: float) -> float:
         """Return the factor that brings the residual of a parameter to this rate, which becomes its unit.
@@ -282,7 +305,7 @@ class ResidualUnits:
 
 
 class ResidualRescaler:
-    """Rescales the residuals of `scheme` when the rate of `optimizer` or the scale of `scaler` has changed, or a step was clipped.
+    """Rescales the residuals of `scheme` when the rate of an optimizer or the scale of `scaler` has changed, or a step was clipped.
 
     `names` has each parameter's name by its id. Without an optimizer, or without `follow_rates`, the rate counts as constant; without a
     scaler the scale is 1. `adds_up`: see Clipping. Raises TypeError for a scaler that is no torch.amp.GradScaler.
@@ -292,11 +315,12 @@ class ResidualRescaler:
         self,
         scheme: Any,  # as ResidualUnits.of
         names: Mapping[int, str],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scaler: GradScaler | None = None,
         follow_rates: bool = True,
         adds_up: bool = False,
     ) -> None:
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise TypeError(
                 f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; pass the scaler itself"
@@ -304,9 +328,9 @@ class ResidualRescaler:
         self.units = ResidualUnits.of(scheme)
         self.names, self.scaler = dict(names), scaler
         # Weakly: what closes a handle that is gone refers to this, and an optimizer may keep its handle.
-        self._optimizer = None if optimizer is None or not follow_rates else weakref.ref(optimizer)
+        self._optimizers = [weakref.ref(each) for each in optimizers] if follow_rates else []
         self._scheme = scheme
-        self.clipping = None if optimizer is None else Clipping(optimizer, self.names, adds_up)
+        self.clippings = [Clipping(each, self.names, adds_up) for each in optimizers]
         self._held = False  # since the last step of the optimizer
         self.takes_back = False  # residuals are held before every step, for `take_back`
 
@@ -317,17 +341,20 @@ class ResidualRescaler:
 
     def written(self, bucket: Bucket) -> None:
         """Note a reduced bucket."""
-        if self.clipping is not None:
+        if self.clippings:
             names = [entry.name for entry in bucket.layout]
             sharded = isinstance(self._scheme, ReduceScatterScheme)
-            self.clipping.written([parameter_of(name) for name in names] if sharded else names, bucket)
+            norms = _norms([entry.span.of(bucket.grad) for entry in bucket.layout])
+            for each in self.clippings:
+                each.written([parameter_of(name) for name in names] if sharded else names, norms)
 
     def rescale(self) -> None:
         """Bring the residuals to the units of this step. Call it once a step, before its first bucket."""
         self.settle()
         if factors := self.factors():
             self._scheme.rescale_residual(factors)
-        if self.takes_back or (self.units.clipping.cuts and self.clipping is not None):
+        cuts = any(self.units.usual_share(number).cuts for number in range(len(self.clippings)))
+        if self.takes_back or cuts:
             self.hold()
 
     def hold(self) -> None:
@@ -348,34 +375,39 @@ class ResidualRescaler:
 
     def settle(self) -> None:
         """Make the residuals what the last step has left, as far as the optimizer has applied it."""
-        if self.clipping is None or (found := self.clipping.take()) is None:
+        factors: dict[str, float] = {}
+        for number, clipping in enumerate(self.clippings):
+            if (found := clipping.take()) is None:
+                continue
+            names, share = found
+            # The optimizer gets gradients without the loss scale.
+            factor = self.units.usual_share(number).weigh(share * (self.units.scale or 1.0))
+            factors |= dict.fromkeys(names, factor)
+        if not factors:
             return
-        names, share = found
-        # The optimizer gets gradients without the loss scale.
-        factor = self.units.clipping.weigh(share * (self.units.scale or 1.0))
-        if factor < 1.0:
-            self._scheme.weigh_step(dict.fromkeys(names, factor))
+        if cut := {name: factor for name, factor in factors.items() if factor < 1.0}:
+            self._scheme.weigh_step(cut)
         self._held = False
 
     def forget(self) -> None:
         """Forget the last step, because another state was loaded."""
         self._held = False
-        if self.clipping is not None:
-            self.clipping.forget()
+        for each in self.clippings:
+            each.forget()
 
     def close(self) -> None:
-        """Settle, and stop watching the optimizer. Safe to call again."""
+        """Settle, and stop watching the optimizers. Safe to call again."""
         self.settle()
-        if self.clipping is not None:
-            self.clipping.close()
+        for each in self.clippings:
+            each.close()
 
     def factors(self) -> dict[str, float]:
         """Return the factor of each parameter whose units have changed since the last call: `follow` times new scale / old scale."""
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # a host sync on CUDA
         before, self.units.scale = self.units.scale or scale, scale
         changed = dict.fromkeys(self.names.values(), scale / before) if before != scale else {}
-        optimizer = self._optimizer and self._optimizer()
-        for group in optimizer.param_groups if optimizer is not None else ():
+        optimizers = [found for each in self._optimizers if (found := each()) is not None]
+        for group in (group for each in optimizers for group in each.param_groups):
             rate = float(group["lr"])
             for name in (self.names[id(each)] for each in group["params"] if id(each) in self.names):
                 factor = self.units.follow(name, rate)
@@ -409,9 +441,9 @@ class Clipping:
         """Stop watching. Safe to call again."""
         self._hook.remove()
 
-    def written(self, names: Iterable[str], bucket: Bucket) -> None:
-        """Note a reduced gradient, whose parameters have these names."""
-        for name, norm in zip(names, _norms([entry.span.of(bucket.grad) for entry in bucket.layout]), strict=True):
+    def written(self, names: Iterable[str], norms: Sequence[Tensor]) -> None:
+        """Note a reduced gradient, whose parameters have these names and norms."""
+        for name, norm in zip(names, norms, strict=True):
             self._written[name] = norm * torch.nan if self._adds_up and name in self._written else norm
 
     def forget(self) -> None:

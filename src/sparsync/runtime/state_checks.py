@@ -48,10 +48,15 @@ def check_form(state: State) -> None:
     inner |= {key: dict.fromkeys(state[key], 0.0) for key in ("rates", "highest_rates")}
     inner |= {"loss_scale": 0.0} if state["loss_scale"] is not None else {}
     inner |= {"clipping": {"mean": 0.0}} if clipping["mean"] is not None else {}
+    inner |= {"clipping": {**inner.get("clipping", {}), "others": ()}} if "others" in clipping else {}
     check_alike("state", state, inner)
     if state["step"] != -1:
         check_count("state['step']", state["step"])
-    if clipping.keys() != _CLIPPING.keys():
+    for number, each in enumerate(clipping.get("others", [])):
+        path = f"state['clipping']['others'][{number}]"
+        check_alike(path, each, _CLIPPING)
+        check_alike(path, each, {"mean": 0.0} if each["mean"] is not None else {})
+    if clipping.keys() - {"others"} != _CLIPPING.keys():
         _refuse("state['clipping']", clipping, f"a dict of {', '.join(_CLIPPING)}")
 
 

@@ -27,7 +27,7 @@ class Summary:
     """What one rank has reduced since its handle was made; `str` is a table of plain text.
 
     `rows` are by scheme, bucket and number of elements, because DDP's buckets change after the first steps. `parameters` is the number of
-    elements of the model, 0 where it is not known. `hidden` is None where gradients are reduced after the backward pass.
+    trained elements of the model, 0 where it is not known. `hidden` is None where gradients are reduced after the backward pass.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Summary:
         return 8 * total.nbytes / total.elements if total.elements else 0.0
 
     def __str__(self) -> str:
-        size = f", {self.parameters:,} parameters" if self.parameters else ""
+        size = f", {self.parameters:,} trained parameters" if self.parameters else ""
         lines = [f"rank {self.rank} of {self.ranks}: {self.steps} steps{size}"]
         if not self.steps:
             return lines[0]
