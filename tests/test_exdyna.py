@@ -56,6 +56,18 @@ def test_neighbours_out_of_balance_hand_on_one_block_and_others_none() -> None:
     assert block_spans(edges, [256] * 4)[1] == Span(256 * 64, 512 * 64)
 
 
+def test_a_block_that_was_handed_on_counts_where_it_is_when_the_next_neighbours_are_compared() -> None:
+    """It holds 32 of 32768 selected elements; above 8601 of them, and below 7801, a partition of four is out of balance."""
+    edges = block_edges(1024 * 64)
+    assert rebalanced([256] * 4, [10_000, 7780, 8700, 6288], 32_768, edges) == [
+        255,
+        257,
+        255,
+        257,
+    ]  # 7812 is in balance
+    assert rebalanced([256] * 4, [7000, 8620, 7700, 9448], 32_768, edges) == [257, 255, 257, 255]  # and so is 8588
+
+
 @pytest.mark.slow
 def test_plain_padding_stays_below_five_percent_where_the_published_one_wastes() -> None:
     for P in (4, 8, 16):

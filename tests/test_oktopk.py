@@ -1,11 +1,13 @@
 """Ok-Topk: its bound on traffic, exact counts at any scale, who is cleared, the paper's learning rate, and its parts one by one."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.plain_oktopk import Restated
 from helpers.quick import one_in
 from sparsync import Bucket, LocalWorld, MeteredComm, Report
 from sparsync.core import Cost, generator
@@ -320,3 +322,38 @@ def test_one_rank_takes_its_k_largest_and_sends_nothing() -> None:
 def test_wrong_settings_are_refused(config: dict[str, float | int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OkTopk(**config)  # pyright: ignore[reportArgumentType]  # some are of the wrong type on purpose
+
+
+def cancelling(n: int, rank: int, step: int) -> Tensor:
+    """Whole numbers at few positions, many of which add up to zero over two ranks; more of them at the end of the vector."""
+    drawn = generator(rank // 2, "cancelling", step)
+    where = torch.rand(n, generator=drawn) < torch.linspace(0, 0.2, n) ** 2
+    same = torch.rand(n, generator=generator(rank, "same", step)) < 0.2
+    return torch.randint(1, 6, (n,), generator=drawn) * where * torch.where(same, 1.0, (-1.0) ** rank)
+
+
+def waning(n: int, rank: int, step: int) -> Tensor:
+    """Ever smaller, so that thresholds that are re-used select ever fewer."""
+    return 0.8**step * heavy(n, rank, step)
+
+
+@pytest.mark.parametrize("rule", ["exact", "paper", "code"])
+def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  # Any: a Literal
+    """Thresholds are re-used and found again, regions move, sums cancel, survivors move to other ranks, and some steps are dense."""
+    n, P, balanced = 320, 4, 0
+    cases = ((heavy, 40, 0), (waning, 40, 0), (drifting, 50, 3), (cancelling, 30, 0), (heavy, 3, 1))
+    for make, k, dense_steps in cases:
+        settings = {"imbalance": 1.5, "dense_steps": dense_steps, "threshold_steps": 4, "region_steps": 3}
+        grads = [[make(n, rank, step) for rank in range(P)] for step in range(11)]
+        restated, schemes = Restated(n, P, k, rule, **settings), [OkTopk(k / n, rule, **settings) for _ in range(P)]
+        for step, (written, reports, residuals) in zip(grads, run(schemes, grads), strict=True):
+            assert torch.equal(written[0], restated.step(step))
+            assert all(map(torch.equal, residuals, restated.residuals))
+            assert [each.details.get("local_count", n) for each in reports] == [len(each) for each in restated.chosen]
+            assert reports[0].details.get("balanced", False) == restated.balanced
+            balanced += restated.balanced
+        controls = [scheme.state_dict()["control"]["w"]["state"] for scheme in schemes]
+        assert [each["local_threshold"] for each in controls] == restated.local_thresholds
+        assert [each["global_threshold"] for each in controls] == [restated.global_threshold] * P
+        assert [each["boundaries"] for each in controls] == [restated.begins] * P
+    assert bool(balanced) == (rule != "exact")

@@ -1,0 +1,116 @@
+"""Small faults put into the library, and for each of them the quick tests of which one must fail.
+
+    .venv/bin/python -m studies mutations [NAME ...] [--whole]
+
+Run it before and after a change that takes tests away. Mutations are data (`mutations.toml`): a file of the package, a text that occurs in
+it once, what stands in its place, and tests. Each is applied to a copy of the package, never to the sources. First the tests must pass on
+a copy without a mutation. Exit status 1 unless all mutations are caught.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sparsync_lab.toml import tomllib
+from studies import parts
+
+PACKAGE = parts.ROOT / "src" / "sparsync"
+CAUGHT, NOT_CAUGHT, DOES_NOT_APPLY, DO_NOT_RUN = "caught", "NOT CAUGHT", "does not apply", "tests do not run"
+TIMEOUT_S = 120  # of one test: a mutation may make ranks wait for each other
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault in one file of the package."""
+
+    name: str
+    file: str  # from the folder of the package
+    old: str  # occurs there once
+    new: str
+    tests: tuple[str, ...]  # node ids; at least one of them fails
+
+    def applied_to(self, source: str) -> str:
+        """Return the source of the file with the mutation. Raises ValueError where the old text does not occur once."""
+        if (found := source.count(self.old)) != 1:
+            raise ValueError(
+                f"the old text of {self.name!r} must occur once in {self.file}, got {found} times; "
+                "write the same fault for the source as it is now into studies/mutations.toml"
+            )
+        return source.replace(self.old, self.new)
+
+
+def mutations() -> list[Mutation]:
+    """Return all mutations."""
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["mutation"]
+    return [Mutation(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+
+
+def main(argv: Sequence[str]) -> None:
+    known = {each.name: each for each in mutations()}
+    parser = parts.options("mutations", __doc__, writes=False)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="these alone; without any, all of them")
+    parser.add_argument("--whole", action="store_true", help="run all quick tests, and name each that fails")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutations at a time (default: 2)")
+    given = parser.parse_args(argv)
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"no mutation is named {', '.join(unknown)}; there are {', '.join(known)}")
+    chosen = [known[name] for name in given.names] or list(known.values())
+    with TemporaryDirectory() as folder:
+        unchanged = Path(folder) / "unchanged"
+        shutil.copytree(PACKAGE, unchanged / "sparsync", ignore=shutil.ignore_patterns("__pycache__"))
+        tests = ["tests"] if given.whole else sorted({test for each in chosen for test in each.tests})
+        status, output = run(unchanged, tests)
+        if status:
+            sys.exit(f"{output}\nthe tests fail without a mutation; mend them first")
+        with ThreadPoolExecutor(given.jobs) as pool:
+            found = pool.map(lambda each: tried(each, unchanged, given.whole), chosen)
+            results = [told(each, *result) for each, result in zip(chosen, found, strict=True)]
+    caught = results.count(CAUGHT)
+    print(f"{caught} of {len(chosen)} mutations are caught")
+    sys.exit(caught != len(chosen))
+
+
+def told(mutation: Mutation, result: str, by: str) -> str:
+    """Print the result of a mutation, and return it."""
+    print(f"{result:16} {mutation.name}\n{by}" if by else f"{result:16} {mutation.name}", flush=True)
+    return result
+
+
+def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
+    """Return what the tests make of a mutation of the copy in `unchanged`, and the tests that fail or else what is wrong."""
+    folder = unchanged.with_name(mutation.name)
+    shutil.copytree(unchanged, folder)
+    file = folder / "sparsync" / mutation.file
+    try:
+        file.write_text(mutation.applied_to(file.read_text("utf-8")), "utf-8")
+    except (ValueError, OSError) as error:
+        return DOES_NOT_APPLY, f"    {error}"
+    status, output = run(folder, ["tests"] if whole else ["-x", *mutation.tests])
+    if status > 1:  # of pytest: interrupted, a test that is not there, none that is quick
+        return DO_NOT_RUN, output
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
+    return (CAUGHT if status else NOT_CAUGHT), "\n".join(f"    {each}" for each in failed)
+
+
+def run(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """Run quick tests with the package in `folder`; return pytest's exit status and output."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "-rfE", "--tb=short"),
+            *(f"--timeout={TIMEOUT_S}", *arguments),
+        ],
+        cwd=parts.ROOT,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
