@@ -1,6 +1,7 @@
 """Who takes part in a run: what epochs follow from notes, and how members meet over a store while some of them, or it, are away."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from sparsync.elastic import Epoch, members
 from sparsync.elastic.epochs import Note, proposed
 from sparsync.elastic.members import Members, TCPStore
 from sparsync.elastic.presence import Presence
+
+PREFIX = f"sparsync/elastic/{members.VERSION}/run"
 
 
 def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int | None = None) -> Note:
@@ -141,7 +144,7 @@ def test_ranks_without_the_weights_wait_for_those_that_have_them(store: Any) -> 
 
 def wait_for_line(store: Any, meeting: int) -> None:
     """Wait until somebody has come to a meeting, or has asked to be let in there."""
-    key = f"sparsync/elastic/run/said/{meeting - 1}"
+    key = f"{PREFIX}/said/{meeting - 1}"
     while not (store.check([key]) and b'"position": ' in store.get(key)):
         time.sleep(0.01)
 
@@ -159,7 +162,7 @@ def met(store: Any, *names: str) -> Iterator[list[Members]]:
     assert set(epochs[0].members) == set(names)
     for each in found:
         each.watch()
-    store.wait(["sparsync/elastic/run/epoch"])  # which a watcher writes down, for those that come later
+    store.wait([f"{PREFIX}/epoch"])  # which a watcher writes down, for those that come later
     yield found
     for each in found:
         each.close()
@@ -296,9 +299,9 @@ def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: 
 
         epoch, _ = together(partial(a.meet, note(1, False)), restarted)
         assert epoch.members == ("a",)
-        assert again.check(["sparsync/elastic/run/epoch", "sparsync/elastic/run/said/1"])
-        assert Epoch.read(again.get("sparsync/elastic/run/epoch")) == before
-        assert '["a", "comes", {' in again.get("sparsync/elastic/run/said/1").decode()
+        assert again.check([f"{PREFIX}/epoch", f"{PREFIX}/said/1"])
+        assert Epoch.read(again.get(f"{PREFIX}/epoch")) == before
+        assert '["a", "comes", {' in again.get(f"{PREFIX}/said/1").decode()
 
 
 @pytest.mark.parametrize(
@@ -370,6 +373,49 @@ def test_a_run_that_has_ended_lets_nobody_in(store: Any) -> None:
             member_of(store, "x").join(note(0))
 
 
+def test_what_another_release_says_and_what_nobody_can_read_is_ignored(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        for number in (1, 2):
+            own = {"position": [9], "step": 9, "whole": False, "seconds": 1.0}
+            for line in (
+                "no JSON",
+                "[]",
+                '["c", "comes"]',
+                '["c", "comes", {"step": 1}]',
+                '["c", "next", "{"]',
+                '["c", "stop", "x"]',
+            ):
+                store.append(f"{PREFIX}/said/{number}", f"{line}\n")
+            store.append(f"{PREFIX}/said/{number}", f"{json.dumps(['c', 'asks', own])}\n")
+        epochs = together(*(partial(each.meet, note(1)) for each in (a, b)))
+        assert epochs[0] == epochs[1]
+        assert (set(epochs[0].members), list(epochs[0].behind)) == ({"a", "b", "c"}, ["c"])
+        assert a.stop_at is None
+        written = json.loads(epochs[0].text)
+        assert Epoch.read(json.dumps({**written, "colour": "red"})) == epochs[0]
+
+
+def test_a_store_whose_epoch_cannot_be_read_is_told_it_again(store: Any) -> None:
+    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
+        store.set(f"{PREFIX}/epoch", "garbage")
+        asks = threads.submit(member_of(store, "x", ranks=1).join, note(-1))
+        time.sleep(0.3)
+        a._write_epoch(store)
+        wait_for_line(store, 2)
+        a.meet(note(1))
+        assert set(asks.result(20).members) == {"a", "x"}
+
+
+def test_a_member_of_another_release_is_refused_before_it_joins(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    member_of(store, "a").agree("TopK(density=0.1)")
+    monkeypatch.setattr(members, "VERSION", members.VERSION + 1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"begun by another release of sparsync \(version 2 of what members say, and this one has 3\)",
+    ):
+        member_of(store, "b").agree("TopK(density=0.1)")
+
+
 def test_one_with_other_settings_is_refused_before_it_joins(store: Any) -> None:
     a, b = member_of(store, "a"), member_of(store, "b")
     a.agree("TopK(density=0.1)\nGradients()")
@@ -409,7 +455,7 @@ def test_a_step_to_stop_before_is_the_first_that_was_named_and_of_its_epoch(stor
 
 def test_a_rank_says_again_that_it_has_come_where_the_store_has_forgotten_it(store: Any) -> None:
     with met(store, "a", "b") as (a, b), ThreadPoolExecutor(2) as threads:
-        key = "sparsync/elastic/run/said/1"
+        key = f"{PREFIX}/said/1"
         first = threads.submit(a.meet, note(whole=False))
         wait_for_line(store, 2)
         store.delete_key(key)

@@ -4,6 +4,8 @@ import contextlib
 import hashlib
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import sparsync
 from helpers.distributed import run as run_on
 from sparsync import elastic
 from sparsync.comm.group import ConnectionLostError
+from sparsync.elastic.__main__ import main, serve
 from sparsync.elastic.members import TCPStore
 from sparsync.elastic.world import GroupStore
 from sparsync.exchanges.local_steps import LocalTraining
@@ -557,7 +560,6 @@ def test_an_error_of_the_program_itself_is_raised() -> None:
 def test_a_store_serves_until_it_is_told_to_end(capfd: pytest.CaptureFixture[str]) -> None:
     ended = threading.Timer(3.0, partial(os.kill, os.getpid(), signal.SIGTERM))
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
-    from sparsync.elastic.__main__ import main
 
     try:
         ended.start()
@@ -566,3 +568,18 @@ def test_a_store_serves_until_it_is_told_to_end(capfd: pytest.CaptureFixture[str
         for each, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(each, handler)
     assert capfd.readouterr().out.startswith("serving on port ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one address of loopback")
+def test_a_store_listens_at_the_address_that_it_is_given_and_at_no_other() -> None:
+    everywhere, here = serve(None, 0), serve("127.0.0.1", 0)
+    for address, store in (("127.0.0.2", everywhere), ("127.0.0.1", here)):
+        TCPStore(address, store.port, is_master=False, wait_for_workers=False).set("key", "value")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", here.port))
+
+
+def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--host", "192.0.2.1", "--port", "29400"])
+    assert "cannot listen on 192.0.2.1, port 29400: " in capsys.readouterr().err

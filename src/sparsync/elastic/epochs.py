@@ -1,9 +1,14 @@
 """What the members of a run agree on: an epoch, which follows from the one before and from the notes of those who meet."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field, fields
+from itertools import combinations
+from typing import Any, NamedTuple
+
+TRIES = 3  # how often the same members may fail to take a step before the one that they wait for is left out
+LAST_TRIES = 2 * TRIES  # before all raise, where nobody is known to be the cause
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class Epoch:
     ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
     # The step since which each of these, or who leaves, holds back.
     since: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)  # who may not go on, or not join, and why
 
     def rank(self, member: str) -> int:
         """Return the rank of a member."""
@@ -51,10 +57,13 @@ class Epoch:
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
-    def read(text: str | bytes) -> "Epoch":
-        """Return the epoch of a text."""
-        found = json.loads(text)
-        return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
+    def read(text: str | bytes | None) -> "Epoch | None":
+        """Return the epoch of a text; None where there is none, or it cannot be read."""
+        try:
+            found = _known(Epoch, json.loads(text or ""))
+            return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
+        except (ValueError, TypeError, KeyError):
+            return None
 
 
 class Factors(NamedTuple):
@@ -76,6 +85,19 @@ class Note:
     exchanges: int = 0  # a digest of what it exchanges, which must be the same on all ranks
     source: str = ""  # the member from which it has got most of the state already
     since: int = -1  # the step since which it holds back; -1: it holds back nothing
+    failures: int = 0  # epochs in a row, with the same members, in which it could not take a step
+    error: str = ""  # why, the last time
+    waited_for: str = ""  # the member that it waited for then, until the timeout
+    unreached: list[str] = field(default_factory=list)  # members that it could not connect to then
+
+    @staticmethod
+    def read(found: Any) -> "Note | None":  # Any: JSON
+        """Return the note that was read from a store; None where it is none. Fields that other releases have are left out."""
+        try:
+            note = Note(**_known(Note, found))
+            return note if note.position and all(isinstance(each, int) for each in note.position) else None
+        except (AttributeError, TypeError):
+            return None
 
     @property
     def knows(self) -> bool:
@@ -83,14 +105,31 @@ class Note:
         return min(self.position) >= 0
 
 
-def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> Epoch:
+def _known(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """Return the entries that are fields of a dataclass."""
+    names = {each.name for each in fields(kind)}
+    return {key: value for key, value in found.items() if key in names}
+
+
+def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], least: int = 1) -> Epoch:
     """Return the epoch that follows `last` when these notes are there; `asking` want to join.
 
     Who has applied most sends the state to the others: there, what all ranks have sent in the last step is in the weights. Nobody leaves
-    where connections have failed, because what a leaving rank holds back travels over them: it asks again.
+    where connections have failed, because what a leaving rank holds back travels over them: it asks again. Where the same members fail
+    again and again, those that are the cause are refused; all are where fewer than `least` would be left.
     """
     present = [each for each in last.members if each in notes]
     joining = [each for each in dict.fromkeys(asking) if each in notes and each not in last.members]
+    refused = _refused(present, joining, notes, last.step)
+    there = [each for each in (*present, *joining) if each not in refused]
+    if refused and len(there) < least:
+        why = f"{'; '.join(refused.values())}; {len(there)} ranks would be left, and at least {least} are to go on (least={least})"
+        refused = dict.fromkeys([*present, *joining], why)
+    elif any(notes[each].knows for each in refused) and not any(notes[each].knows for each in there):
+        refused = dict.fromkeys([*present, *joining], "; ".join(dict.fromkeys(refused.values())))
+    else:
+        present = [each for each in present if each not in refused]
+        joining = [each for each in joining if each not in refused]
     whole = len(present) == len(last.members) and all(notes[each].whole for each in present)
     staying = [each for each in present if not (whole and notes[each].leaves)]
     if present and not staying:
@@ -110,9 +149,55 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> E
         tuple(members),
         {each: served.get(each, sources[place % len(sources)]) for place, each in enumerate(late)},
         {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
-        tuple(each for each in last.members if each not in notes),
+        tuple(each for each in last.members if each not in present),
         step,
         len({notes[each].exchanges for each in members}) == 1,
         tuple(served),
         {each: step if begun < 0 else min(begun, step) for each, begun in since.items()},
+        refused,
+    )
+
+
+def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str, Note], step: int) -> dict[str, str]:
+    """Return who is the cause where the same members have failed too often, and why."""
+    there = [*present, *joining]
+    failing = [each for each in there if notes[each].failures >= TRIES]
+    refused = dict[str, str]()
+    pairs = [
+        pair
+        for pair in combinations(there, 2)
+        if any(one in failing and other in notes[one].unreached for one, other in (pair, pair[::-1]))
+    ]
+    while pairs:  # who lacks most others; of two one without the weights, or the later one
+        count = Counter(each for pair in pairs for each in pair)
+        worst = max(count, key=lambda each: (count[each], not notes[each].knows, there.index(each)))
+        own = [pair for pair in pairs if worst in pair]
+        others = ", ".join(one if other == worst else other for one, other in own)
+        refused[worst] = (
+            f"{worst} and {others} could not connect to each other in {TRIES} tries, so {worst} is left out; let every rank connect to "
+            "every other one (firewalls, routes, GLOO_SOCKET_IFNAME), and start it again"
+        )
+        pairs = [pair for pair in pairs if worst not in pair]
+    if refused or not failing:
+        return refused
+    waits = Counter(notes[each].waited_for for each in failing if notes[each].waited_for in there).most_common(2)
+    if waits and (len(waits) == 1 or waits[0][1] > waits[1][1]):
+        awaited = waits[0][0]
+        told = [each for each in failing if notes[each].waited_for == awaited]
+        return {awaited: _told(f"the others waited for {awaited}", [*told[:1], awaited], step, notes)}
+    late = [each for each in joining if each in failing]
+    if late:
+        return {each: _told(f"the others went on without {each}", [each], step, notes) for each in late}
+    if all(notes[each].failures >= LAST_TRIES for each in there):
+        return dict.fromkeys(there, _told("none of them is known to be the cause", there, step, notes))
+    return {}
+
+
+def _told(cause: str, who: Sequence[str], step: int, notes: Mapping[str, Note]) -> str:
+    """Return why ranks are refused: the cause, and what those say that know of it."""
+    tries = max(notes[each].failures for each in who)
+    errors = "; ".join(f"{each} says: {notes[each].error}" for each in dict.fromkeys(who) if notes[each].error)
+    return (
+        f"the same members have failed {tries} times to take a step after step {step}, and {cause} ({errors}); pass a timeout_s that is "
+        "longer than the longest step of every rank, and call the same collectives on all ranks"
     )

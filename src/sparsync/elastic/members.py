@@ -44,6 +44,8 @@ CONNECT_S = 2.0  # how long torch tries to connect to the store, with longer and
 # started again has forgotten it, and they write their epoch down when they find the store, too: within CONNECT_S and a pause of torch's.
 AGAIN_S = 4.0
 WATCH_S = 60.0  # how long a watcher waits before it asks again
+# Of what is said at the store: another number where members of two releases could not follow each other.
+VERSION = 2
 _NOTHING = "-"  # what no key has as its value
 
 
@@ -53,11 +55,12 @@ class _Said:
     Of a meeting: "comes", with the note of a member, which all others must follow; "asks", with the note of one that is to be let in; and
     "lives", of one that has heard. The first "next" has the text of the next epoch, and the first "stop" the step before which all meet.
     "ready" says one that has got the weights, and "done/N" one that has taken step N, the last. "fetches" names the source from which one
-    that will ask to be let in would have the state before, and that one "serves" or "declines".
+    that will ask to be let in would have the state before, and that one "serves", "defers" or "declines". Lines that cannot be read are
+    ignored.
     """
 
     def __init__(self, text: bytes | None) -> None:
-        self._lines = [json.loads(each) for each in (text or b"").splitlines()]
+        self._lines = [line for each in (text or b"").splitlines() if (line := _line(each)) is not None]
 
     def of(self, kind: str) -> dict[str, Any]:  # Any: see above
         """Return what was said last, of a kind, by member."""
@@ -67,12 +70,20 @@ class _Said:
         """Return whether a member has said this: member, kind, and what more."""
         return list(line) in self._lines
 
-    def first(self, kind: str) -> Any:  # Any: see above
-        return next((what for _, each, what in self._lines if each == kind), None)
-
     @property
     def notes(self) -> dict[str, Note]:
-        return {member: Note(**each) for kind in ("asks", "comes") for member, each in self.of(kind).items()}
+        said = (line for kind in ("asks", "comes") for line in self.of(kind).items())
+        return {member: note for member, each in said if (note := Note.read(each)) is not None}
+
+    @property
+    def next(self) -> Epoch | None:
+        """The next epoch, once it is decided."""
+        return next((found for _, kind, text in self._lines if kind == "next" and (found := Epoch.read(text))), None)
+
+    @property
+    def stop(self) -> int | None:
+        """The step before which all meet."""
+        return next((step for _, kind, step in self._lines if kind == "stop" and isinstance(step, int)), None)
 
     @property
     def alive(self) -> set[str]:
@@ -99,7 +110,8 @@ class Members:
         timeout_s: float = 30.0,
     ) -> None:
         self.own, self._presence, self._ranks, self._least = presence.member, presence, ranks, least
-        self._host, self._port, self._prefix = host, port, f"sparsync/elastic/{name}"
+        self._host, self._port, self._name = host, port, name
+        self._prefix = f"sparsync/elastic/{VERSION}/{name}"
         self.timeout_s, self._wait_s = timeout_s, wait_s
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
         self._of_groups: Any = None  # Any: see `_store`
@@ -181,8 +193,8 @@ class Members:
                 if last.members and kind == "asks":
                     self._check_running()
             found_again, said = self._found_again, self._said()
-            if (text := said.first("next")) is not None:
-                return self._advanced(Epoch.read(text))
+            if (found := said.next) is not None:
+                return self._advanced(found)
             if elsewhere is not None:
                 return self._advanced(elsewhere)
             waited = time.monotonic() - max(began, self._found_again)
@@ -194,7 +206,7 @@ class Members:
                 if self._all_here(last, notes, said.alive, waited):
                     if (elsewhere := self._elsewhere(last)) is not None:
                         return self._advanced(elsewhere)
-                    self.say("next", proposed(last, notes, list(said.of("asks"))).text, found_again)
+                    self.say("next", proposed(last, notes, list(said.of("asks")), self._least).text, found_again)
                     continue
                 if note.whole and waited > self.timeout_s / 2:
                     give_up()
@@ -226,8 +238,9 @@ class Members:
     def _find(self) -> None:
         """Take the epoch that is written down for the present one, if it is not an older one."""
         self._check_running()
-        text = self._read(self._key("epoch"))  # of an epoch that was decided a moment ago nothing is there yet
-        if text is not None and (found := Epoch.read(text)).number >= self.current.number:
+        found = Epoch.read(self._read(self._key("epoch")))
+        # Of an epoch that was decided a moment ago nothing is there yet.
+        if found is not None and found.number >= self.current.number:
             self.current = found
 
     def source(self) -> tuple[str, Any] | None:  # Any: a store
@@ -261,7 +274,16 @@ class Members:
         return PrefixStore(f"{self._prefix}/pairs/{self.current.number}/{source}/{member}", self._connected())
 
     def agree(self, own: str) -> None:
-        """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks."""
+        """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks.
+
+        Also where it was begun by a release that says other things at the store.
+        """
+        key, version = f"sparsync/elastic/{self._name}/version", str(VERSION)
+        if (theirs := self._do(lambda store: store.compare_set(key, "", version)).decode()) != version:
+            raise RuntimeError(
+                f"this run was begun by another release of sparsync (version {theirs} of what members say, and this one has {version}); "
+                "install the same one on all ranks"
+            )
         first = self._do(lambda store: store.compare_set(self._key("settings"), "", own)).decode()
         if first != own:
             theirs, ours = next(
@@ -334,6 +356,11 @@ class Members:
         return [each for each, source in fetching.items() if source == self.own and number == self.current.number]
 
     @property
+    def unreached(self) -> list[str]:
+        """The members that this one has tried to connect to without success."""
+        return [each for each in self.current.members if each in self._presence.unreached]
+
+    @property
     def dropped(self) -> bool:
         """Whether others have gone on without this process, as far as its watcher has seen."""
         return self._dropped_in >= self.current.number > 0
@@ -379,25 +406,28 @@ class Members:
 
     def _elsewhere(self, last: Epoch) -> Epoch | None:
         """Return the epoch that is written down, where it does not follow from `last`: others have gone on, or the store has forgotten."""
-        text = self._read(self._key("epoch"))
-        found = None if text is None else Epoch.read(text)
+        found = Epoch.read(self._read(self._key("epoch")))
         if found is None or found.number < max(1, last.number) or found.text == last.text:
             return None
         return found
 
     def _advanced(self, epoch: Epoch) -> Epoch:
         self.current = epoch
+        if self.own in epoch.refused:
+            raise RuntimeError(f"this rank, {self.own}, is left out of the run: {epoch.refused[self.own]}")
         self._presence.reach([each for each in epoch.members if each != self.own])
         return epoch
 
     def _write_epoch(self, store: Any) -> None:  # Any: see `_store`
         """Write down the present epoch, unless a later one is."""
         key, epoch = self._key("epoch"), self.current
-        found = _value(store, key)
-        while epoch.members and (found is None or Epoch.read(found).number < epoch.number):
-            before = found
-            found = store.compare_set(key, "" if before is None else before.decode(), epoch.text)
-            if found == epoch.text.encode():
+        text = _value(store, key)
+        while epoch.members and ((found := Epoch.read(text)) is None or found.number < epoch.number):
+            if text is not None and found is None:  # nothing that anybody could read
+                store.set(key, epoch.text)
+                return
+            text = store.compare_set(key, "" if text is None else text.decode(), epoch.text)
+            if text == epoch.text.encode():
                 return
 
     def _said(self) -> _Said:
@@ -438,14 +468,14 @@ class Members:
         if said.of("comes") and self.own not in said.alive:
             store.append(key, f"{json.dumps([self.own, 'lives', None])}\n")
         self._note(said, number)
-        text = _value(store, self._key("epoch"))
-        if text is not None and (found := Epoch.read(text)).number >= number and self.own not in found.members:
+        found = Epoch.read(_value(store, self._key("epoch")))
+        if found is not None and found.number >= number and self.own not in found.members:
             self._dropped_in = found.number
 
     def _note(self, said: _Said, number: int) -> None:
         """Note the step that was named in an epoch, and whether somebody wants to join."""
         if number >= self._seen[0]:  # another thread may have seen a later epoch meanwhile
-            self._seen = number, said.first("stop"), bool(said.of("asks")), said.of("fetches")
+            self._seen = number, said.stop, bool(said.of("asks")), said.of("fetches")
 
     def _read(self, key: str) -> bytes | None:
         return self._do(lambda store: _value(store, key))
@@ -494,6 +524,15 @@ class Members:
             f"its store at {self._host}:{self._port} remembers the members {', '.join(self.current.members)}; if these have ended, start "
             "a store anew, or give this run another name"
         )
+
+
+def _line(text: bytes) -> list[Any] | None:  # Any: see `_Said`
+    """Return a line as member, kind, and what more; None where it is none."""
+    with suppress(ValueError, TypeError):
+        member, kind, what = json.loads(text)
+        if isinstance(member, str) and isinstance(kind, str):
+            return [member, kind, what]
+    return None
 
 
 def _value(store: Any, key: str) -> bytes | None:  # Any: see `Members._store`

@@ -24,7 +24,17 @@ from sparsync.elastic.epochs import Epoch, Note
 from sparsync.elastic.members import Members
 from sparsync.elastic.presence import Presence
 from sparsync.elastic.trained import Saved, Trained
-from sparsync.elastic.world import GroupStore, end_world, forget_frames, is_loss, receive, send, world
+from sparsync.elastic.world import (
+    GroupStore,
+    brief,
+    end_world,
+    forget_frames,
+    is_loss,
+    receive,
+    send,
+    waited_for,
+    world,
+)
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.step_method import StepMethod
@@ -145,6 +155,11 @@ class Run:
         self._ahead = 0, 0.0  # bytes and seconds of that
         self._weighed = Epoch()  # what this rank holds back is for the mean over the ranks of this epoch
         self._factor = 1.0  # that it was multiplied by since the last meeting that went well
+        # Epochs in a row, with the same members, that have failed without a step that counts; why, the last time; and where this rank was
+        # when it had connected to the others.
+        self._failures, self._failing = 0, frozenset[str]()
+        self._error, self._waited_for, self._unreached = "", "", list[str]()
+        self._began_at: list[int] | None = None
         self.changes: list[Change] = []
         self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
         dist.init_process_group(
@@ -224,7 +239,7 @@ class Run:
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
         if not self.epoch.members:
-            self._members.agree("\n".join(each.handle.settings_text() for each in self._trained))
+            self._members.agree("\n".join(each.settings_text() for each in self._trained))
             self._change(joins=True)
         elif self.step < until:
             self._members.go_on()
@@ -267,8 +282,25 @@ class Run:
         if lost:
             _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
             self._failed = True
+            self._note_failure(error)
             forget_frames(error)
         return lost
+
+    def _note_failure(self, error: BaseException, unreached: Sequence[str] = ()) -> None:
+        """Note why this epoch has failed, for the next meeting."""
+        members, awaited = self.epoch.members, waited_for(error)
+        self._error = brief(error)
+        self._waited_for = members[awaited] if awaited is not None and awaited < len(members) else ""
+        self._unreached = list(unreached)
+
+    def _count_failure(self, members: Sequence[str], position: list[int]) -> None:
+        """Count the epochs of these members that have failed without a step that counts, before a meeting."""
+        if self._began_at not in (None, position):
+            self._failures = 0
+        if self._error:
+            self._failures = self._failures + 1 if self._failing == frozenset(members) else 1
+            self._failing = frozenset(members)
+        self._began_at = None
 
     def _is_due(self) -> bool:
         return self._members.stop_at is not None and self.step >= self._members.stop_at
@@ -358,8 +390,9 @@ class Run:
                 received = self._gather(self.epoch)
                 break
             except Exception as error:
-                # Without the store the next meeting waits for it.
-                if not (is_loss(error) or isinstance(error, StoreSilentError)):
+                if is_loss(error):
+                    self._note_failure(error, self._members.unreached)
+                elif not isinstance(error, StoreSilentError):  # without the store the next meeting waits for it
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
                 forget_frames(error)
@@ -367,6 +400,7 @@ class Run:
                     self._go_back()
             whole = False
         self._failed = self._late = False
+        self._began_at = [each.position for each in self._trained]
         seconds = time.monotonic() - began
         self.changes.append(
             Change(self.epoch.number, self.size, self.step, seconds, *received, *self._ahead, self._factor)
@@ -387,7 +421,21 @@ class Run:
         since = self._weighed.since.get(self.member, 0 if any(each.done for each in self._trained) else -1)
         if joins:
             self._get_ahead()
-        note = Note(position, self.step, whole, self._leaves, exchanges, self._source, since)
+        self._count_failure(before.members, position)
+        note = Note(
+            position,
+            self.step,
+            whole,
+            self._leaves,
+            exchanges,
+            self._source,
+            since,
+            self._failures if self._error else 0,
+            self._error,
+            self._waited_for,
+            self._unreached,
+        )
+        self._error = ""
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
@@ -422,6 +470,8 @@ class Run:
         end_world()
 
     def _note_lost(self, epoch: Epoch, before: Epoch) -> None:
+        for each, why in epoch.refused.items():
+            _LOG.warning("rank %s is left out of this run: %s", each, why)
         for each in epoch.gone:
             self._lost.append(Lost(each, epoch.step, "what this rank had not sent, unless it comes back"))
         for each in epoch.behind:

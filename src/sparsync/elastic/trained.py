@@ -54,6 +54,11 @@ class Trained:
         """How many steps one rank may be ahead of another."""
         return self.handle.options.every if isinstance(self.handle, LocalTraining) else 1
 
+    def settings_text(self) -> str:
+        """Return what must be the same on all ranks, line by line."""
+        wrapped = isinstance(self.model, DistributedDataParallel)
+        return f"a model {'under DistributedDataParallel' if wrapped else 'without DistributedDataParallel'}\n{self.handle.settings_text()}"
+
     def forget(self) -> None:
         """Forget what a step that failed has left: gradients, and that a loss scaler has unscaled them."""
         for optimizer in self.optimizers:

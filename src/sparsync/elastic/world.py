@@ -1,6 +1,7 @@
 """The default process group of a run: its store, its end, what its loss looks like, and what is sent over it as a whole."""
 
 import io
+import re
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,14 @@ from sparsync.comm.meeting import RanksMissingError, StoreSilentError
 Group = Any  # a process group, also one of gloo's by itself, of which torch's stubs do not know that it sends
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
 _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
+
+_AWAITED = re.compile(r"waiting for rank (\d+): .*Timed out", re.DOTALL)  # in errors of sparsync's own exchanges
+# What torch's and gloo's texts have besides what has happened.
+_NOISE = re.compile(
+    r"\[/\S+\] |Got the following error when running the callback: \w+: |\n+At:\n.*| This is typically caused by.*",
+    re.DOTALL,
+)
+_LONGEST = 300  # characters of an error that others are told
 
 
 class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
@@ -98,6 +107,17 @@ def is_loss(error: BaseException) -> bool:
             return True  # of torch's own collectives
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def waited_for(error: BaseException) -> int | None:
+    """Return the rank that this one waited for until the timeout; None where it did not, or the error does not say for whom."""
+    found = _AWAITED.search(str(error))
+    return int(found[1]) if found else None
+
+
+def brief(error: BaseException) -> str:
+    """Return what an error says, in short."""
+    return f"{type(error).__name__}: {_NOISE.sub('', str(error))}"[:_LONGEST]
 
 
 def forget_frames(error: BaseException) -> None:
