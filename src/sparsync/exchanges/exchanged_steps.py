@@ -154,7 +154,11 @@ class ExchangedSteps(StepMethod):
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
-        self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show) if self._keep else None
+        self._shown = None
+        if self._keep:
+            # Before the gradient is taken, at weights without what waits.
+            begins = self._go_back_before_pass
+            self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show, begins)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
@@ -259,6 +263,7 @@ class ExchangedSteps(StepMethod):
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
             self._check_own()
+            self._go_back(self._step - 1)
             self._check_trained()
             self._replica.take_gradients()
             self._groups.read()
@@ -276,9 +281,29 @@ class ExchangedSteps(StepMethod):
         self._applied = self._step
         self._rescaler.applied()
         self._adopted.clear()
+        self._loads.forget()
         self._divisor.next_step(self.clip_factor)
         self._tell_skipped(skipped)
         return reports
+
+    def _go_back_before_pass(self) -> None:
+        self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
+
+    def _waits(self) -> bool:
+        return True
+
+    def _drop_held(self, moments: bool) -> None:
+        """Forget what waits. Moments follow those of torch: a model that is loaded leaves them, and the state of an optimizer has none."""
+        super()._drop_held(moments)
+        if moments:
+            for vectors in self._vectors.values():
+                for each in vectors:
+                    each.zero_()
+            self._counts = {key: dict.fromkeys(counts, 0) for key, counts in self._counts.items()}
+            self._groups.recount()
+            self._ratios.load_state_dict({}, self._keys, self._step)
+        self._stop_journals()
+        self._write_own()
 
     def _apply(self, place: int, mean: Mean) -> None:
         """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""

@@ -114,14 +114,20 @@ class ShownWeights:
     """Shows the `weights` of `replica`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
 
     A forward pass trains where the module is in training mode and gradients are enabled. `adopt` takes weights that were set from outside;
-    weights that are set while the common ones are shown become both. While `asks` is False nothing changes.
+    weights that are set while the common ones are shown become both. `begins` is called before each pass that trains. While `asks` is
+    False nothing changes.
     """
 
     def __init__(
-        self, replica: Replica, weights: Weights, adopt: Callable[[], object], asks: Callable[[], bool]
+        self,
+        replica: Replica,
+        weights: Weights,
+        adopt: Callable[[], object],
+        asks: Callable[[], bool],
+        begins: Callable[[], object] = lambda: None,
     ) -> None:
         self._replica, self._weights = replica, weights
-        self._adopt, self._asks = adopt, asks
+        self._adopt, self._asks, self._begins = adopt, asks, begins
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
         # Any: torch has not typed what it returns
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
@@ -173,6 +179,8 @@ class ShownWeights:
             if self._asks() and self._weights.was_written():
                 self._adopt()
             self.show(common=not trains)
+            if trains and self._asks():
+                self._begins()
 
     def _after_forward(self, module: nn.Module, output: object) -> None:
         """Look at the beginning of the backward pass whether the own weights are in the model, if this pass has used them."""

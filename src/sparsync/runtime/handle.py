@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,11 @@ from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed, summed
 from sparsync.runtime.connection import Connection, ReportLog
-from sparsync.runtime.findings import check_scheme
+from sparsync.runtime.findings import Finding, check_scheme, warn_of
+from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler, UsualShare
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
-from sparsync.runtime.parameter_names import named_parameters
+from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.runtime.state_checks import (
     check_form,
     check_model,
@@ -107,6 +109,7 @@ class Handle:
         self._connection = Connection(scheme, comm, on_written=rescaler.written)
         self._comparison = comparison
         self._connection.compare(comparison)
+        self._loads, self._told_of_loads = self._watched(module, comparison.optimizers), False
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
         self._detached = False
@@ -219,7 +222,14 @@ class Handle:
         error. A handle without references closes itself.
         """
         self._connection.shut()
+        self._end_watching()
+
+    def _end_watching(self) -> None:
+        """Watch neither model nor optimizer any more. Safe to call again."""
         self._rescaler.close()
+        if self._loads.found():
+            self._forget_residual()  # another handle may take the scheme
+        self._loads.close()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -289,6 +299,7 @@ class Handle:
             if before is not None:
                 self._load(before)
             raise
+        self._loads.note_handle()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is of this format, scheme and model, whatever its rank and number of ranks."""
@@ -461,6 +472,47 @@ class Handle:
         units.scale, units.clipping = state["loss_scale"], UsualShare(**state.get("clipping", {}))
         self._rescaler.forget()
 
+    def _watched(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
+        """Return what notes the states that are loaded into the model and its optimizers."""
+        return Loads(
+            module, optimizers, partial(_trained_of, (lambda: None) if module is None else weakref.ref(module))
+        )
+
+    def _go_back(self, last: int) -> list[str]:
+        """Drop what waits where the model or an optimizer, and not this handle, was given another state since the step `last`.
+
+        Call it on all ranks before anything of the next step is sent. Returns what was loaded, if anything was dropped.
+        """
+        found = self._loads.found() if last >= 0 and self._waits() else []
+        if not found:
+            return []
+        self._drop_held("optimizer" in found)
+        if self._told_of_loads:
+            return found
+        self._told_of_loads = True
+        warn_of(
+            Finding(
+                f"a state of the {' and of the '.join(found)} was loaded after step {last}, and none of the handle: what this rank "
+                "held back for later steps is of other weights, and was dropped",
+                "where the loop resumes, load the handle's state too, by sparsync.checkpoint.load or handle.load_state_dict; where it "
+                "starts again from earlier weights, all is well",
+            )
+        )
+        return found
+
+    def _waits(self) -> bool:
+        """Return whether this handle has anything that belongs to the steps before. The same on all ranks."""
+        return self._scheme.has_residual
+
+    def _drop_held(self, moments: bool) -> None:
+        """Forget what waits, as if no step had been taken; `moments` too, where this handle has those of the optimizer."""
+        self._settle()
+        self._forget_residual()
+
+    def _forget_residual(self) -> None:
+        self._scheme.load_state_dict(_with_residual(self._scheme.state_dict(), None))
+        self._rescaler.restart()
+
     def _settle(self) -> None:
         """Make the scheme's state that of a whole step, as far as the optimizer has applied it."""
         self._flush()
@@ -554,6 +606,13 @@ def _with_residual(state: Mapping[str, Any], own: Mapping[str, Any] | None) -> d
     for key, inner in state.get("schemes", {}).items():
         found["schemes"] = {**found["schemes"], key: _with_residual(inner, own and own["schemes"][key])}
     return found
+
+
+def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:
+    """Return what this rank holds of the trained parameters of a module."""
+    found: Any = module()  # Any: a parameter may be a DTensor
+    values = [each.detach() for _, each in trained(found)] if found is not None else []
+    return [each.to_local() if hasattr(each, "to_local") else each for each in values]
 
 
 @contextmanager

@@ -40,6 +40,7 @@ _WEIGHTS_CURE = (
     "load the same weights on all ranks before the same step; or pass check_weights_every=0, where ranks are machines whose arithmetic "
     "differs in last bits"
 )
+_LOADED_CURE = "load the same states into model, optimizer and handle on all ranks, before the same step"
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -53,7 +54,8 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    told: tuple[Told, Told] = (Told([], ""), Told([], ""))  # settings of optimizers, and weights
+    # Settings of optimizers, weights, and what was loaded.
+    told: tuple[Told, Told, Told] = (Told([], ""), Told([], ""), Told([], ""))
 
 
 class Comparison:
@@ -61,7 +63,7 @@ class Comparison:
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others.
+    `cure_of_set` says what to do where ranks have set others. `loaded` says what was loaded before the next step; see `Loads`.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -76,8 +78,9 @@ class Comparison:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
-        self.settings = OptimizerSettings(optimizers, names)
+        self.optimizers, self.settings = optimizers, OptimizerSettings(optimizers, names)
         self.adopted: set[str] = set()
+        self.loaded: Sequence[str] = ()
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
 
     def at(self, step: int, steps: int = 1) -> Compared:
@@ -93,7 +96,9 @@ class Comparison:
             number ^= digest("\n".join(weights))
         # Outside of a check, other ranks have set weights where this one has not.
         cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
-        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, cure)))
+        loaded = [f"a state of the {each} loaded before step {step}" for each in self.loaded]
+        number ^= digest("\n".join(loaded)) if loaded else 0
+        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, cure), Told(loaded, _LOADED_CURE)))
 
 
 class OptimizerSettings:
@@ -356,6 +361,12 @@ class ResidualRescaler:
         if factor < 1.0:
             self._scheme.weigh_step(dict.fromkeys(names, factor))
         self._held = False
+
+    def restart(self) -> None:
+        """Begin with the units of the next step: there is no residual any more. Whether any step was cut stays known."""
+        self.forget()
+        self.units.rates, self.units.highest, self.units.scale = {}, {}, None
+        self.units.clipping = UsualShare(cuts=self.units.clipping.cuts)
 
     def forget(self) -> None:
         """Forget the last step, because another state was loaded."""
