@@ -143,15 +143,15 @@ def steps() -> None:
 
 
 def local_steps() -> None:
-    for options in ({"every": 2}, {"every": 4, "delay": 2, "outer": sparsync.OuterSGD()}):
-        with case(options):
+    for exchange in (LocalSteps(every=2), LocalSteps(every=4, delay=2, outer=sparsync.OuterSGD())):
+        with case(exchange):
             scheme = "two_shot:density=0.05"
-            training, saved = exploded("sgd", scheme, LocalSteps(**options))
+            training, saved = exploded("sgd", scheme, exchange)
             training.step(7, rate=EXPLODED)
             training.go_to(saved)
             with pytest.warns(UserWarning, match=TOLD):
                 training.step(8)
-            fresh = Training("sgd", scheme, LocalSteps(**options), saved)
+            fresh = Training("sgd", scheme, exchange, saved)
             fresh.step(8)
             for number in range(9, 16):
                 quietly(training, number)

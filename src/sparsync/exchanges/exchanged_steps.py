@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
+from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
@@ -29,6 +30,7 @@ from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket
 from sparsync.kernels import operations as kernels
+from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward
 
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
@@ -92,6 +94,17 @@ class Steps(StepOptions):
         if self.decay is None:
             return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
         return self.decay
+
+
+class MeanOfNumbers(Reduction):
+    """The mean of each number over the ranks."""
+
+    name = "mean"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm, n = MeteredComm(comm), bucket.grad.numel()
+        bucket.grad.copy_(torch.stack(list(comm.all_gather(bucket.grad, [n] * comm.size))).mean(0))
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
 
 class ExchangedSteps(StepMethod):
@@ -264,6 +277,7 @@ class ExchangedSteps(StepMethod):
         with self._connection.step():
             self._check_own()
             self._go_back(self._step - 1)
+            self._note_thrown_away()
             self._check_trained()
             self._replica.take_gradients()
             self._groups.read()
@@ -311,9 +325,39 @@ class ExchangedSteps(StepMethod):
             self._note_move([whole], place=place, idle=sorted(self._idle))
             self._move(place, whole)
 
-    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
-        """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
-        return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), max_norm, **options)
+    def _note_thrown_away(self) -> None:
+        """Have the next exchange compare how many gradients were thrown away since the last step, which is forgotten with them."""
+        self._comparison.thrown_away = self._divisor.passes.thrown_away
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **options: Any
+    ) -> Tensor:  # Any: those of torch's function of this name
+        """Clip this rank's gradient by the norm of all ranks' gradients, and return that norm: the same number on all ranks.
+
+        It is the root of the mean square of their norms, which estimates the norm of the mean gradient, as each was divided by
+        `clip_factor`. So a loop that skips a step where it is too large, or not finite, does so on all ranks. Call it on every rank, after
+        the last backward pass of a step: it sends 8 bytes to each, and waits for them.
+        Raises RanksDifferError, on all ranks, where one has thrown away a gradient that others have used; and RuntimeError, with
+        `error_if_nonfinite`, for a norm that is NaN or Inf.
+        """
+        self._check_own()
+        self._note_thrown_away()
+        gradients = [each for each in self._replica.gradients() if each is not None]
+        owned = [each.grad for each in self._replica.owned.values() if each.grad is not None]
+        own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
+        own = own.full_tensor() if hasattr(own, "full_tensor") else own
+        square = own.double().square().reshape(1).to(self._weights.buckets[0].common.device)
+        self._connection.reduce_before_step(Bucket("norm", square, self._step + 1), MeanOfNumbers())
+        norm = square[0].sqrt()
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients of all ranks is {float(norm)}, and cannot be clipped at {max_norm}; skip the step"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        for each in gradients:
+            each.mul_(factor.to(each))
+        return norm.to(torch.float32)
 
     @property
     def clip_factor(self) -> float:

@@ -315,7 +315,7 @@ class StepMethod(Handle):
             self._adopted.update(names)
             self._stop_journals()
 
-    def _watched(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
+    def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
         return Loads(self.model, optimizers, lambda: [each.common for each in self._weights.buckets])
 
     def _go_back(self, last: int) -> list[str]:

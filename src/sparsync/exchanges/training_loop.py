@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.exchanges.weights import Weights
+from sparsync.runtime.backward_passes import BackwardPasses
 from sparsync.runtime.findings import (
     check_model,
     is_fsdp2,
@@ -46,6 +47,10 @@ class Replica:
     def held(self) -> list[Tensor]:
         """Return what this rank holds of all parameters, and the buffers."""
         return [*self.module.parameters(), *self.module.buffers()]
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        """Return what this rank holds of the gradients."""
+        return (each.grad for each in self.owned.values())
 
     def take_gradients(self) -> None:
         """Have `trained` show the gradients of `owned`, and what of it is frozen."""
@@ -85,10 +90,12 @@ class GradientDivisor:
     def __init__(self, replica: Replica) -> None:
         self.factor = 1.0
         self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
+        self.passes = BackwardPasses(replica.gradients)
         self._undo = replica.divide_gradients(self)
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
         """Return the gradient of the parameters of these names divided."""
+        self.passes.note()
         if self.factor == 1:
             return gradient
         self._divided.update(names)
@@ -100,6 +107,7 @@ class GradientDivisor:
 
     def next_step(self, factor: float) -> None:
         """Divide by `factor` from here on."""
+        self.passes.stepped()
         self.factor = factor
         self._divided.clear()
 

@@ -109,7 +109,7 @@ class Handle:
         self._connection = Connection(scheme, comm, on_written=rescaler.written)
         self._comparison = comparison
         self._connection.compare(comparison)
-        self._loads, self._told_of_loads = self._watched(module, comparison.optimizers), False
+        self._loads, self._told_of_loads = self._loads_of(module, comparison.optimizers), False
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
         self._detached = False
@@ -214,6 +214,21 @@ class Handle:
     def _hidden(self) -> Hidden | None:
         """Return how much of the reduction the backward pass hid; None where it comes afterwards."""
         return None
+
+    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
+        """Clip the gradients of the model at `max_norm`, and return their norm before, the same number on all ranks.
+
+        For every handle, so that a loop can skip a step by it on all ranks or on none. The gradients that are reduced are common, so here
+        it does what `torch.nn.utils.clip_grad_norm_` does with the trained parameters of the model, FSDP2's too. Call it when they are
+        reduced, before the optimizer's step. Raises RuntimeError where the model is not known, as with `ddp_comm_hook` without `module`.
+        """
+        module = module_of(self._scheme)
+        if module is None:
+            raise RuntimeError(
+                "this handle does not know its model; pass module= to ddp_comm_hook, or call torch.nn.utils.clip_grad_norm_ yourself"
+            )
+        norm: Any = nn.utils.clip_grad_norm_([each for _, each in trained(module)], max_norm, **options)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of an FSDP2 model
 
     def close(self) -> None:
         """Close connections and threads. Reducing then raises RuntimeError; reports and state stay readable.
@@ -472,7 +487,7 @@ class Handle:
         units.scale, units.clipping = state["loss_scale"], UsualShare(**state.get("clipping", {}))
         self._rescaler.forget()
 
-    def _watched(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
+    def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
         """Return what notes the states that are loaded into the model and its optimizers."""
         return Loads(
             module, optimizers, partial(_trained_of, (lambda: None) if module is None else weakref.ref(module))
@@ -610,8 +625,9 @@ def _with_residual(state: Mapping[str, Any], own: Mapping[str, Any] | None) -> d
 
 def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:
     """Return what this rank holds of the trained parameters of a module."""
-    found: Any = module()  # Any: a parameter may be a DTensor
-    values = [each.detach() for _, each in trained(found)] if found is not None else []
+    found = module()
+    # Any: a DTensor may be among them.
+    values: list[Any] = [each.detach() for _, each in trained(found)] if found is not None else []
     return [each.to_local() if hasattr(each, "to_local") else each for each in values]
 
 

@@ -41,6 +41,10 @@ _WEIGHTS_CURE = (
     "differs in last bits"
 )
 _LOADED_CURE = "load the same states into model, optimizer and handle on all ranks, before the same step"
+_SKIPPED_CURE = (
+    "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, and not "
+    "by a rank's own norm or loss"
+)
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -54,8 +58,8 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    # Settings of optimizers, weights, and what was loaded.
-    told: tuple[Told, Told, Told] = (Told([], ""), Told([], ""), Told([], ""))
+    # Settings of optimizers, weights, and what happened since the last step: what was loaded, and gradients that were thrown away.
+    told: tuple[Told, ...] = (Told([], ""),) * 4
 
 
 class Comparison:
@@ -63,7 +67,8 @@ class Comparison:
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others. `loaded` says what was loaded before the next step; see `Loads`.
+    `cure_of_set` says what to do where ranks have set others. `loaded` says what was loaded before the next step, see `Loads`, and
+    `thrown_away` how many backward passes came for nothing, see `BackwardPasses`.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -81,6 +86,7 @@ class Comparison:
         self.optimizers, self.settings = optimizers, OptimizerSettings(optimizers, names)
         self.adopted: set[str] = set()
         self.loaded: Sequence[str] = ()
+        self.thrown_away = 0
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
 
     def at(self, step: int, steps: int = 1) -> Compared:
@@ -97,8 +103,19 @@ class Comparison:
         # Outside of a check, other ranks have set weights where this one has not.
         cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
         loaded = [f"a state of the {each} loaded before step {step}" for each in self.loaded]
-        number ^= digest("\n".join(loaded)) if loaded else 0
-        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, cure), Told(loaded, _LOADED_CURE)))
+        thrown, count = [], self.thrown_away
+        if count:
+            passes = f"{count} backward pass{'es' if count > 1 else ''}"
+            thrown = [f"{passes} before step {step} whose gradients were thrown away without a step"]
+        if loaded or thrown:
+            number ^= digest("\n".join([*loaded, *thrown]))
+        told = (
+            Told(settings, _SETTINGS_CURE),
+            Told(weights, cure),
+            Told(loaded, _LOADED_CURE),
+            Told(thrown, _SKIPPED_CURE),
+        )
+        return Compared(number, told)
 
 
 class OptimizerSettings:
