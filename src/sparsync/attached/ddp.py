@@ -216,6 +216,8 @@ class DdpHandle(AttachedHandle):
         """Return the future of one of DDP's buckets; it raises every failure."""
         try:
             if bucket.index() == 0:  # buckets are numbered within a backward pass, so a step begins
+                self._go_back(self._step)
+                self._loads.forget()
                 self._step += 1
                 self._joining.begin_step(self._rescaler.rescale)
             if bucket.buffer().is_sparse:

@@ -60,7 +60,7 @@ class Fsdp2Handle(AttachedHandle):
             self._undo.pop()()
         self._detached = True
         self._dispatcher.stop()
-        self._rescaler.close()
+        self._end_watching()
         release(self.scheme)
         if self._gather is not None:
             self._gather.detach()
@@ -121,6 +121,8 @@ class Fsdp2Handle(AttachedHandle):
         """Return the number of this step. Each backward pass opens one; a unit that comes twice in one pass opens another."""
         if not self._seen or unit.key in self._seen:
             self._seen.clear()
+            self._go_back(self._step)
+            self._loads.forget()
             self._step += 1
             self._late.warn(
                 lambda name, _: name in self._at_first,

@@ -1,7 +1,7 @@
 """Steps of replicas that FSDP2 shards: each rank exchanges those of its shards with the ranks that hold the same ones."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,9 @@ class ShardedReplica(Replica):
 
     def held(self) -> list[Tensor]:
         return [_local(each.detach()) for each in (*self.module.parameters(), *self.module.buffers())]
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        return (None if each.grad is None else _local(each.grad) for each in self.owned.values())
 
     def take_gradients(self) -> None:
         for name, shard in self.trained.items():

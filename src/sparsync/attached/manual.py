@@ -125,6 +125,8 @@ class GradientReducer(Handle):
             RanksDifferError: on all ranks, if they have another step, model, scheme or shared state.
             ValueError: for a parameter of 2^31 elements or more.
         """
+        self._go_back(self._step)
+        self._loads.forget()
         # A failed step counts, for it may have failed on some ranks only.
         self._step = self._step + 1 if step is None else step
         with self._connection.step():

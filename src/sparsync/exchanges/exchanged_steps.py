@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
+from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
@@ -28,6 +29,7 @@ from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket
 from sparsync.kernels import operations as kernels
+from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
@@ -93,6 +95,17 @@ class Steps(StepOptions):
         return self.decay
 
 
+class MeanOfNumbers(Reduction):
+    """The mean of each number over the ranks."""
+
+    name = "mean"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm, n = MeteredComm(comm), bucket.grad.numel()
+        bucket.grad.copy_(torch.stack(list(comm.all_gather(bucket.grad, [n] * comm.size))).mean(0))
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
+
+
 class ExchangedSteps(StepMethod):
     """Takes the steps of `optimizer` for `model` on all ranks: its `step` is the one here until `close`, and it has the settings."""
 
@@ -153,7 +166,11 @@ class ExchangedSteps(StepMethod):
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
-        self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show) if self._keep else None
+        self._shown = None
+        if self._keep:
+            # Before the gradient is taken, at weights without what waits.
+            begins = self._go_back_before_pass
+            self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show, begins)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
@@ -258,6 +275,8 @@ class ExchangedSteps(StepMethod):
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
             self._check_own()
+            self._go_back(self._step - 1)
+            self._note_thrown_away()
             self._check_trained()
             self._replica.take_gradients()
             self._groups.read()
@@ -275,9 +294,29 @@ class ExchangedSteps(StepMethod):
         self._applied = self._step
         self._rescaler.applied()
         self._adopted.clear()
+        self._loads.forget()
         self._divisor.next_step(self.clip_factor)
         self._tell_skipped(skipped)
         return reports
+
+    def _go_back_before_pass(self) -> None:
+        self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
+
+    def _waits(self) -> bool:
+        return True
+
+    def _drop_held(self, moments: bool) -> None:
+        """Forget what waits. Moments follow those of torch: a model that is loaded leaves them, and the state of an optimizer has none."""
+        super()._drop_held(moments)
+        if moments:
+            for vectors in self._vectors.values():
+                for each in vectors:
+                    each.zero_()
+            self._counts = {key: dict.fromkeys(counts, 0) for key, counts in self._counts.items()}
+            self._groups.recount()
+            self._ratios.load_state_dict({}, self._keys, self._step)
+        self._stop_journals()
+        self._write_own()
 
     def _apply(self, place: int, mean: Mean) -> None:
         """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
@@ -285,9 +324,39 @@ class ExchangedSteps(StepMethod):
             self._note_move([whole], place=place, idle=sorted(self._idle))
             self._move(place, whole)
 
-    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
-        """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
-        return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), max_norm, **options)
+    def _note_thrown_away(self) -> None:
+        """Have the next exchange compare how many gradients were thrown away since the last step, which is forgotten with them."""
+        self._comparison.thrown_away = self._divisor.passes.thrown_away
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **options: Any
+    ) -> Tensor:  # Any: those of torch's function of this name
+        """Clip this rank's gradient by the norm of all ranks' gradients, and return that norm: the same number on all ranks.
+
+        It is the root of the mean square of their norms, which estimates the norm of the mean gradient, as each was divided by
+        `clip_factor`. So a loop that skips a step where it is too large, or not finite, does so on all ranks. Call it on every rank, after
+        the last backward pass of a step: it sends 8 bytes to each, and waits for them.
+        Raises RanksDifferError, on all ranks, where one has thrown away a gradient that others have used; and RuntimeError, with
+        `error_if_nonfinite`, for a norm that is NaN or Inf.
+        """
+        self._check_own()
+        self._note_thrown_away()
+        gradients = [each for each in self._replica.gradients() if each is not None]
+        owned = [each.grad for each in self._replica.owned.values() if each.grad is not None]
+        own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
+        own = own.full_tensor() if hasattr(own, "full_tensor") else own
+        square = own.double().square().reshape(1).to(self._weights.buckets[0].common.device)
+        self._connection.reduce_before_step(Bucket("norm", square, self._step + 1), MeanOfNumbers())
+        norm = square[0].sqrt()
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients of all ranks is {float(norm)}, and cannot be clipped at {max_norm}; skip the step"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        for each in gradients:
+            each.mul_(factor.to(each))
+        return norm.to(torch.float32)
 
     @property
     def clip_factor(self) -> float:

@@ -240,6 +240,13 @@ class Exchanger:
         self.measured.observe(exchange.sketches)
         self.applied[fragment] += 1
 
+    def drop_pending(self) -> None:
+        """Forget the exchanges on their way, on all ranks: what they bring was learnt at weights that are gone."""
+        for fragment, exchange in self.pending.items():
+            exchange.wait()  # its outcome does not matter any more
+            self.applied[fragment] += 1
+        self.pending.clear()
+
     def recover(self) -> None:
         """Forget what this rank has learnt since the last exchanges."""
         for bucket in self._weights.buckets:

@@ -94,7 +94,9 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}
         self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
         self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
-        self._shown = self._in_model = ShownWeights(replica, self._weights, self._adopt, self._may_show)
+        self._shown = self._in_model = ShownWeights(
+            replica, self._weights, self._adopt, self._may_show, self._go_back_once
+        )
 
     def never_scaled(self) -> None:
         self._watched.never_scaled()
@@ -132,6 +134,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
 
     def _take_step(self) -> list[Report]:
         self._check_own()
+        self._go_back_once()
         self._step += 1
         done = self._step + 1
         reports = []
@@ -369,6 +372,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         steps = done + 1 if self._failed else self.options.every if first else 0
         exchange.compared = self._comparison.at(done, steps)
         self._adopted.clear()
+        self._comparison.loaded = ()
         self._failed = False
 
     def _finish(self, fragment: int) -> list[Report]:
@@ -405,7 +409,29 @@ class LocalTraining(StepMethod, options=LocalSteps):
     def _before_optimizer(self) -> None:
         """Have own weights in the model, and look for others that were set from outside, before an optimizer changes them."""
         self._check_own()
+        self._go_back_once()
         self._optimized = True
+
+    def _go_back_once(self) -> None:
+        """Drop what waits where another state was loaded; what is loaded from here on counts for the next step."""
+        told = self._comparison.loaded
+        self._go_back(self._step)
+        self._loads.forget()
+        self._comparison.loaded = self._comparison.loaded or told  # until the next exchange
+
+    def _waits(self) -> bool:
+        return super()._waits() or bool(self._exchanger.pending) or self._exchanger.outer is not None
+
+    def _drop_held(self, moments: bool) -> None:
+        self._exchanger.drop_pending()  # first: it may be on a thread
+        super()._drop_held(moments)
+        if moments and self._exchanger.outer is not None:
+            self._exchanger.outer.optimizer.state.clear()
+        self._stop_journals()
+        with torch.no_grad():
+            for bucket in self._weights.buckets:
+                bucket.start = bucket.write(bucket.common)  # nothing was learnt since
+        self._note_written()
 
     def _after_optimizers(self) -> None:
         if self._counts:

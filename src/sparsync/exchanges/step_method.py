@@ -28,6 +28,7 @@ from sparsync.feedback import state_from
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
+from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
 from sparsync.runtime.parameter_names import trained
@@ -313,6 +314,15 @@ class StepMethod(Handle):
             self._weights.adopt(names)
             self._adopted.update(names)
             self._stop_journals()
+
+    def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
+        return Loads(self.model, optimizers, lambda: [each.common for each in self._weights.buckets])
+
+    def _go_back(self, last: int) -> list[str]:
+        self._comparison.loaded = found = super()._go_back(
+            last
+        )  # for moments, and what is on its way, are the same on all ranks
+        return found
 
     def _check_trained(self) -> None:
         """Raise RuntimeError where the model trains a parameter that was not trained, or of another type, when this handle was made."""

@@ -48,7 +48,7 @@ class TakenOptimizer:
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         self._hooks: list[Any] = []  # Any: torch's handles of hooks
-        self._handle_loaded = False  # since the last step
+        self._handle_loaded = self._stepped = False  # since the last step; ever
         self._without_moments = ""  # the kind of an optimizer whose loaded state has none
         for each in optimizers:
             self._note_loaded(each)  # before `attach`
@@ -118,6 +118,7 @@ class TakenOptimizer:
                 id(each) for each in self._optimizers if any(x.grad is not None for x in _parameters(each))
             }
             self._unscale(optimizer)
+            self._stepped = True
             skipped = self._take_step()
             if skipped and self._scaler is not None and self._scaler.is_enabled():
                 self._tell_scaler(self._scaler, optimizer)
@@ -167,7 +168,8 @@ class TakenOptimizer:
         self._emptied = []
 
     def _note_loaded(self, optimizer: Optimizer) -> None:
-        if optimizer.state and not any(optimizer.state.values()) and not self._handle_loaded:
+        # After the first step the handle itself looks at what is loaded.
+        if optimizer.state and not any(optimizer.state.values()) and not (self._handle_loaded or self._stepped):
             self._without_moments = type(optimizer).__name__
 
     def _warn_of_moments(self, optimizer: Optimizer) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.exchanges.weights import Weights
+from sparsync.runtime.backward_passes import BackwardPasses
 from sparsync.runtime.findings import (
     check_model,
     is_fsdp2,
@@ -46,6 +47,10 @@ class Replica:
     def held(self) -> list[Tensor]:
         """Return what this rank holds of all parameters, and the buffers."""
         return [*self.module.parameters(), *self.module.buffers()]
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        """Return what this rank holds of the gradients."""
+        return (each.grad for each in self.owned.values())
 
     def take_gradients(self) -> None:
         """Have `trained` show the gradients of `owned`, and what of it is frozen."""
@@ -85,10 +90,12 @@ class GradientDivisor:
     def __init__(self, replica: Replica) -> None:
         self.factor = 1.0
         self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
+        self.passes = BackwardPasses(replica.gradients)
         self._undo = replica.divide_gradients(self)
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
         """Return the gradient of the parameters of these names divided."""
+        self.passes.note()
         if self.factor == 1:
             return gradient
         self._divided.update(names)
@@ -100,6 +107,7 @@ class GradientDivisor:
 
     def next_step(self, factor: float) -> None:
         """Divide by `factor` from here on."""
+        self.passes.stepped()
         self.factor = factor
         self._divided.clear()
 
@@ -114,14 +122,20 @@ class ShownWeights:
     """Shows the `weights` of `replica`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
 
     A forward pass trains where the module is in training mode and gradients are enabled. `adopt` takes weights that were set from outside;
-    weights that are set while the common ones are shown become both. While `asks` is False nothing changes.
+    weights that are set while the common ones are shown become both. `begins` is called before each pass that trains. While `asks` is
+    False nothing changes.
     """
 
     def __init__(
-        self, replica: Replica, weights: Weights, adopt: Callable[[], object], asks: Callable[[], bool]
+        self,
+        replica: Replica,
+        weights: Weights,
+        adopt: Callable[[], object],
+        asks: Callable[[], bool],
+        begins: Callable[[], object] = lambda: None,
     ) -> None:
         self._replica, self._weights = replica, weights
-        self._adopt, self._asks = adopt, asks
+        self._adopt, self._asks, self._begins = adopt, asks, begins
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
         # Any: torch has not typed what it returns
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
@@ -173,6 +187,8 @@ class ShownWeights:
             if self._asks() and self._weights.was_written():
                 self._adopt()
             self.show(common=not trains)
+            if trains and self._asks():
+                self._begins()
 
     def _after_forward(self, module: nn.Module, output: object) -> None:
         """Look at the beginning of the backward pass whether the own weights are in the model, if this pass has used them."""

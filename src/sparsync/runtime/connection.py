@@ -438,7 +438,7 @@ class Connection:
             text = "\n".join([self._settings, *_lines(bucket, scheme)])
             known = self._layouts[bucket.key] = what, digest(text)
         shared, reduced = scheme.shared_text(bucket), self._reduced
-        saved, optimizers, weights = compared.told
+        saved, optimizers, weights, loaded, thrown_away = compared.told
         last = f"step {reduced} as the last one that was reduced" if reduced >= 0 else "no step that was reduced before"
 
         def told() -> list[Told]:
@@ -448,6 +448,8 @@ class Connection:
                 Told([last], _CURE),
                 Told([self._settings], _SETTINGS_CURE),
                 saved,
+                thrown_away,
+                loaded,
                 optimizers,
                 Told(_lines(bucket, scheme), _CURE),
                 weights,
@@ -457,6 +459,18 @@ class Connection:
         number = self._numbers.setdefault(bucket.key, len(self._numbers))
         announcement = Announcement((bucket.step, reduced, known[1] ^ compared.number, digest(shared)), told)
         return self._group.announce(announcement, number, waits)
+
+    def reduce_before_step(self, bucket: Bucket, scheme: Reduction) -> Report:
+        """Reduce a bucket ahead of the step of its number, which begins afterwards, or never. An error closes the connection."""
+        try:
+            return self.reduce(bucket, scheme)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._step = self._compared = None
+            if self._rollback is not None:
+                self._rollback.end_step()
 
     def close(self, cause: BaseException | str) -> str:
         """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.

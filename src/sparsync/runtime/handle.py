@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,11 @@ from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed, summed
 from sparsync.runtime.connection import Connection, ReportLog
-from sparsync.runtime.findings import check_scheme
+from sparsync.runtime.findings import Finding, check_scheme, warn_of
+from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
-from sparsync.runtime.parameter_names import named_parameters
+from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.runtime.state_checks import (
     check_form,
     check_model,
@@ -106,6 +108,7 @@ class Handle:
         self._connection = Connection(scheme, comm, on_written=rescaler.written)
         self._comparison = comparison
         self._connection.compare(comparison)
+        self._loads, self._told_of_loads = self._loads_of(module, comparison.optimizers), False
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
         self._detached = False
@@ -214,6 +217,21 @@ class Handle:
         """Return how much of the reduction the backward pass hid; None where it comes afterwards."""
         return None
 
+    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
+        """Clip the gradients of the model at `max_norm`, and return their norm before, the same number on all ranks.
+
+        For every handle, so that a loop can skip a step by it on all ranks or on none. The gradients that are reduced are common, so here
+        it does what `torch.nn.utils.clip_grad_norm_` does with the trained parameters of the model, FSDP2's too. Call it when they are
+        reduced, before the optimizer's step. Raises RuntimeError where the model is not known, as with `ddp_comm_hook` without `module`.
+        """
+        module = module_of(self._scheme)
+        if module is None:
+            raise RuntimeError(
+                "this handle does not know its model; pass module= to ddp_comm_hook, or call torch.nn.utils.clip_grad_norm_ yourself"
+            )
+        norm: Any = nn.utils.clip_grad_norm_([each for _, each in trained(module)], max_norm, **options)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of an FSDP2 model
+
     def close(self) -> None:
         """Close connections and threads. Reducing then raises RuntimeError; reports and state stay readable.
 
@@ -221,7 +239,14 @@ class Handle:
         error. A handle without references closes itself.
         """
         self._connection.shut()
+        self._end_watching()
+
+    def _end_watching(self) -> None:
+        """Watch neither model nor optimizer any more. Safe to call again."""
         self._rescaler.close()
+        if self._loads.found():
+            self._forget_residual()  # another handle may take the scheme
+        self._loads.close()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -295,6 +320,7 @@ class Handle:
             if before is not None:
                 self._load(before)
             raise
+        self._loads.note_handle()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is of this format, scheme and model, whatever its rank and number of ranks."""
@@ -469,6 +495,47 @@ class Handle:
         units.load_clipping(state.get("clipping", {}))
         self._rescaler.forget()
 
+    def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
+        """Return what notes the states that are loaded into the model and its optimizers."""
+        return Loads(
+            module, optimizers, partial(_trained_of, (lambda: None) if module is None else weakref.ref(module))
+        )
+
+    def _go_back(self, last: int) -> list[str]:
+        """Drop what waits where the model or an optimizer, and not this handle, was given another state since the step `last`.
+
+        Call it on all ranks before anything of the next step is sent. Returns what was loaded, if anything was dropped.
+        """
+        found = self._loads.found() if last >= 0 and self._waits() else []
+        if not found:
+            return []
+        self._drop_held("optimizer" in found)
+        if self._told_of_loads:
+            return found
+        self._told_of_loads = True
+        warn_of(
+            Finding(
+                f"a state of the {' and of the '.join(found)} was loaded after step {last}, and none of the handle: what this rank "
+                "held back for later steps is of other weights, and was dropped",
+                "where the loop resumes, load the handle's state too, by sparsync.checkpoint.load or handle.load_state_dict; where it "
+                "starts again from earlier weights, all is well",
+            )
+        )
+        return found
+
+    def _waits(self) -> bool:
+        """Return whether this handle has anything that belongs to the steps before. The same on all ranks."""
+        return self._scheme.has_residual
+
+    def _drop_held(self, moments: bool) -> None:
+        """Forget what waits, as if no step had been taken; `moments` too, where this handle has those of the optimizer."""
+        self._settle()
+        self._forget_residual()
+
+    def _forget_residual(self) -> None:
+        self._scheme.load_state_dict(_with_residual(self._scheme.state_dict(), None))
+        self._rescaler.restart()
+
     def _settle(self) -> None:
         """Make the scheme's state that of a whole step, as far as the optimizer has applied it."""
         self._flush()
@@ -562,6 +629,14 @@ def _with_residual(state: Mapping[str, Any], own: Mapping[str, Any] | None) -> d
     for key, inner in state.get("schemes", {}).items():
         found["schemes"] = {**found["schemes"], key: _with_residual(inner, own and own["schemes"][key])}
     return found
+
+
+def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:
+    """Return what this rank holds of the trained parameters of a module."""
+    found = module()
+    # Any: a DTensor may be among them.
+    values: list[Any] = [each.detach() for _, each in trained(found)] if found is not None else []
+    return [each.to_local() if hasattr(each, "to_local") else each for each in values]
 
 
 @contextmanager

@@ -44,6 +44,11 @@ _SAVED_CURE = (
     "call sparsync.checkpoint.save on every rank after the same step, because each has residuals that the others lack: not inside "
     "`if rank == 0`"
 )
+_LOADED_CURE = "load the same states into model, optimizer and handle on all ranks, before the same step"
+_SKIPPED_CURE = (
+    "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, and not "
+    "by a rank's own norm or loss"
+)
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -57,8 +62,8 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    # Checkpoints, settings of optimizers, and weights.
-    told: tuple[Told, Told, Told] = (Told([], ""), Told([], ""), Told([], ""))
+    # Checkpoints, settings of optimizers, weights, and what happened since the last step: loaded states, and gradients thrown away.
+    told: tuple[Told, ...] = (Told([], ""),) * 5
 
 
 class Comparison:
@@ -66,7 +71,9 @@ class Comparison:
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others. `saved`: a checkpoint was since the last step; the owner sets it.
+    `cure_of_set` says what to do where ranks have set others. `saved`: a checkpoint was since the last step; the owner sets it. `loaded`
+    says what was loaded before the next step, see `Loads`, and `thrown_away` how many backward passes came for nothing, see
+    `BackwardPasses`.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -81,9 +88,11 @@ class Comparison:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
-        self.settings = OptimizerSettings(optimizers, names)
+        self.optimizers, self.settings = optimizers, OptimizerSettings(optimizers, names)
         self.adopted: set[str] = set()
         self.saved = False
+        self.loaded: Sequence[str] = ()
+        self.thrown_away = 0
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
 
     def at(self, step: int, steps: int = 1) -> Compared:
@@ -101,7 +110,21 @@ class Comparison:
         number ^= digest("\n".join(saved)) if saved else 0
         # Outside of a check, other ranks have set weights where this one has not.
         cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
-        return Compared(number, (Told(saved, _SAVED_CURE), Told(settings, _SETTINGS_CURE), Told(weights, cure)))
+        loaded = [f"a state of the {each} loaded before step {step}" for each in self.loaded]
+        thrown, count = [], self.thrown_away
+        if count:
+            passes = f"{count} backward pass{'es' if count > 1 else ''}"
+            thrown = [f"{passes} before step {step} whose gradients were thrown away without a step"]
+        if loaded or thrown:
+            number ^= digest("\n".join([*loaded, *thrown]))
+        told = (
+            Told(saved, _SAVED_CURE),
+            Told(settings, _SETTINGS_CURE),
+            Told(weights, cure),
+            Told(loaded, _LOADED_CURE),
+            Told(thrown, _SKIPPED_CURE),
+        )
+        return Compared(number, told)
 
 
 class OptimizerSettings:
@@ -388,6 +411,13 @@ class ResidualRescaler:
         if cut := {name: factor for name, factor in factors.items() if factor < 1.0}:
             self._scheme.weigh_step(cut)
         self._held = False
+
+    def restart(self) -> None:
+        """Begin with the units of the next step: there is no residual any more. Whether any step was cut stays known."""
+        self.forget()
+        self.units.rates, self.units.highest, self.units.scale = {}, {}, None
+        self.units.clipping = UsualShare(cuts=self.units.clipping.cuts)
+        self.units.of_others = [UsualShare(cuts=each.cuts) for each in self.units.of_others]
 
     def forget(self) -> None:
         """Forget the last step, because another state was loaded."""

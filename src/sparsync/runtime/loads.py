@@ -1,0 +1,98 @@
+"""What is loaded into a model and its optimizers between two steps, after which what a handle holds back is of other weights."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsync.kernels import operations as kernels
+from sparsync.runtime.findings import with_inner
+from sparsync.runtime.parameter_names import plain_name
+
+
+class Loads:
+    """Notes what `load_state_dict` of `module` and of `optimizers` has loaded since the last `forget`.
+
+    A model counts as loaded where its state has all trained parameters, and `weights()` has other bits afterwards: weights that are put
+    aside and restored do not. Where a state of the handle itself was loaded too, nothing counts. Refers to the module weakly, and is
+    referred to weakly.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, optimizers: Sequence[Optimizer], weights: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        self._weights = weights
+        self.forget()
+        self._hooks: list[Any] = []  # Any: torch's handles of hooks
+        if module is not None:
+            self._hooks.append(module.register_load_state_dict_pre_hook(_BeforeLoad(self)))
+        for each in (inner for given in optimizers for inner in with_inner(given)):
+            if "_optimizer_load_state_dict_post_hooks" in vars(each):  # not where a wrapper passes on to the one inside
+                self._hooks.append(each.register_load_state_dict_post_hook(_AfterLoad(self)))
+
+    def forget(self) -> None:
+        """Begin again: a step was taken."""
+        self._before: Tensor | None = None  # digests of the weights ahead of the first load
+        self._optimizer = self._handle = False
+
+    def found(self) -> list[str]:
+        """Return what was loaded: "model", "optimizer", both or neither."""
+        if self._handle:
+            return []
+        found = ["optimizer"] if self._optimizer else []
+        # A host sync, after a load only.
+        return ["model", *found] if self._before is not None and not self._before.equal(self._digests()) else found
+
+    def note_model(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """Note that `state` is about to be loaded into the model."""
+        owned, known = set[int](), set[int]()
+        for name, each in module.named_parameters(remove_duplicate=False):
+            if each.requires_grad:
+                owned.add(id(each))
+                # Of names that share a parameter, one is enough.
+                if prefix + name in state or prefix + plain_name(name) in state:
+                    known.add(id(each))
+        if owned == known and self._before is None:
+            self._before = self._digests()
+
+    def note_optimizer(self) -> None:
+        """Note that a state of an optimizer was loaded."""
+        self._optimizer = True
+
+    def note_handle(self) -> None:
+        """Note that a state of the handle was loaded, with what waited when it was saved."""
+        self._handle = True
+
+    def close(self) -> None:
+        """Note nothing from here on. Safe to call again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _digests(self) -> Tensor:
+        weights = list(self._weights())
+        return kernels.digests(weights) if weights else torch.empty(0)
+
+
+class _Hook:
+    """Refers to its `loads` weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+
+    def __init__(self, loads: Loads | None = None) -> None:
+        self._loads: Callable[[], Loads | None] = (lambda: None) if loads is None else weakref.ref(loads)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class _BeforeLoad(_Hook):
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+        if (loads := self._loads()) is not None:
+            loads.note_model(module, state, prefix)
+
+
+class _AfterLoad(_Hook):
+    def __call__(self, _: Optimizer) -> None:
+        if (loads := self._loads()) is not None:
+            loads.note_optimizer()

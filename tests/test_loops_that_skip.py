@@ -1,0 +1,118 @@
+"""Loops that throw a gradient away and take no step, because its norm is too large: on all ranks or on none, and nothing of it stays."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import sparsync
+from helpers.distributed import case, run
+from sparsync import Gradients, Steps
+from sparsync.core import generator
+
+MOST = 20.0  # norm of a gradient that is used
+SPIKE = 4  # the number of the batch
+Body = Callable[[], None]
+
+
+class Training:
+    def __init__(self, scheme: str, exchange: Any, wrapper: str = "ddp", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.bare = nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 24))
+        self.model: nn.Module = self.bare
+        if wrapper == "ddp":
+            self.model = DistributedDataParallel(self.bare)
+        elif wrapper == "fsdp":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
+            fully_shard(self.bare, mesh=mesh["shards"])
+            options["replicate"] = mesh["replicas"]
+        kind = AdamW if isinstance(exchange, Steps) else SGD
+        self.optimizer: Optimizer = kind(self.model.parameters(), lr=0.0625)
+        self.handle: Any = sparsync.attach(
+            self.model, sparsync.scheme(scheme), exchange=exchange, optimizer=self.optimizer, **options
+        )
+        self.skipped: list[int] = []
+        self.norms: list[float] = []
+
+    def backward(self, number: int) -> None:
+        x = torch.randn(4, 8, generator=generator(dist.get_rank(), "data", number))
+        spiked = number == SPIKE and dist.get_rank() == 1
+        (self.model(x).square().mean() * (2.0**12 if spiked else 1.0)).backward()
+
+    def reduce(self) -> None:
+        if isinstance(self.handle, sparsync.GradientReducer):
+            self.handle.reduce()
+
+    def step(self, number: int, own_norm: bool = False, to_none: bool = True) -> None:
+        """Do as OLMo and timm do."""
+        self.backward(number)
+        self.reduce()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0) if own_norm else self.handle.clip_grad_norm_(1.0)
+        self.norms.append(float(norm))
+        if not norm.isfinite() or norm > MOST:
+            self.skipped.append(number)
+            self.optimizer.zero_grad(set_to_none=to_none)
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+
+def of_all_ranks(value: object) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def steps() -> None:
+    for wrapper in ("ddp", "bare", "fsdp"):
+        with case(f"{wrapper}: by the common norm"):
+            training = Training("two_shot:density=0.1:values=sign", Steps(), wrapper)
+            for number in range(8):
+                training.step(number, to_none=number % 2 == 0)
+            for ranks in (of_all_ranks(training.norms), of_all_ranks(training.skipped)):
+                assert ranks[0] == ranks[1]
+            assert training.skipped == [SPIKE]
+            assert training.handle.stats()["steps"] == 7
+        for to_none in (True, False):
+            with case(f"{wrapper}: by a rank's own norm, {to_none}"):
+                training = Training("two_shot:density=0.1:values=sign", Steps(), wrapper)
+                for number in range(SPIKE):
+                    training.step(number, own_norm=True, to_none=to_none)
+                if dist.get_rank() == 1:
+                    training.step(SPIKE, own_norm=True, to_none=to_none)
+                    assert training.skipped == [SPIKE]
+                with pytest.raises(
+                    sparsync.RanksDifferError,
+                    match=r"rank 1 has 1 backward pass before step 4 whose gradients were thrown away.*clip_grad_norm_",
+                ):
+                    training.step(SPIKE + 1, own_norm=True)
+    with case("the norm"):
+        training = Training("dense", Steps(), "bare")
+        for number in range(3):
+            training.step(number)
+        training.backward(3)
+        own = nn.utils.get_total_norm([each.grad for each in training.bare.parameters() if each.grad is not None])
+        norm = training.handle.clip_grad_norm_(2.0**-6)
+        expected = torch.tensor(of_all_ranks(float(own))).square().mean().sqrt()
+        assert float(norm) == pytest.approx(float(expected))
+        clipped = nn.utils.get_total_norm([each.grad for each in training.bare.parameters() if each.grad is not None])
+        assert float(clipped) == pytest.approx(float(own * 2.0**-6 / norm), rel=1e-4)
+    with case("accumulation, of other lengths"):
+        training = Training("two_shot:density=0.1:values=sign", Steps(), "ddp")
+        for number in range(4):
+            for part in range(2 + dist.get_rank()):
+                training.backward(10 * number + part + 5)
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def test_a_loop_that_exchanges_steps_skips_one_on_all_ranks_or_fails_at_once() -> None:
+    run(steps, 2)
