@@ -285,6 +285,73 @@ def test_an_optimizer_whose_step_takes_a_closure_makes_the_same_steps() -> None:
     run(with_closures, P)
 
 
+def hooked(how: str) -> None:
+    """Train with hooks of an optimizer that were registered before and after `attach`: what all of them see is what they see in torch."""
+    model, scaler, seen = bare_model(), GradScaler("cpu", init_scale=2.0**6, enabled=how == "scaler"), list[str]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    parameters, given = list(model.parameters()), dict[str, Any]()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+
+    def register(name: str) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            assert optimizer.param_groups[0]["params"] == parameters
+            assert same(given["weights"], [each.detach() for each in parameters])
+            if how != "closure":  # which runs afterwards, as in torch
+                assert same(given["gradients"], [each.grad for each in parameters if each.grad is not None])
+            seen.append(f"{name} the step")
+
+        def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            assert optimizer.param_groups[0]["params"] == parameters
+            assert not any(map(torch.equal, given["weights"], parameters))
+            with given["handle"].averaged():
+                averaged.update_parameters(model)
+            seen.append(f"{name} it")
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def closure() -> Tensor:
+        loss = (model(batch(dist.get_rank(), 0)[0])).square().mean()
+        scaler.scale(loss).backward()
+        return loss
+
+    register("one")
+    scheme, scales = TwoShot(density=0.1, values="sign"), scaler if how == "scaler" else None
+    handle: Any = sparsync.attach(
+        model, scheme, optimizer=optimizer, exchange=Steps(), scaler=scales
+    )  # Any: AdamWSteps
+    given["handle"] = handle
+    register("two")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps `step`
+    for number in range(2):
+        given["weights"] = [each.detach().clone() for each in parameters]
+        if how == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            given["gradients"] = [each.grad / scaler.get_scale() for each in parameters if each.grad is not None]
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+        assert handle.stats()["steps"] == number + 1
+    assert seen == ["one the step", "two the step", "one it", "two it"] * 2
+    assert all(map(on_all_ranks, averaged.parameters()))
+    assert not any(map(torch.equal, averaged.module.parameters(), parameters))
+    handle.detach()
+    assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 2
+
+
+def hooked_in_all_ways() -> None:
+    for how in ("plain", "scaler", "closure"):
+        with case(how):
+            hooked(how)
+
+
+def test_hooks_of_an_optimizer_see_what_they_see_in_torch_whenever_they_were_registered() -> None:
+    run(hooked_in_all_ways, P)
+
+
 def refused() -> None:
     with case("both ways of stepping"):
         training = Training(wrapped=False)

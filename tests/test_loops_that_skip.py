@@ -1,13 +1,12 @@
 """Loops that throw a gradient away and take no step, because its norm is too large: on all ranks or on none, and nothing of it stays."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Gradients, Steps
+from sparsync import Steps
 from sparsync.core import generator
 
 MOST = 20.0  # norm of a gradient that is used

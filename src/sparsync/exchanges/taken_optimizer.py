@@ -48,11 +48,13 @@ class TakenOptimizer:
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         self._hooks: list[Any] = []  # Any: torch's handles of hooks
+        self._order: dict[int, tuple[Any, Any]] = {}  # ours before and after the step, by the id of the optimizer
         self._handle_loaded = self._stepped = False  # since the last step; ever
         self._without_moments = ""  # the kind of an optimizer whose loaded state has none
         for each in optimizers:
             self._note_loaded(each)  # before `attach`
-            self._hooks += [each.register_step_pre_hook(before), each.register_step_post_hook(after)]
+            self._order[id(each)] = hooks = each.register_step_pre_hook(before), each.register_step_post_hook(after)
+            self._hooks += hooks
             self._hooks.append(each.register_load_state_dict_post_hook(self._note_loaded))
             # Where there is no state at all, torch.distributed.checkpoint takes a step to make one. It also tells `_note_loaded` of a
             # state that was saved here: that of an optimizer outside of a handle has no entry of a parameter before its first step.
@@ -64,8 +66,20 @@ class TakenOptimizer:
                     )
         self._scaled = Scaled(optimizers)
         self.never_scaled = self._scaled.release
-        _refuse_others()
+        _look_at_steps()
         _TAKEN.add(self)
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Have the hooks of a loop see what they see without us: gradients without the loss scale before, all parameters after the step."""
+        if (hooks := self._order.get(id(optimizer))) is None:
+            return
+        self._refill()  # where the last step of an optimizer has raised
+        # HACK: torch has no public function for this. Price: names that may change with torch; a test has hooks on both sides of ours.
+        before: Any = optimizer._optimizer_step_pre_hooks  # Any: ordered dicts, which torch types as plain ones
+        after: Any = optimizer._optimizer_step_post_hooks
+        before.move_to_end(hooks[0].id)
+        after.move_to_end(hooks[1].id, last=False)
+        self._unscale(optimizer)
 
     def forget_moments(self) -> None:
         """Have the optimizers begin with new moments when they take their own steps again."""
@@ -106,7 +120,6 @@ class TakenOptimizer:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:  # Any: see Arguments
-        self._refill()  # where the last step of an optimizer has raised
         args, kwargs = _with_closure_called(args, kwargs)
         self._warn_of_moments(optimizer)
         if not self._called or id(optimizer) in self._called:
@@ -117,7 +130,6 @@ class TakenOptimizer:
             self._waiting = {
                 id(each) for each in self._optimizers if any(x.grad is not None for x in _parameters(each))
             }
-            self._unscale(optimizer)
             self._stepped = True
             skipped = self._take_step()
             if skipped and self._scaler is not None and self._scaler.is_enabled():
@@ -230,12 +242,19 @@ _TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
 
 
 @cache
-def _refuse_others() -> None:
+def _look_at_steps() -> None:
     """Look at the steps of all optimizers from here on: once, for torch iterates over its hooks while a handle may be collected."""
-    register_optimizer_step_pre_hook(_refuse_another)
+    look: Any = torch.compiler.disable(_before_all_hooks)  # Any: as in TakenOptimizer
+    register_optimizer_step_pre_hook(look)
 
 
-def _refuse_another(optimizer: Optimizer, *_: object) -> None:
+def _before_all_hooks(optimizer: Optimizer, *_: object) -> None:
+    _refuse_another(optimizer)
+    for each in list(_TAKEN):
+        each.prepare(optimizer)
+
+
+def _refuse_another(optimizer: Optimizer) -> None:
     """Raise RuntimeError where an optimizer steps parameters for which another one was taken: ranks would part."""
     others = [each for each in _TAKEN if not each.is_of(optimizer)]
     stepped = [each for each in _parameters(optimizer) if each.grad is not None]
