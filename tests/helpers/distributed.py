@@ -64,6 +64,12 @@ def run(
     return _run_on_live(P, payload, within_s, f"{function.__module__}.{function.__qualname__}")
 
 
+def run_fresh(function: Callable[..., Any], P: int, **arguments: Any) -> list[Any]:
+    """`run` in processes started for this call: trainers keep much for as long as their process lives."""
+    __tracebackhide__ = True
+    return run(function, P, fresh=True, **arguments)
+
+
 def end_live() -> None:
     """End the processes that wait for the next call; one that comes starts others."""
     LIVE.end()
