@@ -68,7 +68,7 @@ def visited_by_all() -> list[set[str]]:
 
 @pytest.mark.distributed
 def test_a_settled_step_visits_few_files() -> None:
-    found = dict(zip(MOST_FILES, run(visited_by_all, 2)[0], strict=True))
+    found = dict(zip(MOST_FILES, run(visited_by_all, 2, fresh=True)[0], strict=True))
     too_many = {each: sorted(files) for each, files in found.items() if len(files) > MOST_FILES[each]}
     assert not too_many
     assert all({"kernels", "core.py"} <= found["attach", scheme] for scheme in (TWO_SHOT, "oktopk"))  # it has watched

@@ -90,7 +90,7 @@ def workers_collect_handles() -> tuple[set[int], int]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_workers_that_collect_a_handle_leave_the_training_as_it_is() -> None:
-    assert distributed.run(workers_collect_handles, 2, within_s=180.0) == [({0}, 9)] * 2
+    assert distributed.run_fresh(workers_collect_handles, 2, within_s=180.0) == [({0}, 9)] * 2
 
 
 def ended(child: int) -> int:
@@ -167,5 +167,6 @@ def test_a_handle_in_a_forked_child_raises_what_it_is_and_the_parent_goes_on() -
     ddp = [f"{name}: {forked}" for name in ("state_dict", "reduce", "all_reduce")]
     rest = [f"{name}: {plain}" for name in ("reports", "close")]
     assert (
-        distributed.run(children_call_handles, 2, within_s=180.0) == [[*ddp, *rest, f"step: {forked}", *ddp, *rest]] * 2
+        distributed.run_fresh(children_call_handles, 2, within_s=180.0)
+        == [[*ddp, *rest, f"step: {forked}", *ddp, *rest]] * 2
     )

@@ -153,7 +153,7 @@ def outcome(kind: str) -> tuple[str, list[Message]]:
     ],
 )
 def test_what_is_wrong_on_one_rank_ends_all_and_rank_0_says_it(kind: str, first: str, second: str) -> None:
-    (said, taken), (other, none) = run(outcome, 2, kind=kind)
+    (said, taken), (other, none) = run(outcome, 2, kind=kind, fresh=kind == "run")
     assert said.startswith(first)
     assert other.startswith(second)
     assert taken == ([{"kind": "from", "rank": 0}] if kind == "run" else [])

@@ -50,4 +50,4 @@ def interrupted(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["manual", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_rank_that_waits_for_another(way: str) -> None:
-    run(interrupted, 2, way=way, within_s=PATIENCE_S)
+    run(interrupted, 2, way=way, within_s=PATIENCE_S, fresh=True)

@@ -85,7 +85,9 @@ def test_a_failure_says_what_ran_there_before_and_ends_the_processes(live: LiveR
     before = run(seen, 1)[0][0]
     with pytest.raises(AssertionError, match="ValueError: lost") as raised:
         run(failing, 1)
-    assert getattr(raised.value, "__notes__", None) == ["These processes had run before: test_live_ranks.seen on 1"]
+    assert getattr(raised.value, "__notes__", None) == [
+        "The last that these processes had run before: test_live_ranks.seen on 1"
+    ]
     assert live.thrown_away == ["test_live_ranks.failing failed"]
     assert run(seen, 1)[0][0] != before
 

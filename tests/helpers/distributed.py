@@ -38,6 +38,7 @@ HANG_S = 300.0  # longer than anything takes that does not hang, also on a machi
 GRACE_S = 3.0  # after the first failure, for the other ranks to tell theirs
 LEAVE_S = 20.0  # in which processes that serve the next call leave their group
 MOST_LIVE = 4  # ranks; larger worlds are rare
+TOLD = 5  # functions that ran before the one that failed
 LINGER_S = 2.0  # how long a rank that is done keeps its sockets open: gloo has connected here before the peer knows that it has, too
 
 
@@ -64,6 +65,12 @@ def run(
     return _run_on_live(P, payload, within_s, f"{function.__module__}.{function.__qualname__}")
 
 
+def run_fresh(function: Callable[..., Any], P: int, **arguments: Any) -> list[Any]:
+    """`run` in processes started for this call: trainers keep much for as long as their process lives."""
+    __tracebackhide__ = True
+    return run(function, P, fresh=True, **arguments)
+
+
 def end_live() -> None:
     """End the processes that wait for the next call; one that comes starts others."""
     LIVE.end()
@@ -85,14 +92,14 @@ class LiveRanks:
 
     processes: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
     folder: tempfile.TemporaryDirectory[str] | None = None  # where they write their stacks
-    served: list[str] = field(
-        default_factory=list
-    )  # the functions that ran in these processes, each with its number of ranks
+    served: list[str] = field(default_factory=list)  # the functions that ran here, each with its number of ranks
     started: int = 0
     thrown_away: list[str] = field(default_factory=list)  # why, each time
 
     def take(self, P: int) -> list["_Rank"]:
         """Return P of them; starts those that lack."""
+        if not all(process.is_alive() for process, _ in self.processes):
+            self.throw_away("one of them died while it waited")
         if self.folder is None:
             self.folder = tempfile.TemporaryDirectory()
         while len(self.processes) < P:
@@ -158,7 +165,8 @@ def _run_on_live(P: int, payload: bytes, within_s: float, name: str) -> list[Any
             _tell(ranks, None)
             _await(ranks, set(), LEAVE_S)
     except AssertionError as error:
-        add_note(error, f"These processes had run before: {', '.join(LIVE.served[:-1]) or 'nothing'}")
+        last = ", ".join(LIVE.served[-1 - TOLD : -1])
+        add_note(error, f"The last that these processes had run before: {last or 'nothing'}")
         raise
     finally:
         if not called:

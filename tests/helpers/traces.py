@@ -43,6 +43,7 @@ class Traces:
         self._settings: dict[str, Any] = {}
         self._environment: set[tuple[str, str]] = set()
         self._names: dict[str, dict[str, Any]] = {}
+        self._lengths: dict[tuple[str, str], int] = {}
         self._group: object = None
 
     def begin(self) -> None:
@@ -52,6 +53,7 @@ class Traces:
         for space, names in _spaces():
             if space not in self._names:
                 self._names[space] = dict(names)
+                self._lengths |= {(space, name): len(each) for name, each in _collections(space, names)}
 
     def left(self) -> list[str]:
         """End the process group; return what else was left behind."""
@@ -70,7 +72,8 @@ class Traces:
         traces += [f"environment variable {name}" for name in sorted(changed)]
         for space, names in _spaces():
             for name, was in self._names.get(space, {}).items():
-                if names.get(name, _ABSENT) is not was:
+                now = names.get(name, _ABSENT)
+                if now is not was or ((space, name) in self._lengths and len(was) != self._lengths[space, name]):
                     traces.append(f"{space}.{name} changed")
         gc.freeze()  # so that the next collection need not look through the modules that were imported
         return traces
@@ -129,6 +132,13 @@ def _target(descriptor: Path) -> str:
 def _children() -> str:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     return children.read_text() if children.exists() else ""
+
+
+def _collections(space: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the lists, dicts and sets of tests and their helpers; what the package keeps for good is in some of its."""
+    for name, value in names.items():
+        if isinstance(value, (list, dict, set)) and not name.startswith("__") and not space.startswith("sparsync"):
+            yield name, value
 
 
 def _spaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
