@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo campaign test test-grids test-worlds test-slow test-all test-adapters test-versions check docs sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo campaign test test-grids test-worlds test-slow test-all test-adapters test-versions mutations check docs sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -42,6 +42,11 @@ test-worlds: $(READY)
 test-slow: test-grids test-worlds
 
 test-all: test test-slow
+
+# Small faults in copies of the library, of which `make test` must find every one. MUTATIONS="exdyna-taker --whole" tries one by all quick tests.
+MUTATIONS ?=
+mutations: $(READY)
+	$(BIN)/python -m studies mutations $(MUTATIONS)
 
 # The adapters with the packages they are for, 2 GB of them; `make test` leaves out those whose package is missing.
 test-adapters: $(OTHERS)/.ready
