@@ -101,7 +101,7 @@ def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
 
 def run(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
     """Run quick tests with the package in `folder`; return pytest's exit status and output."""
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(folder), str(parts.ROOT / "lab" / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "-rfE", "--tb=short"),
