@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
 .PHONY: setup demo campaign test test-annotations test-grids test-worlds test-slow test-slice test-all test-adapters test-versions
-.PHONY: check docs sanitize fuzz fuzz-coverage clean
+.PHONY: mutations check docs sanitize fuzz fuzz-coverage clean
 
 # Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,6 +56,11 @@ test-slice: $(READY)
 	$(BIN)/python -m pytest -m slow --annotations --slice $(SLICE) --within $(WITHIN)
 
 test-all: test test-annotations test-slow
+
+# Small faults in copies of the library, of which `make test` must find every one. MUTATIONS="exdyna-taker --whole" tries one by all quick tests.
+MUTATIONS ?=
+mutations: $(READY)
+	$(BIN)/python -m studies mutations $(MUTATIONS)
 
 # The adapters with the packages they are for, 2 GB of them; `make test` leaves out those whose package is missing.
 test-adapters: $(OTHERS)/.ready

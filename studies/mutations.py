@@ -23,7 +23,7 @@ from studies import parts
 
 PACKAGE = parts.ROOT / "src" / "sparsync"
 CAUGHT, NOT_CAUGHT, DOES_NOT_APPLY, DO_NOT_RUN = "caught", "NOT CAUGHT", "does not apply", "tests do not run"
-TIMEOUT_S = 120  # of one test: a mutation may make ranks wait for each other
+TIMEOUT_S = 300  # of one test: a mutation may make ranks wait for each other
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
             results = [told(each, *result) for each, result in zip(chosen, found, strict=True)]
     caught = results.count(CAUGHT)
     print(f"{caught} of {len(chosen)} mutations are caught")
-    sys.exit(caught != len(chosen))
+    sys.exit(int(caught != len(chosen)))
 
 
 def told(mutation: Mutation, result: str, by: str) -> str:
@@ -101,7 +101,7 @@ def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
 
 def run(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
     """Run quick tests with the package in `folder`; return pytest's exit status and output."""
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(folder), str(parts.ROOT / "lab" / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "-rfE", "--tb=short"),

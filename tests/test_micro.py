@@ -12,7 +12,7 @@ from helpers.plain_micro import Restated
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.schemes.exdyna import ExDyna
-from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.micro import MiCRO, ThresholdScaling
 
 Exclusive = MiCRO | ExDyna
 KINDS = {
@@ -199,6 +199,15 @@ def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P
             assert torch.equal(shown.residual, restated.residuals[rank])
             assert shown.report.details["threshold"] == restated.threshold
             assert (shown.report.union, shown.report.selected) == (restated.K, len(restated.chosen[rank]))
+
+
+@pytest.mark.parametrize("bug_compatible", [False, True])
+def test_the_published_threshold_grows_or_shrinks_by_how_many_the_last_union_had(bug_compatible: bool) -> None:
+    """By the paper's factors and bands, of which the authors' program does not reach the third."""
+    third = 1.00125 if bug_compatible else 0.9987
+    for union, factor in ((1101, 1.005), (1100, 1.00125), (1001, 1.00125), (1000, third), (910, third), (909, 0.995)):
+        assert ThresholdScaling(step=1, threshold=2.0, union=union).next(1000, bug_compatible) == 2 * factor
+    assert ThresholdScaling().next(100, bug_compatible) == 1 / 20
 
 
 @pytest.mark.slow
