@@ -115,6 +115,7 @@ class Handle:
             rescaler.clipping.passes = BackwardPasses(partial(_gradients_of, weakref.ref(module)))
             begins = partial(_note_pass, weakref.ref(rescaler))
             self._pass_hooks = [each.register_hook(begins) for _, each in driven]
+            weakref.finalize(self, _remove, self._pass_hooks).atexit = False
         self._loads, self._told_of_loads = self._loads_of(module, comparison.optimizers), False
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
@@ -251,8 +252,7 @@ class Handle:
         if self._loads.found():
             self._forget_residual()  # another handle may take the scheme
         self._loads.close()
-        for hook in self._pass_hooks:
-            hook.remove()
+        _remove(self._pass_hooks)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -373,7 +373,10 @@ class Handle:
         self._regrouped(comm)
 
     def hold_steps(self) -> None:
-        """From now on copy what this rank holds back before each step, so that `take_back` can return to it. Takes as much memory."""
+        """From now on copy what this rank holds back before each step, so that `take_back` can return to it. Takes as much memory.
+
+        With gradients the first step that the loop skips is then undone as exactly as later ones are anyway.
+        """
         self._rescaler.takes_back = True
 
     def applied(self) -> None:
@@ -629,6 +632,11 @@ def _with_residual(state: Mapping[str, Any], own: Mapping[str, Any] | None) -> d
     for key, inner in state.get("schemes", {}).items():
         found["schemes"] = {**found["schemes"], key: _with_residual(inner, own and own["schemes"][key])}
     return found
+
+
+def _remove(hooks: Sequence[Any]) -> None:  # Any: torch's handles of hooks
+    for each in hooks:
+        each.remove()
 
 
 def _note_pass(rescaler: "weakref.ref[ResidualRescaler]", _: Tensor) -> None:
