@@ -1,6 +1,6 @@
 """Loops that throw a gradient away and take no step, because its norm is too large: on all ranks or on none, and nothing of it stays."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from sparsync.core import generator
 
 MOST = 20.0  # norm of a gradient that is used
 SPIKE = 4  # the number of the batch
-Body = Callable[[], None]
 
 
 class Training:
@@ -29,15 +28,16 @@ class Training:
         self.model: nn.Module = self.bare
         if wrapper == "ddp":
             self.model = DistributedDataParallel(self.bare)
+        elif wrapper == "shards":
+            fully_shard(self.bare)
         elif wrapper == "fsdp":
             mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
             fully_shard(self.bare, mesh=mesh["shards"])
             options["replicate"] = mesh["replicas"]
         kind = AdamW if isinstance(exchange, Steps) else SGD
         self.optimizer: Optimizer = kind(self.model.parameters(), lr=0.0625)
-        self.handle: Any = sparsync.attach(
-            self.model, sparsync.scheme(scheme), exchange=exchange, optimizer=self.optimizer, **options
-        )
+        options = {"optimizer": self.optimizer, **options}
+        self.handle: Any = sparsync.attach(self.model, sparsync.scheme(scheme), exchange=exchange, **options)
         self.skipped: list[int] = []
         self.norms: list[float] = []
 
@@ -62,6 +62,18 @@ class Training:
             return
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=to_none)
+
+    def held(self) -> Tensor:
+        state = self.handle.state_dict()["scheme"]["residual"]
+        return torch.cat([state[name] for name in sorted(state)])
+
+    def weights(self) -> Tensor:
+        found: list[Any] = [each.detach() for each in self.model.parameters()]
+        return torch.cat([(each.to_local() if hasattr(each, "to_local") else each).flatten() for each in found])
+
+
+def same(one: Training, other: Training) -> bool:
+    return torch.equal(one.weights(), other.weights()) and torch.equal(one.held(), other.held())
 
 
 def of_all_ranks(value: object) -> list[Any]:
@@ -115,3 +127,83 @@ def steps() -> None:
 
 def test_a_loop_that_exchanges_steps_skips_one_on_all_ranks_or_fails_at_once() -> None:
     run(steps, 2)
+
+
+GRADIENTS = {
+    "topk:density=0.05": ("ddp", "bare", "fsdp"),
+    "two_shot:density=1.0:values=int4": ("ddp", "shards"),
+    "micro:density=0.05": ("bare",),
+}
+
+
+def gradients() -> None:
+    for scheme, wrappers in GRADIENTS.items():
+        for wrapper in wrappers:
+            with case((scheme, wrapper)):
+                training = Training(scheme, Gradients(), wrapper)
+                for number in range(12):
+                    training.step(number, to_none=number % 2 == 0)
+                assert training.skipped == [SPIKE]  # the spike is not sent later
+                if scheme.startswith("micro"):  # whose thresholds have seen the spike
+                    continue
+                # What is held from then on, or from the start, is there again: as if the next spike had not been.
+                for holds in (False, True):
+                    spiked, never = (Training(scheme, Gradients(), wrapper) for _ in range(2))
+                    for each in (spiked, never):
+                        if holds:
+                            each.handle.hold_steps()
+                        for number in (0, 1, *([] if holds else [SPIKE]), 2):
+                            each.step(number)
+                    for number in (SPIKE, SPIKE, 6, 7):
+                        spiked.step(number, to_none=number % 2 == 0)
+                        if number != SPIKE:
+                            never.step(number)
+                    assert spiked.skipped[-2:] == [SPIKE, SPIKE]
+                    assert same(spiked, never)
+
+
+def test_a_skipped_step_leaves_nothing_of_its_gradient_behind() -> None:
+    run(gradients, 2)
+
+
+def accumulated() -> None:
+    for wrapper in ("ddp", "bare"):
+        for syncs in (True, False) if wrapper == "ddp" else (True,):
+            with case((wrapper, syncs)):
+                watched = Training("topk:density=0.05", Gradients(), wrapper)
+                alone = Training("topk:density=0.05", Gradients(), wrapper, optimizer=None)
+                for training in (watched, alone):
+                    for number in range(12):
+                        for part in range(3):
+                            with nullcontext() if syncs or part == 2 else training.model.no_sync():  # pyright: ignore
+                                training.backward(100 + 10 * number + part)
+                            training.reduce()
+                        training.optimizer.step()
+                        training.optimizer.zero_grad(set_to_none=number % 2 == 0)
+                assert same(watched, alone)
+    with case("a pass for each loss"):
+        # Taken for skipped steps at first, until each step has had them.
+        training = Training("topk:density=0.05", Gradients(), "bare")
+        undone = []
+        for number in range(6):
+            for part in range(2):
+                training.optimizer.zero_grad()
+                training.backward(100 + 10 * number + part)
+                training.reduce()
+                undone.append(training.handle._rescaler.clipping.passes.skips)
+            training.optimizer.step()
+        assert undone[:2] == [False, False]  # no step was seen
+        assert undone[-4:] == [False] * 4
+    with case("an optimizer that never steps"):
+        given = Training("topk:density=0.05", Gradients(), "bare")
+        alone = Training("topk:density=0.05", Gradients(), "bare", optimizer=None)
+        for training in (given, alone):
+            for number in range(4):
+                training.backward(number + 5)
+                training.reduce()
+                training.model.zero_grad()
+        assert same(given, alone)
+
+
+def test_gradients_that_accumulate_or_are_used_otherwise_leave_residuals_alone() -> None:
+    run(accumulated, 2)

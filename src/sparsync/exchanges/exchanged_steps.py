@@ -300,7 +300,9 @@ class ExchangedSteps(StepMethod):
         return reports
 
     def _go_back_before_pass(self) -> None:
-        self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
+        if self._loads.any:
+            self._check_own()
+            self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
 
     def _waits(self) -> bool:
         return True
@@ -347,7 +349,7 @@ class ExchangedSteps(StepMethod):
         own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
         own = own.full_tensor() if hasattr(own, "full_tensor") else own
         square = own.double().square().reshape(1).to(self._weights.buckets[0].common.device)
-        self._connection.reduce_before_step(Bucket("norm", square, self._step + 1), MeanOfNumbers())
+        self._count([self._connection.reduce_before_step(Bucket("norm", square, self._step + 1), MeanOfNumbers())])
         norm = square[0].sqrt()
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(

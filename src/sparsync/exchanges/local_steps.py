@@ -95,7 +95,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
         self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
         self._shown = self._in_model = ShownWeights(
-            replica, self._weights, self._adopt, self._may_show, self._go_back_once
+            replica, self._weights, self._adopt, self._may_show, self._go_back_before_pass
         )
 
     def never_scaled(self) -> None:
@@ -411,6 +411,11 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._check_own()
         self._go_back_once()
         self._optimized = True
+
+    def _go_back_before_pass(self) -> None:
+        if self._loads.any:
+            self._check_own()
+            self._go_back_once()
 
     def _go_back_once(self) -> None:
         """Drop what waits where another state was loaded; what is loaded from here on counts for the next step."""

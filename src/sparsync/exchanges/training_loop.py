@@ -95,7 +95,8 @@ class GradientDivisor:
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
         """Return the gradient of the parameters of these names divided."""
-        self.passes.note()
+        self.passes.begins()
+        self.passes.came()
         if self.factor == 1:
             return gradient
         self._divided.update(names)

@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+_ROW = 3  # steps one after the other with such a pass before each: the loop uses these gradients, as where each loss has a pass
+_MOST = 16  # such passes without a step: other optimizers step
+
 
 class BackwardPasses:
     """Counts the backward passes since the last step whose gradients were thrown away: where the next pass finds none, or zeros.
@@ -15,24 +18,36 @@ class BackwardPasses:
     def __init__(self, gradients: Callable[[], Iterable[Tensor | None]]) -> None:
         self._gradients = gradients
         self._task = -1  # of autograd, the last one
-        self.stepped()
+        self._came, self.thrown_away = False, 0
+        self._row: int | None = None  # steps with such a pass before them, up to the last step; None: no step was seen
+
+    @property
+    def skips(self) -> bool:
+        """Whether such a pass is a step that the loop has skipped, and not what it does always."""
+        return self._row is not None and self._row < _ROW and self.thrown_away <= _MOST
 
     def stepped(self) -> None:
         """Begin again: a step was taken, or has failed."""
+        self._row = (self._row or 0) + 1 if self.thrown_away else 0
         self._came, self.thrown_away = False, 0
 
-    def note(self) -> None:
-        """Note that a gradient comes, before it is accumulated."""
+    def came(self, kept: bool = True) -> None:
+        """Note that there are gradients that may be thrown away; not `kept`: nothing is to be done about it."""
+        self._came = kept
+
+    def begins(self) -> bool:
+        """Note that a gradient is about to be accumulated; return whether a pass begins, and those of the last one were thrown away."""
         # HACK: torch has no public function for this. Price: it may change with torch; tests skip steps and accumulate.
         task = torch._C._current_graph_task_id()
         if task in (self._task, -1):
-            return
+            return False
         self._task = task
-        if self._came and not any_kept(self._gradients()):
-            self.thrown_away += 1
-        self._came = True
+        thrown_away = self._came and not _any_kept(self._gradients())
+        self.thrown_away += thrown_away
+        self._came = self._came and not thrown_away
+        return thrown_away
 
 
-def any_kept(gradients: Iterable[Tensor | None]) -> bool:
+def _any_kept(gradients: Iterable[Tensor | None]) -> bool:
     """Return whether any gradient is there and not zero. A host sync for each that is zero, and for the first that is not."""
     return any(bool(each.count_nonzero()) for each in gradients if each is not None)

@@ -82,8 +82,8 @@ class Rollback:
         self._written: list[tuple[Reduction, Bucket]] = []
         self._skipped = False
 
-    def reduced(self, scheme: Reduction, bucket: Bucket, report: Report) -> None:
-        """Note a bucket that `scheme` has reduced; roll back what this step has written if it is to be skipped.
+    def reduced(self, scheme: Reduction, bucket: Bucket, report: Report) -> bool:
+        """Note a bucket that `scheme` has reduced; roll back what this step has written if it is to be skipped, and return whether it is.
 
         Call it in the same order on all ranks, before any gradient of the step is changed.
         """
@@ -97,6 +97,7 @@ class Rollback:
             for each, written in self._written:
                 each.rollback(written)
             self._written = []
+        return self._skipped
 
     def end_step(self) -> None:
         """Forget the step: the next bucket belongs to another one, even of the same number."""
@@ -194,7 +195,7 @@ class Connection:
     optimizers, and in some steps the weights. After a failure they no longer agree on what comes next on the wire. So the failing rank
     resets the scheme's shared state and closes its connections, which makes the others fail at once instead of waiting. The next bucket
     opens fresh ones, if all ranks come with the same step and have reduced the same steps before. Only a GroupComm is compared, opened
-    and closed. `on_written` is called with each bucket that a scheme with a residual has reduced.
+    and closed. `on_written` is called with each bucket that a scheme with a residual has reduced, and whether that was rolled back.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Connection:
         scheme: Reduction | ReduceScatterScheme,
         comm: Comm,
         what: str = "gradients",
-        on_written: Callable[[Bucket], None] = lambda bucket: None,
+        on_written: Callable[[Bucket, bool], None] = lambda bucket, rolled_back: None,
     ) -> None:
         self._what, self._on_written = what, on_written
         self._group = comm
@@ -313,8 +314,7 @@ class Connection:
         if self._rollback is not None:
             with _noted(bucket, scheme), torch.no_grad():
                 result = written() if written else bucket
-                self._rollback.reduced(scheme, result, report)
-                self._on_written(result)
+                self._on_written(result, self._rollback.reduced(scheme, result, report))
         return report
 
     def overlaps(self, bucket: Bucket, scheme: Reduction) -> bool:

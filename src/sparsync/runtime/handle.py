@@ -20,6 +20,7 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed, summed
+from sparsync.runtime.backward_passes import BackwardPasses
 from sparsync.runtime.connection import Connection, ReportLog
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
 from sparsync.runtime.loads import Loads
@@ -108,6 +109,12 @@ class Handle:
         self._connection = Connection(scheme, comm, on_written=rescaler.written)
         self._comparison = comparison
         self._connection.compare(comparison)
+        self._pass_hooks: list[Any] = []  # Any: torch's handles of hooks
+        if len(rescaler.clippings) == 1 and module is not None:
+            rescaler.clippings[0].passes = BackwardPasses(partial(_gradients_of, weakref.ref(module)))
+            begins = partial(_note_pass, weakref.ref(rescaler))
+            self._pass_hooks = [each.register_hook(begins) for _, each in driven]
+            weakref.finalize(self, _remove, self._pass_hooks).atexit = False
         self._loads, self._told_of_loads = self._loads_of(module, comparison.optimizers), False
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
@@ -247,6 +254,7 @@ class Handle:
         if self._loads.found():
             self._forget_residual()  # another handle may take the scheme
         self._loads.close()
+        _remove(self._pass_hooks)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -372,7 +380,10 @@ class Handle:
         self._regrouped(comm)
 
     def hold_steps(self) -> None:
-        """From now on copy what this rank holds back before each step, so that `take_back` can return to it. Takes as much memory."""
+        """From now on copy what this rank holds back before each step, so that `take_back` can return to it. Takes as much memory.
+
+        With gradients the first step that the loop skips is then undone as exactly as later ones are anyway.
+        """
         self._rescaler.takes_back = True
 
     def applied(self) -> None:
@@ -629,6 +640,25 @@ def _with_residual(state: Mapping[str, Any], own: Mapping[str, Any] | None) -> d
     for key, inner in state.get("schemes", {}).items():
         found["schemes"] = {**found["schemes"], key: _with_residual(inner, own and own["schemes"][key])}
     return found
+
+
+def _remove(hooks: Sequence[Any]) -> None:  # Any: torch's handles of hooks
+    for each in hooks:
+        each.remove()
+
+
+def _note_pass(rescaler: "weakref.ref[ResidualRescaler]", _: Tensor) -> None:
+    if (found := rescaler()) is not None:
+        found.pass_begins()
+
+
+def _gradients_of(module: Callable[[], nn.Module | None]) -> Iterator[Tensor | None]:
+    """Return what this rank holds of the gradients of a module."""
+    found = module()
+    gradients: Any = (
+        () if found is None else (each.grad for _, each in trained(found))
+    )  # Any: a DTensor may be among them
+    return (each.to_local() if hasattr(each, "to_local") else each for each in gradients)
 
 
 def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:

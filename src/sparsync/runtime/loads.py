@@ -38,6 +38,11 @@ class Loads:
         self._before: Tensor | None = None  # digests of the weights ahead of the first load
         self._optimizer = self._handle = False
 
+    @property
+    def any(self) -> bool:
+        """Whether anything was loaded that may count."""
+        return not self._handle and (self._optimizer or self._before is not None)
+
     def found(self) -> list[str]:
         """Return what was loaded: "model", "optimizer", both or neither."""
         if self._handle:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import ReduceScatterScheme, parameter_of
 from sparsync.comm.announcement import Told
 from sparsync.core import Bucket, digest, generator
+from sparsync.runtime.backward_passes import BackwardPasses
 from sparsync.runtime.findings import innermost
 
 CHECK_WEIGHTS_EVERY = 100  # steps
@@ -356,15 +357,18 @@ class ResidualRescaler:
         self.clippings = [Clipping(each, self.names, adds_up) for each in optimizers]
         self._held = False  # since the last step of the optimizer
         self.takes_back = False  # residuals are held before every step, for `take_back`
+        self._thrown_away = False  # the gradients that were reduced last, and no step was taken with them
 
     def use(self, scheme: Any) -> None:  # Any: as ResidualUnits.of
         """Rescale the residuals of another scheme from now on; they are in the units of the last one's."""
         self._scheme, self._held = scheme, False
         self.units.belong_to(scheme)
 
-    def written(self, bucket: Bucket) -> None:
-        """Note a reduced bucket."""
+    def written(self, bucket: Bucket, rolled_back: bool) -> None:
+        """Note a reduced bucket; `rolled_back`: it holds NaN or Inf, or another one of its step does, see Rollback."""
         if self.clippings:
+            if (passes := self._passes()) is not None:
+                passes.came(not rolled_back)
             names = [entry.name for entry in bucket.layout]
             sharded = isinstance(self._scheme, ReduceScatterScheme)
             norms = _norms([entry.span.of(bucket.grad) for entry in bucket.layout])
@@ -374,11 +378,30 @@ class ResidualRescaler:
     def rescale(self) -> None:
         """Bring the residuals to the units of this step. Call it once a step, before its first bucket."""
         self.settle()
+        self._undo_thrown_away()
         if factors := self.factors():
             self._scheme.rescale_residual(factors)
         cuts = any(self.units.usual_share(number).cuts for number in range(len(self.clippings)))
         if self.takes_back or cuts:
             self.hold()
+
+    def pass_begins(self) -> None:
+        """Note that a backward pass is about to add to the gradients, where that is known."""
+        if (passes := self._passes()) is not None and passes.begins() and passes.skips:
+            self._thrown_away = True
+
+    def _passes(self) -> BackwardPasses | None:
+        """Return what counts backward passes; None with several optimizers, which need not step after each pass."""
+        return self.clippings[0].passes if len(self.clippings) == 1 else None
+
+    def _undo_thrown_away(self) -> None:
+        """Make the residuals what they were before gradients that no step was taken with; zero the first time, when nothing is held."""
+        if self._thrown_away:
+            self._scheme.weigh_step(dict.fromkeys(self.names.values(), 0.0))
+            self.clippings[0].forget()
+            self.units.clipping.cuts = True
+            self._held = False
+        self._thrown_away = False
 
     def hold(self) -> None:
         """Copy the residuals before a step."""
@@ -421,7 +444,7 @@ class ResidualRescaler:
 
     def forget(self) -> None:
         """Forget the last step, because another state was loaded."""
-        self._held = False
+        self._held = self._thrown_away = False
         for each in self.clippings:
             each.forget()
 
@@ -458,6 +481,7 @@ class Clipping:
         self._written: dict[str, Tensor] = {}  # norms by parameter name, when the gradient was written,
         self._applied: dict[str, Tensor] = {}  # and when the step began
         self._loss_scale: Tensor | float = 1.0  # that the applied gradient still has
+        self.passes: BackwardPasses | None = None  # None: not watched
         known = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -514,6 +538,8 @@ class Clipping:
         return (*args[:1], measured, *args[2:]), kwargs
 
     def _measure(self, optimizer: Optimizer) -> None:
+        if self.passes is not None:
+            self.passes.stepped()
         names, found = self._names, {}
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             name, grad = names.get(id(parameter)), parameter.grad
