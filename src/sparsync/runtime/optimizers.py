@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import ReduceScatterScheme, parameter_of
 from sparsync.comm.announcement import Told
 from sparsync.core import Bucket, digest, generator
+from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import innermost
 
 CHECK_WEIGHTS_EVERY = 100  # steps
@@ -53,15 +54,20 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    told: tuple[Told, Told] = (Told([], ""), Told([], ""))  # settings of optimizers, and weights
+    told: tuple[Told, Told, Told] = (
+        Told([], ""),
+        Told([], ""),
+        Told([], ""),
+    )  # settings of optimizers, weights, and what nothing exchanges
 
 
 class Comparison:
-    """Reads what ranks compare: the settings of `optimizers`, and every `every` steps (0: never) what `weights` returns.
+    """Reads what ranks compare: settings of `optimizers`, and every `every` steps (0: never) what `weights` and `unexchanged` return.
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others.
+    `cure_of_set` says what to do where ranks have set others. `unexchanged` returns tensors that nothing exchanges and that are to be the
+    same on all ranks; `cure_of_unexchanged` says what to do where they are not.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -73,12 +79,15 @@ class Comparison:
         every: int,
         applies: Callable[[], bool] = lambda: True,
         cure_of_set: str = "",
+        unexchanged: Callable[[], Named] | None = None,
+        cure_of_unexchanged: str = "",
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
         self.settings = OptimizerSettings(optimizers, names)
         self.adopted: set[str] = set()
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
+        self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
 
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
@@ -91,9 +100,15 @@ class Comparison:
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
             weights = weight_lines(named, f"{'' if due else 'set from outside '}before step {step}")
             number ^= digest("\n".join(weights))
+        others: list[str] = []
+        if self._unexchanged is not None and due:
+            others = unexchanged_lines(self._unexchanged(), f"before step {step}")
+            number ^= digest("\n".join(others))
         # Outside of a check, other ranks have set weights where this one has not.
         cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
-        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, cure)))
+        return Compared(
+            number, (Told(settings, _SETTINGS_CURE), Told(weights, cure), Told(others, self._cure_of_unexchanged))
+        )
 
 
 class OptimizerSettings:
@@ -183,6 +198,16 @@ def weight_lines(weights: Named, when: str) -> list[str]:
     return [
         f"weights {name!r} with digest {one & (1 << 64) - 1:016x} {when}"
         for (name, _), one in zip(named, sums, strict=True)
+    ]
+
+
+def unexchanged_lines(tensors: Named, when: str) -> list[str]:
+    """Return a line with the digest of each tensor, of any type; there may be many more of these than of trained weights. A host sync."""
+    named = dict(tensors)
+    digests = kernels.digests(list(named.values())).tolist()
+    return [
+        f"{name!r}, which nothing exchanges, with digest {one & (1 << 64) - 1:016x} {when}"
+        for name, one in zip(named, digests, strict=True)
     ]
 
 
