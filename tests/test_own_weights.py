@@ -1,12 +1,14 @@
 """What a loop makes of the model's weights, while those of each rank are its own: averages, momentum encoders, merges, evaluations."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
@@ -265,3 +267,68 @@ def in_evaluation_mode() -> None:
 
 def test_a_training_in_evaluation_mode_takes_the_steps_of_one_in_training_mode() -> None:
     run(in_evaluation_mode, P)
+
+
+class SAM(torch.optim.Optimizer):
+    """Steps by gradients at weights that each rank has moved along its own gradient, as published programs do (arXiv 2010.01412)."""
+
+    def __init__(self, parameters: Any, inside: torch.optim.Optimizer) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer, self.param_groups = inside, inside.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        self.before = [each.detach().clone() for each in self.param_groups[0]["params"]]
+        for each in self.param_groups[0]["params"]:
+            each.add_(each.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for each, was in zip(self.param_groups[0]["params"], self.before, strict=True):
+            each.data = was
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def sharp_step(model: Any, optimizer: SAM, handle: Any, number: int) -> None:  # Any: of either kind
+    wrapped = isinstance(model, DistributedDataParallel)
+    x, y = batch(number)
+    with model.no_sync() if wrapped else nullcontext():
+        (model(x) - y).square().mean().backward()
+    optimizer.first_step()
+    (model(x) - y).square().mean().backward()
+    if not wrapped:
+        handle.reduce()
+    optimizer.second_step()
+
+
+def sharpness_aware() -> None:
+    for wrapped, inner in ((True, False), (True, True), (False, False)):
+        with case((wrapped, inner)):
+            bare = encoder()
+            model: Any = DistributedDataParallel(bare) if wrapped else bare  # Any: of either kind
+            base = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            optimizer = SAM(model.parameters(), base)
+            handle: Any = sparsync.attach(
+                model,
+                TwoShot(density=1.0, values="int4"),
+                optimizer=base if inner else optimizer,
+                exchange=Gradients(),
+                check_weights_every=2,
+                timeout_s=20.0,
+            )
+
+            for number in range(5):
+                sharp_step(model, optimizer, handle, number)
+            assert on_all_ranks(bare.parameters())
+            if dist.get_rank() == 1:
+                with torch.no_grad():
+                    next(bare.parameters())[0, 3] += 1e-3
+            sharp_step(model, optimizer, handle, 5)
+            with pytest.raises(RuntimeError, match=r"rank 0 has weights '0\.weight' with digest \w+ before step 6"):
+                sharp_step(model, optimizer, handle, 6)
+
+
+def test_weights_that_each_rank_moves_for_a_backward_pass_are_compared_where_the_optimizer_steps() -> None:
+    run(sharpness_aware, P)

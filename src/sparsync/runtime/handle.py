@@ -61,7 +61,7 @@ class Options:
     ) -> Comparison:
         """Return what the ranks compare besides buckets; see Comparison."""
         given = [] if self.optimizer is None else [self.optimizer]
-        return Comparison(given, names, weights, self.check_weights_every, applies)
+        return Comparison(given, names, weights, self.check_weights_every, applies, where_stepped=True)
 
     def connected(self, group: dist.ProcessGroup | None, *lines: str) -> GroupComm:
         """Return private connections between the ranks of `group`, which must have the same `lines`. Collective over them."""

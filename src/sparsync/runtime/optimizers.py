@@ -29,7 +29,7 @@ from sparsync.base.scheme import ReduceScatterScheme, parameter_of
 from sparsync.comm.announcement import Told
 from sparsync.core import Bucket, digest, generator
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.findings import innermost
+from sparsync.runtime.findings import innermost, with_inner
 
 CHECK_WEIGHTS_EVERY = 100  # steps
 
@@ -41,6 +41,7 @@ _WEIGHTS_CURE = (
     "load the same weights on all ranks before the same step; or pass check_weights_every=0, where ranks are machines whose arithmetic "
     "differs in last bits"
 )
+_PATIENCE = 8  # steps that a check waits for an optimizer, which may not tell
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -54,11 +55,8 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    told: tuple[Told, Told, Told] = (
-        Told([], ""),
-        Told([], ""),
-        Told([], ""),
-    )  # settings of optimizers, weights, and what nothing exchanges
+    # Settings of optimizers, weights, and what nothing exchanges.
+    told: tuple[Told, Told, Told] = (Told([], ""), Told([], ""), Told([], ""))
 
 
 class Comparison:
@@ -67,7 +65,8 @@ class Comparison:
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
     `cure_of_set` says what to do where ranks have set others. `unexchanged` returns tensors that nothing exchanges and that are to be the
-    same on all ranks; `cure_of_unexchanged` says what to do where they are not.
+    same on all ranks; `cure_of_unexchanged` says what to do where they are not. `where_stepped`: weights are read when an optimizer has
+    stepped, and not in the backward pass, for which some loops move each rank's weights, as SAM does.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -81,6 +80,7 @@ class Comparison:
         cure_of_set: str = "",
         unexchanged: Callable[[], Named] | None = None,
         cure_of_unexchanged: str = "",
+        where_stepped: bool = False,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
@@ -88,6 +88,10 @@ class Comparison:
         self.adopted: set[str] = set()
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
         self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
+        self._step = -1  # the last one that was compared
+        self._late: int | None = None  # the first step of a check that no optimizer has stepped for yet
+        self._read: list[tuple[str, Tensor]] | None = None  # sums of the weights, as the optimizer has left them
+        self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)
 
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
@@ -95,10 +99,12 @@ class Comparison:
             return Compared()
         number, settings = self.settings.read()
         due = bool(self._every) and step // self._every * self._every > step - steps
+        due = self._is_time(step, due, failed=steps > 1) if self._watches else due
         weights: list[str] = []
         if self._weights is not None and (due or self.adopted):
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
-            weights = weight_lines(named, f"{'' if due else 'set from outside '}before step {step}")
+            sums, self._read = self._read or _sums(named), None
+            weights = _lines(sums, f"{'' if due else 'set from outside '}before step {step}")
             number ^= digest("\n".join(weights))
         others: list[str] = []
         if self._unexchanged is not None and due:
@@ -109,6 +115,42 @@ class Comparison:
         return Compared(
             number, (Told(settings, _SETTINGS_CURE), Told(weights, cure), Told(others, self._cure_of_unexchanged))
         )
+
+    def _watch(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Read weights after steps of these optimizers and of those inside them; return whether any tells of its steps."""
+        known = weakref.ref(self)
+
+        def after_step(*_: object) -> None:
+            if (found := known()) is not None:
+                found._read_weights()
+
+        # Any: torch types what it returns as a function of named arguments
+        hook: Any = torch.compiler.disable(after_step)
+        tells = False
+        for each in (one for outer in optimizers for one in with_inner(outer)):
+            if "_optimizer_step_post_hooks" in vars(each):
+                weakref.finalize(self, each.register_step_post_hook(hook).remove).atexit = False
+                tells = True
+        return tells
+
+    def _is_time(self, step: int, due: bool, failed: bool) -> bool:
+        """Return whether to compare weights in this step: those that were read, or else those in the model."""
+        self._step = step
+        if failed:
+            self._late = self._read = None
+            return due
+        if due and self._read is None and self._late is None:
+            self._late = step
+        if self._late is not None and step >= self._late + _PATIENCE:
+            self._late = None
+            return True
+        return self._read is not None
+
+    def _read_weights(self) -> None:
+        """Read the weights for the next step, if they are to be compared there."""
+        due = self._late is not None or (self._every and (self._step + 1) % self._every == 0)
+        if due and self._read is None and self._weights is not None and self._applies():
+            self._late, self._read = None, _sums(self._weights())
 
 
 class OptimizerSettings:
@@ -193,11 +235,18 @@ class Members:
 
 def weight_lines(weights: Named, when: str) -> list[str]:
     """Return a line with the digest of each tensor, which changes with any element, and where two are swapped. A host sync."""
-    named = [(name, _sum(each.detach())) for name, each in weights]
-    sums = torch.stack([each.to(named[0][1].device) for _, each in named]).tolist() if named else []
+    return _lines(_sums(weights), when)
+
+
+def _sums(weights: Named) -> list[tuple[str, Tensor]]:
+    return [(name, _sum(each.detach())) for name, each in weights]
+
+
+def _lines(sums: list[tuple[str, Tensor]], when: str) -> list[str]:
+    found = torch.stack([each.to(sums[0][1].device) for _, each in sums]).tolist() if sums else []
     return [
         f"weights {name!r} with digest {one & (1 << 64) - 1:016x} {when}"
-        for (name, _), one in zip(named, sums, strict=True)
+        for (name, _), one in zip(sums, found, strict=True)
     ]
 
 
