@@ -180,3 +180,27 @@ def test_weights_are_due_every_so_many_steps_and_never_with_zero() -> None:
     for wrong in (-1, True):
         with pytest.raises(ValueError, match=f"check_weights_every must be a whole number .* got {wrong}"):
             due(wrong)
+
+
+def test_a_check_reads_what_the_optimizer_has_left_and_waits_no_longer_than_8_steps_for_one_that_does_not_tell() -> (
+    None
+):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    comparison = Comparison([optimizer], {}, lambda: [("w", weight)], 4, where_stepped=True)
+
+    def lines(step: int) -> list[str]:
+        return list(comparison.at(step).told[1].lines)
+
+    assert not lines(0)  # a backward pass, for which the loop may have moved the weights
+    optimizer.step()
+    with torch.no_grad():
+        weight.add_(1)
+    assert lines(1) == weight_lines([("w", torch.ones(2))], "before step 1")
+    assert not lines(2)
+    optimizer.step()
+    assert not lines(3)
+    optimizer.step()
+    assert lines(4) == weight_lines([("w", torch.full((2,), 2.0))], "before step 4")
+    assert [step for step in range(5, 30) if lines(step)] == [16, 28]
+    assert comparison.at(30, steps=31).told[1].lines  # after a failure at once

@@ -111,8 +111,14 @@ class ExchangedSteps(StepMethod):
 
     replaces_optimizer = True
     cure_of_set = (
-        "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, "
-        "attach with exchange=sparsync.Steps(keep=0.0), and change them in the same way on all ranks"
+        "load the same weights on all ranks before the same step; compute what follows from the weights, such as their average (EMA), "
+        "inside `with handle.averaged():`, for outside of it these are a rank's own; or, where the loop itself changes them after each "
+        "step, as by clamp_, attach with exchange=sparsync.Steps(keep=0.0), and change them in the same way on all ranks"
+    )
+    cure_of_unexchanged = (
+        "where the loop computes it from the weights, as an average (EMA), a momentum encoder or a merge does, it has used a rank's own: "
+        "do that inside `with handle.averaged():`; or, where the forward pass does it, attach with exchange=sparsync.Steps(keep=0.0), with "
+        "which all ranks train the same weights"
     )
     vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
     counts: tuple[str, ...]  # the same, of each parameter
@@ -143,6 +149,7 @@ class ExchangedSteps(StepMethod):
         self._groups = ParameterGroups(self.optimizers, replica.owned)
         if options.keep == 0:
             self.cure_of_set = "change them in the same way on all ranks, before the same step"
+            self.cure_of_unexchanged = "change it in the same way on all ranks, before the same step"
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         self._keep = options.keep_for(self._scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
@@ -170,7 +177,7 @@ class ExchangedSteps(StepMethod):
         if self._keep:
             # Before the gradient is taken, at weights without what waits.
             begins = self._go_back_before_pass
-            self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show, begins)
+            self._shown = ShownWeights(replica, self._weights, self._set_outside, self._adopt, self._may_show, begins)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
@@ -242,7 +249,7 @@ class ExchangedSteps(StepMethod):
 
     def _adopt(self) -> list[str]:
         """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
-        changed, own_shown = self._weights.changed(), self._shown is None or not self._shown.common
+        changed, own_shown = self._set_outside(), self._shown is None or not self._shown.common
         loaded = [name for name in changed if name not in self._idle and self._weights.shows_common(name)]
         others = [name for name in changed if name not in loaded]
         self._take_from_model(others)

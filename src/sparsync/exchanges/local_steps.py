@@ -66,7 +66,13 @@ class LocalTraining(StepMethod, options=LocalSteps):
     integration = "local_steps"
     cure_of_set = (
         "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, "
-        "let a hook do that which you give to optimizer.register_step_post_hook before sparsync.attach: it counts as learnt"
+        "let a hook do that which you give to optimizer.register_step_post_hook before sparsync.attach: it counts as learnt; compute what "
+        "follows from the weights, such as their average (EMA), inside `with handle.averaged():`"
+    )
+    exchanges_buffers = True
+    cure_of_unexchanged = (
+        "where the loop computes it from the weights, as an average (EMA), a momentum encoder or a merge does, it has used a rank's own: "
+        "do that inside `with handle.averaged():`; or keep it in buffers, which an exchange makes the same on all ranks"
     )
 
     def __init__(
@@ -95,7 +101,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
         self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
         self._shown = self._in_model = ShownWeights(
-            replica, self._weights, self._adopt, self._may_show, self._go_back_before_pass
+            replica, self._weights, self._set_outside, self._adopt, self._may_show, self._go_back_before_pass
         )
 
     def never_scaled(self) -> None:
@@ -442,15 +448,17 @@ class LocalTraining(StepMethod, options=LocalSteps):
         if self._counts:
             self._take_step()
 
+    def _set_outside(self) -> list[str]:
+        own_shown = not self._in_model.common
+        learning = self._optimized or self._watched.unseen or steps_in_backward(self.model)
+        return [] if own_shown and learning else super()._set_outside()
+
     def _adopt(self) -> list[str]:
         """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back.
 
         These are the ones after the last exchange, unless they were put aside: what was learnt since was overwritten.
         """
-        own_shown = not self._in_model.common
-        if own_shown and (self._optimized or self._watched.unseen or steps_in_backward(self.model)):
-            return []
-        changed = self._weights.changed()
+        own_shown, changed = not self._in_model.common, self._set_outside()
         others = [name for name in changed if not self._weights.shows_common(name)]
         self._take_from_model(others)
         if others:

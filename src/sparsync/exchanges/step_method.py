@@ -81,6 +81,8 @@ class StepMethod(Handle):
 
     replaces_optimizer = False  # whether `step` is called in place of the optimizer's
     cure_of_set: str  # what to do where each rank has set other weights from outside
+    exchanges_buffers = False  # so that ranks need not compare them
+    cure_of_unexchanged: str  # what to do where what nothing exchanges differs
     _scheme: Scheme  # pyright: ignore[reportIncompatibleVariableOverride]  # no reduce-scatter form
 
     def __init__(
@@ -107,8 +109,16 @@ class StepMethod(Handle):
         self._members = Members(model)
         self._types = {name: each.dtype for name, each in replica.owned.items()}
         names = {id(each): name for name, each in replica.owned.items()}
-        every, cure = options.check_weights_every, self.cure_of_set
-        comparison = Comparison(optimizers, names, self._weights.common, every, cure_of_set=cure)
+        comparison = Comparison(
+            optimizers,
+            names,
+            self._weights.common,
+            options.check_weights_every,
+            cure_of_set=self.cure_of_set,
+            # Not a method of this handle, which would then wait for the collector of garbage.
+            unexchanged=replica.frozen if self.exchanges_buffers else replica.frozen_and_copies,
+            cure_of_unexchanged=self.cure_of_unexchanged,
+        )
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
         lines = [f"{type(options).__name__}({given})", scheme.config_fingerprint(), *_model_lines(model)]
         fingerprint = "\n".join([*lines, *comparison.settings.read()[1]])
@@ -303,6 +313,11 @@ class StepMethod(Handle):
 
     def _may_show(self) -> bool:
         return not self._averaging
+
+    def _set_outside(self) -> list[str]:
+        """Return the names of the parameters that were set from outside, and not put back since to what they were."""
+        changed = self._weights.changed()
+        return changed if self._shown is None else self._shown.without_own(changed)
 
     @abstractmethod
     def _adopt(self) -> list[str]:

@@ -1,8 +1,8 @@
 """What lets a training loop stay as it is: the copy of the model that is trained, its gradients, and the weights it shows.
 
 The loop calls the model, the backward pass and `optimizer.step()`. The gradients that it sees have the norm of the mean one. In front of
-the optimizer's own step, those of all ranks become one step of the weights; then the optimizer finds no gradient. A forward pass that does
-not train, and `model.state_dict()`, have the common weights, which are the same on all ranks, and not a rank's own.
+the optimizer's own step, those of all ranks become one step of the weights; then the optimizer finds no gradient. A forward pass without
+gradients, and `model.state_dict()`, have the common weights, which are the same on all ranks, and not a rank's own.
 """
 
 import weakref
@@ -24,7 +24,7 @@ from sparsync.runtime.findings import (
     reducing_wrappers,
     warn_or_raise,
 )
-from sparsync.runtime.parameter_names import plain_name, trained
+from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
 
 
 class Replica:
@@ -51,6 +51,28 @@ class Replica:
     def gradients(self) -> Iterator[Tensor | None]:
         """Return what this rank holds of the gradients."""
         return (each.grad for each in self.owned.values())
+
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """Return what this rank holds of the parameters that are not trained, with their names."""
+        owned = {id(each) for each in self.owned.values()}
+        found = [(name, each.detach()) for name, each in named_parameters(self.module) if id(each) not in owned]
+        return [(name, getattr(each, "to_local", lambda whole=each: whole)()) for name, each in found]
+
+    def frozen_and_copies(self) -> list[tuple[str, Tensor]]:
+        """Return what `frozen` does, and the buffers that copy trained parameters, such as their average, with their names.
+
+        These have the shape of a trained parameter, and a name that ends in that one's: "target.weight" or "ema_weight" beside
+        "encoder.weight". Others, such as BatchNorm's running means, follow from a rank's own data and may differ.
+        """
+
+        def copies_one(name: str, buffer: Tensor) -> bool:
+            own_data = name.rpartition(".")[2].startswith("running_")
+            return not own_data and any(name.endswith(own) and buffer.shape == shape for own, shape in shapes)
+
+        shapes = {(name.rpartition(".")[2], each.shape) for name, each in self.owned.items()}
+        buffers = ((plain_name(name), each) for name, each in self.module.named_buffers() if each.is_floating_point())
+        copies = [(name, each) for name, each in buffers if copies_one(name, each)]
+        return [*self.frozen(), *copies]
 
     def take_gradients(self) -> None:
         """Have `trained` show the gradients of `owned`, and what of it is frozen."""
@@ -122,21 +144,22 @@ class GradientDivisor:
 class ShownWeights:
     """Shows the `weights` of `replica`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
 
-    A forward pass trains where the module is in training mode and gradients are enabled. `adopt` takes weights that were set from outside;
-    weights that are set while the common ones are shown become both. `begins` is called before each pass that trains. While `asks` is
-    False nothing changes.
+    A forward pass trains where gradients are recorded, also in evaluation mode: some loops train in it, for BatchNorm to stay as it is.
+    `set_outside` has the names of weights that were set from outside, and `adopt` takes those for the common ones; weights that are set
+    while the common ones are shown become both. `begins` is called before each pass that trains. While `asks` is False nothing changes.
     """
 
     def __init__(
         self,
         replica: Replica,
         weights: Weights,
+        set_outside: Callable[[], Collection[str]],
         adopt: Callable[[], object],
         asks: Callable[[], bool],
         begins: Callable[[], object] = lambda: None,
     ) -> None:
         self._replica, self._weights = replica, weights
-        self._adopt, self._asks, self._begins = adopt, asks, begins
+        self._set_outside, self._adopt, self._asks, self._begins = set_outside, adopt, asks, begins
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
         # Any: torch has not typed what it returns
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
@@ -179,21 +202,29 @@ class ShownWeights:
             for bucket, own in zip(self._weights.buckets, self._own, strict=True):
                 bucket.copy_own_(own, names)
 
+    def without_own(self, names: Iterable[str]) -> list[str]:
+        """Return the names without those of parameters that have the own weights again, which are put aside."""
+        own = self._own
+        return list(names) if own is None else [each for each in names if not self._weights.shows(each, own)]
+
     def _before_forward(self, module: nn.Module) -> None:
         """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
-        if any(module is each for each in self._replica.called):
-            trains = module.training and torch.is_grad_enabled()
-            if trains:
-                self._check_unwrapped()
+        if not any(module is each for each in self._replica.called):
+            return
+        if _records():
+            self._check_unwrapped()
             if self._asks() and self._weights.was_written():
                 self._adopt()
-            self.show(common=not trains)
-            if trains and self._asks():
+            self.show(common=False)
+            if self._asks():
                 self._begins()
+        # What the loop evaluates in the place of the weights, such as their average, it may put back to what was there.
+        elif not self.common and self._asks() and not self._set_outside():
+            self.show(common=True)
 
-    def _after_forward(self, module: nn.Module, output: object) -> None:
+    def _after_forward(self, output: object) -> None:
         """Look at the beginning of the backward pass whether the own weights are in the model, if this pass has used them."""
-        if module.training and torch.is_grad_enabled() and not self.common and self._asks():
+        if _records() and not self.common and self._asks():
             for each in _tensors(output):
                 if each.grad_fn is not None:
                     each.register_hook(partial(_refuse_common, weakref.ref(self)))
@@ -218,7 +249,7 @@ class ShownWeights:
         """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
         if not any(module is each for each in self._replica.bodies) or not self._asks():
             return
-        self._adopt()
+        as_set = self._set_outside()
         names = {id(each): name for name, each in self._replica.owned.items()}
         common, values = dict(self._weights.common()), dict[int, Tensor]()
         for full_name, parameter in module.named_parameters(remove_duplicate=False):
@@ -227,6 +258,8 @@ class ShownWeights:
             if key is None or id(parameter) not in names or isinstance(state[key], nn.Parameter):
                 continue
             name = names[id(parameter)]
+            if name in as_set:
+                continue
             if id(parameter) not in values:  # names that share a parameter share its value
                 values[id(parameter)] = self._replica.whole(name, common[name].to(parameter.dtype, copy=True))
             state[key] = values[id(parameter)]
@@ -240,6 +273,11 @@ class ShownWeights:
             hook.remove()
 
 
+def _records() -> bool:
+    """Return whether gradients are recorded now."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def _leave_common(weights: Weights) -> None:
     """Leave the common weights in a model that nothing trains any more."""
     with torch.no_grad():
@@ -251,8 +289,9 @@ def _refuse_common(shown: "weakref.ref[ShownWeights]", _: Tensor) -> None:
     """Raise RuntimeError where a backward pass of own weights finds the common ones in the model."""
     if (found := shown()) is not None and found.common:
         raise RuntimeError(
-            "between a forward pass that trains and its backward pass came another forward pass of the model, in evaluation mode or "
-            "without gradients, which uses other weights; make that one before, or after the backward pass"
+            "between a forward pass that trains and its backward pass came another forward pass of the model, without gradients, such as "
+            "that of a reference or a target, which uses the weights that all ranks have in common; make that one before, or after the "
+            "backward pass; or attach with exchange=sparsync.Steps(keep=0.0), where each rank trains these weights"
         )
 
 
@@ -285,9 +324,9 @@ class _BeforeForward(_Hook):
 
 
 class _AfterForward(_Hook):
-    def __call__(self, module: nn.Module, _: object, output: object) -> None:
+    def __call__(self, _: nn.Module, __: object, output: object) -> None:
         if (shown := self._shown()) is not None:
-            shown.after_forward(module, output)
+            shown.after_forward(output)
 
 
 class _AfterStateDict(_Hook):

@@ -183,10 +183,12 @@ class Weights:
 
     def shows_common(self, name: str) -> bool:
         """Return whether the model has the common weights of a parameter, in its type."""
+        return self.shows(name, [each.common for each in self.buckets])
+
+    def shows(self, name: str, values: Sequence[Tensor]) -> bool:
+        """Return whether the model has these values of a parameter, in its type: `values` are vectors of all buckets."""
         parameter = self.trained[name].detach()
-        bucket = next(each for each in self.buckets if name in each.parameters)
-        common = next(entry.span.of(bucket.common) for entry in bucket.layout if entry.name == name)
-        return torch.equal(parameter.reshape(-1), common.to(parameter.dtype))
+        return torch.equal(parameter.reshape(-1), by_name(self.buckets, values)[name].to(parameter.dtype))
 
     def common(self) -> Iterable[tuple[str, Tensor]]:
         """Return the name and the common weights of each parameter, flat: views."""
@@ -220,7 +222,8 @@ class Weights:
             if changed := self._written.changed():
                 raise RuntimeError(
                     f"{', '.join(changed[:3])} got other values inside averaged(), which ends with a rank's own weights and would lose "
-                    "them; load weights outside of it, or put the old ones back inside"
+                    "them; load weights outside of it, or put the old ones back inside; call requires_grad_(False) before attach on what "
+                    "is not trained, such as an average (EMA) of the weights, and it keeps its values"
                 )
         finally:
             for bucket, weights in zip(self.buckets, own, strict=True):

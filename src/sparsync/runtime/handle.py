@@ -63,7 +63,7 @@ class Options:
         self, names: Mapping[int, str], weights: Callable[[], Named] | None, applies: Callable[[], bool] = lambda: True
     ) -> Comparison:
         """Return what the ranks compare besides buckets; see Comparison."""
-        return Comparison(self.optimizers, names, weights, self.check_weights_every, applies)
+        return Comparison(self.optimizers, names, weights, self.check_weights_every, applies, where_stepped=True)
 
     def connected(self, group: dist.ProcessGroup | None, *lines: str) -> GroupComm:
         """Return private connections between the ranks of `group`, which must have the same `lines`. Collective over them."""

@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import ReduceScatterScheme, parameter_of
 from sparsync.comm.announcement import Told
 from sparsync.core import Bucket, digest, generator
+from sparsync.kernels import operations as kernels
 from sparsync.runtime.backward_passes import BackwardPasses
-from sparsync.runtime.findings import innermost
+from sparsync.runtime.findings import innermost, with_inner
 
 CHECK_WEIGHTS_EVERY = 100  # steps
 
@@ -50,6 +51,7 @@ _SKIPPED_CURE = (
     "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, and not "
     "by a rank's own norm or loss"
 )
+_PATIENCE = 8  # steps that a check waits for an optimizer, which may not tell
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -63,18 +65,21 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    # Checkpoints, settings of optimizers, weights, and what happened since the last step: loaded states, and gradients thrown away.
-    told: tuple[Told, ...] = (Told([], ""),) * 5
+    # Checkpoints, settings of optimizers, weights, what nothing exchanges, and what happened since the last step: loaded states, and
+    # gradients that were thrown away.
+    told: tuple[Told, ...] = (Told([], ""),) * 6
 
 
 class Comparison:
-    """Reads what ranks compare: the settings of `optimizers`, and every `every` steps (0: never) what `weights` returns.
+    """Reads what ranks compare: settings of `optimizers`, and every `every` steps (0: never) what `weights` and `unexchanged` return.
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others. `saved`: a checkpoint was since the last step; the owner sets it. `loaded`
-    says what was loaded before the next step, see `Loads`, and `thrown_away` how many backward passes came for nothing, see
-    `BackwardPasses`.
+    `cure_of_set` says what to do where ranks have set others. `unexchanged` returns tensors that nothing exchanges and that are to be the
+    same on all ranks; `cure_of_unexchanged` says what to do where they are not. `where_stepped`: weights are read when an optimizer has
+    stepped, and not in the backward pass, for which some loops move each rank's weights, as SAM does. `saved`: a checkpoint was since the
+    last step; the owner sets it. `loaded` says what was loaded before the next step, see `Loads`, and `thrown_away` how many backward
+    passes came for nothing, see `BackwardPasses`.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -86,6 +91,9 @@ class Comparison:
         every: int,
         applies: Callable[[], bool] = lambda: True,
         cure_of_set: str = "",
+        unexchanged: Callable[[], Named] | None = None,
+        cure_of_unexchanged: str = "",
+        where_stepped: bool = False,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
@@ -95,6 +103,11 @@ class Comparison:
         self.loaded: Sequence[str] = ()
         self.thrown_away = 0
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
+        self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
+        self._step = -1  # the last one that was compared
+        self._late: int | None = None  # the first step of a check that no optimizer has stepped for yet
+        self._read: list[tuple[str, Tensor]] | None = None  # sums of the weights, as the optimizer has left them
+        self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)
 
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
@@ -103,11 +116,17 @@ class Comparison:
             return Compared()
         number, settings = self.settings.read()
         due = bool(self._every) and step // self._every * self._every > step - steps
+        due = self._is_time(step, due, failed=steps > 1) if self._watches else due
         weights: list[str] = []
         if self._weights is not None and (due or self.adopted):
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
-            weights = weight_lines(named, f"{'' if due else 'set from outside '}before step {step}")
+            sums, self._read = self._read or _sums(named), None
+            weights = _lines(sums, f"{'' if due else 'set from outside '}before step {step}")
             number ^= digest("\n".join(weights))
+        others: list[str] = []
+        if self._unexchanged is not None and due:
+            others = unexchanged_lines(self._unexchanged(), f"before step {step}")
+            number ^= digest("\n".join(others))
         number ^= digest("\n".join(saved)) if saved else 0
         # Outside of a check, other ranks have set weights where this one has not.
         cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
@@ -122,10 +141,47 @@ class Comparison:
             Told(saved, _SAVED_CURE),
             Told(settings, _SETTINGS_CURE),
             Told(weights, cure),
+            Told(others, self._cure_of_unexchanged),
             Told(loaded, _LOADED_CURE),
             Told(thrown, _SKIPPED_CURE),
         )
         return Compared(number, told)
+
+    def _watch(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Read weights after steps of these optimizers and of those inside them; return whether any tells of its steps."""
+        known = weakref.ref(self)
+
+        def after_step(*_: object) -> None:
+            if (found := known()) is not None:
+                found._read_weights()
+
+        # Any: torch types what it returns as a function of named arguments
+        hook: Any = torch.compiler.disable(after_step)
+        tells = False
+        for each in (one for outer in optimizers for one in with_inner(outer)):
+            if "_optimizer_step_post_hooks" in vars(each):
+                weakref.finalize(self, each.register_step_post_hook(hook).remove).atexit = False
+                tells = True
+        return tells
+
+    def _is_time(self, step: int, due: bool, failed: bool) -> bool:
+        """Return whether to compare weights in this step: those that were read, or else those in the model."""
+        self._step = step
+        if failed:
+            self._late = self._read = None
+            return due
+        if due and self._read is None and self._late is None:
+            self._late = step
+        if self._late is not None and step >= self._late + _PATIENCE:
+            self._late = None
+            return True
+        return self._read is not None
+
+    def _read_weights(self) -> None:
+        """Read the weights for the next step, if they are to be compared there."""
+        due = self._late is not None or (self._every and (self._step + 1) % self._every == 0)
+        if due and self._read is None and self._weights is not None and self._applies():
+            self._late, self._read = None, _sums(self._weights())
 
 
 class OptimizerSettings:
@@ -210,11 +266,28 @@ class Members:
 
 def weight_lines(weights: Named, when: str) -> list[str]:
     """Return a line with the digest of each tensor, which changes with any element, and where two are swapped. A host sync."""
-    named = [(name, _sum(each.detach())) for name, each in weights]
-    sums = torch.stack([each.to(named[0][1].device) for _, each in named]).tolist() if named else []
+    return _lines(_sums(weights), when)
+
+
+def _sums(weights: Named) -> list[tuple[str, Tensor]]:
+    return [(name, _sum(each.detach())) for name, each in weights]
+
+
+def _lines(sums: list[tuple[str, Tensor]], when: str) -> list[str]:
+    found = torch.stack([each.to(sums[0][1].device) for _, each in sums]).tolist() if sums else []
     return [
         f"weights {name!r} with digest {one & (1 << 64) - 1:016x} {when}"
-        for (name, _), one in zip(named, sums, strict=True)
+        for (name, _), one in zip(sums, found, strict=True)
+    ]
+
+
+def unexchanged_lines(tensors: Named, when: str) -> list[str]:
+    """Return a line with the digest of each tensor, of any type; there may be many more of these than of trained weights. A host sync."""
+    named = dict(tensors)
+    digests = kernels.digests(list(named.values())).tolist()
+    return [
+        f"{name!r}, which nothing exchanges, with digest {one & (1 << 64) - 1:016x} {when}"
+        for name, one in zip(named, digests, strict=True)
     ]
 
 
