@@ -236,6 +236,7 @@ class Run:
         """Yield the number of the next step until this many are done, or this rank has left: after a loss the same number again.
 
         Meets the other ranks first. Between two steps it lets others join and leave. Call `attempt` around each step.
+        Raises RuntimeError where the others leave this rank out, because the same members have failed again and again and it is the cause.
         """
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
