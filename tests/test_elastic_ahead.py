@@ -156,18 +156,18 @@ def several_join(port: int) -> tuple[int, int, int]:
     signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if number:
         signals.wait(["begun"])
-    began, send, alive = Serving.__init__, Serving._send_moves, list[Serving]()
+    begins, send, begun, most = Serving._send, Serving._send_moves, list[Serving](), [0]
 
-    def init(self: Serving, *given: Any) -> None:
-        began(self, *given)
-        alive.append(self)
-        most.append(sum(each._thread.is_alive() for each in alive))
+    def begin(self: Serving, *given: Any) -> None:
+        begun.append(self)
+        most.append(sum(each._thread.is_alive() for each in begun))
+        begins(self, *given)
 
     def send_moves(self: Serving, counts: Any) -> None:
         time.sleep(0.3)  # the others ask meanwhile
         send(self, counts)
 
-    most, Serving.__init__, Serving._send_moves = [0], init, send_moves
+    Serving._send, Serving._send_moves = begin, send_moves
     run = elastic.Run(f"127.0.0.1:{port}", timeout_s=10.0, wait_s=60.0)
     torch.manual_seed(0)
     model = nn.Linear(200, 300)

@@ -250,6 +250,7 @@ class Members:
         defers this one, which then waits, also over meetings.
         """
         asked_at, pause, source, deferred = time.monotonic(), POLL_S, "", False
+        others = list[str]()
         while True:
             if not source:
                 self._find()
