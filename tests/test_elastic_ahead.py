@@ -149,6 +149,53 @@ def test_it_gets_all_when_it_is_let_in_where_that_goes_wrong(wrong: str) -> None
     assert told.received[0] > STATE
 
 
+def several_join(port: int) -> tuple[int, int, int]:
+    """Return how many the first rank served at once at most, the bytes that came ahead to this rank, and how many ranks there are."""
+    number, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if number:
+        signals.wait(["begun"])
+    begins, send, begun, most = Serving._send, Serving._send_moves, list[Serving](), [0]
+
+    def begin(self: Serving, *given: Any) -> None:
+        begun.append(self)
+        most.append(sum(each._thread.is_alive() for each in begun))
+        begins(self, *given)
+
+    def send_moves(self: Serving, counts: Any) -> None:
+        time.sleep(0.3)  # the others ask meanwhile
+        send(self, counts)
+
+    Serving._send, Serving._send_moves = begin, send_moves
+    run = elastic.Run(f"127.0.0.1:{port}", timeout_s=10.0, wait_s=60.0)
+    torch.manual_seed(0)
+    model = nn.Linear(200, 300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.add(model, sparsync.attach(model, sparsync.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
+    for step in run.steps(200):
+        with run.attempt():
+            optimizer.zero_grad()
+            model(torch.randn(8, 200)).square().mean().backward()
+            optimizer.step()
+        if run.size < ranks:
+            time.sleep(0.1)
+        if step == 2:
+            signals.set("begun", "")
+    told = max(most), run.changes[0].ahead_nbytes, run.size
+    run.close()
+    return told
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_of_several_that_join_at_once_a_rank_serves_one_after_the_other() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, *others = run_on(several_join, 3, port=store.port)
+    assert first == (1, 0, 3)
+    assert all(size == 3 and ahead > 3 * 4 * 200 * 300 for _, ahead, size in others)
+
+
 def comes_back(port: int) -> list[tuple[int, int]]:
     """Return the steps of the run and of its schedule after each step of a rank that is stopped after 10 steps.
 

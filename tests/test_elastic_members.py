@@ -224,6 +224,29 @@ def test_one_that_is_to_join_asks_a_member_for_the_state(store: Any, serves: boo
         assert theirs.get("key") == b"value"
 
 
+def test_one_that_is_deferred_asks_again_after_a_meeting_and_waits_longer_than_the_timeout(store: Any) -> None:
+    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
+
+        def is_asked() -> None:
+            while a.fetching != ["x"]:
+                assert not found.done(), found.result()
+                time.sleep(0.01)
+
+        x = member_of(store, "x")
+        x.timeout_s = 0.5
+        found = threads.submit(x.source)
+        is_asked()
+        a.defer("x")
+        a.meet(note(1))
+        a.store_of(a.current)  # writes it down
+        is_asked()
+        a.defer("x")
+        time.sleep(0.7)
+        a.answer("x", True)
+        source, _ = found.result() or ("", None)
+        assert (source, x.current.number) == ("a", 2)
+
+
 def test_nobody_is_asked_for_the_state_where_nobody_trains(store: Any) -> None:
     assert member_of(store, "x").source() is None
     with met(store, "a", "b") as (a, b), ThreadPoolExecutor(1) as threads:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from sparsync import elastic
 from sparsync.comm.group import ConnectionLostError
 from sparsync.elastic.__main__ import main, serve
 from sparsync.elastic.members import TCPStore
-from sparsync.elastic.world import GroupStore
+from sparsync.elastic.world import GroupStore, receive, send
 from sparsync.exchanges.local_steps import LocalTraining
 
 
@@ -324,6 +325,45 @@ def test_the_residual_of_a_rank_that_is_behind_follows_the_rate_of_the_others() 
     ((before, after),) = run_on(slowed, 1)
     assert any(each.any() for each in before.values())
     assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+
+
+class Sends:
+    """Makes a pickle that calls a function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ran.append, (1,)
+
+
+ran: list[int] = []
+
+
+class Mailbox:
+    """A process group of one, which receives what it has sent."""
+
+    def __init__(self) -> None:
+        self._sent: list[torch.Tensor] = []
+
+    def send(self, parts: list[torch.Tensor], to: int, tag: int) -> "Mailbox":
+        self._sent.append(parts[0].clone())
+        return self
+
+    def recv(self, parts: list[torch.Tensor], source: int, tag: int) -> "Mailbox":
+        parts[0].copy_(self._sent.pop(0))
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+def test_what_a_member_sends_makes_tensors_and_calls_nothing() -> None:
+    group, state = Mailbox(), {"model": {"w": torch.arange(3.0)}, "steps": 7}
+    send(state, group, 0)
+    found, _ = receive(group, 0)
+    assert torch.equal(found["model"]["w"], state["model"]["w"]) and found["steps"] == 7
+    send({**state, "steps": Sends()}, group, 0)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        receive(group, 0)
+    assert ran == []
 
 
 def test_the_numbers_of_all_ranks_come_by_one_call() -> None:

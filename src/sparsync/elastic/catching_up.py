@@ -76,6 +76,11 @@ class Serving:
         check()
         send(what, self._group, 1, check)
 
+    @property
+    def sends(self) -> bool:
+        """Whether it may still have a copy of the state."""
+        return self._thread.is_alive()
+
     def rest(self, trained: Sequence[Trained]) -> list[dict[str, Any]] | None:  # Any: as Trained.rest
         """Return what the one that joins lacks still; None where it needs all."""
         if not self._near or self._is_broken():

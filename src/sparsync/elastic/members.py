@@ -246,22 +246,41 @@ class Members:
     def source(self) -> tuple[str, Any] | None:  # Any: a store
         """Ask one of the members, while they train, for the state, before `join`; return it, and a store for this process and it.
 
-        None where there is nobody, or nobody who trains: all are at a meeting already, or a rank is lost.
+        None where there is nobody, or nobody who trains: all are at a meeting already, or a rank is lost. One that serves another process
+        defers this one, which then waits, also over meetings.
         """
-        self._find()
-        others = [each for each in self.current.members if each != self.own]
-        if not others or self._said().of("comes"):
-            return None
-        source, began, pause = random.SystemRandom().choice(others), time.monotonic(), POLL_S
-        self.say("fetches", source)
-        self._do(self._ring)
-        while not (said := self._said()).has(source, "serves", self.own):
-            if said.has(source, "declines", self.own) or said.of("comes") or time.monotonic() > began + self.timeout_s:
+        asked_at, pause, source, deferred = time.monotonic(), POLL_S, "", False
+        others = list[str]()
+        while True:
+            if not source:
+                self._find()
+                others = [each for each in self.current.members if each != self.own]
+                if not others:
+                    return None
+            said, waited = self._said(), time.monotonic() - asked_at
+            if source and said.has(source, "serves", self.own):
+                return source, self.store_of_pair(source, self.own)
+            deferred = deferred or (bool(source) and said.has(source, "defers", self.own))
+            if (source and said.has(source, "declines", self.own)) or waited > (
+                self._wait_s if deferred else self.timeout_s
+            ):
                 return None
+            if said.of("comes"):
+                if not deferred:
+                    return None
+                source = ""  # asks again in the next epoch
+            elif not source:
+                source = random.SystemRandom().choice(others)
+                self.say("fetches", source)
+                self._do(self._ring)
+                continue
             self._check_running()
             time.sleep(pause)
             pause = min(1.5 * pause, SLOWEST_POLL_S)
-        return source, self.store_of_pair(source, self.own)
+
+    def defer(self, member: str) -> None:
+        """Have one that asks this member for the state wait until it serves no other one."""
+        self.say("defers", member)
 
     def answer(self, member: str, serves: bool) -> Any:  # Any: a store
         """Tell one that asks this member for the state whether it gets it; return a store for both."""

@@ -150,6 +150,7 @@ class Run:
         self._background = background
         self._servings: dict[str, Serving] = {}  # by the member that is to join
         self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
+        self._deferred: set[tuple[int, str]] = set()  # likewise
         self._source = ""  # the member from which this rank has got most of the state
         self._before: list[dict[str, Any]] | None = None  # this rank's state before that; Any: as Trained.state
         self._ahead = 0, 0.0  # bytes and seconds of that
@@ -235,6 +236,7 @@ class Run:
         """Yield the number of the next step until this many are done, or this rank has left: after a loss the same number again.
 
         Meets the other ranks first. Between two steps it lets others join and leave. Call `attempt` around each step.
+        Raises RuntimeError where the others leave this rank out, because the same members have failed again and again and it is the cause.
         """
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
@@ -309,9 +311,7 @@ class Run:
         """Call a meeting where somebody wants to join or to leave, and serve those who will want to."""
         members = self._members
         for each in members.fetching:
-            if (self.epoch.number, each) not in self._answered:
-                self._answered.add((self.epoch.number, each))
-                self._serve(each)
+            self._serve_once(each)
         if self._leaves and self.size == 1 and not members.asked_for:
             _LOG.warning("the last rank of this run leaves; what was trained is in this process only")
             members.end()
@@ -319,15 +319,25 @@ class Run:
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
             members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
 
+    def _serve_once(self, member: str) -> None:
+        """Answer one that is to join, unless that was done; one after the other, because each takes a copy of the state."""
+        asked, busy = (self.epoch.number, member), any(each.sends for each in self._servings.values())
+        if asked in self._answered or (busy and asked in self._deferred):
+            return
+        (self._deferred if busy else self._answered).add(asked)
+        try:
+            if busy:
+                self._members.defer(member)
+            else:
+                self._serve(member)
+        except StoreSilentError as error:
+            _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
+
     def _serve(self, member: str) -> None:
         """Send the state to one that is to join, beside the training."""
         methods = self._methods()
         serves = bool(methods) and not self._leaves and all(each.done for each in self._trained)
-        try:
-            store = self._members.answer(member, serves)
-        except StoreSilentError as error:
-            _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
-            return
+        store = self._members.answer(member, serves)
         if serves:
             if member in self._servings:
                 self._servings[member].stop()
