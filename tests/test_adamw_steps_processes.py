@@ -159,7 +159,7 @@ def apart() -> None:
     assert [each.split(":")[0] for each in seen] == kinds
     assert "rank 0 has applied only a part of one" in seen[-1]
     if rank == 0:
-        with pytest.raises(RuntimeError, match="applied in part on this rank"):
+        with pytest.raises(RuntimeError, match="half applied on this rank"):
             steps.state_dict()
     steps.load_state_dict(saved)
     assert all(map(torch.equal, fit(steps, range(2, 5)), wanted))

@@ -139,7 +139,7 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     for _ in range(400):
         damaged = bytearray(content)
         damaged[drawn.randrange(len(content))] ^= drawn.randrange(1, 256)
-        with pytest.raises(ValueError, match=r"^the file is no state that can be loaded: .*; restore it from a copy"):
+        with pytest.raises(ValueError, match=r"^the file cannot be loaded: .*; restore it from a copy"):
             state_file.parsed(damaged, "the file")
 
 
@@ -440,7 +440,7 @@ def test_a_file_of_a_checkpoint_that_is_no_regular_file_is_refused_without_waiti
         for file in (saved, data):
             _ = file.rmdir() if file.is_dir() else file.unlink()
             make(file)
-        with pytest.raises(ValueError, match=r"is no state that can be loaded: .*not a regular file"):
+        with pytest.raises(ValueError, match=r"cannot be loaded: .*not a regular file"):
             checkpoint.load(fresh(), own)
         with pytest.raises(ValueError, match=r"has no entry 'sparsync.step3.rank0of1' .*not a regular file"):
             checkpoint.load(fresh(), theirs)

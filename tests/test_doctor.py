@@ -102,9 +102,9 @@ def optimizers() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # as in `refused`
 
     for optimizer, reason in (
-        (AdamW(parameters(), amsgrad=True), "exchanged steps have neither amsgrad nor maximize"),
+        (AdamW(parameters(), amsgrad=True), "exchanged steps support neither amsgrad nor maximize"),
         (torch.optim.Adam(parameters(), weight_decay=0.1), "this Adam decays gradients"),
-        (ZeroRedundancyOptimizer(parameters(), AdamW), "steps are exchanged of all of them"),
+        (ZeroRedundancyOptimizer(parameters(), AdamW), "exchanged steps need all of them"),
     ):
         for exchange in (None, Gradients()):
             words = said(TopK(0.01), optimizer, exchange)

@@ -74,7 +74,7 @@ def test_only_modules_and_optimizers_are_taken_and_the_error_names_what_was_give
 def other_parameters() -> None:
     model, copied = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer, whole = AdamW(copied.parameters()), AdamW(model.parameters())
-    words = "none of the model's trained parameters, which never move unless it has copies .*; make the optimizer from this model's"
+    words = "none of the model's trained parameters, so they do not train, unless it has copies .*; make the optimizer from this model's"
     for name, make in {**attached(), **DIRECT}.items():
         if name == "LocalTraining":  # its caller says when an optimizer has stepped
             continue

@@ -177,7 +177,7 @@ def apart(name: str) -> list[Tensor]:
     )
     assert "load a checkpoint on all ranks, handle and model, or start again" in seen[-1]
     if name == "apply_to_common" and rank == 0:
-        with pytest.raises(RuntimeError, match="applied in part on this rank"):
+        with pytest.raises(RuntimeError, match="half applied on this rank"):
             steps.state_dict()
     steps.load_state_dict(saved)
     assert all(map(torch.equal, fit(steps, range(2, 5)), wanted))

@@ -22,6 +22,15 @@ def test_each_distribution_asks_for_what_it_imports() -> None:
     assert _used(library) == everywhere
 
 
+def test_the_extension_takes_no_headers_of_torch_so_that_one_wheel_serves_every_version() -> None:
+    sources = (ROOT / "csrc").rglob("*.?pp")
+    included = {
+        name for path in sources for name in re.findall(r'^#include [<"]([^>"/]+)/', path.read_text(), re.MULTILINE)
+    }
+    assert included & {"torch", "ATen", "c10"} == set()
+    assert "nanobind" in included
+
+
 def _names(project: Path) -> set[str]:
     """Return the packages that a project depends on. Read as text, because Python 3.10 cannot read TOML."""
     listed = re.search(r"^dependencies = \[\n(.*?)^\]", project.read_text(), re.MULTILINE | re.DOTALL)

@@ -200,7 +200,8 @@ def test_a_state_of_something_else_is_refused(scheme: Scheme) -> None:
 def test_a_scheme_without_state_refuses_one(scheme: Scheme) -> None:
     scheme.load_state_dict({})
     with pytest.raises(
-        ValueError, match=r"\w+ has no state, this one has \['residual'\]; load it into the scheme it is of"
+        ValueError,
+        match=r"\w+ has no state, but the given one has \['residual'\]; load it into the scheme that saved it",
     ):
         scheme.load_state_dict({"residual": {}})
 

@@ -198,7 +198,7 @@ def _check_agrees(integration: str, first: State, state: State, where: str, step
     applied, others = (each.get(integration, {}).get("applied") for each in (first, state))
     if applied != others:
         raise ValueError(
-            f"it was saved after other exchanges than {where}; save on every rank between the same exchanges"
+            f"it was saved after another exchange than {where}; save on every rank after the same exchange"
         )
 
 

@@ -204,7 +204,7 @@ class ShardHandle(Fsdp2Handle):
         whole = state["scheme"].get("residual", {})
         if unknown := sorted(whole.keys() - {each.name for each in self._trained()}):
             raise ValueError(
-                f"this state has a residual of {unknown[0]!r}, which is no trained parameter of this model; load that of the same model"
+                f"this state has a residual of {unknown[0]!r}, no trained parameter of this model; load the state of the same model"
             )
 
     def reduce_scatter(self, unit: Unit, out: Tensor, x: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:

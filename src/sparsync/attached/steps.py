@@ -129,7 +129,7 @@ def _replica(
         return Replica(model, [called]), group
     if left_alone := ignored(model.module):
         raise ValueError(
-            f"DDP ignores {', '.join(sorted(left_alone))}, and steps are exchanged of all trained parameters; freeze these, or "
+            f"DDP ignores {', '.join(sorted(left_alone))}, and exchanged steps include all trained parameters; freeze these, or "
             "attach with exchange=sparsync.Gradients()"
         )
     return Replica(model.module, [called, model]), model.process_group

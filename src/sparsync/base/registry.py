@@ -117,7 +117,7 @@ def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is on
     if base == name or not isinstance(found, type):
         return found
     if not hasattr(found, "published"):
-        raise ValueError(f"scheme {base!r} has no published setting, because it is none of a paper's; use {base!r}")
+        raise ValueError(f"scheme {base!r} has no published setting, because no paper describes it; use {base!r}")
     return found.published  # pyright: ignore[reportAttributeAccessIssue]
 
 

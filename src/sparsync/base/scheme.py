@@ -84,7 +84,7 @@ class Scheme(ABC):
         """Continue from what `state_dict` returned. Raises ValueError for the state of another scheme."""
         if state:
             raise ValueError(
-                f"{type(self).__name__} has no state, this one has {sorted(state)}; load it into the scheme it is of"
+                f"{type(self).__name__} has no state, but the given one has {sorted(state)}; load it into the scheme that saved it"
             )
 
     @property

@@ -32,7 +32,7 @@ class Epoch:
         return self.members.index(member)
 
     def factors_after(self, last: "Epoch", full_after: int) -> "Factors":
-        """Return by what a rank that was there in an earlier epoch multiplies what it has for the others.
+        """Return the factors for what a rank holds back from the others, where it was there in an earlier epoch.
 
         It then moves the weights as far as it would have: a mean over more ranks would make less of it, and one over fewer more. What lost
         ranks held back is taken to be the mean of those that are left. A rank that began with nothing counts in full after

@@ -100,8 +100,8 @@ class Agreement(Reduction):
         for rank, (step, applied, *_) in enumerate(rows):
             if (step, applied) != self.own[:2]:
                 raise RuntimeError(
-                    f"ranks came apart: rank {comm.rank} exchanges at step {self.own[0]} after {self.own[1]} exchanges, rank {rank} at "
-                    f"step {step} after {applied}; call step() equally often on all ranks, or load the same checkpoint on all of them"
+                    f"ranks are at different steps: rank {comm.rank} exchanges at step {self.own[0]} after {self.own[1]} exchanges, rank "
+                    f"{rank} at step {step} after {applied}; call step() equally often on all ranks, or load one checkpoint on all of them"
                 )
         self.not_finite = {rank: row[2] for rank, row in enumerate(rows) if row[2] != FINITE}
         self.idle = self._idle([_unpacked(row[len(self.own) :], len(self.parameters)) for row in rows])

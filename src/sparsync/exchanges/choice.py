@@ -52,7 +52,7 @@ def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | No
         raise ValueError("the steps of an optimizer are exchanged; pass it: attach(model, scheme, optimizer=optimizer)")
     if isinstance(exchange, Steps) and not steps_possible:
         raise ValueError(
-            "steps are exchanged of models that every rank has whole; under FSDP2 exchange gradients, with "
+            "exchanged steps need the whole model on every rank; under FSDP2 exchange gradients, with "
             "TwoShot(density=1.0, values='int4') for AdamW"
         )
     return exchange

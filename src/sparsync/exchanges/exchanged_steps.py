@@ -157,8 +157,8 @@ class ExchangedSteps(StepMethod):
         weakref.finalize(self, _remember_all, self._scheme).atexit = False
         if not _forget(self._scheme, options) and options.decay not in (None, 1.0):
             raise ValueError(
-                f"decay={options.decay} is for residuals of schemes that have none of their own, and {self._scheme.name} has its own, or "
-                "no residual; leave decay out, or set it in the scheme"
+                f"decay={options.decay} needs a scheme with a residual and no decay setting, and {self._scheme.name} is none; leave "
+                "decay out, or set it in the scheme"
             )
         common = [each.common for each in self._weights.buckets]
         self._keys = [each.key for each in self._weights.buckets]

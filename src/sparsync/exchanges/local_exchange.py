@@ -287,7 +287,9 @@ class Exchanger:
         form = {"start": {}, "own": {}, "applied": (0,), "clip_factor": {"own": 0.0, "mean": 0.0}, "outer": None}
         check_alike(path, saved, form)
         if (saved["outer"] is None) != (self.outer is None):
-            raise ValueError("of this state and LocalSteps only one has an outer optimizer; use the same `outer`")
+            raise ValueError(
+                "either this state or this LocalSteps has an outer optimizer, but not both; use the same `outer`"
+            )
         if saved["outer"] is not None:
             check_alike(path, saved, {"outer": OPTIMIZER})
         fragments, buffers = self._weights.fragments, self.buffers.values
@@ -301,8 +303,8 @@ class Exchanger:
             )
         if numbers and len(applied) != len(fragments):
             raise ValueError(
-                f"this state has {len(applied)} fragments, of which {numbers} are on their way, and there are {len(fragments)} here; "
-                "continue with as many, or call flush() before saving"
+                f"this state was saved with {len(applied)} fragments, while {numbers} were being exchanged, and there are {len(fragments)} "
+                "now; use as many, or call flush() before saving"
             )
         for bucket in self._weights.buckets:
             vectors = by_name([bucket], [bucket.common])

@@ -326,7 +326,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         check_alike(path, saved, {"optimizers": (OPTIMIZER,)})
         if len(saved["optimizers"]) != len(self.optimizers):
             raise ValueError(
-                f"this state is of {len(saved['optimizers'])} optimizers, and there are {len(self.optimizers)} here; pass as many"
+                f"this state was saved with {len(saved['optimizers'])} optimizers, and there are {len(self.optimizers)} now; pass as many"
             )
         self._exchanger.check(path, saved)
 
@@ -494,8 +494,8 @@ def _tell_drop(exchange: PendingExchange, times: int) -> None:
     found = exchange.described_drop()
     if times == _MOST_DROPPED:
         raise RuntimeError(
-            f"the last {times} exchanges were dropped, and all ranks are where they were before these: {found}; lower the learning rate, "
-            "clip gradients, or find out where the loss is not finite"
+            f"the last {times} exchanges were dropped, and all ranks are back at the weights before them: {found}; lower the learning "
+            "rate, clip gradients, or find out where the loss is not finite"
         )
     warn_of(
         f"the exchange before step {exchange.due} was dropped, {found}; all ranks returned to the weights after the last one. "

@@ -192,7 +192,7 @@ def exchangeable(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     outer = [given] if isinstance(given, Optimizer) else given
     if any(kind.__name__ == _ZERO for each in outer for one in with_inner(each) for kind in type(one).__mro__):
         raise TypeError(
-            f"{_ZERO} has a part of the parameters on each rank, and steps are exchanged of all of them; make the optimizer itself, such "
+            f"{_ZERO} keeps a part of the parameters on each rank, and exchanged steps need all of them; make the optimizer itself, such "
             "as torch.optim.AdamW(model.parameters()), or attach with exchange=sparsync.Gradients()"
         )
     rules_of(found)
@@ -209,7 +209,7 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: se
         return _muon_rule(optimizer, group)
     if not isinstance(optimizer, Adam) and group.get("use_muon") is None:
         raise TypeError(
-            f"steps are exchanged of torch.optim.AdamW, Adam and Muon, got {type(optimizer).__name__}; for others attach with "
+            f"only steps of torch.optim.AdamW, Adam and Muon can be exchanged, got {type(optimizer).__name__}; for others attach with "
             "exchange=sparsync.Gradients() or exchange=sparsync.LocalSteps(every=...)"
         )
     # Without torch's wrappers, one for each class that was made.
@@ -223,7 +223,7 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: se
             f"a parameter group of this {type(optimizer).__name__} lacks {', '.join(missing)}, which AdamW steps need; set it in the group"
         )
     if group.get("amsgrad") or group.get("maximize"):
-        raise ValueError("exchanged steps have neither amsgrad nor maximize; make the optimizer without")
+        raise ValueError("exchanged steps support neither amsgrad nor maximize; make the optimizer without them")
     if group["weight_decay"] and isinstance(optimizer, Adam) and not group.get("decoupled_weight_decay"):
         raise ValueError(
             "exchanged steps decay weights as AdamW does, and this Adam decays gradients; use torch.optim.AdamW"
@@ -238,13 +238,13 @@ def _muon_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> MuonRule:  # A
     for parameter in group["params"]:
         if parameter.dim() < 2:
             raise ValueError(
-                f"Muon makes steps of matrices, and this {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)}; "
+                f"Muon updates matrices only, and this {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)}; "
                 "give it to AdamW"
             )
         if parameter.dim() == 3:
             raise ValueError(
-                f"Muon's steps are exchanged of matrices and of convolutions, and a parameter of shape {list(parameter.shape)} may be a "
-                "stack of matrices; make it several parameters, or give it to AdamW"
+                f"Muon's steps can be exchanged for matrices and convolutions, and a parameter of shape {list(parameter.shape)} may be a "
+                "stack of matrices; split it into several parameters, or give it to AdamW"
             )
         if hasattr(parameter, "to_local"):
             raise ValueError(

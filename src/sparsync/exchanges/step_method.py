@@ -50,7 +50,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         if self.keep is not None and not 0 <= self.keep <= 1:
             raise ValueError(
-                f"keep must be in [0, 1], the part of what is not sent that stays in a rank's weights, got {self.keep}"
+                f"keep must be in [0, 1], the share of unsent changes that stays in a rank's own weights, got {self.keep}"
             )
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0 megabytes, got {self.bucket_mb}")
@@ -355,7 +355,7 @@ class StepMethod(Handle):
             self._members.note()
             return
         raise RuntimeError(
-            f"{', '.join(thawed)} had no gradient when the model was attached, or was not there, and is trained now; call "
+            f"{', '.join(thawed)} was frozen or missing when the model was attached, and is trained now; call "
             "handle.detach(), and attach again"
         )
 

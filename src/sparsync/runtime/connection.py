@@ -360,7 +360,7 @@ class Connection:
             reduced = f"step {self._reduced} as the last one before that was reduced{part}"
             self._group = self._group.reconnect(f"{self._what} of step {step}, and {reduced}", _AFTER_FAILURE)
         if self.partly_applied:  # where there is no other rank to differ from, or nothing is compared
-            raise RuntimeError(f"this rank has a step that was applied in part; {_AFTER_FAILURE}")
+            raise RuntimeError(f"an error left a step half applied on this rank; {_AFTER_FAILURE}")
         self._numbers.clear()
         self._broken = False
 

@@ -182,7 +182,7 @@ def unrelated(
     if held and trained and held.isdisjoint(trained):
         kinds = " and ".join(type(each).__name__ for each in given)
         yield Finding(
-            f"this {kinds} has none of the model's trained parameters, which never move unless it has copies that are written back",
+            f"this {kinds} has none of the model's trained parameters, so they do not train, unless it has copies that are written back",
             "make the optimizer from this model's parameters, after fully_shard or whatever replaces them",
             refused,
         )

@@ -283,7 +283,7 @@ class Handle:
         refuse_distributed_checkpoint()
         if self._connection.partly_applied:
             raise RuntimeError(
-                "an error has left a step applied in part on this rank, which is no state to continue from; load an older one on all ranks"
+                "an error left a step half applied on this rank, so its state cannot be saved; load an older one on all ranks"
             )
         self._settle()
         return {
@@ -364,7 +364,7 @@ class Handle:
         """
         self._check_attached()
         if self._connection.partly_applied:
-            raise RuntimeError("an error has left a step applied in part on this rank; load a checkpoint on all ranks")
+            raise RuntimeError("an error left a step half applied on this rank; load a checkpoint on all ranks")
         with suppress(RuntimeError):  # of a thread that has ended
             self._flush()
         self._rescaler.settle()

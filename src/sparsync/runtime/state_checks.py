@@ -63,7 +63,9 @@ def check_form(state: State) -> None:
 def check_model(state: State, integration: str, scheme: str, layout: Layout) -> None:
     """Raise ValueError unless `state` is of this integration and scheme, and of a model with these parameters."""
     if difference := other_model(state, integration, scheme, layout):
-        raise ValueError(f"this is the state of another model or scheme: {difference}; load that of the same ones")
+        raise ValueError(
+            f"this is the state of another model or scheme: {difference}; load the state of the same model and scheme"
+        )
 
 
 def other_model(state: State, integration: str, scheme: str, layout: Layout) -> str:

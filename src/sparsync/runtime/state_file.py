@@ -121,8 +121,8 @@ def content_of(tensor: Tensor) -> Any:
 def _unreadable(where: str, error: Exception) -> ValueError:
     reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
     return ValueError(
-        f"{where} is no state that can be loaded: {reason}; restore it from a copy, load another checkpoint, or remove the "
-        "folder and start without"
+        f"{where} cannot be loaded: {reason}; restore it from a copy, load another checkpoint, or remove the folder and "
+        "start without"
     )
 
 
@@ -171,7 +171,7 @@ def _tensor(content: Any, start: int, entry: Mapping[str, Any]) -> Tensor:
     dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     count = math.prod(shape)
     if not 0 <= begin <= end <= len(content) - start or end - begin != count * dtype.itemsize:
-        raise ValueError("a tensor lies outside of it")
+        raise ValueError("a tensor reaches beyond the end of the file")
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=start + begin).view(shape)
