@@ -139,7 +139,10 @@ def _hook(model: DistributedDataParallel) -> Finding | None:
             cure = f"give its handle another scheme, handle.scheme = ..., or {cure}"
     elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
         what = "this model already has a communication hook, and DDP takes only one"
-        cure = "wrap the module again"
+        cure = (
+            "wrap the module again, and register none; under Accelerate leave comm_hook= out of DistributedDataParallelKwargs, under "
+            "Lightning ddp_comm_hook= out of DDPStrategy"
+        )
     else:
         return None
     return Finding(what, cure, RuntimeError)

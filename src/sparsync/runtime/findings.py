@@ -166,7 +166,10 @@ def not_floating(named: Iterable[tuple[str, Tensor]]) -> Iterator[Finding]:
     """Find trained parameters of a type that cannot be exchanged, such as complex ones."""
     for name, each in named:
         if each.requires_grad and not each.is_floating_point():
-            yield Finding(f"{name} is {each.dtype}", "only floating parameters are exchanged, freeze it", TypeError)
+            cure = "freeze it"
+            if each.is_complex():
+                cure = "make it a real one, nn.Parameter(torch.view_as_real(...)), and call torch.view_as_complex on it in forward"
+            yield Finding(f"{name} is {each.dtype}, and only floating parameters are exchanged", cure, TypeError)
 
 
 def unrelated(
