@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, ddp_comm_hook
+from sparsync import Dense, MiCRO, TwoShot, ddp_comm_hook
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -136,10 +136,18 @@ def local_sgd() -> list[list[str]]:
         assert handle.summary().steps == (0 if local else 15)
         found.append([str(each.message) for each in seen if "no_sync" in str(each.message)])
         handle.close()
+    models = [network(), network()]
+    both = torch.optim.AdamW([each for model in models for each in model.parameters()])
+    *prepared, both = accelerator.prepare(*models, both)
+    handle = attach(accelerator, prepared, TwoShot(density=1.0, values="sign"), optimizer=both)
+    accelerator.backward(sum(model(torch.ones(1, 20)).sum() for model in prepared))
+    both.step()
+    assert handle is not None and handle.summary().steps == 1
+    assert handle.summary().parameters == sum(each.numel() for model in models for each in model.parameters())
     return found
 
 
-def test_a_loop_under_accelerates_local_sgd_is_told_once_that_nothing_is_reduced() -> None:
+def test_accelerates_local_sgd_is_told_once_that_nothing_is_reduced_and_two_models_are_attached_together() -> None:
     for accumulated, (warned,) in run(local_sgd, 2):
         assert accumulated == []
         assert warned.startswith("SGD has stepped 10 times since gradients were last reduced")

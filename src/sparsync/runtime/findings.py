@@ -81,6 +81,13 @@ def check_model(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; pass the module that is trained")
 
 
+def check_models(models: object) -> None:
+    """Raise TypeError for anything but an nn.Module or a sequence of one or more."""
+    several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
+    for each in several or [models]:
+        check_model(each)
+
+
 def check_optimizer(optimizer: object) -> None:
     """Raise TypeError for anything but an optimizer or a sequence of one or more."""
     several = list(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else None
