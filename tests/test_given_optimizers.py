@@ -126,8 +126,19 @@ class Complex(nn.Linear):
         return super().forward(input * self.turn.abs())
 
 
+class Real(nn.Linear):
+    """Has the same as a real parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1, bias=False)
+        self.turn = nn.Parameter(torch.view_as_real(torch.ones(4, dtype=torch.complex64)))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input * torch.view_as_complex(self.turn).abs())
+
+
 def complex_parameters() -> None:
-    words = r"^turn is torch\.complex64; only floating parameters are exchanged, freeze it$"
+    words = r"^turn is torch\.complex64, and only floating parameters are exchanged; make it a real one, nn\.Parameter\(torch\.view_as_r"
     sharded = Complex()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     for kind, model in (("bare", Complex()), ("DDP", DistributedDataParallel(Complex())), ("FSDP2", sharded)):
@@ -136,6 +147,13 @@ def complex_parameters() -> None:
         for name, make in {**makers, **(DIRECT if kind == "bare" else {})}.items():
             with case(f"{kind} {name}"), pytest.raises(TypeError, match=words):
                 warn_or_raise(make(model, Dense(), optimizer=optimizer))
+    with case("the remedy"):
+        model = Real()
+        optimizer = AdamW(model.parameters())
+        with sparsync.attach(DistributedDataParallel(model), Dense(), optimizer=optimizer, exchange=sparsync.Steps()):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        assert not torch.equal(model.turn, Real().turn)
     frozen = DistributedDataParallel(Complex(frozen=True))
     with case("frozen"), sparsync.attach(frozen, Dense()):
         frozen(torch.ones(1, 4)).sum().backward()

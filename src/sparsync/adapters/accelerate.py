@@ -4,6 +4,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 handle = sparsync.adapters.accelerate.attach(accelerator, model, sparsync.MiCRO(density=0.01))
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ with needs("accelerate", "1.15"):
 
 def attach(
     accelerator: Accelerator,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
     optimizer: Optimizers | None = None,
@@ -30,19 +31,21 @@ def attach(
     timeout_s: float = 300.0,
     check_weights_every: int | None = None,
 ) -> Handle | None:
-    """Attach `scheme` to a `model` from `accelerator.prepare`, and return the handle; with one process, warn and return None.
+    """Attach `scheme` to a `model` from `accelerator.prepare`, or several, and return the handle; with one process, warn and return None.
 
     With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
     on `accelerator.save_state` writes a file with each rank's residual into its folder, which all ranks must see, and `load_state` loads
     them, for any number of ranks. After `register_for_checkpointing(handle)`, which would save one rank's state, `save_state` raises
     ValueError. The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
     """
-    ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
-    if ddp is None:
+    models = [model] if isinstance(model, nn.Module) else model
+    found = [ddp_inside(each, "Accelerate", accelerator.num_processes) for each in models]
+    ddps = [each for each in found if each is not None]
+    if not ddps:
         return None
     scaler = accelerator.scaler
     handle = attach_to_ddp(
-        ddp,
+        ddps if len(ddps) > 1 else ddps[0],
         scheme,
         exchange=exchange,
         optimizer=optimizer,

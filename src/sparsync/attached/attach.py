@@ -1,5 +1,6 @@
 """The one way in: `attach` finds the integration for a model, wrapped by torch or bare, and for what it is to exchange."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange, Optimizers, choose, listed
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.dispatcher import AttachedHandle
-from sparsync.runtime.findings import Axis, check_model, given_or_default, is_fsdp2, warn_or_raise
+from sparsync.runtime.findings import Axis, check_models, given_or_default, is_fsdp2, warn_or_raise
 from sparsync.runtime.handle import Gradients, Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 from sparsync.runtime.ownership import check_free
@@ -26,7 +27,7 @@ from sparsync.wire import Values
 
 
 def attach(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
     exchange: Exchange | None = None,
@@ -55,6 +56,7 @@ def attach(
     Args:
         model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a
             bare one gradients are reduced when `handle.reduce()` is called, before clipping and the optimizer's step; see GradientReducer.
+            For steps and local steps also several, DistributedDataParallel's or bare, that the same optimizer trains together.
         scheme: how what is exchanged is reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
         exchange: `Gradients()`; `Steps()` of an Adam, AdamW or Muon; or `LocalSteps(every=...)`, weight changes every few steps; see there.
             The training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of these and the
@@ -91,8 +93,14 @@ def attach(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> handle = sparsync.attach(model, sparsync.OkTopk(density=0.05), optimizer=optimizer)
     """
-    scheme, called = given_or_default(scheme), model
-    check_model(model)
+    scheme = given_or_default(scheme)
+    check_models(model)
+    if not isinstance(model, nn.Module):
+        given = {"replicate": replicate, "parameters": parameters, "join_mb": join_mb, "dense_below": dense_below}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{wrong[0]} is for one model, got {len(model)}; leave it out here")
+        return _attach_several(model, scheme, exchange, group, optimizer, scaler, timeout_s, check_weights_every)
+    called = model
     model = inside_wrappers(model)
     fsdp, wrapped = is_fsdp2(model), isinstance(model, DistributedDataParallel)
     chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
@@ -124,7 +132,7 @@ def attach(
         assert optimizer is not None  # as `choose` has checked
         if check_weights_every is not None:
             chosen = replace(chosen, check_weights_every=check_weights_every)
-        return attach_steps(model, called, scheme, optimizer, chosen, replicate, group, scaler, timeout_s)
+        return attach_steps([model], [called], scheme, optimizer, chosen, replicate, group, scaler, timeout_s)
     every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
     options = Options(listed(optimizer), scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):
@@ -134,3 +142,41 @@ def attach(
     from sparsync.attached import fsdp2  # loads torch's FSDP
 
     return fsdp2.attach(model, scheme, options, replicate, parameters)
+
+
+def _attach_several(
+    models: Sequence[nn.Module],
+    scheme: Scheme,
+    exchange: Exchange | None,
+    group: dist.ProcessGroup | None,
+    optimizer: Optimizers | None,
+    scaler: GradScaler | None,
+    timeout_s: float,
+    check_weights_every: int | None,
+) -> AdamWSteps | LocalTraining:
+    """Exchange the steps or weight changes of several models, which are one to the optimizer. See `attach`."""
+    inside = [inside_wrappers(each) for each in models]
+    if any(map(is_fsdp2, inside)):
+        raise ValueError(
+            "of several models only those of DistributedDataParallel and bare ones are attached together; make those of fully_shard "
+            "parts of one module, and shard and attach that"
+        )
+    chosen = choose(exchange, scheme, optimizer, steps_possible=True)
+    if isinstance(chosen, Gradients):
+        raise ValueError(
+            f"several models are attached together for steps and local steps, and here {type(scheme).__name__} sends gradients; attach "
+            "each model by itself, with a scheme for each and the same optimizer: attach(model, scheme, exchange=sparsync.Gradients(), "
+            "optimizer=optimizer); or pass exchange=sparsync.Steps()"
+        )
+    wrapped = [each for each in inside if isinstance(each, DistributedDataParallel)]
+    if wrapped and (len(wrapped) < len(inside) or len({id(each.process_group) for each in wrapped}) > 1):
+        raise ValueError(
+            "models that are attached together have the same ranks; wrap all of them with the same process_group=, or none"
+        )
+    if wrapped and group is not None:
+        raise ValueError("group is of bare models; leave it out here, and give DistributedDataParallel process_group=")
+    warn_or_raise(doctor(models, scheme, exchange=exchange, optimizer=optimizer))
+    assert optimizer is not None  # as `choose` has checked
+    if check_weights_every is not None:
+        chosen = replace(chosen, check_weights_every=check_weights_every)
+    return attach_steps(inside, models, scheme, optimizer, chosen, None, group, scaler, timeout_s)

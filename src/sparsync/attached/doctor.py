@@ -1,6 +1,7 @@
 """Preflight: what would break, or silently do something unexpected, and the fix. This file examines DistributedDataParallel."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,7 @@ from sparsync.wire import Values
 
 
 def doctor(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
     exchange: Exchange | None = None,
@@ -35,7 +36,13 @@ def doctor(
     Raises TypeError for a model that is wrapped or sharded otherwise, and for anything but a module, a Scheme, an optimizer or several.
     """
     scheme = findings.given_or_default(scheme)
-    findings.check_model(model)
+    findings.check_models(model)
+    if not isinstance(model, nn.Module):
+        each_alone = partial(
+            doctor, scheme=scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=optimizer
+        )
+        found = dict.fromkeys(finding for each in model for finding in each_alone(each))
+        return sorted(found, key=lambda finding: finding.refused is None)
     model = inside_wrappers(model)
     fsdp = findings.is_fsdp2(model)
     chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
@@ -139,7 +146,10 @@ def _hook(model: DistributedDataParallel) -> Finding | None:
             cure = f"give its handle another scheme, handle.scheme = ..., or {cure}"
     elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
         what = "this model already has a communication hook, and DDP takes only one"
-        cure = "wrap the module again"
+        cure = (
+            "wrap the module again, and register none; under Accelerate leave comm_hook= out of DistributedDataParallelKwargs, under "
+            "Lightning ddp_comm_hook= out of DDPStrategy"
+        )
     else:
         return None
     return Finding(what, cure, RuntimeError)

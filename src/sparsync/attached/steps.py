@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -60,9 +60,18 @@ class OwnGradients:
         return done
 
 
+class _Together(Replica):
+    """Several models that one optimizer trains. The number of a model begins the names of its parameters."""
+
+    def __init__(self, parts: Sequence[Replica]) -> None:
+        super().__init__(nn.ModuleList([each.module for each in parts]))
+        self.bodies = [body for each in parts for body in each.bodies]
+        self.called = [module for each in parts for module in each.called]
+
+
 def attach(
-    model: nn.Module,
-    called: nn.Module,
+    models: Sequence[nn.Module],
+    called: Sequence[nn.Module],
     scheme: Scheme,
     optimizer: Optimizers,
     exchange: Steps | LocalSteps,
@@ -71,12 +80,15 @@ def attach(
     scaler: GradScaler | None,
     timeout_s: float,
 ) -> AdamWSteps | LocalTraining:
-    """Have the steps of `optimizer` for `model` exchanged, or what these change; return the handle. See `attach.attach`.
+    """Have the steps of `optimizer` for `models` exchanged, or what these change; return the handle. See `attach.attach`.
 
-    `called` is `model`, or what torch.compile or Fabric made of it; `group` is of a bare model. Under DistributedDataParallel each rank
+    `called` are these, or what torch.compile or Fabric made of each; `group` is of bare models. Under DistributedDataParallel each rank
     keeps its own gradients: the hook hands back every bucket.
     """
-    replica, group = _replica(model, called, replicate, group)
+    parts = [_replica(model, each, replicate, group) for model, each in zip(models, called, strict=True)]
+    replica, group = parts[0]
+    if len(parts) > 1:
+        replica = _Together([each for each, _ in parts])
     options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
     options |= {"group": group, "timeout_s": timeout_s, "replica": replica}
     inner = optimizers_of(optimizer)
@@ -86,8 +98,9 @@ def attach(
     else:
         handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **options)), "the weight changes"
     handle.origin = "sparsync.attach"
-    if isinstance(model, DistributedDataParallel):
-        _keep_own_gradients(model, handle)
+    handle.on_detach = [
+        _keep_own_gradients(each, handle) for each in models if isinstance(each, DistributedDataParallel)
+    ]
     if scaler is None and never_scaled([optimizer] if isinstance(optimizer, Optimizer) else optimizer):
         handle.never_scaled()
     kinds = " and ".join(type(each).__name__ for each in inner)
@@ -135,17 +148,17 @@ def _replica(
     return Replica(model.module, [called, model]), model.process_group
 
 
-def _keep_own_gradients(model: DistributedDataParallel, handle: StepMethod) -> None:
-    """Have the hook of `model` hand back each rank's own gradients until `handle` is detached."""
+def _keep_own_gradients(model: DistributedDataParallel, handle: StepMethod) -> Callable[[], None]:
+    """Have the hook of `model` hand back each rank's own gradients; return what undoes that."""
     hook = registered_hook(model) or HookState(model.process_group)
     own = OwnGradients(handle, model)
     register(model, hook)
     hook.handle = own
     broadcasts = model.broadcast_buffers
-    handle.on_detach = partial(_give_back, weakref.ref(model), hook, own, broadcasts)
     if isinstance(handle, LocalTraining):  # it exchanges buffers itself, and seldom
         # HACK: DDP has this as an argument only. Price: an attribute that may change with torch; a test counts what is broadcast.
         model.broadcast_buffers = False
+    return partial(_give_back, weakref.ref(model), hook, own, broadcasts)
 
 
 def _give_back(

@@ -288,7 +288,8 @@ def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Par
         )
     if shapes := [tuple(each.shape) for each, _ in numbered if id(each) not in known and each.requires_grad]:
         raise ValueError(
-            f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, {cure}"
+            f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, or "
+            f"all models that it trains, as in attach([model, other], ...), {cure}"
         )
     return {name: by_id[id(each)] for name, each in trained.items()}
 

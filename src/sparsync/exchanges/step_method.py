@@ -135,7 +135,7 @@ class StepMethod(Handle):
         self._averaging = False  # `averaged` has the common weights in the model
         self._journals: list[Journal] = []
         self._shown: ShownWeights | None = None  # where own weights differ from the common ones
-        self.on_detach: Callable[[], None] | None = None  # what `detach` does besides
+        self.on_detach: Sequence[Callable[[], None]] = ()  # what `detach` does besides
         drive(replica.owned.items(), self, replica.axis)
 
     @abstractmethod
@@ -276,8 +276,8 @@ class StepMethod(Handle):
 
     def detach(self) -> None:
         """Have the model train as it did before `attach`, from the common weights. Call it on all ranks, between two steps."""
-        if self.on_detach is not None:
-            self.on_detach()
+        for each in self.on_detach:
+            each()
         self._detached = True
         self.close()
 

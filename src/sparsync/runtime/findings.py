@@ -81,6 +81,13 @@ def check_model(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; pass the module that is trained")
 
 
+def check_models(models: object) -> None:
+    """Raise TypeError for anything but an nn.Module or a sequence of one or more."""
+    several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
+    for each in several or [models]:
+        check_model(each)
+
+
 def check_optimizer(optimizer: object) -> None:
     """Raise TypeError for anything but an optimizer or a sequence of one or more."""
     several = list(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else None
@@ -166,7 +173,10 @@ def not_floating(named: Iterable[tuple[str, Tensor]]) -> Iterator[Finding]:
     """Find trained parameters of a type that cannot be exchanged, such as complex ones."""
     for name, each in named:
         if each.requires_grad and not each.is_floating_point():
-            yield Finding(f"{name} is {each.dtype}", "only floating parameters are exchanged, freeze it", TypeError)
+            cure = "freeze it"
+            if each.is_complex():
+                cure = "make it a real one, nn.Parameter(torch.view_as_real(...)), and call torch.view_as_complex on it in forward"
+            yield Finding(f"{name} is {each.dtype}, and only floating parameters are exchanged", cure, TypeError)
 
 
 def unrelated(

@@ -30,7 +30,7 @@ from sparsync.comm.announcement import Told
 from sparsync.core import Bucket, digest, generator
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.backward_passes import BackwardPasses
-from sparsync.runtime.findings import innermost, with_inner
+from sparsync.runtime.findings import innermost, warn_of, with_inner
 
 CHECK_WEIGHTS_EVERY = 100  # steps
 
@@ -325,6 +325,7 @@ def _plain(value: object) -> object:
 
 
 FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the most that they are scaled up by
+UNREDUCED = 10  # steps in a row without a reduced gradient, of which a user is warned
 USUAL_STEPS = 32  # of which the usual share is the mean; one spike lowers it by a 32nd at most
 UNCUT = 0.999  # share of the usual one from which a step counts as not clipped
 
@@ -452,6 +453,8 @@ class ResidualRescaler:
         """Bring the residuals to the units of this step. Call it once a step, before its first bucket."""
         self.settle()
         self._undo_thrown_away()
+        for each in self.clippings:
+            each.unreduced = 0
         if factors := self.factors():
             self._scheme.rescale_residual(factors)
         cuts = any(self.units.usual_share(number).cuts for number in range(len(self.clippings)))
@@ -555,6 +558,7 @@ class Clipping:
         self._applied: dict[str, Tensor] = {}  # and when the step began
         self._loss_scale: Tensor | float = 1.0  # that the applied gradient still has
         self.passes: BackwardPasses | None = None  # None: not watched
+        self.unreduced = 0  # steps with gradients since any were reduced
         known = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -614,7 +618,15 @@ class Clipping:
         if self.passes is not None:
             self.passes.stepped()
         names, found = self._names, {}
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self.unreduced += any(each.grad is not None and id(each) in names for each in parameters)
+        if self.unreduced == UNREDUCED + 1:
+            warn_of(
+                f"{type(optimizer).__name__} has stepped {UNREDUCED} times since gradients were last reduced, with each rank's own; "
+                "leave out no_sync(), also around Accelerate's LocalSGD, or attach with exchange=sparsync.LocalSteps(every=...), which "
+                "exchanges weight changes every few steps"
+            )
+        for parameter in parameters:
             name, grad = names.get(id(parameter)), parameter.grad
             if grad is not None and name in self._written and grad.layout == torch.strided:
                 found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
