@@ -128,7 +128,7 @@ def staged() -> tuple[int, dict[str, list[Tensor]]]:
 
 def test_tensors_that_travel_as_copies_arrive_as_others_do() -> None:
     wanted = LocalWorld(2).run(every_operation)
-    for rank, found in run(staged, 2):
+    for rank, found in run(staged, 2, fresh=True):
         assert differing(found, wanted[rank]) == []
 
 

