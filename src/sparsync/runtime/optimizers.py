@@ -357,10 +357,10 @@ class ResidualRescaler:
         if self.takes_back or (self.units.clipping.cuts and self.clipping is not None):
             self.hold()
 
-    def pass_begins(self) -> None:
-        """Note that a backward pass is about to add to the gradients, where that is known."""
+    def pass_begins(self, failed: bool) -> None:
+        """Note that a backward pass is about to add to the gradients; `failed`: the last one, of which nothing is undone."""
         passes = None if self.clipping is None else self.clipping.passes
-        if passes is not None and passes.begins() and passes.skips:
+        if passes is not None and passes.begins() and passes.skips and not failed:
             self._thrown_away = True
 
     def _undo_thrown_away(self) -> None:
@@ -410,6 +410,8 @@ class ResidualRescaler:
         self._held = self._thrown_away = False
         if self.clipping is not None:
             self.clipping.forget()
+            if self.clipping.passes is not None:
+                self.clipping.passes.came(kept=False)
 
     def close(self) -> None:
         """Settle, and stop watching the optimizer. Safe to call again."""
