@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Steps
+from sparsync import Gradients, Steps
 from sparsync.core import generator
 
 MOST = 20.0  # norm of a gradient that is used
@@ -166,6 +166,10 @@ def test_a_skipped_step_leaves_nothing_of_its_gradient_behind() -> None:
     run(gradients, 2)
 
 
+def failing(*_: object) -> None:
+    raise RuntimeError("failed")
+
+
 def accumulated() -> None:
     for wrapper in ("ddp", "bare"):
         for syncs in (True, False) if wrapper == "ddp" else (True,):
@@ -194,6 +198,23 @@ def accumulated() -> None:
             training.optimizer.step()
         assert undone[:2] == [False, False]  # no step was seen
         assert undone[-4:] == [False] * 4
+    with case("a step that fails"):
+        watched = Training("topk:density=0.05", Gradients(), "bare")
+        alone = Training("topk:density=0.05", Gradients(), "bare", optimizer=None)
+        for training in (watched, alone):
+            for number in range(6):
+                training.backward(number + 5)
+                if number == 3 and dist.get_rank() == 1:
+                    vars(training.handle.scheme)["step"] = failing
+                if number == 3:
+                    with pytest.raises(RuntimeError):
+                        training.handle.reduce()
+                    vars(training.handle.scheme).pop("step", None)
+                else:
+                    training.handle.reduce()
+                    training.optimizer.step()
+                training.optimizer.zero_grad()
+        assert same(watched, alone)
     with case("an optimizer that never steps"):
         given = Training("topk:density=0.05", Gradients(), "bare")
         alone = Training("topk:density=0.05", Gradients(), "bare", optimizer=None)

@@ -123,7 +123,7 @@ class Fsdp2Handle(AttachedHandle):
             self._seen.clear()
             self._go_back(self._step)
             self._loads.forget()
-            self._rescaler.pass_begins()
+            self._pass_begins()
             self._step += 1
             self._late.warn(
                 lambda name, _: name in self._at_first,

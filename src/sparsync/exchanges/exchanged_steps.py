@@ -284,6 +284,7 @@ class ExchangedSteps(StepMethod):
             self._check_own()
             self._go_back(self._step - 1)
             self._note_thrown_away()
+            self._divisor.passes.stepped()  # also where the step fails
             self._check_trained()
             self._replica.take_gradients()
             self._groups.read()
@@ -334,7 +335,7 @@ class ExchangedSteps(StepMethod):
             self._move(place, whole)
 
     def _note_thrown_away(self) -> None:
-        """Have the next exchange compare how many gradients were thrown away since the last step, which is forgotten with them."""
+        """Have the next exchange compare how many gradients were thrown away since the last step."""
         self._comparison.thrown_away = self._divisor.passes.thrown_away
 
     @torch.no_grad()

@@ -410,6 +410,11 @@ class Connection:
         self.close(cause)
 
     @property
+    def failed(self) -> bool:
+        """Whether a step has failed since the last one that was reduced."""
+        return self._failed
+
+    @property
     def closed(self) -> bool:
         """Whether `shut` was called."""
         return self._shut

@@ -112,7 +112,7 @@ class Handle:
         self._pass_hooks: list[Any] = []  # Any: torch's handles of hooks
         if len(rescaler.clippings) == 1 and module is not None:
             rescaler.clippings[0].passes = BackwardPasses(partial(_gradients_of, weakref.ref(module)))
-            begins = partial(_note_pass, weakref.ref(rescaler))
+            begins = partial(_note_pass, weakref.ref(self))
             self._pass_hooks = [each.register_hook(begins) for _, each in driven]
             weakref.finalize(self, _remove, self._pass_hooks).atexit = False
         self._loads, self._told_of_loads = self._loads_of(module, comparison.optimizers), False
@@ -506,6 +506,10 @@ class Handle:
         units.load_clipping(state.get("clipping", {}))
         self._rescaler.forget()
 
+    def _pass_begins(self) -> None:
+        """Note that a backward pass is about to add to the gradients, before it does."""
+        self._rescaler.pass_begins(self._connection.failed)
+
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
         """Return what notes the states that are loaded into the model and its optimizers."""
         return Loads(
@@ -647,9 +651,9 @@ def _remove(hooks: Sequence[Any]) -> None:  # Any: torch's handles of hooks
         each.remove()
 
 
-def _note_pass(rescaler: "weakref.ref[ResidualRescaler]", _: Tensor) -> None:
-    if (found := rescaler()) is not None:
-        found.pass_begins()
+def _note_pass(handle: "weakref.ref[Handle]", _: Tensor) -> None:
+    if (found := handle()) is not None:
+        found._pass_begins()
 
 
 def _gradients_of(module: Callable[[], nn.Module | None]) -> Iterator[Tensor | None]:

@@ -461,9 +461,9 @@ class ResidualRescaler:
         if self.takes_back or cuts:
             self.hold()
 
-    def pass_begins(self) -> None:
-        """Note that a backward pass is about to add to the gradients, where that is known."""
-        if (passes := self._passes()) is not None and passes.begins() and passes.skips:
+    def pass_begins(self, failed: bool) -> None:
+        """Note that a backward pass is about to add to the gradients; `failed`: the last one, of which nothing is undone."""
+        if (passes := self._passes()) is not None and passes.begins() and passes.skips and not failed:
             self._thrown_away = True
 
     def _passes(self) -> BackwardPasses | None:
@@ -523,6 +523,8 @@ class ResidualRescaler:
         self._held = self._thrown_away = False
         for each in self.clippings:
             each.forget()
+        if (passes := self._passes()) is not None:
+            passes.came(kept=False)
 
     def close(self) -> None:
         """Settle, and stop watching the optimizers. Safe to call again."""
