@@ -158,10 +158,10 @@ def several_join(port: int) -> tuple[int, int, int]:
         signals.wait(["begun"])
     begins, send, begun, most = Serving._send, Serving._send_moves, list[Serving](), [0]
 
-    def begin(self: Serving, *given: Any) -> None:
+    def begin(self: Serving, states: list[dict[str, Any]], store: Any) -> None:
         begun.append(self)
         most.append(sum(each._thread.is_alive() for each in begun))
-        begins(self, *given)
+        begins(self, states, store)
 
     def send_moves(self: Serving, counts: Any) -> None:
         time.sleep(0.3)  # the others ask meanwhile
