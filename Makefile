@@ -34,9 +34,9 @@ campaign: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# The same tests with the package's annotations executed; ranks and other processes execute none, so their tests are left out.
+# The same tests with the package's annotations executed, in this process only, and with more examples of hypothesis.
 test-annotations: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not distributed" --annotations
+	$(BIN)/python -m pytest -m "not slow" --annotations
 
 # Larger worlds and whole grids, with annotations executed; no test that `make test` runs is run again. The grids are in one process, most
 # of the other tests start several and wait for them, so `make -j3 test-all` runs both beside the quick tests.
