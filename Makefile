@@ -5,13 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo campaign test test-annotations test-grids test-worlds test-slow test-slice test-all test-adapters test-versions
-.PHONY: check docs sanitize fuzz fuzz-coverage clean
-
-# Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
-unexport PYTHONDONTWRITEBYTECODE
+.PHONY: setup demo campaign test test-grids test-worlds test-slow test-all test-adapters test-versions check docs sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
+
+.PHONY: test-annotations test-slice
+# Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
