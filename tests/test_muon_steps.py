@@ -132,7 +132,7 @@ def every_form(folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_muon_and_adamw_as_two_optimizers_or_one_take_the_same_steps_with_and_without_ddp(tmp_path: Path) -> None:
-    run(every_form, P, folder=tmp_path, fresh=True)
+    run(every_form, P, folder=tmp_path)
 
 
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
@@ -222,4 +222,4 @@ def refused() -> None:
 
 @pytest.mark.distributed
 def test_what_steps_of_muon_cannot_do_is_refused() -> None:
-    run(refused, P, fresh=True)
+    run(refused, P)
