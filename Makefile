@@ -13,6 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(READY)
 
+.PHONY: test-annotations test-slice
+# Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
+
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
 $(READY): pyproject.toml lab/pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
@@ -34,9 +38,9 @@ campaign: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# The same tests with the package's annotations executed; ranks and other processes execute none, so their tests are left out.
+# The same tests with the package's annotations executed, in this process only, and with more examples of hypothesis.
 test-annotations: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not distributed" --annotations
+	$(BIN)/python -m pytest -m "not slow" --annotations
 
 # Larger worlds and whole grids, with annotations executed; no test that `make test` runs is run again. The grids are in one process, most
 # of the other tests start several and wait for them, so `make -j3 test-all` runs both beside the quick tests.
@@ -49,9 +53,9 @@ test-worlds: $(READY)
 
 test-slow: test-grids test-worlds
 
-# Those of the slow tests that the commit chooses and WITHIN seconds suffice for: make test-slice SLICE=any-seed WITHIN=60.
+# Those of the slow tests that the commit chooses and that begin within WITHIN seconds: make test-slice SLICE=any-seed WITHIN=60.
 SLICE  ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || date +%s)
-WITHIN ?= 480
+WITHIN ?= 420
 test-slice: $(READY)
 	$(BIN)/python -m pytest -m slow --annotations --slice $(SLICE) --within $(WITHIN)
 

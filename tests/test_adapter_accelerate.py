@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
-from helpers.distributed import run_fresh as run
+from helpers.distributed import run
 from sparsync import Dense, MiCRO, TwoShot, ddp_comm_hook
 
 pytest.importorskip("accelerate")

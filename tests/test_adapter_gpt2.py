@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset
 
 from helpers.adapter_training import as_torchrun
-from helpers.distributed import run_fresh as run
+from helpers.distributed import run
 from sparsync import Steps, TwoShot, attach, checkpoint
 from sparsync.exchanges.adamw_steps import AdamWSteps
 

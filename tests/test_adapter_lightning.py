@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
-from helpers.distributed import run_fresh as run
+from helpers.distributed import run
 from sparsync import MiCRO, TopK, TwoShot, attach, ddp_comm_hook, doctor
 
 pytest.importorskip("lightning")

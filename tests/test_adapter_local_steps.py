@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.adapter_training import as_torchrun, examples, network
-from helpers.distributed import run_fresh as run
+from helpers.distributed import run
 from sparsync import LocalSteps, TwoShot, attach, checkpoint
 from sparsync.exchanges.local_steps import LocalTraining
 

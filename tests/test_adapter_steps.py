@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from helpers.adapter_training import as_torchrun, examples, network
-from helpers.distributed import run_fresh as run
+from helpers.distributed import run
 from sparsync import Steps, TwoShot, attach
 from sparsync.exchanges.adamw_steps import AdamWSteps
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.adapter_training import DENSITY, AdapterResult, Collected, as_torchrun, check
-from helpers.distributed import run_fresh as run
+from helpers.distributed import run
 from sparsync import Gradients, Steps, TopK, TwoShot, ddp_comm_hook
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.schemes import ExDyna

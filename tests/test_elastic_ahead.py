@@ -125,7 +125,8 @@ STATE = 4 * 3 * (200 * 300 + 300 * 20)  # bytes: weights and two moments
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("exchange", ["steps", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["steps", "local"])
 def test_one_that_joins_gets_nearly_all_while_the_others_train(exchange: str) -> None:
     told = joined(exchange)
     assert told.ahead[0] > STATE

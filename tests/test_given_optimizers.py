@@ -68,7 +68,7 @@ def wrong_types() -> None:
 
 
 def test_only_modules_and_optimizers_are_taken_and_the_error_names_what_was_given() -> None:
-    run(wrong_types, 1)
+    run(wrong_types, 1, fresh=True)
 
 
 def other_parameters() -> None:

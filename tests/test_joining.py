@@ -159,7 +159,7 @@ def reduced_by_its_own() -> list[str]:
 
 @pytest.mark.distributed
 def test_a_class_with_its_own_reduce_has_it_called_for_small_buckets_too() -> None:
-    assert run(reduced_by_its_own, 2) == [["bucket0"]] * 2
+    assert run(reduced_by_its_own, 2, fresh=True) == [["bucket0"]] * 2
 
 
 def test_an_error_in_joining_ends_the_step_on_the_thread_that_reduces() -> None:

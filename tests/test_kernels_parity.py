@@ -28,7 +28,7 @@ WIDTHS = [8, 4, 3, 2, 1]  # bits of rounded values
 SOME = [0, 1, 17, 1000, 20_003]
 
 
-@pytest.fixture(params=one_in(2, NATIVE), autouse=True, scope="module")
+@pytest.fixture(params=one_in(len(NATIVE), NATIVE), autouse=True, scope="module")  # the fastest one first
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with kernels.set_backend(request.param):
         yield request.param

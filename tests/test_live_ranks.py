@@ -106,7 +106,7 @@ def test_a_slice_is_that_of_its_seed_and_keeps_neighbours_together() -> None:
     assert made.all == 300 and sorted(order) == [(path, number) for path in "abc" for number in range(100)]
     assert order == [(item.path, item.number) for item in in_order("a1b2")[1]]
     assert order != [(item.path, item.number) for item in in_order("a1b3")[1]]
-    assert sum(one != (path, number - 1) for one, (path, number) in pairwise(order)) <= 8
+    assert sum(one != (path, number - 1) for one, (path, number) in pairwise(order)) <= 15
 
 
 def test_a_slice_without_time_or_tests_has_failed() -> None:

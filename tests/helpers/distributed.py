@@ -39,6 +39,7 @@ HANG_S = 300.0  # longer than anything takes that does not hang, also on a machi
 GRACE_S = 3.0  # after the first failure, for the other ranks to tell theirs
 LEAVE_S = 20.0  # in which processes that serve the next call leave their group
 MOST_LIVE = 4  # ranks; larger worlds are rare
+FRESH = "test_adapter_"  # whose trainers keep much for as long as their process lives
 TOLD = 5  # functions that ran before the one that failed
 LINGER_S = 2.0  # how long a rank that is done keeps its sockets open: gloo has connected here before the peer knows that it has, too
 
@@ -57,17 +58,17 @@ def run(
     `function` must be importable (no lambda, nothing nested); it asks torch.distributed for its rank. The ranks in `doomed` may end as
     they like; what they return is None. Fails with every rank's traceback when any other rank raises or dies, and, after `within_s`,
     with the stacks of the ranks that had not returned. `fresh` processes are started for this call and are dead when it returns; a call
-    with doomed ranks, or with more than MOST_LIVE, has these.
+    with doomed ranks, with more than MOST_LIVE, or of a test of an adapter, has these.
     """
     __tracebackhide__ = True
     payload = pickle.dumps(functools.partial(function, **arguments))
-    if fresh or doomed or P > MOST_LIVE:
+    if fresh or doomed or P > MOST_LIVE or function.__module__.startswith(FRESH):
         return _run_on_new(P, payload, within_s, set(doomed))
     return _run_on_live(P, payload, within_s, f"{function.__module__}.{function.__qualname__}")
 
 
 def run_fresh(function: Callable[..., Any], P: int, **arguments: Any) -> list[Any]:
-    """`run` in processes started for this call: trainers keep much for as long as their process lives."""
+    """`run` in processes started for this call."""
     __tracebackhide__ = True
     return run(function, P, fresh=True, **arguments)
 

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import pytest
 
-IN_A_RUN = 40  # tests
+IN_A_RUN = 20  # tests
 WITHIN_S = 480.0
 
 

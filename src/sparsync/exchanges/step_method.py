@@ -331,7 +331,7 @@ class StepMethod(Handle):
             self._stop_journals()
 
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
-        return Loads(self.model, optimizers, lambda: [each.common for each in self._weights.buckets])
+        return Loads(self._replica.bodies, optimizers, lambda: [each.common for each in self._weights.buckets])
 
     def _go_back(self, last: int) -> list[str]:
         self._comparison.loaded = found = super()._go_back(

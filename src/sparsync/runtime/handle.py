@@ -512,9 +512,9 @@ class Handle:
 
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
         """Return what notes the states that are loaded into the model and its optimizers."""
-        return Loads(
-            module, optimizers, partial(_trained_of, (lambda: None) if module is None else weakref.ref(module))
-        )
+        if module is None:
+            return Loads([], optimizers, list)
+        return Loads([module], optimizers, partial(_trained_of, weakref.ref(module)))
 
     def _go_back(self, last: int) -> list[str]:
         """Drop what waits where the model or an optimizer, and not this handle, was given another state since the step `last`.

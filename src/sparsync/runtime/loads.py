@@ -14,21 +14,19 @@ from sparsync.runtime.parameter_names import plain_name
 
 
 class Loads:
-    """Notes what `load_state_dict` of `module` and of `optimizers` has loaded since the last `forget`.
+    """Notes what `load_state_dict` of `modules` and of `optimizers` has loaded since the last `forget`.
 
-    A model counts as loaded where its state has all trained parameters, and `weights()` has other bits afterwards: weights that are put
-    aside and restored do not. Where a state of the handle itself was loaded too, nothing counts. Refers to the module weakly, and is
-    referred to weakly.
+    A model counts as loaded where its state has all its trained parameters, and `weights()` has other bits afterwards: weights that are put
+    aside and restored do not. Where a state of the handle itself was loaded too, nothing counts. Is referred to weakly.
     """
 
     def __init__(
-        self, module: nn.Module | None, optimizers: Sequence[Optimizer], weights: Callable[[], Sequence[Tensor]]
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], weights: Callable[[], Sequence[Tensor]]
     ) -> None:
         self._weights = weights
         self.forget()
-        self._hooks: list[Any] = []  # Any: torch's handles of hooks
-        if module is not None:
-            self._hooks.append(module.register_load_state_dict_pre_hook(_BeforeLoad(self)))
+        # Any: torch's handles of hooks
+        self._hooks: list[Any] = [each.register_load_state_dict_pre_hook(_BeforeLoad(self)) for each in modules]
         for each in (inner for given in optimizers for inner in with_inner(given)):
             if "_optimizer_load_state_dict_post_hooks" in vars(each):  # not where a wrapper passes on to the one inside
                 self._hooks.append(each.register_load_state_dict_post_hook(_AfterLoad(self)))
