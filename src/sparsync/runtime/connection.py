@@ -453,10 +453,10 @@ class Connection:
                 Told([last], _CURE),
                 Told([self._settings], _SETTINGS_CURE),
                 thrown_away,
-                loaded,
                 optimizers,
                 Told(_lines(bucket, scheme), _CURE),
                 weights,
+                loaded,
                 Told([f"state of {scheme.name}: {shared}"], _CURE),
             ]
 
