@@ -194,7 +194,7 @@ def accumulated() -> None:
                 training.optimizer.zero_grad()
                 training.backward(100 + 10 * number + part)
                 training.reduce()
-                undone.append(training.handle._rescaler.clipping.passes.skips)
+                undone.append(training.handle._rescaler.clippings[0].passes.skips)
             training.optimizer.step()
         assert undone[:2] == [False, False]  # no step was seen
         assert undone[-4:] == [False] * 4
