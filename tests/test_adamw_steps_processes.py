@@ -129,7 +129,9 @@ def failing(sketch: bool) -> tuple[list[str], list[Tensor]]:
     return seen, fit(steps, range(0))
 
 
-@pytest.mark.parametrize("sketch", [False, True], ids=["bucket", "sketch"])
+@pytest.mark.parametrize(
+    "sketch", [pytest.param(False, id="bucket", marks=pytest.mark.slow), pytest.param(True, id="sketch")]
+)
 def test_when_a_step_fails_it_does_on_all_ranks_and_the_next_ones_agree_again(sketch: bool) -> None:
     first, second = run(failing, 2, sketch=sketch, fresh=True)
     assert (first[0], second[0]) == (["3 MemoryError"], ["3 ConnectionLostError"])
@@ -185,7 +187,7 @@ def with_parameters_that_some_ranks_use() -> Tensor:
         return torch.cat([each.detach().clone() for each in model])
 
 
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_steps_that_measure_the_ratio_where_some_ranks_do_not_use_a_parameter(P: int) -> None:
     first, *others = run(with_parameters_that_some_ranks_use, P, within_s=60)
     assert all(torch.equal(first, other) for other in others)

@@ -164,6 +164,7 @@ def by_transformers(folder: Path) -> Any:
     return trained(folder / "whole"), trained(folder / "again", str(folder / "whole" / "checkpoint-3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "train"),
     [

@@ -167,6 +167,7 @@ def by_fabric(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]: 
     return whole, trained(range(HALF, STEPS), load=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "train"),
     [

@@ -158,6 +158,7 @@ def test_a_step_of_adamw_takes_its_part_of_the_time_in_which_the_ratio_is_measur
     assert found.hidden == 0
 
 
+@pytest.mark.slow
 def test_a_probe_of_another_model_than_the_job_is_refused(tmp_path: Path) -> None:
     workload = workloads.get("gpt-tiny", width="32")
     workload.prepare()

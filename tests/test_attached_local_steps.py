@@ -128,6 +128,7 @@ def trained_both_ways() -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_loop_of_plain_torch_gives_the_bits_of_steps_that_are_counted_by_hand_under_ddp_and_without_it() -> None:
     ranks = run(trained_both_ways, P)
     for name, settings in SETTINGS.items():
@@ -274,6 +275,7 @@ def resumed(folder: Path) -> None:
             assert same(whole.own(), second.own()) and same(whole.common(), second.common())
 
 
+@pytest.mark.slow
 def test_a_training_that_is_resumed_without_ddp_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
     run(resumed, P, folder=tmp_path)
 

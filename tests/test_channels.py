@@ -56,7 +56,7 @@ def of_lengths_that_change() -> None:
         assert [each.tolist() for each in wide] == [[complex(source, step)] * step for source in range(P)]
 
 
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_messages_arrive_whatever_lengths_they_had_before(P: int) -> None:
     run(of_lengths_that_change, P)
 
@@ -151,6 +151,6 @@ def large() -> None:
     assert torch.equal(GroupComm.private(timeout_s=120).all_reduce(addends[comm.rank]), sum_in_rank_order(addends))
 
 
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_large_tensors_are_added_in_rank_order_too(P: int) -> None:
     run(large, P)

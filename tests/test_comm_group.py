@@ -126,6 +126,7 @@ def staged() -> tuple[int, dict[str, list[Tensor]]]:
     return comm.rank, every_operation(comm)
 
 
+@pytest.mark.slow
 def test_tensors_that_travel_as_copies_arrive_as_others_do() -> None:
     wanted = LocalWorld(2).run(every_operation)
     for rank, found in run(staged, 2, fresh=True):

@@ -105,6 +105,7 @@ def train_with_options(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str]
 TWO = ("topk-0.1", "skip-default")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pairs",
     [
@@ -193,6 +194,7 @@ def train_two_models() -> list[RankRecord]:
     return [training.done() for training in both]
 
 
+@pytest.mark.slow
 def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
     ranks = run(train_two_models, 2)
     check("topk-0.1", [rank[0] for rank in ranks])

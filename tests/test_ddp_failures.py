@@ -194,6 +194,7 @@ def test_a_failed_step_can_be_tried_again_from_the_state_before_it() -> None:
         assert right == [True] * 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout() -> None:
     outcomes = run(train_with, 3, what=stall, ranks=(1,), timeout_s=5.0, steps=4, doomed=[1])
     for rank in (0, 2):

@@ -82,6 +82,7 @@ def resume(ids: Iterable[str]) -> dict[str, list[RankRecord]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_saved_state_resumes_to_the_same_bits_also_in_other_buckets() -> None:
     ids = ["dense-ring", "topk-0.1", "skip-default-feedback"]
     ranks = run(resume, 2, ids=ids)

@@ -175,8 +175,9 @@ def faults(port: int, cases: list[str]) -> list[Told]:
     return [trained(what, port, number) for what in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("cases", [["barrier"], pytest.param(["slow", "apart"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [["barrier"], ["slow", "apart"]])
 def test_one_that_is_too_slow_errs_or_cannot_connect_is_told_why_and_the_others_go_on(cases: list[str]) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for what, *found in zip(cases, *run_on(faults, 3, port=store.port, cases=cases), strict=True):
@@ -216,6 +217,7 @@ def wrapped_otherwise(port: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_whose_model_is_wrapped_otherwise_is_refused_before_it_joins() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

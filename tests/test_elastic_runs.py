@@ -196,6 +196,7 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return before, after
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_a_leaving_rank_has_not_sent_is_handed_over_for_the_mean_over_those_that_stay() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -447,6 +448,7 @@ def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
     return found, numbers
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_step_that_is_taken_again_gives_the_same_weights() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -538,6 +540,7 @@ def applied_by_another(port: int, exchange: str) -> list[dict[str, torch.Tensor]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("exchange", ["steps", "gradients"])
 def test_what_a_rank_sent_in_a_step_that_others_applied_is_not_sent_again(exchange: str) -> None:

@@ -58,6 +58,7 @@ def five() -> list[str]:
     return [printed(name) for name in ("ddp.py", "fsdp2.py", "no_ddp.py", "local_steps.py", "adamw_steps.py")]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_examples_for_ddp_fsdp2_neither_and_steps_of_each_rank_send_a_fraction_of_the_bits() -> None:
     first, second = distributed.run_fresh(five, 2)

@@ -66,6 +66,7 @@ def visited_by_all() -> list[set[str]]:
     return [visited(how, scheme) for how, scheme in MOST_FILES]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_settled_step_visits_few_files() -> None:
     found = dict(zip(MOST_FILES, run(visited_by_all, 2, fresh=True)[0], strict=True))

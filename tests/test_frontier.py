@@ -392,6 +392,7 @@ def test_a_state_is_kept_after_a_step_or_more(tmp_path: Path) -> None:
         frontier(made(), Outputs(tmp_path), 1, OURS, [], checkpoint_every=0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("signal_handlers_are_put_back")
 @pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_the_command_writes_table_picture_and_page(

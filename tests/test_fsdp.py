@@ -295,6 +295,7 @@ def in_turn(parts: Sequence[Callable[[], None]]) -> None:
             part()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [some_on_replicas, pytest.param(sparse_on_replicas, marks=pytest.mark.slow)])
 def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_nothing(
     sparse: Callable[[], None],

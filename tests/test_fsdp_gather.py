@@ -430,6 +430,7 @@ def fewer_in_backward_and_replicas() -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_replicas_stay_equal_and_weights_that_are_kept_are_gathered_once() -> None:
     run(fewer_in_backward_and_replicas, 4)

@@ -204,6 +204,7 @@ SIGNATURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BACKENDS[0].startswith("cpp"), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("operation", [*OPERATIONS, *CODECS, *FUSED])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -235,6 +235,7 @@ def test_values_of_packets_are_decoded_on_triton_by_the_codec_of_the_library() -
             assert torch.equal(decoded, codec.decode(packet, 700, torch.float32))
 
 
+@pytest.mark.slow
 def test_the_largest_of_elements_in_rows_are_the_reference() -> None:
     n, k = BLOCK + 700, 40
     residual, grad, out = made("normal", n), made("ties", n, 1), torch.empty(n, device=DEVICE)
@@ -284,6 +285,7 @@ def test_whatever_is_drawn_gives_the_bits_of_the_reference(
         exact_top_k.FEW = few
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize(
     "name", ["topk", pytest.param("exdyna", marks=pytest.mark.slow), pytest.param("oktopk", marks=pytest.mark.slow)]
@@ -363,6 +365,7 @@ def test_steps_of_adam_and_of_momentum_are_the_reference(kind: str) -> None:
 DIGESTED = (0, 1, 508, 1017, 1018, 1019, 1526, 2036, 20_003, 40_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", one_in(4, [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn]))
 def test_digests_of_many_tensors_are_the_reference(dtype: torch.dtype) -> None:
     normal = made("normal", max(DIGESTED) + 1)
@@ -414,6 +417,7 @@ def test_momentum_steps_of_several_parameters_are_those_of_each(monkeypatch: pyt
     assert cuda.momentum_steps_(inside, momentum[:4], mean[:4], [Span(0, 6)], factors[:1]) is NotImplemented
 
 
+@pytest.mark.slow
 def test_elements_in_rows_are_those_of_the_reference() -> None:
     for n, P, row in ((1, 2, 1), (2 * BLOCK + 77, 4, 128), (1000, 3, 7)):
         x = made("special", n)

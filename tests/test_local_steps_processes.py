@@ -67,6 +67,7 @@ def in_processes(folder: Path) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_and_exchanges_in_the_background_give_the_bits_of_a_local_world_also_when_resumed(
     tmp_path: Path,
 ) -> None:
@@ -190,6 +191,7 @@ def both_apart() -> None:
             apart(name)
 
 
+@pytest.mark.slow
 def test_after_an_error_on_one_rank_in_what_all_have_exchanged_all_raise_until_a_checkpoint_is_loaded() -> None:
     run(both_apart, 2)
 
@@ -291,6 +293,7 @@ def uneven() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_whose_exchange_the_others_do_not_join_gets_an_error_and_does_not_hang() -> None:
     first, second = run(uneven, 2)
     assert first == ""

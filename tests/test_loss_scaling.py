@@ -56,6 +56,7 @@ def scaled_training() -> list[tuple[str, Tensor, Tensor, list[float], list[str]]
     return [(scheme, *train(scheme)) for scheme in SCHEMES]
 
 
+@pytest.mark.slow
 def test_a_step_that_a_loss_scaler_skips_loses_nothing_and_residuals_follow_the_scale() -> None:
     """Whole numbers and scales of two, so that all is exact: 2 * applied + residuals is what came in, but for the non-finite bucket."""
     first, second = run(scaled_training, 2)

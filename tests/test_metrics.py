@@ -170,6 +170,7 @@ def named(of_hook: bool) -> set[str]:
     return {event.key for event in seen.key_averages() if event.key.startswith("sparsync::")}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_profiler_sees_each_phase_of_each_bucket() -> None:
     for found in run(named, 2, of_hook=True):

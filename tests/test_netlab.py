@@ -166,6 +166,7 @@ def test_without_exact_framing_headers_are_counted_once_a_batch_and_still_charge
     assert seen.seconds >= (FRAMING * PAYLOAD - links.up.burst_bytes) * 8 / RATE
 
 
+@pytest.mark.slow
 @builds
 def test_nothing_is_dropped_when_all_send_to_one() -> None:
     with network(4, RATE) as links:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src" / "sparsync"
 TRAINERS = (LIBRARY / "adapters", LIBRARY / "kernels" / "cuda")
@@ -14,6 +16,7 @@ OURS = {"sparsync", "sparsync_lab"}
 BROUGHT_BY = {"markupsafe": "jinja2", "PIL": "matplotlib", "annotated_types": "pydantic"}
 
 
+@pytest.mark.slow
 def test_each_distribution_asks_for_what_it_imports() -> None:
     everywhere = _names(ROOT / "pyproject.toml")
     lab = _used((ROOT / "lab" / "src").rglob("*.py"))

@@ -368,6 +368,7 @@ def test_parameters_that_are_not_trained_stay_as_they_are() -> None:
 # A job to begin with
 
 
+@pytest.mark.slow
 def test_a_new_job_is_written_once_and_is_large_enough_for_compressing(tmp_path: Path) -> None:
     path = tmp_path / "first job.py"
     command = workloads.write_new(path)

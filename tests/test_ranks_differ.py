@@ -164,6 +164,7 @@ def different_models() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_different_models_are_an_error_that_names_the_first_parameter_that_differs() -> None:
     for found in run(different_models, 2):
         for name, error in found.items():

@@ -201,6 +201,7 @@ class Loaded(HTMLParser):
                 self.found.append(f"{tag} {name}")
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing_and_holds_the_pictures(drawn: tuple[Path, str]) -> None:
     folder, _ = drawn
     html = (folder / "report.html").read_text()

@@ -127,6 +127,7 @@ def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_the_table_and_the_picture_are_made_and_some_lines_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

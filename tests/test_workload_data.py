@@ -129,6 +129,7 @@ def test_a_damaged_package_in_the_cache_is_fetched_again(empty_cache: Path) -> N
     assert list(empty_cache.iterdir()) == [kept]
 
 
+@pytest.mark.slow
 def test_without_a_package_index_the_error_names_every_cure(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +255,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_with_its_cure(tmp_path: Path
         cached(tmp_path / "file" / "below", check_even, lambda: b"aa")
 
 
+@pytest.mark.slow
 def test_processes_that_fetch_at_the_same_time_see_whole_files_only(tmp_path: Path) -> None:
     program = """
 import sys

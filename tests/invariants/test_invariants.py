@@ -16,13 +16,13 @@ OF_TRACES = ("conservation", "replicas", "traffic")
 def each_of_each() -> Iterator[ParameterSet]:
     """Yield each row with each invariant.
 
-    Of a row that is not slow every fourth invariant is quick, of the next row those after them; of the first of a family every other one.
+    Of a row that is not slow every sixth invariant is quick, of the next row those after them; of the first of a family every third one.
     """
     quick = count()
     for row in ROWS:
         first = 0 if row.slow else next(quick)
         for place, invariant in enumerate(INVARIANTS, first):
-            slow = row.slow or place % (2 if row.id in FIRST_OF_FAMILIES else 4) != 0
+            slow = row.slow or place % (3 if row.id in FIRST_OF_FAMILIES else 6) != 0
             yield pytest.param(row, invariant, id=f"{row.id}-{invariant}", marks=pytest.mark.slow if slow else ())
 
 
