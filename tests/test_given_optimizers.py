@@ -59,7 +59,7 @@ def wrong_types() -> None:
                 words = rf"^optimizer must be a torch\.optim\.Optimizer or a list of them, got {got}; pass"
                 with pytest.raises(TypeError, match=words):
                     make(model, Dense(), optimizer=given)
-        for given, got in ((adamw, "AdamW"), ([model], "list"), (nn.Linear, "the class Linear")):
+        for given, got in ((adamw, "AdamW"), ("model", "'model'"), (nn.Linear, "the class Linear")):
             with (
                 case(f"{name} {got}"),
                 pytest.raises(TypeError, match=rf"^model must be a torch\.nn\.Module, got {got};"),

@@ -1,6 +1,7 @@
-"""The library on a GPU: one rank by NCCL; two ranks that share the GPU, by gloo; the same bits and bytes as on the CPU.
+"""The library on a GPU: one rank and two by NCCL; two and three that share the GPU, by gloo; the same bits and bytes as on the CPU.
 
-NCCL takes one rank per GPU, so two ranks on one GPU need gloo. Without a GPU all is on the CPU, to test the tests.
+NCCL takes two ranks on one GPU if each takes itself for another machine; they talk over sockets then.
+Without a GPU all is on the CPU, to test the tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from helpers.distributed import run
 from helpers.on_devices import (
     STEPS,
     Record,
+    cases_between_nodes,
     cases_of_means,
     cases_of_overlap,
     cases_of_scaling,
@@ -178,6 +180,13 @@ def test_two_ranks_on_one_gpu_train_the_same_weights_and_go_on_from_a_saved_stat
     names = schemes_of(wrapper)
     ranks = run(cases_of_training, 2, within_s=WITHIN_S, device=DEVICE, wrapper=wrapper, schemes=names)
     check(problems_of_training(ranks, names))
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "reducer", "ddp steps", "local", "fsdp2 replicas", "fsdp2 shards"])
+def test_two_ranks_on_one_gpu_train_the_same_weights_by_nccl(wrapper: str) -> None:
+    names = schemes_of(wrapper)
+    options = {"device": DEVICE, "wrapper": wrapper, "schemes": names, "backend": NCCL}
+    check(problems_of_training(run(cases_between_nodes, 2, within_s=WITHIN_S, fresh=True, **options), names))
 
 
 @pytest.mark.parametrize("scheme", ["dense", "topk", "two_shot int4"])

@@ -73,6 +73,9 @@ def together(folder: Path) -> dict[str, list[list[Tensor]]]:
                 checkpoint.load(handle, where)
                 train(wrapped, optimizer, 2, first=4)
                 assert all(map(torch.equal, weights([encoder, network]), last))
+            with case("one of them goes back"), pytest.warns(UserWarning, match="of the model was loaded after step"):
+                network.load_state_dict({key: 2 * value for key, value in network.state_dict().items()})
+                train(wrapped, optimizer, 2, first=6)
             handle.detach()
 
             encoder, network = parts()

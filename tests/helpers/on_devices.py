@@ -78,12 +78,18 @@ def alone(backend: str | None) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def costs(reports: Sequence[Report]) -> list[Cost]:
-    def key(bucket: str) -> str:
-        return bucket.removesuffix("/cpu").removesuffix("/cuda")
+def as_nodes(backend: str) -> None:
+    """Join these ranks to a group with this backend. Each takes itself for a machine, so that NCCL has several of them on one GPU."""
+    rank, P, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("P2P", "SHM", "IB")}
+    os.environ |= {"NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=P)  # pyright: ignore[reportPrivateImportUsage]
 
+
+def costs(reports: Sequence[Report]) -> list[Cost]:
     return [
-        (key(each.key), each.sent.nbytes, each.sent.messages, each.cost.nbytes, each.selected, each.union)
+        (each.key, each.sent.nbytes, each.sent.messages, each.cost.nbytes, each.selected, each.union)
         for each in reports
         if each.sent is not None
     ]
@@ -321,6 +327,13 @@ def cases_of_training(device: str, wrapper: str, schemes: Sequence[str], backend
     _repeatable()
     if backend:
         alone(None if backend == "default" else backend)
+    return each_case({name: lambda name=name: trained(device, wrapper, SCHEMES[name]) for name in schemes})
+
+
+def cases_between_nodes(device: str, wrapper: str, schemes: Sequence[str], backend: str) -> dict[str, Record | str]:
+    """Train with each scheme, in a group with this backend."""
+    _repeatable()
+    as_nodes(backend)
     return each_case({name: lambda name=name: trained(device, wrapper, SCHEMES[name]) for name in schemes})
 
 

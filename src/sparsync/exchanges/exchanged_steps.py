@@ -308,7 +308,7 @@ class ExchangedSteps(StepMethod):
         return reports
 
     def _go_back_before_pass(self) -> None:
-        if self._loads.any:
+        if self._loads.take_new():
             self._check_own()
             self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
 

@@ -419,7 +419,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._optimized = True
 
     def _go_back_before_pass(self) -> None:
-        if self._loads.any:
+        if self._loads.take_new():
             self._check_own()
             self._go_back_once()
 

@@ -454,11 +454,11 @@ class Connection:
                 Told([self._settings], _SETTINGS_CURE),
                 saved,
                 thrown_away,
-                loaded,
                 optimizers,
                 Told(_lines(bucket, scheme), _CURE),
                 weights,
                 unexchanged,
+                loaded,
                 Told([f"state of {scheme.name}: {shared}"], _CURE),
             ]
 

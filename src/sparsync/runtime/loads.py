@@ -37,12 +37,12 @@ class Loads:
         """Begin again: a step was taken."""
         self._before: Tensor | None = None  # digests of the weights ahead of the first load
         self._moments = list[tuple[weakref.ref[Optimizer], list[Any]]]()
-        self._optimizer = self._handle = False
+        self._optimizer = self._handle = self._new = False
 
-    @property
-    def any(self) -> bool:
-        """Whether anything was loaded that may count."""
-        return not self._handle and (self._optimizer or self._before is not None)
+    def take_new(self) -> bool:
+        """Return whether anything was loaded since the last call that may count."""
+        new, self._new = self._new, False
+        return new and not self._handle
 
     def found(self) -> list[str]:
         """Return what was loaded: "model", "optimizer", both or neither."""
@@ -63,8 +63,8 @@ class Loads:
                 # Of names that share a parameter, one is enough.
                 if prefix + name in state or prefix + plain_name(name) in state:
                     known.add(id(each))
-        if owned == known and self._before is None:
-            self._before = self._digests()
+        if owned == known:
+            self._before, self._new = self._digests() if self._before is None else self._before, True
 
     def note_moments(self, optimizer: Optimizer) -> None:
         """Note that a state is about to be loaded into an optimizer."""
@@ -73,7 +73,7 @@ class Loads:
 
     def note_optimizer(self) -> None:
         """Note that a state of an optimizer was loaded."""
-        self._optimizer = True
+        self._optimizer = self._new = True
 
     def note_handle(self) -> None:
         """Note that a state of the handle was loaded, with what waited when it was saved."""
