@@ -36,7 +36,7 @@ class Loads:
     def forget(self) -> None:
         """Begin again: a step was taken."""
         self._before: Tensor | None = None  # digests of the weights ahead of the first load
-        self._moments = list[tuple[weakref.ref[Optimizer], list[Any]]]()
+        self._moments = list[tuple[weakref.ref[Optimizer], list[object]]]()
         self._optimizer = self._handle = self._new = False
 
     def take_new(self) -> bool:
@@ -90,14 +90,14 @@ class Loads:
         return kernels.digests(weights) if weights else torch.empty(0)
 
 
-def _moments_of(
-    optimizer: Optimizer,
-) -> list[Any]:  # Any: numbers, digests of tensors, and what else an optimizer keeps
-    found = list[Any]()
+def _moments_of(optimizer: Optimizer) -> list[object]:
+    """Return what the optimizer keeps of each parameter: numbers, digests of tensors, and of anything else which object it is."""
+    found = list[object]()
     for each in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         for value in optimizer.state[each].values() if each in optimizer.state else ():
             local = value.to_local() if hasattr(value, "to_local") else value
-            found.append(kernels.digests([local]).item() if isinstance(local, Tensor) else str(local))
+            plain = local if isinstance(local, (int, float, str)) else id(local)
+            found.append(kernels.digests([local]).item() if type(local) is Tensor else plain)
     return found
 
 
