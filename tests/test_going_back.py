@@ -153,6 +153,7 @@ def steps() -> None:
             training.step(7)
         assert set(training.handle.state_dict()["adamw_steps"]["applied"].values()) == {8}
     with case("on one rank"):
+        training.model.load_state_dict(saved[0])
         if dist.get_rank() == 1:
             training.optimizers[0].load_state_dict(saved[1])
         with pytest.raises(sparsync.RanksDifferError, match="a state of the optimizer loaded before step 8"):
@@ -220,10 +221,50 @@ def not_going_back() -> None:
             own = {name: each.clone() for name, each in training.bare.state_dict().items() if name != "0.weight"}
             training.bare.load_state_dict({**own, "2.bias": own["2.bias"] + 1}, strict=False)
             quietly(training, 2)
+        with case(f"the optimizer's own state, for another rate, with {way}"):
+            training = trained()
+            state = training.optimizers[0].state_dict()
+            state["param_groups"][0]["lr"] = RATE
+            training.optimizers[0].load_state_dict(deepcopy(state))
+            assert same(training)
         with case(f"a copy of the model, with {way}"):
             training = trained()
             deepcopy(training.bare).load_state_dict(untouched.bare.state_dict())
             assert same(training)
+
+
+def a_second_close() -> None:
+    training, saved = exploded("sgd", "topk:density=0.05", Gradients())
+    training.go_to(saved)
+    first, scheme = training.handle, training.handle.scheme
+    first.detach()
+    training.handle = sparsync.attach(training.model, scheme, optimizer=training.optimizers, exchange=Gradients())
+    quietly(training, 7, 8)
+    held = training.residual()
+    first.close()
+    assert torch.equal(training.residual(), held)
+    assert held.count_nonzero()
+
+
+def compiled_inside() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(8, 24)
+    model = DistributedDataParallel(torch.compile(module, backend="eager"))  # pyright: ignore[reportArgumentType]
+    optimizer, saved = SGD(module.parameters(), lr=RATE), deepcopy(module.state_dict())
+    sparsync.attach(model, sparsync.scheme("topk:density=0.05"), optimizer=optimizer)
+    model(torch.ones(1, 8)).square().mean().backward()
+    optimizer.step()
+    module.load_state_dict(saved)
+    with pytest.warns(UserWarning, match=f"a state of the model {TOLD}"):
+        model(torch.ones(1, 8)).square().mean().backward()
+
+
+def test_a_handle_that_is_closed_again_leaves_alone_what_another_one_holds() -> None:
+    run(a_second_close, 2)
+
+
+def test_a_loop_that_goes_back_by_the_module_inside_a_compiled_one_is_seen() -> None:
+    run(compiled_inside, 2)
 
 
 def test_a_loop_that_goes_back_leaves_what_was_held_back_of_gradients() -> None:

@@ -129,6 +129,53 @@ def test_a_loop_that_exchanges_steps_skips_one_on_all_ranks_or_fails_at_once() -
     run(steps, 2)
 
 
+def no_skips() -> None:
+    def made(wrapper: str = "ddp") -> Training:
+        training = Training("two_shot:density=0.1:values=sign", Steps(), wrapper)
+        training.step(0)
+        return training
+
+    for wrapper in ("ddp", "fsdp"):
+        with case(f"{wrapper}: a batch that has no loss, on one rank"):
+            training = made(wrapper)
+            for number in range(1, 4):
+                for part in range(2):
+                    x = torch.randn(4, 8, generator=generator(dist.get_rank(), "data", 10 * number + part))
+                    (training.model(x).square().mean() * (1 - (part == 0) * dist.get_rank())).backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad(set_to_none=number == 2)
+    with case("gradients for a log, on one rank"):
+        training = made()
+        if dist.get_rank() == 0:
+            torch.autograd.grad(training.bare(torch.ones(4, 8)).square().mean(), list(training.bare.parameters()))
+        training.step(1)
+    with case("attacks in evaluation mode, more on one rank"):
+        training = made("bare")
+        training.model.eval()
+        for number in range(2 + dist.get_rank()):
+            training.backward(5 + number)
+            training.optimizer.zero_grad()
+        training.model.train()
+        training.step(1)
+    for exchange in (Steps(), Gradients()):
+        with case(f"sparse gradients that accumulate, {exchange}"):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Embedding(6, 4, sparse=True))
+            optimizer = AdamW(model.parameters()) if isinstance(exchange, Steps) else SGD(model.parameters(), lr=0.1)
+            scheme = sparsync.scheme("topk:density=0.5")
+            sparsync.attach(model, scheme, optimizer=optimizer, exchange=exchange)
+            for number in range(4):
+                model(torch.tensor([number, 5])).sum().backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:the embedding")
+def test_gradients_that_are_no_skipped_step_are_not_taken_for_one() -> None:
+    run(no_skips, 2)
+
+
 GRADIENTS = {
     "topk:density=0.05": ("ddp", "bare", "fsdp"),
     "two_shot:density=1.0:values=int4": ("ddp", "shards"),

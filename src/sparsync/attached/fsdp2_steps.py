@@ -78,6 +78,7 @@ class ShardedReplica(Replica):
         def divide_(names: list[str], shard: Tensor) -> None:
             if (divisor := owner()) is not None:
                 shard.copy_(divisor.divided(names, shard))
+                divisor.accumulated()
 
         owner, named = weakref.ref(by), [(unit, [each.name for each in unit.trained()]) for unit in self._units]
         undo = [unit.reduce_over_shards_only() for unit in self._units]  # here, when nothing can fail any more

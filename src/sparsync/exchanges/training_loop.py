@@ -92,7 +92,9 @@ class Replica:
 
     def divide_gradients(self, by: "GradientDivisor") -> list[Callable[[], None]]:
         """Have gradients divided as the backward pass makes them; return what undoes that."""
-        hooks = [each.register_hook(partial(_divided, weakref.ref(by), name)) for name, each in self.owned.items()]
+        owner, owned = weakref.ref(by), self.owned.items()
+        hooks = [each.register_hook(partial(_divided, owner, name)) for name, each in owned]
+        hooks += [each.register_post_accumulate_grad_hook(partial(_accumulated, owner)) for _, each in owned]
         return [each.remove for each in hooks]
 
 
@@ -113,16 +115,21 @@ class GradientDivisor:
         self.factor = 1.0
         self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
         self.passes = BackwardPasses(replica.gradients)
+        self._bodies = replica.bodies
         self._undo = replica.divide_gradients(self)
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
         """Return the gradient of the parameters of these names divided."""
-        self.passes.begins()
-        self.passes.came()
+        self.passes.begins(gradient)
         if self.factor == 1:
             return gradient
         self._divided.update(names)
         return gradient / self.factor
+
+    def accumulated(self) -> None:
+        """Note that there are gradients that a loop may throw away. In evaluation mode, as in an attack, it skips no step by that."""
+        if all(each.training for each in self._bodies):
+            self.passes.came()
 
     def undone(self, name: str) -> float:
         """Return what the gradient of a parameter is to be multiplied by to be this rank's own."""
@@ -340,6 +347,11 @@ class _AfterStateDict(_Hook):
 def _divided(owner: "weakref.ref[GradientDivisor]", name: str, gradient: Tensor) -> Tensor | None:
     divisor = owner()
     return None if divisor is None else divisor.divided([name], gradient)
+
+
+def _accumulated(owner: "weakref.ref[GradientDivisor]", _: Tensor) -> None:
+    if (divisor := owner()) is not None:
+        divisor.accumulated()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,13 +12,14 @@ _MOST = 16  # such passes without a step: other optimizers step
 class BackwardPasses:
     """Counts the backward passes since the last step whose gradients were thrown away: where the next pass finds none, or zeros.
 
-    Gradients that are kept accumulate. `gradients` returns what the parameters have.
+    Gradients that are kept accumulate, also zeros, where `begins` was told so of the pass. `gradients` returns what the parameters have.
     """
 
     def __init__(self, gradients: Callable[[], Iterable[Tensor | None]]) -> None:
         self._gradients = gradients
         self._task = -1  # of autograd, the last one
         self._came, self.thrown_away = False, 0
+        self._nonzero: Tensor | None = None  # whether the first gradient of the pass was; None: not known
         self._row: int | None = None  # steps with such a pass before them, up to the last step; None: no step was seen
 
     @property
@@ -35,19 +36,26 @@ class BackwardPasses:
         """Note that there are gradients that may be thrown away; not `kept`: nothing is to be done about it."""
         self._came = kept
 
-    def begins(self) -> bool:
-        """Note that a gradient is about to be accumulated; return whether a pass begins, and those of the last one were thrown away."""
+    def begins(self, gradient: Tensor | None = None) -> bool:
+        """Note that `gradient` is about to be accumulated; return whether a pass begins, and those of the last one were thrown away."""
         # HACK: torch has no public function for this. Price: it may change with torch; tests skip steps and accumulate.
         task = torch._C._current_graph_task_id()
         if task in (self._task, -1):
             return False
         self._task = task
-        thrown_away = self._came and not _any_kept(self._gradients())
+        thrown_away = self._came and not self._kept()
+        self._nonzero = None if gradient is None else _values(gradient).any()  # no host sync here
         self.thrown_away += thrown_away
         self._came = self._came and not thrown_away
         return thrown_away
 
+    def _kept(self) -> bool:
+        """Return whether any gradient is there and not zero, or as it came. A host sync for each zero, and for the first other one."""
+        gradients = [_values(each) for each in self._gradients() if each is not None]
+        if gradients and self._nonzero is not None and not bool(self._nonzero):
+            return True  # as of a batch without any loss
+        return any(bool(each.any()) for each in gradients)
 
-def _any_kept(gradients: Iterable[Tensor | None]) -> bool:
-    """Return whether any gradient is there and not zero. A host sync for each that is zero, and for the first that is not."""
-    return any(bool(each.count_nonzero()) for each in gradients if each is not None)
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

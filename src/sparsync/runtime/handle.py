@@ -514,7 +514,8 @@ class Handle:
         """Return what notes the states that are loaded into the model and its optimizers."""
         if module is None:
             return Loads([], optimizers, list)
-        return Loads([module], optimizers, partial(_trained_of, weakref.ref(module)))
+        inside = [module.get_submodule("_orig_mod")] if hasattr(module, "_orig_mod") else []  # of torch.compile
+        return Loads([module, *inside], optimizers, partial(_trained_of, weakref.ref(module)))
 
     def _go_back(self, last: int) -> list[str]:
         """Drop what waits where the model or an optimizer, and not this handle, was given another state since the step `last`.

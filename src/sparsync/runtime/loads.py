@@ -17,7 +17,8 @@ class Loads:
     """Notes what `load_state_dict` of `modules` and of `optimizers` has loaded since the last `forget`.
 
     A model counts as loaded where its state has all its trained parameters, and `weights()` has other bits afterwards: weights that are put
-    aside and restored do not. Where a state of the handle itself was loaded too, nothing counts. Is referred to weakly.
+    aside and restored do not. An optimizer counts with a model, or by itself where it has other moments afterwards: a state that is loaded
+    again for another rate has the same. Where a state of the handle itself was loaded too, nothing counts. Is referred to weakly.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class Loads:
         self._hooks: list[Any] = [each.register_load_state_dict_pre_hook(_BeforeLoad(self)) for each in modules]
         for each in (inner for given in optimizers for inner in with_inner(given)):
             if "_optimizer_load_state_dict_post_hooks" in vars(each):  # not where a wrapper passes on to the one inside
+                self._hooks.append(each.register_load_state_dict_pre_hook(_BeforeOptimizerLoad(self)))
                 self._hooks.append(each.register_load_state_dict_post_hook(_AfterLoad(self)))
 
     def forget(self) -> None:
         """Begin again: a step was taken."""
         self._before: Tensor | None = None  # digests of the weights ahead of the first load
+        self._moments = list[tuple[weakref.ref[Optimizer], list[object]]]()
         self._optimizer = self._handle = self._new = False
 
     def take_new(self) -> bool:
@@ -45,9 +48,11 @@ class Loads:
         """Return what was loaded: "model", "optimizer", both or neither."""
         if self._handle:
             return []
-        found = ["optimizer"] if self._optimizer else []
         # A host sync, after a load only.
-        return ["model", *found] if self._before is not None and not self._before.equal(self._digests()) else found
+        model = self._before is not None and not self._before.equal(self._digests())
+        others = any((each := known()) is not None and _moments_of(each) != before for known, before in self._moments)
+        optimizer = self._optimizer and (model or others)
+        return ["model"] * model + ["optimizer"] * optimizer
 
     def note_model(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """Note that `state` is about to be loaded into the model."""
@@ -61,6 +66,11 @@ class Loads:
         if owned == known:
             self._before, self._new = self._digests() if self._before is None else self._before, True
 
+    def note_moments(self, optimizer: Optimizer) -> None:
+        """Note that a state is about to be loaded into an optimizer."""
+        if not any(known() is optimizer for known, _ in self._moments):
+            self._moments.append((weakref.ref(optimizer), _moments_of(optimizer)))
+
     def note_optimizer(self) -> None:
         """Note that a state of an optimizer was loaded."""
         self._optimizer = self._new = True
@@ -73,10 +83,22 @@ class Loads:
         """Note nothing from here on. Safe to call again."""
         for hook in self._hooks:
             hook.remove()
+        self.forget()
 
     def _digests(self) -> Tensor:
         weights = list(self._weights())
         return kernels.digests(weights) if weights else torch.empty(0)
+
+
+def _moments_of(optimizer: Optimizer) -> list[object]:
+    """Return what the optimizer keeps of each parameter: numbers, digests of tensors, and of anything else which object it is."""
+    found = list[object]()
+    for each in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for value in optimizer.state[each].values() if each in optimizer.state else ():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            plain = local if isinstance(local, (int, float, str)) else id(local)
+            found.append(kernels.digests([local]).item() if type(local) is Tensor else plain)
+    return found
 
 
 class _Hook:
@@ -93,6 +115,12 @@ class _BeforeLoad(_Hook):
     def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
         if (loads := self._loads()) is not None:
             loads.note_model(module, state, prefix)
+
+
+class _BeforeOptimizerLoad(_Hook):
+    def __call__(self, optimizer: Optimizer, _: object) -> None:
+        if (loads := self._loads()) is not None:
+            loads.note_moments(optimizer)
 
 
 class _AfterLoad(_Hook):
