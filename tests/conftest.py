@@ -21,10 +21,8 @@ from helpers import annotations, slices
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
-EXAMPLES, QUICK_EXAMPLES = (
-    100,
-    30,
-)  # of hypothesis, where a test asks for no other number; with executed annotations and without
+# Of hypothesis, where a test asks for no other number: with executed annotations, and without.
+EXAMPLES, QUICK_EXAMPLES = 100, 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -61,7 +61,8 @@ def interrupted(folder: Path, scaled: bool) -> tuple[AdapterResult, AdapterResul
     return whole, trained(folder, range(3, STEPS), load=True, scaled=scaled)
 
 
-@pytest.mark.parametrize("scaled", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", [False, True])
 def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scaled: bool, tmp_path: Path) -> None:
     ranks = run(interrupted, 2, folder=tmp_path, scaled=scaled)
     check([whole for whole, _ in ranks], STEPS)

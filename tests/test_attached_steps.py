@@ -104,6 +104,7 @@ def trained_both_ways() -> None:
     assert on_all_ranks(torch.tensor([norm]))
 
 
+@pytest.mark.slow
 def test_the_loop_of_plain_torch_gives_the_same_bits_under_ddp_and_without_it() -> None:
     run(trained_both_ways, P)
 

@@ -145,6 +145,7 @@ def train_in_part(ids: Iterable[str]) -> dict[tuple[str, bool], RankRecord]:
     return found
 
 
+@pytest.mark.slow
 def test_a_parameter_that_a_rank_did_not_use_counts_as_zero_there() -> None:
     ranks = run(train_in_part, 2, ids=("topk-0.1", "skip-default-feedback"))
     for key in ranks[0]:

@@ -367,6 +367,7 @@ def test_the_table_of_options_has_those_that_there_are(options: type[Any]) -> No
     assert sorted(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == sorted(each.name for each in fields(options))
 
 
+@pytest.mark.slow
 def test_the_table_of_what_to_use_is_what_its_study_writes() -> None:
     assert when_to_use.table() in (ROOT / when_to_use.PAGE).read_text()
 

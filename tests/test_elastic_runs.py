@@ -571,6 +571,7 @@ def cut_off(port: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_has_lost_others_ends_their_waits_for_it() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

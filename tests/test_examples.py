@@ -106,6 +106,7 @@ def plain_and_with_two_lines(folder: str) -> list[list[float]]:
     return [*found, losses(sparse, f"{folder}/sparse", 40)]  # resumes
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_lines_make_a_plain_script_sparse_and_it_resumes_and_learns_as_before(tmp_path: Path) -> None:
     (plain, begun, resumed), others = distributed.run_fresh(plain_and_with_two_lines, 2, folder=str(tmp_path))

@@ -81,6 +81,7 @@ def real_numbers() -> None:
         assert all(same_bits(*everywhere(parameter)) for parameter in found)
 
 
+@pytest.mark.slow
 def test_training_with_everything_sent_is_that_of_fsdp_itself() -> None:
     run(real_numbers, 2)
 

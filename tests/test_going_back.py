@@ -279,5 +279,6 @@ def test_a_loop_that_goes_back_leaves_what_was_held_back_of_local_steps_and_what
     run(local_steps, 2)
 
 
+@pytest.mark.slow
 def test_what_fits_the_weights_stays() -> None:
     run(not_going_back, 2)

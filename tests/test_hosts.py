@@ -143,6 +143,7 @@ def outcome(kind: str) -> tuple[str, list[Message]]:
     return "", taken
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("kind", "first", "second"),

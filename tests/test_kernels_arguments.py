@@ -227,7 +227,8 @@ def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str,
         pass
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", [3, 300])
 def test_wrong_arguments_are_refused_alike_on_all_backends_or_give_the_same_bits(examples: int, tmp_path: Path) -> None:
     """In a process of its own, which a crash ends."""
     at = tmp_path / "operation"

@@ -73,6 +73,7 @@ def test_a_selection_larger_than_the_pool_is_found_by_another_pass(kind: str, mo
         same(kernels.select_ge(x, threshold), reference.select_ge(x, threshold))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", AWKWARD)
 def test_selection_by_a_threshold_and_finiteness_are_the_reference(kind: str) -> None:
     for n in (0, 1, 2 * BLOCK + 5):

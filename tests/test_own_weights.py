@@ -238,6 +238,7 @@ def swapped() -> None:
             assert on_all_ranks(common(model, handle))
 
 
+@pytest.mark.slow
 def test_weights_that_are_put_back_after_an_evaluation_of_others_are_those_that_were_there() -> None:
     run(swapped, P)
 

@@ -155,6 +155,7 @@ def test_ascii_is_enough_where_nothing_else_can_be_written(tmp_path: Path) -> No
         assert LOUD.encode() in output.buffer.getvalue()
 
 
+@pytest.mark.slow
 def test_links_without_limit_give_a_warning_in_every_output(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE, run=UNLIMITED))
     assert text.count(LOUD) == 2
@@ -227,6 +228,7 @@ def test_axes_have_ticks_where_curves_end(tmp_path: Path) -> None:
     assert "90" not in up  # bf16's end is too near the best one
 
 
+@pytest.mark.slow
 def test_the_pictures_of_a_telephone_are_as_wide_as_it_with_type_that_can_be_read(drawn: tuple[Path, str]) -> None:
     html = (drawn[0] / "report.html").read_text()
     narrow = re.findall(r'<div class="narrow"><p>(.*?)</p><svg viewBox="0 0 ([0-9.]+) ', html)

@@ -57,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=one_in(2, ["shakespeare", "code", "gpt", "resnet", "movielens", "mlp"]))
+@pytest.fixture(params=one_in(3, ["gpt", "shakespeare", "code", "mlp", "resnet", "movielens"]))
 def workload(request: pytest.FixtureRequest, folder: Path, films: Path, source: Path) -> Workload:
     # 45 windows: the last chunk is a part of one.
     if request.param == "shakespeare":

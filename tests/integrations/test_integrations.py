@@ -48,8 +48,9 @@ def test_what_is_run_again_is_what_the_page_says() -> None:
     assert cells(part(QUICK)) == {situation: found[situation] for situation in QUICK}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("integration", ["`Steps`, DDP", pytest.param("`LocalSteps`", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("integration", ["`Steps`, DDP", "`LocalSteps`"])
 def test_between_processes_what_is_frozen_stays_and_all_else_has_the_bits_of_a_local_world(integration: str) -> None:
     found = INTEGRATIONS[integration]["frozen parameters"].trial([SCHEMES["TwoShot"]])
     assert found == {SCHEMES["TwoShot"]: TrialVerdict(WORKS)}
