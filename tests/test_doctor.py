@@ -231,7 +231,7 @@ def test_a_warning_points_at_the_line_of_the_user_and_at_the_documentation_not_a
     """In another process: here annotations are executed, and a frame of that stands between."""
     script = tmp_path / "train.py"
     script.write_text(WARNED)
-    (found,) = run(warnings_of, 1, script=script)
+    (found,) = run(warnings_of, 1, fresh=True, script=script)
     assert [(file, line) for file, line, _ in found] == [(str(script), line) for line in (11, 12, 13, 16)]
     for _, _, text in found[:3]:
         assert text.startswith("TopK leaves elements out")

@@ -132,7 +132,7 @@ def every_form(folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_muon_and_adamw_as_two_optimizers_or_one_take_the_same_steps_with_and_without_ddp(tmp_path: Path) -> None:
-    run(every_form, P, folder=tmp_path)
+    run(every_form, P, fresh=True, folder=tmp_path)
 
 
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
@@ -251,7 +251,7 @@ def refused() -> None:
 
 @pytest.mark.distributed
 def test_what_steps_of_muon_cannot_do_is_refused() -> None:
-    run(refused, P)
+    run(refused, P, fresh=True)
 
 
 @pytest.mark.distributed
