@@ -631,8 +631,9 @@ def resumed() -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 training.step(1)
+            training.bare.load_state_dict({name: each + 1 for name, each in training.bare.state_dict().items()})
             training.optimizer.load_state_dict(saved["optimizer"])
-            with pytest.warns(UserWarning, match="a state of the optimizer was loaded after step"):
+            with pytest.warns(UserWarning, match="a state of the model and of the optimizer was loaded after step"):
                 training.step(2)
 
 

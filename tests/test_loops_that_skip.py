@@ -1,6 +1,7 @@
 """Loops that throw a gradient away and take no step, because its norm is too large: on all ranks or on none, and nothing of it stays."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -207,6 +208,26 @@ def gradients() -> None:
                             never.step(number)
                     assert spiked.skipped[-2:] == [SPIKE, SPIKE]
                     assert same(spiked, never)
+
+
+def saved() -> None:
+    for wrapper in ("ddp", "bare", "shards"):
+        scheme = "two_shot:density=1.0:values=int4" if wrapper == "shards" else "topk:density=0.05"
+        with case(wrapper):
+            training, resumed, unsaved = (Training(scheme, Gradients(), wrapper) for _ in range(3))
+            for each in (training, unsaved):
+                for number in (0, 1, SPIKE, 2, SPIKE):
+                    each.step(number)
+            for name in ("model", "optimizer", "handle"):
+                getattr(resumed, name).load_state_dict(deepcopy(getattr(training, name).state_dict()))
+            for each in (training, resumed, unsaved):
+                each.step(6)
+            assert same(training, unsaved)
+            assert same(resumed, unsaved)
+
+
+def test_a_state_that_is_saved_after_a_skipped_step_has_nothing_of_its_gradient() -> None:
+    run(saved, 2)
 
 
 def test_a_skipped_step_leaves_nothing_of_its_gradient_behind() -> None:

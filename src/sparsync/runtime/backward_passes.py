@@ -43,8 +43,13 @@ class BackwardPasses:
         if task in (self._task, -1):
             return False
         self._task = task
-        thrown_away = self._came and not self._kept()
+        thrown_away = self.gone()
         self._nonzero = None if gradient is None else _values(gradient).any()  # no host sync here
+        return thrown_away
+
+    def gone(self) -> bool:
+        """Return whether the gradients of the last pass were thrown away since the last call. Not inside a pass."""
+        thrown_away = self._came and not self._kept()
         self.thrown_away += thrown_away
         self._came = self._came and not thrown_away
         return thrown_away

@@ -556,6 +556,7 @@ class Handle:
         """Make the scheme's state that of a whole step, as far as the optimizer has applied it."""
         self._flush()
         self._rescaler.settle()
+        self._rescaler.undo(self._connection.failed)
 
     def _flush(self) -> None:
         """Wait until the last step is reduced, and end it."""

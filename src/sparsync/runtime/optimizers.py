@@ -466,6 +466,12 @@ class ResidualRescaler:
         if (passes := self._passes()) is not None and passes.begins() and passes.skips and not failed:
             self._thrown_away = True
 
+    def undo(self, failed: bool) -> None:
+        """Undo the last reduction where its gradients were thrown away, for a state to be saved; `failed`: as for `pass_begins`."""
+        if (passes := self._passes()) is not None and passes.gone() and passes.skips and not failed:
+            self._thrown_away = True
+        self._undo_thrown_away()
+
     def _passes(self) -> BackwardPasses | None:
         """Return what counts backward passes; None with several optimizers, which need not step after each pass."""
         return self.clippings[0].passes if len(self.clippings) == 1 else None
