@@ -685,6 +685,7 @@ def fit(steps: AdamWSteps, span: range, skipped: Sequence[int] = (10,)) -> None:
         steps.step()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_at_any_step_has_the_same_bits_also_where_steps_are_skipped(tmp_path: Path) -> None:
     """Of the skipped steps the first one, and the 9th, measure the ratio, and the 10th does not."""
     skipped = (0, 9, 10)

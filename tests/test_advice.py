@@ -177,6 +177,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Backward, 
     return workload, replace(TWO_BUCKETS, bucket=(ReadyBucket(found["layout"][-1][2], 1.0),)), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("about", "seed", "expected"),
     [

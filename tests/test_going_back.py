@@ -263,6 +263,7 @@ def test_a_handle_that_is_closed_again_leaves_alone_what_another_one_holds() -> 
     run(a_second_close, 2)
 
 
+@pytest.mark.slow
 def test_a_loop_that_goes_back_by_the_module_inside_a_compiled_one_is_seen() -> None:
     run(compiled_inside, 2)
 

@@ -130,6 +130,7 @@ def every_form(folder: Path) -> None:
         assert same(again.common(), found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_muon_and_adamw_as_two_optimizers_or_one_take_the_same_steps_with_and_without_ddp(tmp_path: Path) -> None:
     run(every_form, P, fresh=True, folder=tmp_path)

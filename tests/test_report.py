@@ -309,6 +309,7 @@ def test_the_newest_run_that_trained_is_shown_and_the_others_are_listed(tmp_path
         report(tmp_path, "fourth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
     one_in(

@@ -278,6 +278,7 @@ def test_a_model_is_its_parameters(workload: Workload) -> None:
     assert len(model.state_dict()) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["shakespeare", "gpt", "mlp", "movielens"], indirect=True)
 def test_the_mean_of_the_ranks_gradients_is_the_gradient_of_the_global_batch(workload: Workload) -> None:
     def gradient(rank: int, ranks: int) -> torch.Tensor:
