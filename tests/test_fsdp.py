@@ -1,6 +1,7 @@
 """attach on models under fully_shard over gloo: what is exact stays exact, residuals lose nothing, and what is sent is counted."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,7 +106,7 @@ def grid() -> DeviceMesh:
 def sparse_on_replicas(schemes: Sequence[Scheme] = SPARSE) -> None:
     mesh = grid()
     group = mesh["replicate"].get_group()
-    for scheme in schemes:
+    for scheme in map(deepcopy, schemes):  # a live process may have run this before
         with case(scheme):
             net = made(mesh["shard"])
             handle = on(net, scheme, replicate=mesh["replicate"])
