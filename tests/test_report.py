@@ -271,7 +271,7 @@ def test_dollars_in_a_label_are_dollars(tmp_path: Path) -> None:
     printed(write(tmp_path, DENSE, *(replace(SPARSE, scheme=label) for label in labels)))
     html = (tmp_path / "report.html").read_text()
     assert all(label in html for label in labels)
-    assert Loaded(html).images == len(PICTURES)
+    assert Loaded(html).images == 2 * len(PICTURES)
 
 
 @pytest.mark.slow
