@@ -334,9 +334,8 @@ class StepMethod(Handle):
         return Loads(self._replica.bodies, optimizers, lambda: [each.common for each in self._weights.buckets])
 
     def _go_back(self, last: int) -> list[str]:
-        self._comparison.loaded = found = super()._go_back(
-            last
-        )  # for moments, and what is on its way, are the same on all ranks
+        # Ranks compare it, because moments, and what is on its way, are the same on all of them.
+        self._comparison.loaded = found = super()._go_back(last)
         return found
 
     def _check_trained(self) -> None:

@@ -661,9 +661,8 @@ def _note_pass(handle: "weakref.ref[Handle]", _: Tensor) -> None:
 def _gradients_of(module: Callable[[], nn.Module | None]) -> Iterator[Tensor | None]:
     """Return what this rank holds of the gradients of a module."""
     found = module()
-    gradients: Any = (
-        () if found is None else (each.grad for _, each in trained(found))
-    )  # Any: a DTensor may be among them
+    # Any: a DTensor may be among them.
+    gradients: Any = () if found is None else (each.grad for _, each in trained(found))
     return (each.to_local() if hasattr(each, "to_local") else each for each in gradients)
 
 
