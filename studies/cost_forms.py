@@ -31,13 +31,13 @@ DENSITY = 0.01
 # What settings alone determine, the same in each step.
 SETTLED = (
     "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,in_turn,skip_reduce,skip_reduce:form=direct,random_k,quantized,powersgd,"
-    "dgc:warmup_steps=0,sparse_loco,demo,cltk,gtopk,spardl"
+    "dgc:warmup_steps=0,sparse_loco,demo,cltk,gtopk"
 )
 # The same after a first step.
 WARMED_UP = "onebit_adam:warmup_steps=1,auto_protect:observe_steps=1"
 ESTIMATED = (
-    "micro,micro:values=int4,micro.published,exdyna,exdyna.published,oktopk,oktopk:values=int4,oktopk.published,topk_union,topk_dsa,"
-    "deft,hard_threshold,gaussiank,sidco"
+    "micro,micro:values=int4,micro.published,exdyna,exdyna.published,oktopk,oktopk:values=int4,oktopk.published,topk_dsa,"
+    "hard_threshold"
 )
 SCHEMES = f"{SETTLED},{WARMED_UP},{ESTIMATED}"
 

@@ -26,7 +26,6 @@ from sparsync.runtime import state_file
 from sparsync.schemes import PerParameter
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.random_k import RandomK
-from sparsync_lab.rivals.sidco import SIDCo
 
 OTHER = {"weight": (4, 5), "head": (7,)}
 
@@ -512,25 +511,6 @@ def test_a_state_whose_optimizer_does_not_fit_leaves_the_weights(tmp_path: Path)
         assert all(torch.equal(each.common, each.own()) for each in steps._weights.buckets)
 
     alone(body)
-
-
-def test_stages_of_sidco_are_each_ranks_own_and_end_with_the_number_of_ranks(tmp_path: Path) -> None:
-    def train(comm: LocalComm) -> dict[str, Any]:
-        handle = Stepped(comm, SIDCo(0.1)).step(2)
-        handle.scheme.state._states["all"].count = comm.rank + 1  # pyright: ignore[reportAttributeAccessIssue]
-        checkpoint.save(handle, tmp_path)
-        return handle.state_dict()
-
-    def load(comm: LocalComm) -> dict[str, Any]:
-        handle = Stepped(comm, SIDCo(0.1))
-        checkpoint.load(handle, tmp_path)
-        return handle.state_dict()["scheme"]["own"]["stages"]
-
-    states = world(2, train)
-    assert [each["all"]["state"]["count"] for each in world(2, load)] == [1, 2]
-    assert world(3, load) == [{}, {}, {}]
-    (alone,) = world(1, lambda comm: Stepped(comm, SIDCo(0.1)).resized(states))
-    assert "own" not in alone["scheme"]
 
 
 def test_the_velocity_of_dgc_is_redistributed_as_residuals_are() -> None:

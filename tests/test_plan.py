@@ -19,12 +19,10 @@ from sparsync.comm.plan import Given
 from sparsync.core import ParameterSpan, laid_out
 from sparsync.schemes import AutoProtect, exdyna, micro
 from sparsync.schemes.micro import MiCRO
-from sparsync.selection.exclusive import budget, by_rank
+from sparsync.selection.exclusive import budget
 from sparsync_lab import predict
-from sparsync_lab.rivals import above_threshold, deft, topk_dsa
-from sparsync_lab.rivals.deft import DEFT
+from sparsync_lab.rivals import above_threshold, topk_dsa
 from sparsync_lab.rivals.topk_dsa import TopKDSA
-from sparsync_lab.rivals.topk_union import TopKUnion
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.traffic.stream import Synthetic
 
@@ -39,7 +37,7 @@ EXACT = (
     "skip_reduce:form=direct:mode=naive:protect=*.bias,skip_reduce:feedback=true,skip_reduce.published,ring_pruning,random_pruning,"
     "quantized,quantized:values=sign,int4,powersgd,powersgd:rank=2:factors=int8:least_saving=1.0,random_k,random_k:unbiased=true,"
     "onebit_adam:warmup_steps=1,dgc:warmup_steps=0:density=0.05,sparse_loco,sparse_loco:values=int8:per_tile=9,demo,"
-    "demo:values=int4,cltk,cltk:values=int4,gtopk,gtopk:values=int4,spardl,spardl:values=int4:density=0.2"
+    "demo:values=int4,cltk,cltk:values=int4,gtopk,gtopk:values=int4"
 )
 NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,skip_reduce:node_size=2:protect=*.bias"
 # What also depends on figures of the step.
@@ -47,8 +45,8 @@ GIVEN = (
     "skip_reduce:form=direct,skip_reduce:form=direct:protect=*.bias,auto_protect:observe_steps=1:share=0.3,micro,"
     "micro:values=int4:refresh=0.1:dense=*.bias,micro.published,micro:rule=threshold:bug_compatible=true,exdyna,"
     "exdyna:values=int4:refresh=0.1:dense=*.bias,exdyna.published,oktopk,oktopk:values=int4:density=0.2,oktopk:density=1.0,"
-    "oktopk.published:threshold_steps=2:region_steps=2,topk_union,topk_union:values=int4,topk_dsa,topk_dsa:values=int4,"
-    "topk_dsa.published:density=0.2,deft,deft:values=int8:density=0.1,hard_threshold:threshold=1.5,gaussiank,sidco"
+    "oktopk.published:threshold_steps=2:region_steps=2,topk_dsa,topk_dsa:values=int4,"
+    "topk_dsa.published:density=0.2,hard_threshold:threshold=1.5"
 )
 QUICK = [(3, 997), (5, 12)]
 WORLDS = [(1, 97), (4, 2), (8, 5000), (13, 1), (64, 2048)]
@@ -96,29 +94,24 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         seen["lengths"] = list(lengths)
         return gather_positions(levels, index, counts, lengths, comm)
 
-    def pieces_by_rank(items: Any, step: int) -> Any:
-        seen["pieces"] = by_rank(items, step)
-        return seen["pieces"]
-
     split, balance, gather_survivors = (
         sparse_allreduce.split_and_reduce_,
         sparse_allreduce.balance,
         sparse_allreduce.gather_survivors,
     )
     gather_positions = micro.gather_positions
-    gather, turns, exchanged = sparse_allreduce.all_gather_elements, TopKDSA._dense, deft.exchange_counts
+    gather, turns, exchanged = sparse_allreduce.all_gather_elements, TopKDSA._dense, micro.exchange_counts
     with monkeypatch.context() as patch:
         for module in (sparse_allreduce, topk_dsa):
             patch.setattr(module, "split_and_reduce_", split_)
             patch.setattr(module, "all_gather_elements", gathered)
         patch.setattr(sparse_allreduce, "balance", moved)
         patch.setattr(TopKDSA, "_dense", dense)
-        for module in (deft, micro, above_threshold):
+        for module in (micro, above_threshold):
             patch.setattr(module, "exchange_counts", counts)
         patch.setattr(sparse_allreduce, "gather_survivors", survivors)
         for module in (micro, exdyna):
             patch.setattr(module, "gather_positions", positions)
-        patch.setattr(deft, "by_rank", pieces_by_rank)
         yield seen
 
 
@@ -133,12 +126,6 @@ def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given
     if isinstance(scheme, MiCRO) and scheme.rule == "quotas":
         known = budget(scheme.density, given.layout, scheme.dense, scheme.refresh, given.step or 0).known_count
         seen["selected"] = [report.selected - known for report in reports]
-    if isinstance(scheme, DEFT):
-        pieces = deft.pieces_of(given.layout, P)
-        seen["lengths"] = [sum(len(pieces[piece]) for piece in own) for own in seen.pop("pieces")]
-        seen["union"] = reports[0].union
-    if isinstance(scheme, TopKUnion):
-        seen["union"] = reports[0].union
     return replace(given, figures=seen)
 
 
@@ -243,12 +230,8 @@ TOLERANCE = {
     "micro.published": 0.15,
     "exdyna": 0.03,
     "oktopk": 0.2,
-    "topk_union": 0.05,
     "topk_dsa": 0.25,
-    "deft": 0.05,
     "hard_threshold": 0.25,
-    "gaussiank": 0.2,
-    "sidco": 0.35,
 }
 
 
@@ -295,7 +278,7 @@ def test_steps_of_adamw_add_a_measurement_every_few_steps() -> None:
         ({"itemsize": 3}, "itemsize must be 2, 4 or 8"),
         ({"union": float("nan")}, r"union must be in \[0, 100\].*got nan"),
         ({"union": 101}, r"union must be in \[0, 100\].*got 101"),
-        ({"scheme": TopKUnion}, r"a plan needs a scheme, got <class .*TopKUnion'>; make one: TopKUnion\(\.\.\.\)"),
+        ({"scheme": TopKDSA}, r"a plan needs a scheme, got <class .*TopKDSA'>; make one: TopKDSA\(\.\.\.\)"),
         ({"scheme": "topk"}, r"a plan needs a scheme, got 'topk'; make one"),
     ],
 )

@@ -71,13 +71,13 @@ def test_a_text_that_names_no_scheme_is_refused_with_the_cure(text: str, message
 
 
 def test_a_module_or_file_may_be_called_as_a_scheme_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sidco.py").write_text("from sparsync import TopK\ndensity = TopK\nmake = TopK\n")
+    (tmp_path / "topk_dsa.py").write_text("from sparsync import TopK\ndensity = TopK\nmake = TopK\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name in ("sidco:make", "sidco.py:make", "sidco:density"):
+    for name in ("topk_dsa:make", "topk_dsa.py:make", "topk_dsa:density"):
         assert sparsync.scheme(f"{name}:density=0.5") == sparsync.TopK(density=0.5)
-    assert sparsync.scheme("sidco:density=0.5").name == "sidco"
-    monkeypatch.delitem(sys.modules, "sidco")
+    assert sparsync.scheme("topk_dsa:density=0.5").name == "topk_dsa"
+    monkeypatch.delitem(sys.modules, "topk_dsa")
 
 
 def test_a_file_without_a_class_lists_its_classes(tmp_path: Path) -> None:

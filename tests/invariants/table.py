@@ -22,10 +22,8 @@ from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
 from sparsync_lab.rivals.cltk import CLTk
-from sparsync_lab.rivals.deft import DEFT
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
-from sparsync_lab.rivals.gaussiank import GaussianK
 from sparsync_lab.rivals.gtopk import GTopK
 from sparsync_lab.rivals.hard_threshold import HardThreshold
 from sparsync_lab.rivals.loco import LoCo
@@ -33,11 +31,8 @@ from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.rivals.powersgd import PowerSGD
 from sparsync_lab.rivals.random_k import RandomK
 from sparsync_lab.rivals.random_pruning import RandomPruning
-from sparsync_lab.rivals.sidco import SIDCo
-from sparsync_lab.rivals.spardl import SparDL
 from sparsync_lab.rivals.sparse_loco import SparseLoCo
 from sparsync_lab.rivals.topk_dsa import TopKDSA
-from sparsync_lab.rivals.topk_union import TopKUnion
 
 # The first row of a family runs in all worlds, the other rows in one of these two.
 WORLDS = (4, 5)  # an even number and power of two, and a prime
@@ -64,7 +59,7 @@ PLANNED = (
         "loco",
         "powersgd",
     ),
-    *("sparse-loco", "demo", "same", "cltk", "gtopk", "spardl", "ring-pruning", "random-pruning"),
+    *("sparse-loco", "demo", "same", "cltk", "gtopk", "ring-pruning", "random-pruning"),
 )
 
 
@@ -387,44 +382,26 @@ def _momentum_rows() -> list[Row]:
 def _rival_rows() -> list[Row]:
     """Published schemes to compare with. Those that find a threshold may find one that nothing reaches, and so promise no delivery."""
     hard = partial(HardThreshold, 0.1)
-    unreached = {"examination": "finds a threshold that no element reaches, where all are of about one size"}
     equal = {"balance": "the regions that ranks own have equal lengths, wherever the large elements are"}
     return [
-        *[_sparse(f"topk-union-{density}", TopKUnion, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"cltk-{density}", CLTk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
-        *[_sparse(f"spardl-{density}", SparDL, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"topk-dsa-{density}", TopKDSA, density) for density in (0.001, 0.5)],
         _without(_sparse("topk-dsa-0.1", TopKDSA, 0.1), **equal),
         _without(_sparse("topk-dsa-published", TopKDSA.published, 0.1), **equal),
-        *[
-            _sparse(f"deft-{density}", DEFT, density, delivers=False, slow=density == 0.5)
-            for density in (0.001, 0.1, 0.5)
-        ],
         Row("hard-threshold", partial(hard, threshold=6.0), partial(hard, threshold=0.0), has_residual=True),
         Row("hard-threshold-derived", hard, None, has_residual=True),
-        _without(_sparse("gaussiank", GaussianK, 0.1, exact=False, delivers=False), **unreached),
-        _without(_sparse("sidco-exponential", SIDCo, 0.02, exact=False, delivers=False), **unreached),
-        *[
-            _sparse(f"sidco-{each}", partial(SIDCo, distribution=each), 0.02, exact=False, delivers=False)
-            for each in ("pareto", "gamma_pareto")
-        ],
-        *[_rounded(TopKUnion, "topk-union", values, density=0.1) for values in ("bfloat16", "int8")],
         *[_rounded(GTopK, "gtopk", values, density=0.1) for values in ("bfloat16", "int8")],
-        *[_rounded(SparDL, "spardl", values, density=0.1) for values in ("float16", "int4")],
         *[_without(_rounded(TopKDSA, "topk-dsa", values, density=0.1), **equal) for values in ("bfloat16", "int8")],
         _rounded(partial(TopKDSA, dense_from=0.0), "topk-dsa-dense", "int4", density=0.1),
-        replace(_rounded(DEFT, "deft", "int8", density=0.1), delivers=False),
         replace(_rounded(CLTk, "cltk", "int4", density=0.1), delivers=False),
-        replace(_rounded(GaussianK, "gaussiank", "float16", density=0.1), delivers=False, without=unreached),
-        replace(_rounded(SIDCo, "sidco", "int8", density=0.1), delivers=False, without=unreached),
     ]
 
 
 # Of the schemes to compare with, and of formats, the rows that are not for the slow tests only.
 QUICK = (
     *("two-shot-0.1", "two-shot-int3", "two-shot-down-more-sign", "in-turn-sign", "quantized-decay-int8"),
-    *("sparse-loco-bins", "demo-ranks", "dgc-plain", "onebit-adam", "same-0.1-at-random", "powersgd-2", "spardl-0.1"),
+    *("sparse-loco-bins", "demo-ranks", "dgc-plain", "onebit-adam", "same-0.1-at-random", "powersgd-2", "gtopk-0.1"),
     "cltk-0.1",
 )
 

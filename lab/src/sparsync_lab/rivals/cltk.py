@@ -28,7 +28,6 @@ from sparsync.wire import (
     encode_fixed_length,
     fixed_length_nbytes,
 )
-from sparsync_lab.rivals.topk_union import values_or_nan
 
 
 @dataclass
@@ -84,7 +83,7 @@ class CLTk(ErrorFeedbackScheme):
         chosen = comm.all_gather(packet, nbytes)[leader]
         with phase("decode"):
             index = decode_fixed_length(chosen, k, n)
-        mean, dropped = mean_at(values_or_nan(acc), index, comm, ValueCodec(self.values))
+        mean, dropped = mean_at(_values_or_nan(acc), index, comm, ValueCodec(self.values))
         if self.low_pass < 1:
             _filter_(acc, mean.index, self.low_pass)
         errors = [replace(each, value=self.low_pass * each.value) for each in dropped]
@@ -103,3 +102,8 @@ def _filter_(acc: Accumulator, sent: Tensor, beta: float) -> None:
 def from_one_exchange(nbytes: int, P: int) -> Exchange:
     """Return the exchange in which one rank sends the same to all others, which send nothing."""
     return Exchange("all_gather", (P - 1) * nbytes, P - 1 if nbytes else 0, 1 if P > 1 else 0, nbytes if P > 1 else 0)
+
+
+def _values_or_nan(acc: Accumulator) -> Tensor:
+    """Return the values of `acc`, [n], or only NaN where one is not finite: in any sum over ranks all of them see it."""
+    return acc.values if acc.finite else torch.full_like(acc.values, torch.nan)

@@ -31,10 +31,11 @@ from sparsync.core import check_density, count_for, phase, spans
 from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import lacking
 from sparsync.wire import Elements, ValueCodec, Values, check_values
-from sparsync_lab.rivals.topk_union import union_of
 
 # Of all that is selected, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws it.
 _PEAK = 0.6
+# Of k elements on each of P ranks, drawn as `sparsync traffic` does, the union has about k P^0.6.
+_UNION_EXPONENT = 0.6
 
 
 @dataclass
@@ -144,3 +145,9 @@ def _uneven(total: int, lengths: Sequence[int]) -> list[int]:
     first = min(lengths[0], max(-(-total // P), round(_PEAK * total)))
     each, more = divmod(total - first, max(1, P - 1))
     return [first, *(min(length, each + (p < more)) for p, length in enumerate(lengths[1:]))]
+
+
+def union_of(given: Given, k: int) -> int:
+    """Return K where each rank selects `k` elements of all n by itself: as given, or estimated."""
+    estimate = min(given.n, round(k * given.P**_UNION_EXPONENT))
+    return given.figures.get("union", estimate)
