@@ -153,7 +153,9 @@ def stepped(folder: Path) -> list[list[Tensor]]:
         torch.distributed.barrier()
         saved = GPT2LMHeadModel.from_pretrained(folder / "saved")
         assert all(map(torch.equal, saved.parameters(), common))
-        found.append([loss, *common])
+        # Logged by each rank: the norm of all ranks.
+        norms = torch.tensor([each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each])
+        found.append([loss, norms[-2:], *common])
     return found
 
 

@@ -62,9 +62,10 @@ def run(
     """
     __tracebackhide__ = True
     payload = pickle.dumps(functools.partial(function, **arguments))
-    if fresh or doomed or P > MOST_LIVE or function.__module__.startswith(FRESH):
+    named = function.func if isinstance(function, functools.partial) else function
+    if fresh or doomed or P > MOST_LIVE or named.__module__.startswith(FRESH):
         return _run_on_new(P, payload, within_s, set(doomed))
-    return _run_on_live(P, payload, within_s, f"{function.__module__}.{function.__qualname__}")
+    return _run_on_live(P, payload, within_s, f"{named.__module__}.{named.__qualname__}")
 
 
 def run_fresh(function: Callable[..., Any], P: int, **arguments: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.adapters.wrapped import clip_by_common_norm, ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
@@ -33,10 +33,11 @@ def attach(
 ) -> Handle | None:
     """Attach `scheme` to a `model` from `accelerator.prepare`, or several, and return the handle; with one process, warn and return None.
 
-    With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
-    on `accelerator.save_state` writes a file with each rank's residual into its folder, which all ranks must see, and `load_state` loads
-    them, for any number of ranks. After `register_for_checkpointing(handle)`, which would save one rank's state, `save_state` raises
-    ValueError. The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
+    With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once.
+    With steps, `accelerator.clip_grad_norm_` clips by the norm of all ranks, and returns it. From now on `accelerator.save_state` writes a
+    file with each rank's residual into its folder, which all ranks must see, and `load_state` loads them, for any number of
+    ranks. After `register_for_checkpointing(handle)`, which would save one rank's state, `save_state` raises ValueError.
+    The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
     """
     models = [model] if isinstance(model, nn.Module) else model
     found = [ddp_inside(each, "Accelerate", accelerator.num_processes) for each in models]
@@ -53,6 +54,8 @@ def attach(
         timeout_s=timeout_s,
         check_weights_every=check_weights_every,
     )
+
+    clip_by_common_norm(accelerator, "clip_grad_norm_", handle, iter, accelerator.unscale_gradients)
 
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         if any(each is handle for each in getattr(accelerator, "_custom_objects", ())):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.adapters.wrapped import clip_by_common_norm, ddp_inside, needs
 from sparsync.attached import checkpoint as states
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
@@ -38,6 +38,7 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; the residual stays in `scheme`, also for the next `fit`.
     `follow_rates`: residuals follow the learning rates of the optimizers. Their loss scaler and their clipping they follow anyway.
+    With steps, clipping by norm is by the norm of all ranks.
     `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
     continue from it; with one rank nothing is attached. The other arguments are as for `sparsync.attach`. `fit` raises as that does, and
     TypeError for strategies other than DDP's.
@@ -79,6 +80,8 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         self.handle = attach(ddp, self.scheme, optimizer=trainer.optimizers, scaler=scaler, **options)
         if scaler is None and isinstance(self.handle, StepMethod):
             self.handle.never_scaled()
+        plugin = trainer.precision_plugin
+        clip_by_common_norm(plugin, "clip_grad_by_norm", self.handle, plugin.main_params, lambda: None)
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)
