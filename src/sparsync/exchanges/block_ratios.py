@@ -16,6 +16,7 @@ from sparsync.runtime.connection import Reduction
 
 FIRST = 8  # steps that all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
+_SHARED = 16  # measurements of a block that count as much as those of its whole parameter
 _SIGNS = 256  # blocks with different signs, which then repeat
 
 
@@ -23,10 +24,17 @@ class BlockRatios:
     """The square norms of each block of adjacent elements, of the mean and of the local gradient, for all vectors of `like`.
 
     That of the mean gradient is estimated by a sketch of each block, a sum with random signs; see `sparsync.exchanges.sketch`.
+    `layouts`: the parameters in each vector, which lie one after the other; a block belongs to the one that its first element is of.
     """
 
-    def __init__(self, like: Sequence[Tensor], block: int, every: int) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], layouts: Iterable[Sequence[ParameterSpan]], block: int, every: int
+    ) -> None:
         self.block, self._every = block, every
+        self._lengths = list[Tensor]()  # blocks of each parameter
+        for each, layout in zip(like, layouts, strict=True):
+            lengths = [-(-entry.span.stop // block) - -(-entry.span.start // block) for entry in layout]
+            self._lengths.append(torch.tensor(lengths, device=each.device))
         self.of_mean = [each.new_zeros(-(-each.numel() // block)) for each in like]  # older measurements weigh less
         self.of_own = [each.clone() for each in self.of_mean]
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
@@ -38,9 +46,14 @@ class BlockRatios:
     def ratio(self, place: int, P: int) -> Tensor:
         """Return the squares of the mean gradient over the local ones, [blocks]; 1 for blocks that were always zero.
 
-        A gradient that is all noise has 1/P. The measurement is noisy, so half of that is the lower bound.
+        One measurement of a block is noisy, and where it comes out small steps are too long. So it counts together with those of the whole
+        parameter, at first hardly and later almost alone. A gradient that is all noise has 1/P, the lower bound.
         """
-        return (self.of_mean[place] / self.of_own[place]).nan_to_num_(1.0).clamp_(0.5 / P, 1.0)
+        mean, own, lengths = self.of_mean[place], self.of_own[place], self._lengths[place]
+        whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, own)]
+        of_parameter = (whole[0] / whole[1]).repeat_interleave(lengths, output_size=len(own))
+        found = (mean / own).mul_(self.measured).add_(of_parameter, alpha=_SHARED).div_(self.measured + _SHARED)
+        return found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
 
     def sketch(self, blocks: Tensor, key: str, step: int) -> tuple[Tensor, Tensor]:
         """Return a sum of each block of a gradient, with random signs, and its square norm; `blocks` is [blocks, block]."""

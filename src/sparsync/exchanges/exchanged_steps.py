@@ -162,7 +162,9 @@ class ExchangedSteps(StepMethod):
             )
         common = [each.common for each in self._weights.buckets]
         self._keys = [each.key for each in self._weights.buckets]
-        self._ratios = BlockRatios(common, options.block, options.measure_every)
+        self._ratios = BlockRatios(
+            common, [each.layout for each in self._weights.buckets], options.block, options.measure_every
+        )
         self._vectors = {key: [torch.zeros_like(each) for each in common] for key in self.vectors}
         self._counts = {key: dict.fromkeys(self._weights.trained, 0) for key in self.counts}
         self._totals = {"skipped": 0, **self._totals}
