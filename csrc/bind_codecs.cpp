@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/level.hpp"
+#include "kernels/packets.hpp"
 #include "tensors.hpp"
 
 namespace nb = nanobind;
@@ -33,13 +34,9 @@ void expect_span(int64_t span) {
 }
 
 void expect_value_bits(int64_t bits) {
-    if (bits != 8 && bits != 4 && bits != 3)
-        throw nb::value_error(("values are rounded to 8, 4 or 3 bits, got " + std::to_string(bits)).c_str());
-}
-
-void expect_means_bits(int64_t bits) {
-    if (bits != 1 && bits != 2)
-        throw nb::value_error(("means of magnitudes take 1 or 2 bits, got " + std::to_string(bits)).c_str());
+    if (!is_rounded(bits))
+        throw nb::value_error(("values are rounded to 8, 4, 3, 2 or 1 bits, or five to a byte (" + std::to_string(ternary) + "), got " +
+                               std::to_string(bits)).c_str());
 }
 
 // Raises ValueError for the first of k positions that does not ascend inside the span.
@@ -64,7 +61,7 @@ template <class Index>
 void expect_nbytes(int64_t nbytes, int64_t k, int bits) {
     const int64_t wanted = level().codecs->values_nbytes(k, bits);
     if (k < 0 || nbytes != wanted)
-        throw std::runtime_error(std::to_string(k) + " values of " + std::to_string(bits) + " bits take " +
+        throw std::runtime_error(std::to_string(k) + " values of " + (bits == ternary ? "8/5" : std::to_string(bits)) + " bits take " +
                                  std::to_string(wanted) + " bytes with their scales, the packet has " + std::to_string(nbytes) +
                                  "; sender and receiver must agree on codec and count");
 }
@@ -127,7 +124,7 @@ void bind_positions(nb::module_ &m) {
 }
 
 void bind_values(nb::module_ &m) {
-    m.def("scaled_encode", [](nb::handle value, int64_t bits, nb::handle noise) {
+    m.def("values_encode", [](nb::handle value, int64_t bits, nb::handle noise) {
         const Tensor content = read(value), random = noise.is_none() ? Tensor{} : read(noise);
         if (!content.is(Element::float32) || (!noise.is_none() && !random.is(Element::float32))) return not_taken();
         expect_value_bits(bits);
@@ -137,12 +134,12 @@ void bind_values(nb::module_ &m) {
         const Made packet = make(level().codecs->values_nbytes(content.length, static_cast<int>(bits)), Element::uint8);
         {
             const nb::gil_scoped_release release;
-            level().codecs->scaled_encode(content.as<float>(), content.length, static_cast<int>(bits), random.as<float>(),
+            level().codecs->encode_values(content.as<float>(), content.length, static_cast<int>(bits), random.as<float>(),
                                           packet.as<uint8_t>());
         }
         return packet.object;
     }, nb::arg(), nb::arg(), nb::arg().none());
-    m.def("scaled_decode", [](nb::handle packet, int64_t k, int64_t bits) {
+    m.def("values_decode", [](nb::handle packet, int64_t k, int64_t bits) {
         const Tensor bytes = read(packet);
         if (!bytes.is(Element::uint8)) return not_taken();
         expect_value_bits(bits);
@@ -150,38 +147,11 @@ void bind_values(nb::module_ &m) {
         const Made value = make(k, Element::float32);
         {
             const nb::gil_scoped_release release;
-            level().codecs->scaled_decode(bytes.as<uint8_t>(), k, static_cast<int>(bits), value.as<float>());
-        }
-        return value.object;
-    });
-    m.def("means_encode", [](nb::handle value, int64_t bits) {
-        const Tensor content = read(value);
-        if (!content.is(Element::float32)) return not_taken();
-        expect_means_bits(bits);
-        const int width = static_cast<int>(bits);
-        const Made packet = make(level().codecs->values_nbytes(content.length, width), Element::uint8);
-        {
-            const nb::gil_scoped_release release;
-            level().codecs->means_encode(content.as<float>(), content.length, width, packet.as<uint8_t>());
-        }
-        return packet.object;
-    });
-    m.def("means_decode", [](nb::handle packet, int64_t k, int64_t bits) {
-        const Tensor bytes = read(packet);
-        if (!bytes.is(Element::uint8)) return not_taken();
-        expect_means_bits(bits);
-        const int width = static_cast<int>(bits);
-        expect_nbytes(bytes.length, k, width);
-        const Made value = make(k, Element::float32);
-        {
-            const nb::gil_scoped_release release;
-            level().codecs->means_decode(bytes.as<uint8_t>(), k, width, value.as<float>());
+            level().codecs->decode_over(bytes.as<uint8_t>(), k, static_cast<int>(bits), value.as<float>(), nullptr);
         }
         return value.object;
     });
 }
-
-void expect_share_bits(int64_t bits) { bits > 2 ? expect_value_bits(bits) : expect_means_bits(bits); }
 
 void expect_ranks(int64_t P) {
     if (P < 1) throw nb::value_error(("a mean is over 1 rank or more, got " + std::to_string(P)).c_str());
@@ -191,8 +161,8 @@ void expect_ranks(int64_t P) {
 nb::object reduce_shares_in(nb::handle value, nb::handle packets, int64_t bits, int64_t P, int64_t bits_down) {
     const Tensor content = read(value);
     if (!content.is(Element::float32)) return not_taken();
-    expect_share_bits(bits);
-    expect_share_bits(bits_down);
+    expect_value_bits(bits);
+    expect_value_bits(bits_down);
     expect_ranks(P);
     std::vector<const uint8_t *> arrived;
     std::vector<nb::object> held;  // whoever drops the sequence meanwhile
@@ -217,7 +187,7 @@ void bind_shares(nb::module_ &m) {
     m.def("encode_share_", [](nb::handle value, int64_t bits, int64_t P) {
         const Tensor content = read(value);
         if (!content.is(Element::float32)) return not_taken();
-        expect_share_bits(bits);
+        expect_value_bits(bits);
         expect_ranks(P);
         const int width = static_cast<int>(bits);
         const Made packet = make(level().codecs->values_nbytes(content.length, width), Element::uint8);
@@ -232,7 +202,7 @@ void bind_shares(nb::module_ &m) {
         const Tensor bytes = read(packet), to = read(out), before = kept.is_none() ? Tensor{} : read(kept);
         if (!bytes.is(Element::uint8) || !to.is(Element::float32)) return not_taken();
         if (!kept.is_none() && !before.is(Element::float32)) return not_taken();
-        expect_share_bits(bits);
+        expect_value_bits(bits);
         expect_nbytes(bytes.length, to.length, static_cast<int>(bits));
         if (!kept.is_none() && before.length != to.length)
             throw nb::value_error(("there must be room for each of " + std::to_string(to.length) + " values, got " +

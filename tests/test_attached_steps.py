@@ -702,6 +702,7 @@ def test_a_model_that_is_compiled_afterwards_is_evaluated_with_common_weights_to
 def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an optimizer's class and its settings
     yield TopK(0.1), torch.optim.AdamW, Steps()
     yield TwoShot(density=1.0, values="sign"), torch.optim.AdamW, Steps()
+    yield TwoShot(density=1.0, values="ternary"), torch.optim.AdamW, Steps()
     yield TwoShot(density=1.0, values="int4"), torch.optim.AdamW, Gradients()
     yield TwoShot(density=1.0, values="int4", values_down="int3"), torch.optim.AdamW, Steps()
     yield TwoShot(density=1.0, values="int4", density_down=0.2), torch.optim.AdamW, Steps()

@@ -16,8 +16,8 @@ from sparsync.kernels.dispatch import run
 from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
-FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int3", "2bit", "sign"]
-BLOCKS: list[Values] = ["int8", "int4", "int3", "2bit", "sign"]
+FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int3", "2bit", "ternary", "sign"]
+BLOCKS: list[Values] = ["int8", "int4", "int3", "2bit", "ternary", "sign"]
 BACKENDS = [name for name in backends() if name in ("cpp/avx2", "cpp/scalar", "reference")]
 
 
@@ -379,6 +379,17 @@ def test_two_bits_tell_the_larger_half_from_the_smaller() -> None:
 def test_equal_magnitudes_pass_two_bits_as_they_are() -> None:
     value = torch.tensor([2.0, -2.0, 2.0]).repeat(200)
     assert torch.equal(code("2bit", value)[1], value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ternary_values_are_zero_up_to_half_their_scale_and_five_take_a_byte(backend: str) -> None:
+    value = torch.tensor([1.0, -1.0, 2.083, -2.083]).repeat(128)  # 1.224 times the root mean square rounds to 2
+    value[0] = torch.nextafter(value[0], torch.tensor(2.0))
+    with set_backend(backend):
+        packet, decoded = code("ternary", value)
+    assert decoded.tolist() == [2.0, 0.0, 2.0, -2.0, *[0.0, 0.0, 2.0, -2.0] * 127]
+    assert packet[:5].tolist() == [0x00, 0x40, 0x00, 0x40, 1 + 9 + 2 * 27]
+    assert packet.numel() == 2 * 2 + 103  # no byte ends with a block
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -155,7 +155,7 @@ def test_bad_arguments_are_refused(operation: str) -> None:
 
 
 FUSED = ("encode_packets", "decode_packets", "add_packets_", "scatter_add_each_", "finite_each", "smallest_each")
-CODECS = ("encode_positions", "decode_positions", "scaled_encode", "scaled_decode", "means_encode", "means_decode")
+CODECS = ("encode_positions", "decode_positions", "values_encode", "values_decode")
 TENSORS = st.builds(
     lambda n, dtype, stride: torch.zeros(n * stride).to(dtype)[::stride],
     st.integers(0, 20),

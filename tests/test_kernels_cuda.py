@@ -21,6 +21,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Rows, Sparse
 from sparsync.kernels import cuda, operations, reference, share_reference, value_reference
 from sparsync.kernels.cuda import exact_top_k, launch, passes
+from sparsync.kernels.value_reference import TERNARY
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec
 from studies.bench.kernels import main as bench
@@ -178,7 +179,7 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
     assert x.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("bits_each", [8, 4, 3, 2, 1])
+@pytest.mark.parametrize("bits_each", [8, 4, 3, 2, 1, TERNARY])
 @pytest.mark.parametrize(
     "kind",
     ("special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("normal", "ties", "tiny", "equal", "zero"))),
@@ -187,23 +188,14 @@ def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each:
     for n in (0, 1, 256, 517):
         x = made(kind, n) * (1e30 if kind == "normal" else 1.0)
         noise = torch.rand(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
-        calls = ((cuda.means_encode, value_reference.means_encode, ()),)
-        if bits_each > 2:
-            calls = tuple(
-                (cuda.scaled_encode, value_reference.scaled_encode, (drawn,))
-                for drawn in (None, noise, torch.zeros_like(noise))
-            )
-        for encode, expected, more in calls:
-            packet = expected(x, bits_each, *more)
-            assert torch.equal(encode(x, bits_each, *more), packet)
-            pair = (cuda.scaled_decode, value_reference.scaled_decode)
-            if bits_each < 3:
-                pair = (cuda.means_decode, value_reference.means_decode)
-            decoded, wanted = (decode(packet, n, bits_each) for decode in pair)
+        for drawn in (None, noise, torch.zeros_like(noise)) if bits_each > 2 else (None,):
+            packet = value_reference.values_encode(x, bits_each, drawn)
+            assert torch.equal(cuda.values_encode(x, bits_each, drawn), packet)
+            decoded, wanted = (each.values_decode(packet, n, bits_each) for each in (cuda, value_reference))
             assert torch.equal(bits(decoded), bits(wanted))
 
 
-@pytest.mark.parametrize("bits_each", [4, 1])
+@pytest.mark.parametrize("bits_each", [4, 1, TERNARY])
 def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> None:
     n, P = 517, 3
     values = [made("normal", n) * (rank + 1) for rank in range(P)]
@@ -227,7 +219,7 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> No
 
 def test_values_of_packets_are_decoded_on_triton_by_the_codec_of_the_library() -> None:
     x = made("normal", 700)
-    for values in ("int8", "int4", "int3", "2bit", "sign"):
+    for values in ("int8", "int4", "int3", "2bit", "ternary", "sign"):
         codec = ValueCodec(values)
         packet = codec.encode(x)
         decoded = codec.decode(packet, 700, torch.float32)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helpers.same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
 from sparsync.kernels import operations, reference, share_reference
+from sparsync.kernels.value_reference import TERNARY
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values
 
@@ -22,9 +24,8 @@ NATIVE = [name for name in kernels.backends() if name.startswith("cpp")]
 SHORT = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
-QUANTIZED: tuple[Values, ...] = ("bfloat16", "int8", "int8_stochastic", "int4_stochastic", "int3", "2bit", "sign")
 LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
-WIDTHS = [8, 4, 3, 2, 1]  # bits of rounded values
+WIDTHS = [TERNARY, 8, 3, 4, 1, 2]  # bits of rounded values
 SOME = [0, 1, 17, 1000, 20_003]
 
 
@@ -333,10 +334,7 @@ def test_whatever_is_drawn_gives_the_bits_of_the_reference(
         assert kernels.all_finite(x) == reference.all_finite(x)
 
 
-EACH_FORMAT: tuple[Values, ...] = ("float32", "bfloat16", "int8", "int4", "int4_stochastic", "int3", "2bit", "sign")
-
-
-@pytest.mark.parametrize("values", one_in(2, EACH_FORMAT))
+@pytest.mark.parametrize("values", one_in(3, get_args(Values)))
 @pytest.mark.parametrize("kind", one_in(2, ["special", "normal", "heavy-tailed"]))
 def test_several_packets_in_one_call_are_those_of_one_at_a_time(values: Values, kind: str) -> None:
     codec, P = Elements(values), 3
@@ -458,7 +456,7 @@ def test_what_is_moved_arrives_and_leaves_zeros(n: int, start: int, target: int)
 def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) -> None:
     x, part = made("normal", 1000), pieces(1000, 2, apart=True)
     wanted = reference.top_k(x, 50), reference.merge(part)
-    codecs = [ValueCodec(values) for values in QUANTIZED]
+    codecs = [ValueCodec(values) for values in get_args(Values)[1:]]
     packets = [codec.encode(x) for codec in codecs]
     torch.set_default_dtype(dtype)
     try:
@@ -573,7 +571,9 @@ def test_packets_and_bits_of_shares_that_do_not_fit_are_refused() -> None:
         operations.decode_over_(packet, 8, x)
     with pytest.raises(ValueError, match="there must be room for each of 300 values, got 299"):
         operations.decode_over_(packet, 4, x, x[1:].clone())
-    with pytest.raises(ValueError, match="values are rounded to 8, 4 or 3 bits, got 5"):
+    with pytest.raises(
+        ValueError, match=r"values are rounded to 8, 4, 3, 2 or 1 bits, or five to a byte \(-5\), got 5"
+    ):
         operations.encode_share_(x, 5, 2)
     with pytest.raises(ValueError, match="a mean is over 1 rank or more, got 0"):
         operations.encode_share_(x, 4, 0)

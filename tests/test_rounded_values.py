@@ -130,7 +130,7 @@ def test_signs_lose_no_mass(kind: type[TopK | MiCRO | ExDyna | OkTopk]) -> None:
         torch.testing.assert_close(P * ranks[0][t].grad.double() + before, came, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("values", ["bfloat16", "float16", "int4", "int8", "int3", "sign"])
+@pytest.mark.parametrize("values", ["bfloat16", "float16", "int4", "int8", "int3", "ternary", "sign"])
 @pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk, TwoShot])
 def test_the_largest_numbers_leave_no_infinity_in_a_residual(kind: Callable[..., Scheme], values: Values) -> None:
     """Ranks whose largest numbers cancel: the mean is finite, where P times what is decoded of one of them is not."""

@@ -206,7 +206,7 @@ def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infin
             assert torch.equal(kept + written, came)
 
 
-@pytest.mark.parametrize("values", ["float16", "bfloat16", "int4"])
+@pytest.mark.parametrize("values", ["float16", "bfloat16", "int4", "ternary"])
 @pytest.mark.parametrize("make", [OkTopk, TwoShot])
 def test_what_a_format_cannot_carry_stays_in_the_residual(make: type[OkTopk | TwoShot], values: Values) -> None:
     """A million in float16, and the largest float32 in the formats of its range."""

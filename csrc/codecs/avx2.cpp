@@ -11,8 +11,8 @@ namespace sparsync {
 
 const Codecs *codecs_avx2() {
 #ifdef __AVX2__
-    static constexpr Codecs codecs{encoded_nbytes, encode,       decode,       values_nbytes, scaled_encode, scaled_decode,
-                                   means_encode,   means_decode, encode_share, reduce_shares, decode_over};
+    static constexpr Codecs codecs{encoded_nbytes, encode,       decode,        values_nbytes,
+                                   encode_values,  encode_share, reduce_shares, decode_over};
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
         __builtin_cpu_supports("popcnt"))

@@ -7,6 +7,7 @@ namespace sparsync {
 
 enum class Positions { packed, bitmap, elias_fano };
 enum Reason : int { fine = 0, wrong_size = 1, wrong_count = 2, wrong_order = 3, outside = 4 };  // what is wrong with input
+constexpr int ternary = -5;  // in the place of the bits of a value: five values a byte
 
 struct Codecs {
     // The bytes of a packet of any k positions inside [0, span), for 0 <= k <= span < 2^31.
@@ -15,15 +16,11 @@ struct Codecs {
     Reason (*encode)(Positions codec, const int32_t *index, int64_t k, int64_t span, uint8_t *out);
     // Any bytes; `out` has room for k positions.
     Reason (*decode)(Positions codec, const uint8_t *packet, int64_t nbytes, int64_t k, int64_t span, int32_t *out);
-    // The bytes of k values of `bits` bits: 8, 4, 3, 2 or 1.
+    // The bytes of k values of `bits` bits: 8, 4, 3, 2, 1 or `ternary`.
     int64_t (*values_nbytes)(int64_t k, int bits);
-    // `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
-    void (*scaled_encode)(const float *value, int64_t k, int bits, const float *noise, uint8_t *out);
-    void (*scaled_decode)(const uint8_t *packet, int64_t k, int bits, float *out);
-    // `bits` is 1 or 2.
-    void (*means_encode)(const float *value, int64_t k, int bits, uint8_t *out);
-    void (*means_decode)(const uint8_t *packet, int64_t k, int bits, float *out);
-    // Of any of the 5 numbers of bits; shares.hpp says what they do.
+    // `noise` is null or holds k numbers in [0, 1), for 8, 4 or 3 bits.
+    void (*encode_values)(const float *value, int64_t k, int bits, const float *noise, uint8_t *out);
+    // shares.hpp says what these do.
     void (*encode_share)(float *value, int64_t k, int bits, int64_t P, uint8_t *out);
     void (*reduce_shares)(float *value, int64_t k, const uint8_t *const *packets, int64_t sources, int bits, int64_t P,
                           int bits_down, uint8_t *out);

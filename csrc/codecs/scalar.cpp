@@ -6,8 +6,8 @@
 namespace sparsync {
 
 const Codecs *codecs_scalar() {
-    static constexpr Codecs codecs{encoded_nbytes, encode,       decode,       values_nbytes, scaled_encode, scaled_decode,
-                                   means_encode,   means_decode, encode_share, reduce_shares, decode_over};
+    static constexpr Codecs codecs{encoded_nbytes, encode,       decode,        values_nbytes,
+                                   encode_values,  encode_share, reduce_shares, decode_over};
     return &codecs;
 }
 

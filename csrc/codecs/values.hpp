@@ -6,11 +6,13 @@
 #include <cstring>
 
 #include "bits.hpp"
+#include "codecs.hpp"
 
 namespace sparsync {
 namespace {
 
 constexpr int64_t value_block = 256;  // values that share a scale
+constexpr int64_t trits = 5;           // ternary codes in a byte
 constexpr uint32_t nan_scale = 0x7FC0, infinite_bits = 0x7F800000, max_scale = 0x7F7F;
 
 SPARSYNC_INLINE uint32_t bits_of(float x) {
@@ -34,9 +36,11 @@ SPARSYNC_INLINE float get_scale(const uint8_t *packet) {
     return float_of((static_cast<uint32_t>(packet[1]) << 8 | packet[0]) << 16);
 }
 
-// Formats of 1 and 2 bits have as many scales a block.
+// Of a block: two scales for 2 bits, else one.
+SPARSYNC_INLINE int64_t scales_nbytes(int bits) { return bits == 2 ? 4 : 2; }
+
 SPARSYNC_INLINE int64_t values_nbytes(int64_t k, int bits) {
-    return 2 * (bits < 3 ? bits : 1) * nblocks(k, value_block) + nbytes_of(k, bits);
+    return scales_nbytes(bits) * nblocks(k, value_block) + (bits == ternary ? nblocks(k, trits) : nbytes_of(k, bits));
 }
 
 // Codes of a format, from `lowest` to `greatest`.
@@ -115,25 +119,6 @@ SPARSYNC_INLINE void pack(const int8_t *code, int64_t count, int bits, uint8_t *
     for (int64_t b = 0; b < nbytes_of(left, bits); ++b) out[b] = static_cast<uint8_t>(rest >> 8 * b);
 }
 
-SPARSYNC_INLINE void unpack(const uint8_t *packed, int64_t count, int bits, int8_t *code) {
-    int64_t j = 0;
-    if (bits == 4)
-        for (; j + 1 < count; j += 2, ++packed) {
-            code[j] = static_cast<int8_t>(static_cast<int8_t>(*packed << 4) >> 4);
-            code[j + 1] = static_cast<int8_t>(static_cast<int8_t>(*packed) >> 4);
-        }
-    if (bits == 3)
-        for (; j + 7 < count; j += 8, packed += 3) {
-            const uint32_t three = packed[0] | static_cast<uint32_t>(packed[1]) << 8 | static_cast<uint32_t>(packed[2]) << 16;
-            for (int b = 0; b < 8; ++b) code[j + b] = static_cast<int8_t>(static_cast<int8_t>(three >> 3 * b << 5) >> 5);
-        }
-    uint32_t rest = 0;
-    const int64_t left = count - j;
-    for (int64_t b = 0; b < nbytes_of(left, bits); ++b) rest |= static_cast<uint32_t>(packed[b]) << 8 * b;
-    for (int64_t b = 0; b < left; ++b)
-        code[j + b] = static_cast<int8_t>(static_cast<int8_t>(rest >> bits * b << (8 - bits)) >> (8 - bits));
-}
-
 // The scale and the codes of a block of at most 256; `bits` is 8, 4 or 3, `noise` is null or holds a number for each value.
 SPARSYNC_INLINE void scaled_encode_block(
     const float *value, int64_t count, int bits, const float *noise, uint8_t *scale, uint8_t *stream) {
@@ -149,39 +134,17 @@ SPARSYNC_INLINE void scaled_encode_block(
         pack(code, count, bits, stream);
 }
 
-// `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
-void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
-    uint8_t *stream = out + 2 * nblocks(k, value_block);
-    for (int64_t i = 0; i < k; i += value_block, out += 2)
-        scaled_encode_block(value + i, least(value_block, k - i), bits, noise ? noise + i : nullptr, out, stream + i / 8 * bits);
-}
-
-// The packet has `values_nbytes(k, bits)` bytes.
-void scaled_decode(const uint8_t *packet, int64_t k, int bits, float *out) {
-    const uint8_t *stream = packet + 2 * nblocks(k, value_block);
-    alignas(32) int8_t code[value_block];
-    for (int64_t i = 0; i < k; i += value_block, packet += 2) {
-        const int64_t count = least(value_block, k - i);
-        const float scale = get_scale(packet);
-        if (bits == 8)
-            std::memcpy(code, stream + i, static_cast<size_t>(count));
-        else
-            unpack(stream + i / 8 * bits, count, bits, code);
-        for (int64_t j = 0; j < count; ++j) out[i + j] = static_cast<float>(code[j]) * scale;
-    }
-}
-
 // The mean of `count` of the 256 numbers, of which the others are zero. Halves are added to each other, so the order is fixed.
-SPARSYNC_INLINE float mean_of(double *number, int64_t count) {
+SPARSYNC_INLINE double mean_of(double *number, int64_t count) {
     for (int64_t half = value_block / 2; half; half /= 2)
         for (int64_t i = 0; i < half; ++i) number[i] += number[i + half];
-    return static_cast<float>(number[0] / static_cast<double>(count));
+    return number[0] / static_cast<double>(count);
 }
 
-// The upper half, rounded to nearest.
-SPARSYNC_INLINE uint32_t mean_scale(float mean) {
-    const uint32_t bits = bits_of(mean);
-    if ((bits & 0x7FFFFFFF) >= infinite_bits) return nan_scale;
+// The upper half, rounded to nearest; of a finite number it is finite.
+SPARSYNC_INLINE uint32_t mean_scale(double mean) {
+    if (mean - mean != 0.0) return nan_scale;
+    const uint32_t bits = bits_of(static_cast<float>(mean));
     const uint32_t upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     return upper < max_scale ? upper : max_scale;
 }
@@ -216,14 +179,15 @@ SPARSYNC_INLINE void means_encode_block(const float *value, int64_t count, int b
         code[j] = static_cast<uint8_t>(bits_of(value[j]) >> 31);
     }
     for (int64_t j = 0; j < value_block; ++j) number[j] = static_cast<double>(magnitude[j]);
-    const float mean = mean_of(number, count);
+    const double mean = mean_of(number, count);
     if (bits == 1)
         put_scale(scale, mean_scale(mean));
     else {
+        const auto middle = static_cast<float>(mean);
         int64_t above = 0;
         double larger[value_block];
         for (int64_t j = 0; j < value_block; ++j) {
-            const bool is = magnitude[j] > mean;
+            const bool is = magnitude[j] > middle;
             above += is;
             code[j] = static_cast<uint8_t>(code[j] | is << 1);
             number[j] = is ? 0.0 : static_cast<double>(magnitude[j]);
@@ -235,29 +199,151 @@ SPARSYNC_INLINE void means_encode_block(const float *value, int64_t count, int b
     pack_means(code, count, bits, stream);
 }
 
-void means_encode(const float *value, int64_t k, int bits, uint8_t *out) {
-    uint8_t *stream = out + 2 * bits * nblocks(k, value_block);
-    for (int64_t i = 0; i < k; i += value_block, out += 2 * bits)
-        means_encode_block(value + i, least(value_block, k - i), bits, out, stream + i / 8 * bits);
+// The scale, 1.224 root mean squares, and a code for each value: 1 above half the scale, 2 below minus half of it, else 0. Five are a byte,
+// the first as ones, the next as threes. The first byte already has `first` codes of the block before.
+SPARSYNC_INLINE void ternary_encode_block(const float *value, int64_t count, int64_t first, uint8_t *scale, uint8_t *stream) {
+    double number[value_block] = {};
+    uint8_t trit[value_block + 2 * trits] = {};
+    for (int64_t j = 0; j < count; ++j) number[j] = static_cast<double>(value[j]) * static_cast<double>(value[j]);
+    const uint32_t upper = mean_scale(__builtin_sqrt(mean_of(number, count)) * 1.224);
+    put_scale(scale, upper);
+    const float half = float_of(upper << 16) / 2;
+    for (int64_t j = 0; j < count; ++j) trit[first + j] = static_cast<uint8_t>((value[j] > half) + 2 * (value[j] < -half));
+    uint32_t before = first ? stream[0] : 0;
+    for (int64_t j = 0; j < first + count; j += trits, before = 0) {
+        uint64_t five;
+        std::memcpy(&five, trit + j, sizeof five);
+        // Byte 4 of the product is the sum of each code times its power of three; no byte below carries into it.
+        *stream++ = static_cast<uint8_t>(before + (five * 0x0103091B51 >> 32));
+    }
 }
 
-void means_decode(const uint8_t *packet, int64_t k, int bits, float *out) {
-    const uint8_t *stream = packet + 2 * bits * nblocks(k, value_block);
-    const int64_t per_byte = 8 / bits;
-    for (int64_t i = 0; i < k; i += value_block, packet += 2 * bits) {
-        const int64_t count = least(value_block, k - i);
-        const uint32_t low = bits_of(get_scale(packet)), high = bits == 2 ? bits_of(get_scale(packet + 2)) : low;
-        const uint32_t difference = low ^ high;
-        for (int64_t j = 0; j < count; j += per_byte) {
-            const uint32_t byte = stream[(i + j) / per_byte];
-            const int64_t some = least(per_byte, count - j);
-            for (int64_t b = 0; b < some; ++b) {
-                const uint32_t code = byte >> bits * b;
-                const uint32_t above = bits == 2 ? 0u - (code >> 1 & 1) : 0u;
-                out[i + j + b] = float_of((low ^ (difference & above)) ^ (code & 1) << 31);
-            }
+// The five codes of each byte, a byte for each: 0, 1 or -1.
+struct Fives {
+    uint64_t of[256];
+    constexpr Fives() : of() {
+        for (uint32_t byte = 0; byte < 256; ++byte)
+            for (uint32_t place = 0, rest = byte; place < trits; ++place, rest /= 3)
+                of[byte] |= static_cast<uint64_t>(rest % 3 == 2 ? 0xFF : rest % 3) << 8 * place;
+    }
+};
+constexpr Fives fives;
+
+SPARSYNC_INLINE void ternary_decode_block(const uint8_t *scale, const uint8_t *stream, int64_t first, int64_t count, float *out) {
+    int8_t code[value_block + 2 * trits];
+    for (int64_t j = 0; j < first + count; j += trits) std::memcpy(code + j, &fives.of[*stream++], sizeof fives.of[0]);
+    const float level = get_scale(scale);
+    for (int64_t j = 0; j < count; ++j) out[j] = static_cast<float>(code[first + j]) * level;
+}
+
+// Eight values of a block out of the `bits` bytes of their codes; `scale` holds two for 2 bits.
+#ifdef __AVX2__
+template <int bits>
+SPARSYNC_INLINE __m256i shifts_to(int top) {  // that bring each code to the bits below `top`
+    return _mm256_sub_epi32(_mm256_set1_epi32(top), _mm256_mullo_epi32(_mm256_set1_epi32(bits), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+}
+
+template <int bits>
+SPARSYNC_INLINE void decode_octet(const float *scale, uint32_t word, float *out) {
+    const __m256i words = _mm256_set1_epi32(static_cast<int32_t>(word));
+    const __m256 low = _mm256_set1_ps(scale[0]);
+    if constexpr (bits > 2) {
+        const __m256i code = _mm256_srai_epi32(_mm256_sllv_epi32(words, shifts_to<bits>(32 - bits)), 32 - bits);
+        _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(code), low));
+    } else {
+        __m256 magnitude = low;
+        if constexpr (bits == 2) {  // the mask of a blend is the top bit
+            const __m256i above = _mm256_sllv_epi32(words, shifts_to<bits>(30));
+            magnitude = _mm256_blendv_ps(low, _mm256_set1_ps(scale[1]), _mm256_castsi256_ps(above));
+        }
+        const __m256i negative = _mm256_slli_epi32(_mm256_srlv_epi32(words, shifts_to<-bits>(0)), 31);
+        _mm256_storeu_ps(out, _mm256_xor_ps(magnitude, _mm256_castsi256_ps(negative)));
+    }
+}
+#else
+template <int bits>
+SPARSYNC_INLINE void decode_octet(const float *scale, uint32_t word, float *out) {
+    if constexpr (bits > 2) {
+        for (int b = 0; b < 8; ++b) {
+            const int32_t code = static_cast<int32_t>(word << (32 - bits - bits * b)) >> (32 - bits);
+            out[b] = static_cast<float>(code) * scale[0];
+        }
+    } else {
+        const uint32_t low = bits_of(scale[0]), difference = bits == 2 ? low ^ bits_of(scale[1]) : 0;
+        for (int b = 0; b < 8; ++b) {
+            const uint32_t code = word >> bits * b, above = 0u - (code >> 1 & 1);
+            out[b] = float_of((low ^ (difference & above)) ^ code << 31);
         }
     }
+}
+#endif
+
+// The bytes of eight codes. Three of them are put together without a way through memory, which would wait for the last store.
+template <int bits>
+SPARSYNC_INLINE uint32_t word_of(const uint8_t *stream) {
+    if constexpr (bits == 3) return stream[0] | static_cast<uint32_t>(stream[1]) << 8 | static_cast<uint32_t>(stream[2]) << 16;
+    uint32_t word = 0;
+    std::memcpy(&word, stream, bits);
+    return word;
+}
+
+// The values of a block of at most 256, of which `scale` points at the scales in the packet.
+template <int bits>
+SPARSYNC_INLINE void decode_block(const uint8_t *scale, const uint8_t *stream, int64_t count, float *out) {
+    const float scales[2] = {get_scale(scale), get_scale(scale + (bits == 2 ? 2 : 0))};
+    int64_t j = 0;
+    if constexpr (bits == 8) {
+        for (; j < count; ++j) out[j] = static_cast<float>(static_cast<int8_t>(stream[j])) * scales[0];
+    } else {
+        for (; j + 8 <= count; j += 8, stream += bits) {
+            decode_octet<bits>(scales, word_of<bits>(stream), out + j);
+        }
+        if (j < count) {
+            uint32_t word = 0;
+            float eight[8];
+            std::memcpy(&word, stream, static_cast<size_t>(nbytes_of(count - j, bits)));
+            decode_octet<bits>(scales, word, eight);
+            std::memcpy(out + j, eight, static_cast<size_t>(count - j) * sizeof *out);
+        }
+    }
+}
+
+// Where the scales and the codes of the block are that begins with element `i` of `k`.
+template <class Byte>
+struct Packet {
+    Byte *bytes;
+    int64_t k;
+    int bits;
+    Byte *scale(int64_t i) const { return bytes + i / value_block * scales_nbytes(bits); }
+    Byte *stream(int64_t i) const {
+        return bytes + nblocks(k, value_block) * scales_nbytes(bits) + (bits == ternary ? i / trits : i / 8 * bits);
+    }
+};
+
+// For any number of bits: what a block costs is not noticed, and one copy of each format is compiled.
+void decode_some(const Packet<const uint8_t> &packet, int64_t i, int64_t count, float *out) {
+    const uint8_t *scale = packet.scale(i), *stream = packet.stream(i);
+    if (packet.bits == 8) decode_block<8>(scale, stream, count, out);
+    if (packet.bits == 4) decode_block<4>(scale, stream, count, out);
+    if (packet.bits == 3) decode_block<3>(scale, stream, count, out);
+    if (packet.bits == 2) decode_block<2>(scale, stream, count, out);
+    if (packet.bits == 1) decode_block<1>(scale, stream, count, out);
+    if (packet.bits == ternary) ternary_decode_block(scale, stream, i % trits, count, out);
+}
+
+// Blocks must be encoded in their order. `noise` is null, or holds a number in [0, 1) for each value in 8, 4 or 3 bits.
+void encode_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, const float *noise = nullptr) {
+    uint8_t *scale = packet.scale(i), *stream = packet.stream(i);
+    if (packet.bits > 2) scaled_encode_block(value, count, packet.bits, noise, scale, stream);
+    if (packet.bits == 2) means_encode_block(value, count, 2, scale, stream);
+    if (packet.bits == 1) means_encode_block(value, count, 1, scale, stream);
+    if (packet.bits == ternary) ternary_encode_block(value, count, i % trits, scale, stream);
+}
+
+// The packet of k values; `noise` is null or holds k numbers.
+void encode_values(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
+    for (int64_t i = 0; i < k; i += value_block)
+        encode_some({out, k, bits}, i, least(value_block, k - i), value + i, noise ? noise + i : nullptr);
 }
 
 }  // namespace

@@ -8,8 +8,6 @@ namespace sparsync {
 
 namespace {
 
-bool is_scaled(int bits) { return bits >= 3; }
-
 int64_t all_values_nbytes(const Codecs &codecs, int64_t k, int bits) {
     return bits == 32 ? k * static_cast<int64_t>(sizeof(float)) : codecs.values_nbytes(k, bits);
 }
@@ -44,10 +42,8 @@ bool encode_packet(const Codecs &codecs, const PacketForm &form, const int32_t *
     out += form.head;
     if (form.bits == 32)
         copy(out, value, form.k * static_cast<int64_t>(sizeof(float)));
-    else if (is_scaled(form.bits))
-        codecs.scaled_encode(value, form.k, form.bits, nullptr, out);
     else
-        codecs.means_encode(value, form.k, form.bits, out);
+        codecs.encode_values(value, form.k, form.bits, nullptr, out);
     return true;
 }
 
@@ -66,10 +62,8 @@ void decode_packet_values(const Codecs &codecs, const PacketForm &form, const ui
     packet += form.head;
     if (form.bits == 32)
         copy(value, packet, form.k * static_cast<int64_t>(sizeof(float)));
-    else if (is_scaled(form.bits))
-        codecs.scaled_decode(packet, form.k, form.bits, value);
     else
-        codecs.means_decode(packet, form.k, form.bits, value);
+        codecs.decode_over(packet, form.k, form.bits, value, nullptr);
 }
 
 void lacking(const float *value, const float *received, int64_t k, int64_t times, float *error) {

@@ -10,14 +10,16 @@ namespace sparsync {
 // Of k elements of a span of `length`, 0 <= k <= length < 2^31: determined by these and the bits of a value alone.
 struct PacketForm {
     int64_t k, length;
-    int bits;            // of a value: 32, 8, 4, 3, 2 or 1
+    int bits;            // of a value: 32, or one of `is_rounded`
     Positions codec;     // the one with the shortest packet; the first of equals
     int64_t head, nbytes;  // of the positions, which take none where all of them are there; of the whole
 };
 
-inline bool are_value_bits(int64_t bits) {
-    return bits == 32 || bits == 8 || bits == 4 || bits == 3 || bits == 2 || bits == 1;
+inline bool is_rounded(int64_t bits) {
+    return bits == 8 || bits == 4 || bits == 3 || bits == 2 || bits == 1 || bits == ternary;
 }
+
+inline bool are_value_bits(int64_t bits) { return bits == 32 || is_rounded(bits); }
 
 PacketForm packet_form(const Codecs &codecs, int64_t k, int64_t length, int bits);
 

@@ -15,6 +15,7 @@ using namespace sparsync;
 namespace {
 
 constexpr int kCodecs = 3;  // of positions
+constexpr int widths[] = {1, 2, 3, 4, 8, ternary};
 using Bytes = std::vector<uint8_t>;
 using Index = std::vector<int32_t>;
 

@@ -10,7 +10,7 @@ void decode_values(const Codecs &codecs, const uint8_t *data, size_t size, int64
     const std::unique_ptr<uint8_t[]> packet(new uint8_t[nbytes]);
     if (nbytes) std::memcpy(packet.get(), data, nbytes);
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
-    bits < 3 ? codecs.means_decode(packet.get(), k, bits, out.get()) : codecs.scaled_decode(packet.get(), k, bits, out.get());
+    codecs.decode_over(packet.get(), k, bits, out.get(), nullptr);
     const std::unique_ptr<float[]> again(new float[static_cast<size_t>(k)]);
     codecs.decode_over(packet.get(), k, bits, again.get(), nullptr);
     const uint8_t *const packets[] = {packet.get()};
@@ -24,7 +24,7 @@ void decode_values(const Codecs &codecs, const uint8_t *data, size_t size, int64
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     constexpr size_t kHead = 7;
     if (size < kHead) return 0;
-    const int choice = data[0] % (kCodecs + 5);
+    const int choice = data[0] % (kCodecs + 6);
     const std::vector<const Codecs *> sets = all_codecs();
     const Codecs &codecs = *sets[data[2] & 4 ? sets.size() - 1 : 0];
     const int64_t k = data[1] | (data[2] & 3) << 8;
@@ -32,7 +32,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     std::memcpy(&length, data + 3, sizeof length);
     const int64_t span = std::max<int64_t>(k, length & 0x7FFFFFFF);
     if (choice >= kCodecs) {
-        constexpr int widths[] = {1, 2, 3, 4, 8};
         decode_values(codecs, data + kHead, size - kHead, k, widths[choice - kCodecs]);
         return 0;
     }

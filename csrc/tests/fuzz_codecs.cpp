@@ -64,21 +64,15 @@ void mutate(Random &random, Bytes &packet, int64_t &k, int64_t &span) {
 
 // Values: any bytes of the right length, from and into buffers without a byte to spare, at any alignment.
 void decode_values(Random &random, const Codecs &codecs) {
-    constexpr int widths[] = {1, 2, 3, 4, 8};
-    const int used = widths[random.below(5)];
+    const int used = widths[random.below(6)];
     const auto k = static_cast<int64_t>(random.below(600));
     const auto nbytes = static_cast<size_t>(codecs.values_nbytes(k, used));
     const std::unique_ptr<uint8_t[]> packet(new uint8_t[nbytes]);
     for (size_t i = 0; i < nbytes; ++i) packet[i] = static_cast<uint8_t>(random.source());
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
     const std::unique_ptr<uint8_t[]> again(new uint8_t[nbytes]);
-    if (used < 3) {
-        codecs.means_decode(packet.get(), k, used, out.get());
-        codecs.means_encode(out.get(), k, used, again.get());
-    } else {
-        codecs.scaled_decode(packet.get(), k, used, out.get());
-        codecs.scaled_encode(out.get(), k, used, nullptr, again.get());
-    }
+    codecs.decode_over(packet.get(), k, used, out.get(), nullptr);
+    codecs.encode_values(out.get(), k, used, nullptr, again.get());
 }
 
 // What a quantized all-reduce makes of some values.
@@ -101,8 +95,7 @@ std::vector<uint32_t> plain_bits(const float *value, int64_t k) {
 
 // Shares of a mean and their sum: any values and any packets, in buffers without a byte to spare, to the same bits in every instruction set.
 void reduce_values(Random &random) {
-    constexpr int widths[] = {1, 2, 3, 4, 8};
-    const int up = widths[random.below(5)], down = widths[random.below(5)];
+    const int up = widths[random.below(6)], down = widths[random.below(6)];
     const auto k = static_cast<int64_t>(random.below(600)), P = 1 + static_cast<int64_t>(random.below(9));
     const auto length = static_cast<size_t>(k);
     const auto nbytes = static_cast<size_t>(codecs_scalar()->values_nbytes(k, up));

@@ -20,15 +20,24 @@ from sparsync.kernels import operations as kernels
 from sparsync.kernels.codec_reference import PositionCodec, size_of
 from sparsync.kernels.dispatch import fused, run
 from sparsync.kernels.rounding import lacking, rounded
-from sparsync.kernels.value_reference import values_nbytes
+from sparsync.kernels.value_reference import TERNARY, values_nbytes
 
 Values = Literal[
-    "float32", "bfloat16", "float16", "int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"
+    "float32",
+    "bfloat16",
+    "float16",
+    "int8",
+    "int4",
+    "int3",
+    "int8_stochastic",
+    "int4_stochastic",
+    "2bit",
+    "ternary",
+    "sign",
 ]
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_BITS = {"int8": 8, "int4": 4, "int3": 3, "int8_stochastic": 8, "int4_stochastic": 4, "2bit": 2, "sign": 1}
-_MEANS = ("2bit", "sign")
-_FUSED = {"float32": 32} | {values: bits for values, bits in _BITS.items() if not values.endswith("_stochastic")}
+_FUSED = {"float32": 32, "int8": 8, "int4": 4, "int3": 3, "2bit": 2, "ternary": TERNARY, "sign": 1}
+_BITS = _FUSED | {"int8_stochastic": 8, "int4_stochastic": 4}
 # Of Raw.
 _INDEX_NBYTES = 4
 _MAX_LENGTH = 2**31 - 1
@@ -80,6 +89,7 @@ class ValueCodec:
                                 same values make the same packet, in every run and after every resume
     "2bit"                      the sign, and whether the magnitude is above the block's mean; decoded as the mean of those that are, or
                                 of those that are not
+    "ternary"                   minus the scale, 0 or the scale, whichever is nearest; the scale is 1.224 root mean squares of the block
     "sign"                      the sign, the scale being the block's mean magnitude
 
     NaN and Inf pass in the float formats. In the others their block of 256 is decoded as NaN.
@@ -97,8 +107,8 @@ class ValueCodec:
 
     @property
     def kernel_bits(self) -> int | None:
-        """Return the bits of a value where `kernels.operations` has this format of float32 fused with sums; None for the others."""
-        return None if self.format.endswith("_stochastic") else _BITS.get(self.format)
+        """Return the bits of a value, or TERNARY, where `kernels.operations` has the format fused with sums of float32; else None."""
+        return None if self.exact else _FUSED.get(self.format)
 
     def nbytes(self, k: int, dtype: torch.dtype) -> int:
         """Return the bytes of `k` values of `dtype`."""
@@ -113,10 +123,8 @@ class ValueCodec:
         if self.format in _FLOATS:
             return rounded(value, _FLOATS[self.format]).contiguous().view(torch.uint8)
         value = rounded(value, torch.float32)
-        if self.format in _MEANS:
-            return run("means_encode", value, _BITS[self.format])
         noise = _noise(value) if self.format.endswith("_stochastic") else None
-        return run("scaled_encode", value, _BITS[self.format], noise)
+        return run("values_encode", value, _BITS[self.format], noise)
 
     def decode(self, packet: UInt8[Tensor, " nbytes"], k: int, dtype: torch.dtype) -> Float[Tensor, " k"]:
         """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
@@ -129,9 +137,7 @@ class ValueCodec:
             return packet.clone().view(dtype)
         if self.format in _FLOATS:
             return packet.clone().view(_FLOATS[self.format]).to(dtype)
-        if self.format in _MEANS:
-            return run("means_decode", packet, k, _BITS[self.format]).to(dtype)
-        return run("scaled_decode", packet, k, _BITS[self.format]).to(dtype)
+        return run("values_decode", packet, k, _BITS[self.format]).to(dtype)
 
 
 def _noise(value: Tensor) -> Tensor:

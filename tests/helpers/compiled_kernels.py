@@ -18,10 +18,11 @@ from triton.runtime.jit import JITFunction
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cuda
 from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, radix_select, rows, scatter, steps, values
-from sparsync.kernels.value_reference import values_nbytes
+from sparsync.kernels.value_reference import TERNARY, values_nbytes
 from sparsync.selection.exclusive import BlockCyclic
 
 HOPPER = GPUTarget("cuda", 90, 32)
+WIDTHS = (8, 4, 3, 2, 1, TERNARY)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 MODULES = (exact_top_k, many_tensors, passes, radix_select, rows, scatter, steps, values)
 seen: set[str] = set()
@@ -97,14 +98,9 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.divide_rows_(x, BlockCyclic(n, 4, 128).rows(1, x.device), 4),
         lambda: cuda.adam_step_(x, out, x[:5], 0, 1024, 0.99, 1e-8, 1e-3),
         lambda: cuda.momentum_steps_(x, out, x.clone(), [Span(0, n)], [(0.9, 0.999, 1e-3)]),
-        *(
-            lambda bits=bits, noise=noise: cuda.scaled_encode(x, bits, noise)
-            for bits in (8, 4, 3)
-            for noise in (None, x)
-        ),
-        *(lambda bits=bits: cuda.scaled_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in (8, 4, 3)),
-        *(lambda bits=bits: cuda.means_encode(x, bits) for bits in (1, 2)),
-        *(lambda bits=bits: cuda.means_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in (1, 2)),
+        *(lambda bits=bits: cuda.values_encode(x, bits) for bits in WIDTHS),
+        *(lambda bits=bits: cuda.values_encode(x, bits, x) for bits in (8, 4, 3)),
+        *(lambda bits=bits: cuda.values_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in WIDTHS),
     ]
 
 

@@ -289,6 +289,7 @@ def _two_shot_down_rows() -> list[Row]:
         _two_shot_down("part", "float32", delivers=True, density=1.0, density_down=0.1),
         _two_shot_down("more", "sign", density=0.1, density_down=0.4),
         _two_shot_down("finer", "sign", density=1.0, values_down="int3"),
+        _two_shot_down("finer", "ternary", density=1.0, values_down="int3"),
         _two_shot_down("coarser", "float32", density=1.0, values_down="bfloat16"),
         _two_shot_down("part-finer", "sign", density=1.0, density_down=0.3, values_down="int4"),
         _two_shot_down("all-finer", "int4", density=0.2, density_down=1.0, values_down="bfloat16"),
@@ -400,7 +401,7 @@ def _rival_rows() -> list[Row]:
 
 # Of the schemes to compare with, and of formats, the rows that are not for the slow tests only.
 QUICK = (
-    *("two-shot-0.1", "two-shot-int3", "two-shot-down-more-sign", "in-turn-sign", "quantized-decay-int8"),
+    *("two-shot-0.1", "two-shot-down-finer-ternary", "two-shot-down-more-sign", "in-turn-sign", "quantized-decay-int8"),
     *("sparse-loco-bins", "demo-ranks", "dgc-plain", "onebit-adam", "same-0.1-at-random", "powersgd-2", "gtopk-0.1"),
     "cltk-0.1",
 )

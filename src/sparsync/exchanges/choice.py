@@ -13,7 +13,7 @@ from sparsync.exchanges.rules import exchangeable, optimizers_of
 from sparsync.runtime.findings import Finding, check_optimizer, innermost
 from sparsync.runtime.handle import Gradients
 
-_COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
+_COARSE = ("sign", "ternary", "2bit", "int3")  # values of fewer than 4 bits
 # Which pass on to the one inside. Fabric and Lightning make a class of them for each kind of optimizer.
 _TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})
 # Those that divide each element by the size of its past gradients, or a matrix by its singular values.

@@ -218,9 +218,10 @@ def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
 
 
 def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet of value / P in `bits` bits, 8, 4, 3, 2 or 1, and make `value` what P times the decoded packet lacks of it.
+    """Return the packet of value / P in `bits` bits, and make `value` what P times the decoded packet lacks of it.
 
-    The bytes are those of `value_reference`: "int8", "int4", "int3", "2bit" and "sign" of `wire.ValueCodec`.
+    `bits` is 8, 4, 3, 2, 1 or TERNARY. The bytes are those of `value_reference`: "int8", "int4", "int3", "2bit", "sign" and "ternary" of
+    `wire.ValueCodec`.
     """
     return run("encode_share_", value, bits, P)
 

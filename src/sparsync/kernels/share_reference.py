@@ -10,24 +10,24 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sparsync.core import exact_divisor
-from sparsync.kernels.value_reference import means_decode, means_encode, scaled_decode, scaled_encode
+from sparsync.kernels.value_reference import values_decode, values_encode
 
 Encode = Callable[[Tensor, int], Tensor]
 Decode = Callable[[Tensor, int, int], Tensor]
 
 
 def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
-    return encode_share_by(_encode, _decode, value, bits, P)
+    return encode_share_by(values_encode, values_decode, value, bits, P)
 
 
 def reduce_shares_(
     value: Float[Tensor, " k"], packets: Sequence[Tensor], bits: int, P: int, bits_down: int
 ) -> UInt8[Tensor, " nbytes"]:
-    return reduce_shares_by(_encode, _decode, value, packets, bits, P, bits_down)
+    return reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
 
 
 def decode_over_(packet: UInt8[Tensor, " nbytes"], bits: int, out: Tensor, kept: Tensor | None = None) -> None:
-    decode_over_by(_decode, packet, bits, out, kept)
+    decode_over_by(values_decode, packet, bits, out, kept)
 
 
 def encode_share_by(encode: Encode, decode: Decode, value: Tensor, bits: int, P: int) -> Tensor:
@@ -61,11 +61,3 @@ def decode_over_by(decode: Decode, packet: Tensor, bits: int, out: Tensor, kept:
     if kept is not None:
         kept.copy_(out)
     out.copy_(decode(packet, out.numel(), bits))
-
-
-def _encode(value: Tensor, bits: int) -> Tensor:
-    return means_encode(value, bits) if bits < 3 else scaled_encode(value, bits)
-
-
-def _decode(packet: Tensor, k: int, bits: int) -> Tensor:
-    return means_decode(packet, k, bits) if bits < 3 else scaled_decode(packet, k, bits)

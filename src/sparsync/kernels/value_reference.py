@@ -15,21 +15,44 @@ from sparsync.kernels.codec_reference import pack, unpack
 BLOCK = 256
 SCALE_NBYTES = 2
 MAX_CODE = {8: 127, 4: 7, 3: 3}  # by number of bits
+TERNARY = -5  # in the place of the number of bits: five values a byte
+POWERS = (1, 3, 9, 27, 81)  # of 3, which the values of a byte are multiples of
+LEVEL = 1.224  # of ternary values, in root mean squares: the least error for normally distributed ones
 _NAN = 0x7FC0
 
 
 def values_nbytes(k: int, bits: int) -> int:
     """Return the bytes of `k` values of `bits` bits each, with the scales of their blocks: two of them for 2 bits, else one."""
-    return -(-k // BLOCK) * _scales(bits) * SCALE_NBYTES + -(-k * bits // 8)
+    codes = -(-k // len(POWERS)) if bits == TERNARY else -(-k * bits // 8)
+    return -(-k // BLOCK) * _scales(bits) * SCALE_NBYTES + codes
+
+
+def values_encode(
+    value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " k"] | None = None
+) -> UInt8[Tensor, " nbytes"]:
+    """Return the packet of `value`: the scales of all blocks, then all codes. `noise` is for 8, 4 and 3 bits."""
+    if bits == TERNARY:
+        return _ternary_encode(value)
+    return _means_encode(value, bits) if bits < 3 else _scaled_encode(value, bits, noise)
+
+
+def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
+    """Return the values that the packet of `k` stands for, float32; its length must be right."""
+    scale, packed = _split(packet, k, bits)
+    if bits == TERNARY:
+        code = ((packed[:, None] // _powers_on(packet.device) + 1) % 3).view(-1)[:k].to(torch.int8) - 1
+    elif bits < 3:
+        return _means_decode(scale, _blocks(unpack(packed, k, bits)), bits).view(-1)[:k]
+    else:
+        code = packed.view(torch.int8) if bits == 8 else unpack(packed, k, bits) << 32 - bits >> 32 - bits
+    return (_blocks(code.to(torch.float32)) * scale[:, None]).view(-1)[:k]
 
 
 def _scales(bits: int) -> int:
     return 2 if bits == 2 else 1
 
 
-def scaled_encode(
-    value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " k"] | None = None
-) -> UInt8[Tensor, " nbytes"]:
+def _scaled_encode(value: Tensor, bits: int, noise: Tensor | None) -> Tensor:
     """Return the scales of all blocks, then codes of 8, 4 or 3 bits, two's complement, the first in the low bits: value / scale, rounded.
 
     To nearest, ties to even; with `noise` in [0, 1) up or down, such that uniform noise makes the mean right. 3 bits to nearest have all
@@ -58,44 +81,50 @@ def scaled_encode(
     return torch.cat([_two_bytes(upper), packed])
 
 
-def scaled_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
-    """Return the values that the packet of `k` stands for, float32; its length must be right."""
-    scale, packed = _split(packet, k, bits)
-    code = packed.view(torch.int8) if bits == 8 else unpack(packed, k, bits) << 32 - bits >> 32 - bits
-    return (_blocks(code.to(torch.float32)) * scale[:, None]).view(-1)[:k]
-
-
-def means_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
+def _means_encode(value: Tensor, bits: int) -> Tensor:
     """Return the means of all blocks, then codes of 1 or 2 bits, the first in the lowest.
 
     1 bit is set where the sign is, and a block has its mean magnitude. The second bit says whether the magnitude is above that mean;
     a block then has two means, of the magnitudes that are not and of those that are.
     """
-    k, magnitude = value.numel(), _blocks(value.abs())
-    count = torch.full_like(magnitude[:, 0], BLOCK, dtype=torch.float64)
-    if k % BLOCK:
-        count[-1] = k % BLOCK
+    magnitude, count = _blocks(value.abs()), _counts(value)
     mean = _mean(magnitude, count)
     code = _blocks(value).signbit().to(torch.uint8)
     scales = [_mean_scale(mean)]
     if bits == 2:
-        above = magnitude > mean[:, None]
+        above = magnitude > mean[:, None].to(torch.float32)
         larger = above.sum(1)
         code |= above.to(torch.uint8) << 1
         scales = [
             _mean_scale(_mean(magnitude.where(~above, 0.0), count - larger)),
             _mean_scale(_mean(magnitude.where(above, 0.0), larger.clamp(min=1))),
         ]
-    return torch.cat([_two_bytes(torch.stack(scales, 1).view(-1)), pack(code.view(-1)[:k], bits)])
+    return torch.cat([_two_bytes(torch.stack(scales, 1).view(-1)), pack(code.view(-1)[: value.numel()], bits)])
 
 
-def means_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
-    """Return plus or minus a mean, float32, for a packet of `k` values; its length must be right."""
-    scale, packed = _split(packet, k, bits)
-    scale, code = scale.view(-1, bits), _blocks(unpack(packed, k, bits))
+def _means_decode(scale: Tensor, code: Tensor, bits: int) -> Tensor:
+    """Return plus or minus a mean for each code [blocks, 256]."""
+    scale = scale.view(-1, bits)
     above = (code >> 1 & (bits - 1)).bool()
     magnitude = torch.where(above, scale[:, bits - 1 :], scale[:, :1])
-    return torch.where((code & 1).bool(), -magnitude, magnitude).view(-1)[:k]
+    return torch.where((code & 1).bool(), -magnitude, magnitude)
+
+
+def _ternary_encode(value: Tensor) -> Tensor:
+    """Return LEVEL root mean squares of all blocks, then five codes a byte, the first as ones, the next as threes.
+
+    A code is 1 above half the scale, 2 below minus half of it, and 0 between: the scale, minus the scale, or zero is nearest.
+    """
+    block = _blocks(value)
+    upper = _mean_scale(_mean(block.to(torch.float64).square(), _counts(value)).sqrt() * LEVEL)
+    half = _scale(upper)[:, None] / 2  # exact
+    code = ((block > half).to(torch.uint8) + 2 * (block < -half).to(torch.uint8)).view(-1)[: value.numel()]
+    fives = pad(code, (0, -code.numel() % len(POWERS))).view(-1, len(POWERS))
+    return torch.cat([_two_bytes(upper), (fives * _powers_on(value.device)).sum(1, dtype=torch.uint8)])
+
+
+def _powers_on(device: torch.device) -> Tensor:
+    return torch.tensor(POWERS, dtype=torch.uint8, device=device)
 
 
 def greatest_of(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, ""]:
@@ -105,18 +134,24 @@ def greatest_of(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Te
     return scales.abs().max().to(torch.float32) * (1 if bits < 3 else 2 ** (bits - 1))
 
 
+def _counts(value: Tensor) -> Tensor:
+    """Return how many values each block has, float64."""
+    start = torch.arange(0, value.numel(), BLOCK, dtype=torch.float64, device=value.device)
+    return (value.numel() - start).clamp(max=BLOCK)
+
+
 def _mean(number: Tensor, count: Tensor) -> Tensor:
     """Return the mean of `count` numbers of each block, of which the others are zero. Halves are added, in float64: a fixed order."""
     total = number.to(torch.float64)
     while total.shape[1] > 1:
         half = total.shape[1] // 2
         total = total[:, :half] + total[:, half:]
-    return (total[:, 0] / count).to(torch.float32)
+    return total[:, 0] / count
 
 
 def _mean_scale(mean: Tensor) -> Tensor:
-    """Return the upper half of each mean, rounded to nearest, int32."""
-    bits = mean.view(torch.int32)
+    """Return the upper half of each mean, float64, as a float32 rounded to nearest, int32; of a finite one it is finite."""
+    bits = mean.to(torch.float32).view(torch.int32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).clamp(max=0x7F7F)
     return torch.where(mean.isfinite(), nearest, _NAN)
 

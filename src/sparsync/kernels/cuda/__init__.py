@@ -14,12 +14,4 @@ from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
 from sparsync.kernels.cuda.rows import accumulate_top_k_of_rows, divide_rows_, top_k_of_rows
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.steps import adam_step_, momentum_steps_
-from sparsync.kernels.cuda.values import (
-    decode_over_,
-    encode_share_,
-    means_decode,
-    means_encode,
-    reduce_shares_,
-    scaled_decode,
-    scaled_encode,
-)
+from sparsync.kernels.cuda.values import decode_over_, encode_share_, reduce_shares_, values_decode, values_encode

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsync.kernels.cuda.launch import FLOAT32, magnitude, takes
 from sparsync.kernels.share_reference import decode_over_by, encode_share_by, reduce_shares_by
-from sparsync.kernels.value_reference import BLOCK, MAX_CODE, values_nbytes
+from sparsync.kernels.value_reference import BLOCK, LEVEL, MAX_CODE, POWERS, TERNARY, values_nbytes
 
 BYTES = frozenset({torch.uint8})
 BLOCKS = 4  # of 256 values, that one program works on
@@ -20,11 +20,20 @@ FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
 
 
 @takes(FLOAT32)
-def scaled_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tensor:
-    """Return the scales of all blocks of `value` [k], then codes of 8, 4 or 3 bits, as the reference."""
+def values_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tensor:
+    """Return the scales of all blocks of `value` [k], then their codes, as the reference."""
     k = value.numel()
     packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
-    if k:
+    if not k:
+        return packet
+    if bits == TERNARY:
+        _ternary_scale_kernel[_programs(k)](value, packet, k, LEVEL=LEVEL, BLOCKS=BLOCKS, BLOCK=BLOCK)
+        # Blocks do not end with a byte, so that bytes are written when the scales of all blocks are there.
+        fives = triton.cdiv(k, len(POWERS))
+        _ternary_codes_kernel[_programs(fives)](value, packet, k, BLOCK=BLOCK, FIVES=BLOCKS * BLOCK)
+    elif bits < 3:
+        _means_encode_kernel[_programs(k)](value, packet, k, **_form(bits))
+    else:
         _scaled_encode_kernel[_programs(k)](
             value,
             value if noise is None else noise,
@@ -39,31 +48,18 @@ def scaled_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tens
 
 
 @takes(BYTES)
-def scaled_decode(packet: Tensor, k: int, bits: int) -> Tensor:
-    """Return the `k` values of a packet of codes of 8, 4 or 3 bits, float32, as the reference."""
-    return _decoded(packet, k, bits, means=False)
-
-
-@takes(FLOAT32)
-def means_encode(value: Tensor, bits: int) -> Tensor:
-    """Return the means of all blocks of `value` [k], then codes of 1 or 2 bits, as the reference."""
-    k = value.numel()
-    packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
+def values_decode(packet: Tensor, k: int, bits: int) -> Tensor:
+    """Return the `k` values of a packet, float32, as the reference."""
+    value = torch.empty(k, dtype=torch.float32, device=packet.device)
     if k:
-        _means_encode_kernel[_programs(k)](value, packet, k, **_form(bits))
-    return packet
-
-
-@takes(BYTES)
-def means_decode(packet: Tensor, k: int, bits: int) -> Tensor:
-    """Return plus or minus a mean for each of the `k` values of a packet, float32, as the reference."""
-    return _decoded(packet, k, bits, means=True)
+        _decode_kernel[_programs(k)](packet, value, k, BITS=bits, TERNARY=bits == TERNARY, BLOCKS=BLOCKS, BLOCK=BLOCK)
+    return value
 
 
 @takes(FLOAT32)
 def encode_share_(value: Tensor, bits: int, P: int) -> Tensor:
     """Return the packet of value / P, and leave what it lacks, as the reference."""
-    return encode_share_by(_encode, _decode, value, bits, P)
+    return encode_share_by(values_encode, values_decode, value, bits, P)
 
 
 def reduce_shares_(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
@@ -74,29 +70,14 @@ def reduce_shares_(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, 
 @takes(BYTES, FLOAT32, FLOAT32)
 def decode_over_(packet: Tensor, bits: int, out: Tensor, kept: Tensor | None = None) -> None:
     """Write the values of a packet, as the reference."""
-    decode_over_by(_decode, packet, bits, out, kept)
+    decode_over_by(values_decode, packet, bits, out, kept)
 
 
 # Around the codecs torch's own operations do what is left.
 
 
 def _reduce_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
-    return reduce_shares_by(_encode, _decode, value, packets, bits, P, bits_down)
-
-
-def _encode(value: Tensor, bits: int) -> Tensor:
-    return means_encode(value, bits) if bits < 3 else scaled_encode(value, bits)
-
-
-def _decode(packet: Tensor, k: int, bits: int) -> Tensor:
-    return means_decode(packet, k, bits) if bits < 3 else scaled_decode(packet, k, bits)
-
-
-def _decoded(packet: Tensor, k: int, bits: int, means: bool) -> Tensor:
-    value = torch.empty(k, dtype=torch.float32, device=packet.device)
-    if k:
-        _decode_kernel[_programs(k)](packet, value, k, BITS=bits, MEANS=means, BLOCKS=BLOCKS, BLOCK=BLOCK)
-    return value
+    return reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
 
 
 def _programs(k: int) -> tuple[int]:
@@ -210,15 +191,15 @@ def _mean(number, count, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 32)), axis=1)
     total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 64)), axis=1)
     total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 128)), axis=1)
-    return (total / count.to(tl.float64)).to(tl.float32)
+    return total / count.to(tl.float64)
 
 
 @triton.jit
 def _mean_scale(mean):
-    """Return the upper half of each mean, rounded to nearest."""
-    size = magnitude(mean)
+    """Return the upper half of each mean, float64, rounded to nearest; of a finite one it is finite."""
+    size = magnitude(mean.to(tl.float32))
     nearest = tl.minimum(size + 0x7FFF + (size >> 16 & 1) >> 16, 0x7F7F)
-    return tl.where(size < 0x7F800000, nearest, 0x7FC0)
+    return tl.where(mean < float("inf"), nearest, 0x7FC0)
 
 
 @triton.jit
@@ -244,7 +225,7 @@ def _means_encode_kernel(
     if BITS == 1:
         _store_scale(packet, block, _mean_scale(mean), inside)
     else:
-        above = size > mean
+        above = size > mean.to(tl.float32)
         larger = tl.sum(above.to(tl.int32), axis=1)[:, None]
         low = _mean(tl.where(above, 0.0, size), present - larger, BLOCKS, BLOCK)
         high = _mean(tl.where(above, size, 0.0), tl.maximum(larger, 1), BLOCKS, BLOCK)
@@ -255,29 +236,59 @@ def _means_encode_kernel(
 
 
 @triton.jit
+def _ternary_scale_kernel(value, packet, k, LEVEL: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    block, place = _places(BLOCKS, BLOCK)
+    lane = block * BLOCK + place
+    x = tl.load(value + lane, mask=lane < k, other=0.0).to(tl.float64)
+    inside = block < tl.cdiv(k, BLOCK)
+    present = tl.where(inside, tl.minimum(k - block * BLOCK, BLOCK), 1)
+    level = tl.full((BLOCKS, 1), LEVEL, tl.float64)
+    _store_scale(packet, block, _mean_scale(tl.sqrt(_mean(x * x, present, BLOCKS, BLOCK)) * level), inside)
+
+
+@triton.jit
+def _ternary_codes_kernel(value, packet, k, BLOCK: tl.constexpr, FIVES: tl.constexpr):
+    five = tl.program_id(0).to(tl.int64) * FIVES + tl.arange(0, FIVES)
+    byte, power = tl.zeros((FIVES,), tl.int32), 1
+    for trit in range(5):
+        lane = five * 5 + trit
+        x = tl.load(value + lane, mask=lane < k, other=0.0)
+        half = _load_scale(packet, lane // BLOCK, lane < k) * 0.5
+        byte += tl.where(x > half, power, tl.where(x < -half, 2 * power, 0))
+        power *= 3
+    tl.store(packet + 2 * tl.cdiv(k, BLOCK) + five, byte.to(tl.uint8), mask=five * 5 < k)
+
+
+@triton.jit
 def _decode_kernel(
-    packet, value, k, BITS: tl.constexpr, MEANS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    packet, value, k, BITS: tl.constexpr, TERNARY: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     block, place = _places(BLOCKS, BLOCK)
     lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
     inside = lane < k
     scales: tl.constexpr = 2 if BITS == 2 else 1
-    bit = place * BITS
     stream = packet + 2 * scales * count
-    at = block * (BLOCK // 8 * BITS) + bit // 8
-    word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
-    if BITS == 3:  # a code may continue in the next byte
-        more = inside & (at + 1 < (k * BITS + 7) // 8)
-        word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
-    code = word >> bit % 8
     scale = _load_scale(packet, scales * block, block < count)
-    if MEANS:
-        size = tl.broadcast_to(scale, (BLOCKS, BLOCK))
-        if BITS == 2:
-            size = tl.where((code >> 1 & 1) == 1, _load_scale(packet, 2 * block + 1, block < count), size)
-        # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
-        signed = size.to(tl.int32, bitcast=True) ^ (code & 1) << 31
-        tl.store(value + lane, signed.to(tl.float32, bitcast=True), mask=inside)
+    if TERNARY:
+        byte, trit = tl.load(stream + lane // 5, mask=inside, other=0).to(tl.int32), lane % 5
+        power = tl.where(trit < 2, tl.where(trit < 1, 1, 3), tl.where(trit < 3, 9, tl.where(trit < 4, 27, 81)))
+        code = (byte // power + 1) % 3 - 1
+        tl.store(value + lane, code.to(tl.float32) * scale, mask=inside)
     else:
-        signed = (code << 32 - BITS) >> 32 - BITS
-        tl.store(value + lane, signed.to(tl.float32) * scale, mask=inside)
+        bit = place * BITS
+        at = block * (BLOCK // 8 * BITS) + bit // 8
+        word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
+        if BITS == 3:  # a code may continue in the next byte
+            more = inside & (at + 1 < (k * BITS + 7) // 8)
+            word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
+        code = word >> bit % 8
+        if BITS < 3:
+            size = tl.broadcast_to(scale, (BLOCKS, BLOCK))
+            if BITS == 2:
+                size = tl.where((code >> 1 & 1) == 1, _load_scale(packet, 2 * block + 1, block < count), size)
+            # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
+            signed = size.to(tl.int32, bitcast=True) ^ (code & 1) << 31
+            tl.store(value + lane, signed.to(tl.float32, bitcast=True), mask=inside)
+        else:
+            signed = (code << 32 - BITS) >> 32 - BITS
+            tl.store(value + lane, signed.to(tl.float32) * scale, mask=inside)
