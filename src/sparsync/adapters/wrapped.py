@@ -1,12 +1,19 @@
-"""Shared by all adapters: finding the DDP model that a framework has wrapped, and the error for a missing package."""
+"""Shared by adapters: the DDP model that a framework has wrapped, what attaches to it, and the error for a missing package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.runtime.findings import warn_of
+from sparsync.attached.attach import Attached, attach
+from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import Exchange, Optimizers
+from sparsync.runtime.findings import check_scheme, warn_of
+from sparsync.runtime.handle import Gradients, Handle
+from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import inside_wrappers
 
 
@@ -34,3 +41,33 @@ def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataP
         f"sparsync reduces the gradients of DistributedDataParallel, and {framework} made a {type(model).__name__} for {ranks} ranks; "
         f"choose DDP in {framework}"
     )
+
+
+class Attaching:
+    """The arguments of `sparsync.attach`, for a trainer that makes the model and its optimizers later, and perhaps once more."""
+
+    def __init__(self, scheme: Scheme | None, bits: float | None, exchange: Exchange | None, options: Options) -> None:
+        if scheme is not None:
+            check_scheme(scheme)
+        self._given = {"scheme": scheme, "bits": bits, "exchange": exchange}
+        # Trainers change the rate at every step.
+        self._options = replace(options, follow_rates=options.follow_rates is True)
+        self._before: Handle | None = None
+
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizers,
+        scaler: GradScaler | None,
+        in_turn: bool = False,
+    ) -> Attached:
+        """Return the handle; of a later model it has the scheme of the first. `in_turn`: optimizers have no common step."""
+        given = dict(self._given)
+        if in_turn and given["bits"] is None:
+            given["exchange"] = given["exchange"] or Gradients()
+        if self._before is not None:
+            given = {"scheme": self._before.scheme, "exchange": self._before.exchange}
+        handle = attach(ddp, **given, optimizer=optimizer, scaler=scaler, options=self._options)
+        handle.recipe = handle.recipe if self._before is None else self._before.recipe
+        self._before = handle
+        return handle
