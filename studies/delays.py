@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from sparsync import LocalSteps, Scheme, Steps, attach
+from sparsync import LocalSteps, Options, Scheme, Steps, attach
 from sparsync.base.registry import nearest
 from sparsync.core import ParameterSpan, Span, generator
 from sparsync_lab.cli_options import positive
@@ -267,7 +267,7 @@ def _case(name: str, elements: int) -> DelayCase:
     model = DistributedDataParallel(Matrices(buckets, elements), bucket_cap_mb=elements * 4 / 2**20)
     handle = None
     if method != "ddp":
-        handle = attach(model, _scheme(GRADIENTS[method]), timeout_s=TIMEOUT_S, join_mb=0)
+        handle = attach(model, _scheme(GRADIENTS[method]), options=Options(timeout_s=TIMEOUT_S, join_mb=0))
 
     def backward(without: AbstractContextManager[object]) -> None:
         with without:
@@ -302,5 +302,5 @@ def _exchanging(name: str, elements: int) -> DelayCase:
     }
     models = [Matrices(1, elements) for _ in range(2)]
     (model, optimizer), alone = [(each, AdamW(each.parameters(), lr=1e-4)) for each in models]
-    attach(model, _scheme(TWO_SHOT), optimizer=optimizer, exchange=ways[name], timeout_s=TIMEOUT_S)
+    attach(model, _scheme(TWO_SHOT), optimizer=optimizer, exchange=ways[name], options=Options(timeout_s=TIMEOUT_S))
     return DelayCase(name, trained(model, optimizer), trained(*alone))

@@ -89,7 +89,7 @@ def _trained(label: tuple[str, str], seed: int, rank: int, options: argparse.Nam
     for module in (*model.blocks, model):  # pyright: ignore[reportGeneralTypeIssues]
         fully_shard(module, reshard_after_forward=reshards if module is not model else False)
     optimizer, schedule = workload.optimizer(model, steps)
-    handle = sparsync.attach(model, scheme(**settings), parameters=how, optimizer=optimizer)
+    handle = sparsync.attach(model, scheme(**settings), options=sparsync.Options(parameters=how), optimizer=optimizer)
     assert isinstance(handle, Fsdp2Handle)
     plain = [_Counted(unit) for unit in units_of(model)] if how is None else []
     for step in range(steps):

@@ -456,7 +456,9 @@ def _plain(spec: Mapping[str, Any], job: Any, model: Any, optimizer: Any, schedu
     """Train as torchrun starts it: from the last checkpoint, if there is one."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    handle: Any = sparsync.attach(model, sparsync.scheme(SCHEME), optimizer=optimizer, timeout_s=TIMEOUT_S)
+    handle: Any = sparsync.attach(
+        model, sparsync.scheme(SCHEME), optimizer=optimizer, options=sparsync.Options(timeout_s=TIMEOUT_S)
+    )
     folder, first = Path(spec["folder"]), 0
     if spec["mode"] == "torchrun" and sparsync.checkpoint.holds_states(folder):
         first = sparsync.checkpoint.load(handle, folder) + 1

@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, TwoShot, ddp_comm_hook
+from sparsync import Dense, MiCRO, Options, TwoShot, ddp_comm_hook
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -36,7 +36,7 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
     scheme = None if load else MiCRO(density=DENSITY)  # None: of the environment, the same one
-    handle = attach(accelerator, prepared, scheme, timeout_s=120)
+    handle = attach(accelerator, prepared, scheme, options=Options(timeout_s=120))
     assert handle is not None
     if load:
         accelerator.load_state(str(folder))
@@ -77,7 +77,7 @@ def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scal
 def hooked() -> AdapterResult:
     as_torchrun()
     model, scheme = network(), MiCRO(density=DENSITY)
-    state, hook = ddp_comm_hook(scheme, model, timeout_s=120)
+    state, hook = ddp_comm_hook(scheme, model, options=Options(timeout_s=120))
     # Not by comm_hook= of the keyword arguments: Accelerate looks it up in a table of its own four, and leaves out any other in silence.
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

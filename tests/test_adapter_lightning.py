@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import MiCRO, TopK, TwoShot, attach, ddp_comm_hook, doctor
+from sparsync import MiCRO, Options, TopK, TwoShot, attach, ddp_comm_hook, doctor
 
 pytest.importorskip("lightning")
 from lightning.fabric import Fabric
@@ -72,12 +72,12 @@ def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | 
 def interrupted(folder: Path) -> tuple[AdapterResult, AdapterResult]:
     as_torchrun()
     collected = Collected()
-    first = Sparsync(MiCRO(density=DENSITY), timeout_s=120, recorder=collected)
+    first = Sparsync(MiCRO(density=DENSITY), options=Options(timeout_s=120), recorder=collected)
     whole = trained(folder / "whole", EPOCHS, first)
     assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
     whole.reports += collected.reports
     os.environ["SPARSYNC_SCHEME"] = MICRO
-    again = Sparsync(timeout_s=120, follow_rates=True)
+    again = Sparsync(options=Options(timeout_s=120, follow_rates=True))
     return whole, trained(folder / "again", EPOCHS, again, folder / "whole" / "epoch=0.ckpt")
 
 
@@ -115,7 +115,7 @@ def spiked() -> list[float]:
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
-        callbacks=[Sparsync(TopK(density=DENSITY), timeout_s=20)],
+        callbacks=[Sparsync(TopK(density=DENSITY), options=Options(timeout_s=20))],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -159,7 +159,7 @@ def by_two_adams() -> list[tuple[AdapterResult, str, list[str], list[int]]]:
     as_torchrun()
     os.environ.pop("SPARSYNC_SCHEME", None)
     found = []
-    for callback in (Sparsync(follow_rates=True), Sparsync(TwoShot(density=0.1, values="sign"))):
+    for callback in (Sparsync(options=Options(follow_rates=True)), Sparsync(TwoShot(density=0.1, values="sign"))):
         module = TwoAdams()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -208,7 +208,7 @@ class RegistersOnCpu(DDPStrategy):
 def by_strategy(strategy: type[DDPStrategy], wrapper: Any = None) -> AdapterResult:
     as_torchrun()
     module = RegressionModule()
-    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=120)
+    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), module, options=Options(timeout_s=120))
     trainer = Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
@@ -242,7 +242,7 @@ class WithHook(FabricDDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
         ddp = super().setup_module(module)
-        self.pair = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=120)
+        self.pair = ddp_comm_hook(MiCRO(density=DENSITY), module, options=Options(timeout_s=120))
         ddp.register_comm_hook(*self.pair)
         return ddp
 
@@ -257,7 +257,7 @@ def by_fabric(attached: bool) -> AdapterResult:
     handle = None
     if attached:
         assert doctor(model, MiCRO(density=DENSITY)) == []
-        handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, timeout_s=120)
+        handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, options=Options(timeout_s=120))
         assert list(handle.layout()) == [name for name, _ in module.named_parameters()]
     for x, y in fabric.setup_dataloaders(examples(BATCHES)):
         optimizer.zero_grad()

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from helpers.adapter_training import as_torchrun, examples, network
 from helpers.distributed import run
-from sparsync import LocalSteps, TwoShot, attach, checkpoint
+from sparsync import LocalSteps, Options, TwoShot, attach, checkpoint
 from sparsync.exchanges.local_steps import LocalTraining
 
 pytestmark = pytest.mark.distributed
 STEPS, HALF, ACCUMULATED = 10, 5, 2  # an exchange every two steps: saved between two
-OPTIONS: dict[str, Any] = {"exchange": LocalSteps(every=2), "timeout_s": 120}
+OPTIONS: dict[str, Any] = {"exchange": LocalSteps(every=2), "options": Options(timeout_s=120)}
 Found = dict[str, Tensor]
 
 

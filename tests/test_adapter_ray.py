@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.adapter_training import MICRO, AdapterResult, check, examples, network
-from sparsync import TwoShot
+from sparsync import Options, TwoShot
 from sparsync.attached import checkpoint
 from sparsync.exchanges.adamw_steps import AdamWSteps
 
@@ -49,7 +49,7 @@ def loop(settings: dict[str, Any]) -> None:
         model,
         TwoShot(density=0.1, values="sign") if steps else None,
         optimizer=optimizer if steps else None,
-        timeout_s=120,
+        options=Options(timeout_s=120),
         parallel_strategy_kwargs={"find_unused_parameters": True},  # buckets stay the same
     )
     assert handle is not None

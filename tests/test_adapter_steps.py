@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from helpers.adapter_training import as_torchrun, examples, network
 from helpers.distributed import run
-from sparsync import Steps, TwoShot, attach
+from sparsync import Options, Steps, TwoShot, attach
 from sparsync.exchanges.adamw_steps import AdamWSteps
 
 pytestmark = pytest.mark.distributed
@@ -53,7 +53,7 @@ def by_accelerate(folder: Path) -> tuple[Found, Found]:
         accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED), network()
         adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
         prepared, optimizer, loader = accelerator.prepare(model, adamw, examples(STEPS * ACCUMULATED))
-        handle = attach_prepared(accelerator, prepared, scheme(), optimizer=optimizer, timeout_s=120)
+        handle = attach_prepared(accelerator, prepared, scheme(), optimizer=optimizer, options=Options(timeout_s=120))
         if load:
             accelerator.load_state(str(folder))
         norms = []
@@ -100,7 +100,7 @@ def by_lightning(folder: Path, precision: Any = "32-true") -> tuple[Found, Found
             return examples(HALF)
 
     def trained(epochs: int, goes_on_from: Path | None = None) -> Found:
-        callback, module = Sparsync(scheme(), timeout_s=120), Module()
+        callback, module = Sparsync(scheme(), options=Options(timeout_s=120)), Module()
         trainer = Trainer(
             max_epochs=epochs,
             accelerator="cpu",
@@ -146,7 +146,7 @@ def by_fabric(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]: 
         model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
         if load:
             module.load_state_dict(torch.load(folder / "model.pt"))
-        handle = attach(model, scheme(), optimizer=optimizer, timeout_s=120)
+        handle = attach(model, scheme(), optimizer=optimizer, options=Options(timeout_s=120))
         if load:
             checkpoint.load(handle, folder)
         for number, (x, y) in enumerate(fabric.setup_dataloaders(examples(STEPS))):

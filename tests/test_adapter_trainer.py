@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helpers.adapter_training import DENSITY, AdapterResult, Collected, as_torchrun, check
 from helpers.distributed import run
-from sparsync import Gradients, Steps, TopK, TwoShot, ddp_comm_hook
+from sparsync import Gradients, Options, Steps, TopK, TwoShot, ddp_comm_hook
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.schemes import ExDyna
 
@@ -58,7 +58,7 @@ def trainer_of(folder: Path, kind: type[Trainer] = Trainer, steps: int = STEPS, 
 def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> AdapterResult:
     trainer = trainer_of(folder)
     scheme = None if goes_on_from else ExDyna(density=DENSITY)  # None: of the environment, the same one
-    callback = attach(trainer, scheme, exchange=Gradients(), timeout_s=120, **how)
+    callback = attach(trainer, scheme, exchange=Gradients(), options=Options(timeout_s=120), **how)
     trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
     assert callback.handle is not None
     return AdapterResult.of(trainer.model, callback.handle.reports())
@@ -100,7 +100,7 @@ class SpikedTrainer(Trainer):
 def spiked(folder: Path) -> list[float]:
     as_torchrun()
     trainer = trainer_of(folder, SpikedTrainer, steps=SPIKE + 4)
-    attach(trainer, TopK(density=0.05), exchange=Gradients(), timeout_s=20)
+    attach(trainer, TopK(density=0.05), exchange=Gradients(), options=Options(timeout_s=20))
     trainer.train()  # max_grad_norm is 1 by default
     return [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
 
@@ -116,7 +116,7 @@ class Registers(TrainerCallback):
     """Registers the hook, for which the Trainer has no option of its own, when training begins."""
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        self.pair = ddp_comm_hook(ExDyna(density=DENSITY), model, timeout_s=120)
+        self.pair = ddp_comm_hook(ExDyna(density=DENSITY), model, options=Options(timeout_s=120))
         self.trainer.model_wrapped.register_comm_hook(*self.pair)
 
 
@@ -138,7 +138,7 @@ def stepped(folder: Path) -> list[list[Tensor]]:
     found = []
     for goes_on_from in (None, folder / "checkpoint-3"):
         trainer = trainer_of(folder, eval_dataset=Sentences(4))
-        callback = attach(trainer, TwoShot(density=0.1, values="sign"), timeout_s=120)
+        callback = attach(trainer, TwoShot(density=0.1, values="sign"), options=Options(timeout_s=120))
         trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
         assert callback.handle is not None
         assert callback.handle.exchange == Steps()
@@ -199,7 +199,7 @@ def fine_tuned(folder: Path) -> list[dict[str, Tensor]]:
         trainer = SFTTrainer(
             model, args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
         )
-        callback = attach(trainer, TwoShot(density=0.1, values="sign"), timeout_s=120)
+        callback = attach(trainer, TwoShot(density=0.1, values="sign"), options=Options(timeout_s=120))
         trainer.train(resume_from_checkpoint=None if goes_on_from is None else str(goes_on_from))
         assert callback.handle is not None
         assert callback.handle.exchange == Steps()

@@ -370,7 +370,9 @@ def refused() -> None:
     ):
         sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=[])
     with case("arguments of gradients"), pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
-        sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=sgd(model), join_mb=1.0)
+        sparsync.attach(
+            model, TopK(0.1), exchange=exchange, optimizer=sgd(model), options=sparsync.Options(join_mb=1.0)
+        )
     with case("FSDP2"):
         sharded: Any = fully_shard(bare_model())
         with pytest.raises(ValueError, match=r"whole model on each rank, and FSDP2 shards it; exchange steps"):

@@ -192,7 +192,7 @@ def one_hook_two_models() -> None:
 
 def another_scheme() -> None:
     model, dense = ddp(), ddp()
-    handle = sparsync.attach(model, Dense(), dense_below=0)
+    handle = sparsync.attach(model, Dense(), options=sparsync.Options(dense_below=0))
     assert equal(gradients(model, 0), gradients(dense, 0))
     came_in = [torch.zeros_like(each) for each in dense.parameters()]
     written = [torch.zeros_like(each) for each in dense.parameters()]
@@ -261,7 +261,9 @@ def settings_of_one_rank() -> None:
 
 def schemes_by_parameter_for_others() -> None:
     model, dense = ddp(), ddp()
-    handle = sparsync.attach(model, PerParameter(TopK(density=0.1), {"*bias": Dense()}), dense_below=0)
+    handle = sparsync.attach(
+        model, PerParameter(TopK(density=0.1), {"*bias": Dense()}), options=sparsync.Options(dense_below=0)
+    )
     with refused(RuntimeError, "already attached to a scheme", "handle.scheme = ...", "handle.detach()"):
         sparsync.attach(model, TopK())
     came_in, written = (
@@ -320,7 +322,7 @@ def detached() -> None:
 
 def summaries() -> None:
     model = ddp(bucket_cap_mb=0.001)
-    handle = sparsync.attach(model, TopK(density=0.1), join_mb=0, dense_below=0)
+    handle = sparsync.attach(model, TopK(density=0.1), options=sparsync.Options(join_mb=0, dense_below=0))
     assert str(handle.summary()) == f"rank {dist.get_rank()} of 2: 0 steps, 816 trained parameters"
     for step in range(3):
         gradients(model, step)
@@ -387,7 +389,7 @@ def sharded() -> None:
     model[1] = checkpoint_wrapper(model[1])
     for module in (model[0], model[1], model):
         fully_shard(module, mesh=mesh["shard"])
-    handle = sparsync.attach(model, TopK(density=0.1), replicate=mesh["replicate"])
+    handle = sparsync.attach(model, TopK(density=0.1), options=sparsync.Options(replicate=mesh["replicate"]))
     assert sorted(handle.layout()) == sorted(NAMES)
     gradients(model, 0)
     handle.set(density=0.5)
@@ -399,7 +401,7 @@ def sharded() -> None:
     with refused(ValueError, "attached to a model already"):
         sparsync.GradientReducer(bare(), handle.scheme)
     handle.detach()
-    sparsync.attach(model, handle.scheme, replicate=mesh["replicate"])
+    sparsync.attach(model, handle.scheme, options=sparsync.Options(replicate=mesh["replicate"]))
     gradients(model, 2)
 
 

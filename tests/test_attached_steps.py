@@ -373,8 +373,8 @@ def refused() -> None:
         model = DistributedDataParallel(bare_model())
         adamw = torch.optim.AdamW(model.parameters())
         with pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
-            sparsync.attach(model, TopK(0.1), optimizer=adamw, join_mb=1.0)
-        with pytest.raises(ValueError, match=r"pass it: attach\(model, scheme, optimizer=optimizer\)"):
+            sparsync.attach(model, TopK(0.1), optimizer=adamw, options=sparsync.Options(join_mb=1.0))
+        with pytest.raises(ValueError, match=r"pass it, or several: attach\(model, .*, optimizer=optimizer\)"):
             sparsync.attach(model, TopK(0.1), exchange=Steps())
         with pytest.raises(
             TypeError,
@@ -720,9 +720,9 @@ def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an opt
 def test_what_is_exchanged_follows_from_the_scheme_and_the_optimizer(case: tuple[sparsync.Scheme, Any, Any]) -> None:
     scheme, make, wanted = case
     optimizer = make(bare_model().parameters())
-    assert choose(None, scheme, optimizer, steps_possible=True) == wanted
-    assert choose(None, scheme, optimizer, steps_possible=False) == Gradients()
-    assert choose(None, scheme, None, steps_possible=True) == Gradients()
+    assert choose(scheme, None, None, optimizer).exchange == wanted
+    assert choose(scheme, None, None, optimizer, sharded=True).exchange == Gradients()
+    assert choose(scheme, None, None, None).exchange == Gradients()
 
 
 class _FabricOptimizer(torch.optim.Optimizer):
@@ -765,7 +765,7 @@ def test_a_trainers_wrapper_of_adamw_counts_as_adamw_and_what_may_do_more_does_n
         (Cautious(parameters), Gradients()),
         (without, Gradients()),
     ]:
-        assert choose(None, sign, optimizer, steps_possible=True) == wanted, optimizer
+        assert choose(sign, None, None, optimizer).exchange == wanted, optimizer
     with pytest.raises(TypeError, match="Cautious has a `step` that is not AdamW's"):
         rules_of([Cautious(parameters)])
     with pytest.raises(ValueError, match="lacks eps, which AdamW steps need"):

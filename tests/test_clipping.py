@@ -349,7 +349,10 @@ def behind_every_wrapper() -> None:
             optimizer = SGD(net.parameters(), lr=0.5)
             whole_below = 0 if wrapped is parallel else None
             handle = sparsync.attach(
-                wrapped, sparsync.scheme(scheme), optimizer=optimizer, timeout_s=20, dense_below=whole_below
+                wrapped,
+                sparsync.scheme(scheme),
+                optimizer=optimizer,
+                options=sparsync.Options(timeout_s=20, dense_below=whole_below),
             )
             held = []
             for step, share in enumerate((1.0, 1.0, 0.25, 1.0, 0.0)):

@@ -255,7 +255,7 @@ def train_perceptron(hooked: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(perceptron(), bucket_cap_mb=0.003)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     if hooked:
-        sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
+        sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
     for step in range(10):
         optimizer.zero_grad()
         ddp(batch(dist.get_rank(), step)).square().mean().backward()
@@ -277,7 +277,7 @@ def train_on_real_numbers(id: str) -> tuple[RankRecord, dict[tuple[int, str], Te
     model, rank = perceptron(), dist.get_rank()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
     recorder = BucketsNoted(row(id).make())
-    handle = sparsync.attach(ddp, recorder, timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
+    handle = sparsync.attach(ddp, recorder, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0))
     own, rows = {}, []
     for step in range(5):
         for synchronised in (False, True):
@@ -307,7 +307,7 @@ def overlap() -> list[str]:
     model, scheme = KnownGradients(COUNT, N), Overlapping("bucket0", watched=False)
     model.embed.weight.register_hook(scheme.first_layer)
     ddp = DistributedDataParallel(model, bucket_cap_mb=COUNT // 2 * N * 4 / 2**20)
-    sparsync.attach(ddp, scheme, timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
+    sparsync.attach(ddp, scheme, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0))
     for step in range(2):
         scheme.watched = step == 1  # from here on there are two buckets
         ddp(model.inputs(dist.get_rank(), step)).backward()

@@ -259,7 +259,7 @@ def change_the_rate() -> None:
     model = KnownGradients(4, N)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sparsync.attach(ddp, Rescaled(), optimizer=optimizer, timeout_s=TIMEOUT_S)
+    sparsync.attach(ddp, Rescaled(), optimizer=optimizer, options=sparsync.Options(timeout_s=TIMEOUT_S))
     for step in range(3):
         optimizer.param_groups[0]["lr"] = 0.5 if step else 1.0
         with pytest.raises(RuntimeError, match="cannot rescale 4 parameters") if step == 1 else nullcontext():
@@ -277,12 +277,12 @@ def refusals() -> None:
     ):
         sparsync.attach(ddp, "topk")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="timeout_s must be above 0 seconds, got -1"):
-        sparsync.attach(ddp, Dense(), timeout_s=-1)
+        sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=-1))
     with pytest.raises(RuntimeError, match=r"ranks must agree, but rank \d has TopK\(density=0\.\d"):
-        sparsync.attach(ddp, TopK(density=0.1 + 0.1 * dist.get_rank()), timeout_s=TIMEOUT_S)
-    sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
+        sparsync.attach(ddp, TopK(density=0.1 + 0.1 * dist.get_rank()), options=sparsync.Options(timeout_s=TIMEOUT_S))
+    sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
     with pytest.raises(RuntimeError, match="this model is already attached to a scheme"):
-        sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
+        sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
     ddp(torch.ones(2, 3)).sum().backward()
 
 
@@ -291,7 +291,7 @@ def late_to_attach() -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 3))
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="rank 1 did not come to make a private group within 1 s"):
-            sparsync.attach(ddp, Dense(), timeout_s=1)
+            sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=1))
     dist.barrier()
 
 

@@ -108,7 +108,10 @@ def rated(rates: list[tuple[float, float]], first: int, state: dict[str, Any] | 
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD([{"params": parameters[::2]}, {"params": parameters[1::2]}], lr=1.0)
     handle = sparsync.attach(
-        ddp, row("topk-0.1").make(), optimizer=optimizer, timeout_s=TIMEOUT_S, join_mb=0, dense_below=0
+        ddp,
+        row("topk-0.1").make(),
+        optimizer=optimizer,
+        options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0),
     )
     if state is not None:
         handle.load_state_dict(state)

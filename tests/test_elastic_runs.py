@@ -466,8 +466,8 @@ def taken_back(port: int, exchange: str, wrapped: bool) -> tuple[dict[str, torch
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
     model = nn.parallel.DistributedDataParallel(bare) if wrapped else bare
     scheme = sparsync.TopK(density=0.2)
-    below: dict[str, Any] = {"dense_below": 0} if wrapped and exchange == "gradients" else {}
-    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange], **below)
+    options = sparsync.Options(dense_below=0) if wrapped and exchange == "gradients" else sparsync.Options()
+    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange], options=options)
     run.add(model, handle, optimizer)
     found: list[dict[str, torch.Tensor]] = []
     run.on_change = lambda _: found.append(scheme.state_dict()["residual"])

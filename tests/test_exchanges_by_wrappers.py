@@ -97,7 +97,9 @@ class WrappedTraining:
             [each for each in self.net.parameters() if each.requires_grad], lr=3e-3, weight_decay=0.1
         )
         scheme = TwoShot(density=0.07, values="sign")
-        self.handle: Any = sparsync.attach(self.model, scheme, optimizer=self.optimizer, timeout_s=60)
+        self.handle: Any = sparsync.attach(
+            self.model, scheme, optimizer=self.optimizer, options=sparsync.Options(timeout_s=60)
+        )
         assert self.handle.exchange == Steps()
 
     def step(self, number: int) -> None:
@@ -235,7 +237,7 @@ def reduced_whole() -> None:
         replicate_with_fsdp(net, mesh=mesh)
         adamw = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad])
         with pytest.raises(RuntimeError, match=r"replicate\(\) all-reduces gradients in full.*use fully_shard"):
-            sparsync.attach(net, TwoShot(density=0.1), optimizer=adamw, replicate=mesh)
+            sparsync.attach(net, TwoShot(density=0.1), optimizer=adamw, options=sparsync.Options(replicate=mesh))
 
 
 @pytest.mark.slow

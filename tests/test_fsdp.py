@@ -63,7 +63,7 @@ def train(scheme: Scheme | None, mesh: DeviceMesh | None = None, **options: Any)
     model = perceptron(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if scheme is not None:
-        sparsync.attach(model, scheme, optimizer=optimizer, timeout_s=TIMEOUT_S, **options)
+        sparsync.attach(model, scheme, optimizer=optimizer, options=sparsync.Options(timeout_s=TIMEOUT_S, **options))
     for step in range(6):
         optimizer.zero_grad()
         model(batch(dist.get_rank(), step)).square().mean().backward()
@@ -388,9 +388,10 @@ def failures_and_rates() -> None:
 
 def refused(words: str, net: Any, scheme: Scheme, error: type[Exception], **options: Any) -> None:  # Any: torch's stubs
     """The doctor finds it, and attach refuses it with the same words."""
-    assert words in str(sparsync.doctor(net, scheme, **options)[0])
+    given = sparsync.Options(timeout_s=TIMEOUT_S, **options)
+    assert words in str(sparsync.doctor(net, scheme, options=given)[0])
     with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
-        sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+        sparsync.attach(net, scheme, options=given)
 
 
 def refusals() -> None:
@@ -418,7 +419,7 @@ def refusals() -> None:
     refused("a module already has an all-reduce hook", hybrid, Dense(), RuntimeError)
     refused("which may share only this rank", net, TopK(), ValueError, replicate=mesh["replicate"])
     with pytest.raises(ValueError, match="replicate takes one axis of a mesh"):
-        sparsync.attach(single, TopK(), replicate=mesh)
+        sparsync.attach(single, TopK(), options=sparsync.Options(replicate=mesh))
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["shard"], [Shard(0)]))
     parallel.bias = nn.Parameter(distribute_tensor(torch.ones(4), mesh["shard"], [Shard(0)]))

@@ -78,8 +78,8 @@ def test_what_is_not_finite_shows_on_all_ranks_and_recovers() -> None:
     LocalWorld(2).run(lambda comm: program(MeteredComm(comm)))
 
 
-def gathering(net: nn.Module, parameters: Values | ParameterFormat, **options: Any) -> Fsdp2Handle:
-    handle = sparsync.attach(net, Dense(), parameters=parameters, timeout_s=TIMEOUT_S, **options)
+def gathering(net: nn.Module, parameters: Values | ParameterFormat) -> Fsdp2Handle:
+    handle = sparsync.attach(net, Dense(), options=sparsync.Options(parameters=parameters, timeout_s=TIMEOUT_S))
     assert isinstance(handle, Fsdp2Handle)
     return handle
 
@@ -144,7 +144,7 @@ def perceptron() -> nn.Sequential:
 def trained(parameters: Values | None, **options: Any) -> tuple[list[Tensor], float]:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-    sparsync.attach(model, Dense(), parameters=parameters, timeout_s=TIMEOUT_S)
+    sparsync.attach(model, Dense(), options=sparsync.Options(parameters=parameters, timeout_s=TIMEOUT_S))
     loss = torch.zeros(())
     for step in range(8):
         batch = torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
@@ -350,11 +350,10 @@ def interrupted() -> None:
 
 def refusals() -> None:
     def refused(words: str, net: nn.Module, error: type[Exception], parameters: Any = "int8", **options: Any) -> None:
+        given = sparsync.Options(parameters=parameters, timeout_s=TIMEOUT_S, **options)
         with pytest.raises(error, match=words):
-            sparsync.attach(net, TopK() if options else Dense(), parameters=parameters, timeout_s=TIMEOUT_S, **options)
-        assert any(
-            finding.refused is error for finding in sparsync.doctor(net, Dense(), parameters=parameters, **options)
-        )
+            sparsync.attach(net, TopK() if options else Dense(), options=given)
+        assert any(finding.refused is error for finding in sparsync.doctor(net, Dense(), options=given))
 
     refused("parameters='int9' is no format", made(), ValueError, "int9")
     mixed = Net()
@@ -420,7 +419,9 @@ def fewer_in_backward_and_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = made(mesh["shard"])
     handle = sparsync.attach(
-        net, TopK(density=0.5), replicate=mesh["replicate"], parameters="int4", timeout_s=TIMEOUT_S
+        net,
+        TopK(density=0.5),
+        options=sparsync.Options(replicate=mesh["replicate"], parameters="int4", timeout_s=TIMEOUT_S),
     )
     seen, optimizer = watched(net), torch.optim.AdamW(net.parameters())
     for step in range(3):

@@ -36,7 +36,7 @@ class Training:
         if wrapper == "fsdp":
             mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
             fully_shard(self.bare, mesh=mesh["shards"])
-            options["replicate"] = mesh["replicas"]
+            options["options"] = sparsync.Options(replicate=mesh["replicas"])
         self.optimizers = made(kind, self.bare)
         if start is not None:
             self.go_to(start)

@@ -82,7 +82,9 @@ def train(join_mb: float) -> tuple[list[str], Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    handle = sparsync.attach(ddp, sparsync.TopK(1.0), join_mb=join_mb, dense_below=0, timeout_s=120)
+    handle = sparsync.attach(
+        ddp, sparsync.TopK(1.0), options=sparsync.Options(join_mb=join_mb, dense_below=0, timeout_s=120)
+    )
     for step in range(3):
         ddp(torch.full((4, 32), 1.0 + step + torch.distributed.get_rank())).square().mean().backward()
     keys = [report.key for report in handle.reports() if report.step == 2]
@@ -119,7 +121,7 @@ def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     scheme = sparsync.TopK(0.01)
-    handle = sparsync.attach(ddp, scheme, dense_below=dense_below, timeout_s=120)
+    handle = sparsync.attach(ddp, scheme, options=sparsync.Options(dense_below=dense_below, timeout_s=120))
     ddp(torch.full((4, 8), 1.0 + torch.distributed.get_rank())).square().mean().backward()
     grads = torch.cat([each.grad.flatten() for each in ddp.module.parameters() if each.grad is not None])
     residual = torch.cat(list(scheme.state_dict()["residual"].values()))
@@ -152,7 +154,7 @@ noted: list[str] = []  # on this rank; a setting of the class would be compared 
 
 def reduced_by_its_own() -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
-    sparsync.attach(ddp, OwnReduce(0.5), dense_below=1024, timeout_s=120)
+    sparsync.attach(ddp, OwnReduce(0.5), options=sparsync.Options(dense_below=1024, timeout_s=120))
     ddp(torch.ones(4, 8)).square().mean().backward()
     return noted
 

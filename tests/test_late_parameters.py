@@ -104,7 +104,7 @@ def sharded(replicas: bool, unfrozen: bool) -> tuple[Any, list[Tensor]]:
     model = layers()
     model[1][0].bias.requires_grad_(not unfrozen)
     wrapped: Any = fully_shard(model, mesh=mesh if replicas else mesh["shard"])
-    sparsync.attach(wrapped, Dense() if replicas else SkipReduce(0), timeout_s=20.0)
+    sparsync.attach(wrapped, Dense() if replicas else SkipReduce(0), options=sparsync.Options(timeout_s=20.0))
     assert step(wrapped) == []
     unfreeze(model)
     wrapped.zero_grad()

@@ -381,8 +381,8 @@ READS = """
 import os, sys
 if os.environ["RANK"] == "1":
     sys.path[:0] = {path!r}
-    from sparsync.base.scheme_text import scheme_of_environment
-    scheme_of_environment()
+    from sparsync.base.scheme_text import text_of_environment
+    text_of_environment()
 """
 
 

@@ -34,7 +34,7 @@ class Training:
         elif wrapper == "fsdp":
             mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
             fully_shard(self.bare, mesh=mesh["shards"])
-            options["replicate"] = mesh["replicas"]
+            options["options"] = sparsync.Options(replicate=mesh["replicas"])
         kind = AdamW if isinstance(exchange, Steps) else SGD
         self.optimizer: Optimizer = kind(self.model.parameters(), lr=0.0625)
         options = {"optimizer": self.optimizer, **options}

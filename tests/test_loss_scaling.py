@@ -28,7 +28,9 @@ def train(scheme: str) -> tuple[Tensor, Tensor, list[float], list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=3)
     recorder = BucketsNoted(row(scheme).make())
-    handle = sparsync.attach(ddp, recorder, scaler=scaler, timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
+    handle = sparsync.attach(
+        ddp, recorder, scaler=scaler, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
+    )
     applied, scales = torch.zeros(COUNT * N), []
     for step in range(STEPS):
         optimizer.zero_grad()

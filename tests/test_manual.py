@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Bucket, Dense, GradientReducer, LocalWorld, MiCRO, Report, TopK
+from sparsync import Bucket, Dense, GradientReducer, LocalWorld, MiCRO, Options, Report, TopK
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 
@@ -126,7 +126,11 @@ def resumed(folder: Path) -> None:
         model, scaler = nn.Linear(8, 8), GradScaler("cpu")
         scaler.scale(torch.ones(()))  # which makes its scale
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        return GradientReducer(model, TopK(0.25), optimizer=optimizer, scaler=scaler, timeout_s=120), optimizer, scaler
+        return (
+            GradientReducer(model, TopK(0.25), optimizer=optimizer, scaler=scaler, options=Options(timeout_s=120)),
+            optimizer,
+            scaler,
+        )
 
     whole, before, after = made(), made(), made()
     wanted = trained(*whole, range(4))
@@ -207,7 +211,7 @@ _FAILED: list[bool] = []
 
 def failing() -> list[float]:
     model, rank = nn.Linear(2, 1, bias=False), dist.get_rank()
-    reducer, seen = GradientReducer(model, FailsOnce(1.0), timeout_s=120), []
+    reducer, seen = GradientReducer(model, FailsOnce(1.0), options=Options(timeout_s=120)), []
     for step in range(4):
         model.weight.grad = torch.full((1, 2), 10.0 * step + rank)
         try:
@@ -241,7 +245,7 @@ class FailsLate(TopK):
 
 def coming_apart() -> list[str]:
     model, rank = nn.Linear(2, 1, bias=False), dist.get_rank()
-    reducer, seen = sparsync.GradientReducer(model, FailsLate(1.0), timeout_s=120), []
+    reducer, seen = sparsync.GradientReducer(model, FailsLate(1.0), options=sparsync.Options(timeout_s=120)), []
 
     def reduce(step: int) -> None:
         model.weight.grad = torch.full((1, 2), 10.0 * step + rank)

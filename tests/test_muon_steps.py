@@ -186,12 +186,11 @@ def test_a_stack_of_matrices_is_refused_and_a_convolution_is_not() -> None:
 def test_steps_are_chosen_for_muon_and_a_pair_where_few_bits_are_sent() -> None:
     model = bare_model()
     sign = TwoShot(density=0.1, values="sign")
-    assert choose(None, sign, two(model), steps_possible=True) == Steps()
-    assert choose(None, sign, Muon(split(model)[0]), steps_possible=True) == Steps()
-    assert choose(None, Dense(), two(model), steps_possible=True) == sparsync.Gradients()
-    assert (
-        choose(None, sign, [*two(model), torch.optim.SGD([nn.Parameter(torch.ones(1))])], True) == sparsync.Gradients()
-    )
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert choose(sign, None, None, two(model)).exchange == Steps()
+    assert choose(sign, None, None, Muon(split(model)[0])).exchange == Steps()
+    assert choose(Dense(), None, None, two(model)).exchange == sparsync.Gradients()
+    assert choose(sign, None, None, [*two(model), sgd]).exchange == sparsync.Gradients()
 
 
 def gradients_of_both() -> None:

@@ -316,8 +316,7 @@ def sharpness_aware() -> None:
                 TwoShot(density=1.0, values="int4"),
                 optimizer=base if inner else optimizer,
                 exchange=Gradients(),
-                check_weights_every=2,
-                timeout_s=20.0,
+                options=sparsync.Options(check_weights_every=2, timeout_s=20.0),
             )
 
             for number in range(5):

@@ -109,7 +109,7 @@ def axes() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model: Any = fully_shard(bare(), mesh=mesh["shard"])
     first = sparsync.attach(model, Dense())
-    second = sparsync.attach(model, Dense(), replicate=mesh["replicate"])
+    second = sparsync.attach(model, Dense(), options=sparsync.Options(replicate=mesh["replicate"]))
     for handle in (first, second):
         with pytest.raises(ValueError, match=r"^sparsync\.attach trains '0\.weight' .* detach\(\) or close\(\)"):
             GradientReducer(model, Dense())

@@ -26,6 +26,7 @@ from sparsync import (
     GroupComm,
     MiCRO,
     OkTopk,
+    Options,
     SkipReduce,
     TopK,
     TwoShot,
@@ -69,7 +70,7 @@ def error_of(reducer: GradientReducer, step: int | None = None) -> str:
 def different_steps() -> list[str]:
     found = []
     for make in SCHEMES:
-        reducer = GradientReducer(model(20, 20), make(), timeout_s=120)
+        reducer = GradientReducer(model(20, 20), make(), options=Options(timeout_s=120))
         assert error_of(reducer) == "no error"
         found.append(error_of(reducer, step=5 + dist.get_rank()))
     return found
@@ -83,7 +84,7 @@ def test_ranks_at_different_steps_get_an_error_on_all_of_them_with_every_scheme(
 def loaded_on_one() -> list[str]:
     found = []
     for make in SCHEMES:
-        reducer = GradientReducer(model(20, 20), make(), timeout_s=120)
+        reducer = GradientReducer(model(20, 20), make(), options=Options(timeout_s=120))
         reducer.reduce()
         state = reducer.state_dict()
         reducer.reduce()
@@ -100,7 +101,7 @@ def test_a_state_that_only_rank_0_has_loaded_is_an_error_on_all_ranks_with_every
 
 def changed_state() -> str:
     scheme = MiCRO.published(0.1)
-    reducer = GradientReducer(model(20, 20), scheme, timeout_s=120)
+    reducer = GradientReducer(model(20, 20), scheme, options=Options(timeout_s=120))
     reducer.reduce()
     if dist.get_rank() == 1:
         scheme.load_state_dict({**scheme.state_dict(), "scaling": {}})
@@ -135,7 +136,7 @@ def test_no_scheme_is_taken_for_one_that_differs_where_gradients_do() -> None:
 
 def threads() -> str:
     torch.set_num_threads(1 + dist.get_rank())
-    reducer = GradientReducer(nn.Linear(4, 20_000), PowerSGD(), timeout_s=120)
+    reducer = GradientReducer(nn.Linear(4, 20_000), PowerSGD(), options=Options(timeout_s=120))
     for _ in range(3):
         for parameter in reducer.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -160,7 +161,7 @@ def different_models() -> dict[str, str]:
     }.items():
         for make in SCHEMES:
             with case(name):
-                found[f"{name}, {make().name}"] = error_of(GradientReducer(mine, make(), timeout_s=5))
+                found[f"{name}, {make().name}"] = error_of(GradientReducer(mine, make(), options=Options(timeout_s=5)))
     return found
 
 
@@ -269,9 +270,9 @@ def behind(integration: str, every: int = 0, rates: Sequence[Any] = (0.1, 0.2), 
     elif integration in ("LocalSteps", "delay"):
         handle = LocalTraining(bare, optimizer, scheme, every=1, delay=int(integration == "delay"), **options)
     elif integration == "GradientReducer":
-        handle = GradientReducer(bare, scheme, optimizer=optimizer, **options)
+        handle = GradientReducer(bare, scheme, optimizer=optimizer, options=sparsync.Options(**options))
     else:
-        handle = sparsync.attach(wrapped, scheme, optimizer=optimizer, **options)
+        handle = sparsync.attach(wrapped, scheme, optimizer=optimizer, options=sparsync.Options(**options))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -418,7 +419,9 @@ def run_out_of_data() -> None:
     model = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    handle = sparsync.attach(model, Dense(), optimizer=optimizer, timeout_s=20.0, check_weights_every=1)
+    handle = sparsync.attach(
+        model, Dense(), optimizer=optimizer, options=sparsync.Options(timeout_s=20.0, check_weights_every=1)
+    )
     with model.join():
         for _ in range(2 + 2 * dist.get_rank()):
             optimizer.zero_grad()
@@ -434,7 +437,7 @@ def left_alone_by_ddp() -> None:
     ddp = DistributedDataParallel(model)
     with torch.no_grad():
         next(model.parameters()).add_(dist.get_rank())
-    with sparsync.attach(ddp, Dense(), timeout_s=20.0, check_weights_every=1):
+    with sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=20.0, check_weights_every=1)):
         ddp(torch.ones(2, 4)).square().sum().backward()
 
 

@@ -105,7 +105,7 @@ def apart() -> list[Tensor]:
     with case("gradients"), pytest.raises(ValueError, match=r"attach each model by itself, with a scheme for each"):
         sparsync.attach(wrapped, TwoShot(**INT4), optimizer=optimizer)
     with case("options of one model"), pytest.raises(ValueError, match="join_mb is for one model, got 2"):
-        sparsync.attach(wrapped, TwoShot(**SIGNS), optimizer=optimizer, join_mb=1.0)
+        sparsync.attach(wrapped, TwoShot(**SIGNS), optimizer=optimizer, options=sparsync.Options(join_mb=1.0))
     with case("one bare"), pytest.raises(ValueError, match="wrap all of them with the same process_group=, or none"):
         sparsync.attach([wrapped[0], network], TwoShot(**SIGNS), optimizer=optimizer)
     with case("sharded"), pytest.raises(ValueError, match="make those of fully_shard parts of one module"):

@@ -121,7 +121,9 @@ def may_lack(path: tuple[Any, ...]) -> bool:
         "sketches",
         "not_finite",
     } & set(path[:-1])
-    return path in [("integration",), ("clipping",), ("scheme", "scheme")] or (bool(inside) and path[-2:-1] != (0,))
+    return path in [("integration",), ("recipe",), ("clipping",), ("scheme", "scheme")] or (
+        bool(inside) and path[-2:-1] != (0,)
+    )
 
 
 def changed(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:

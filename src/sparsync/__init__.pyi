@@ -7,7 +7,6 @@ from sparsync.attached.attach import attach as attach
 from sparsync.attached.ddp import ddp_comm_hook as ddp_comm_hook
 from sparsync.attached.doctor import doctor as doctor
 from sparsync.attached.manual import GradientReducer as GradientReducer
-from sparsync.attached.parameter_format import ParameterFormat as ParameterFormat
 from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
 from sparsync.base.error_feedback import Update as Update
 from sparsync.base.scheme import Scheme as Scheme
@@ -29,6 +28,8 @@ from sparsync.exchanges.local_options import LocalSteps as LocalSteps
 from sparsync.exchanges.local_options import OuterSGD as OuterSGD
 from sparsync.feedback import Accumulator as Accumulator
 from sparsync.runtime.handle import Gradients as Gradients
+from sparsync.runtime.options import Options as Options
+from sparsync.runtime.parameter_format import ParameterFormat as ParameterFormat
 from sparsync.schemes.dense import Dense as Dense
 from sparsync.schemes.micro import MiCRO as MiCRO
 from sparsync.schemes.oktopk import OkTopk as OkTopk

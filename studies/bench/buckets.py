@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import attach
+from sparsync import Options, attach
 from sparsync.core import generator
 from sparsync.runtime.handle import Handle
 from sparsync_lab.netlab import parse_rate, restart_with_rights
@@ -109,7 +109,7 @@ def _cases(options: argparse.Namespace, buckets: int) -> list[BucketCase]:
 def _case(options: argparse.Namespace, buckets: int, name: str, scheme: Any, join_mb: float | None) -> BucketCase:
     cap_mb = options.elements // buckets * 4 / 2**20
     model = DistributedDataParallel(Flat(options.elements, buckets), bucket_cap_mb=cap_mb)
-    handle = None if scheme is None else attach(model, scheme, timeout_s=TIMEOUT_S, join_mb=join_mb)
+    handle = None if scheme is None else attach(model, scheme, options=Options(timeout_s=TIMEOUT_S, join_mb=join_mb))
 
     def run() -> None:
         model.zero_grad()

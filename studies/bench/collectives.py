@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import Bucket, Dense, GroupComm, MeteredComm, MiCRO, OkTopk, Scheme, SkipReduce, TopK, attach
+from sparsync import Bucket, Dense, GroupComm, MeteredComm, MiCRO, OkTopk, Options, Scheme, SkipReduce, TopK, attach
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.schemes import ExDyna
 from sparsync_lab.netlab import parse_rate, restart_with_rights
@@ -100,7 +100,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _steps(options: argparse.Namespace) -> tuple[list[CollectiveCase], Callable[[], None]]:
     """Return one optimizer step of the same model with DDP's own all-reduce and with our hook, and a check that both models agree."""
     own, hooked = _model(options), _model(options)
-    handle = attach(hooked, Dense(), timeout_s=TIMEOUT_S)
+    handle = attach(hooked, Dense(), options=Options(timeout_s=TIMEOUT_S))
     n = sum(parameter.numel() for parameter in own.parameters())
     sent = all_reduce_cost(n, 4, options.ranks, dist.get_rank()).nbytes  # by the ring of DDP's own all-reduce
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import Bucket, GroupComm, Report, attach
+from sparsync import Bucket, GroupComm, Options, Report, attach
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import laid_out
 from sparsync.runtime.connection import Connection
@@ -203,7 +203,7 @@ def _own(options: argparse.Namespace) -> OverlapCase:
 def _attached(choice: SchemeChoice, options: argparse.Namespace) -> OverlapCase:
     """Return the case of a model with the hook; its `reduce` gives the same buckets to an equal scheme on a separate dispatcher."""
     model = _model(options)
-    handle = attach(model, choice.make(), timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
+    handle = attach(model, choice.make(), options=Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0))
     scheme, reports = choice.make(), list[Report]()
     dispatcher = Dispatcher(Connection(scheme, GroupComm.private(timeout_s=TIMEOUT_S)), reports.append)
     names = [name for name, _ in reversed(list(model.module.named_parameters()))]

@@ -242,13 +242,18 @@ class ModelTraining:
     def _ddp(self) -> None:
         ddp = self._wrapped_by_ddp()
         self.handle = sparsync.attach(
-            ddp, self.scheme, optimizer=self.optimizer, **self._options, join_mb=0, dense_below=0
+            ddp,
+            self.scheme,
+            optimizer=self.optimizer,
+            options=sparsync.Options(**self._options, join_mb=0, dense_below=0),
         )
         self.model = ddp
 
     def _reducer(self) -> None:
         self.optimizer = self._made_optimizer()
-        reducer = sparsync.GradientReducer(self.model, self.scheme, optimizer=self.optimizer, **self._options)
+        reducer = sparsync.GradientReducer(
+            self.model, self.scheme, optimizer=self.optimizer, options=sparsync.Options(**self._options)
+        )
         self.handle, self._reduce = reducer, reducer.reduce
 
     def _local_steps(self) -> None:
@@ -269,9 +274,13 @@ class ModelTraining:
     def _steps_fsdp(self) -> None:
         self._attach_steps(self.model, replicate=self._replicas())
 
-    def _attach_steps(self, model: nn.Module, **options: Any) -> None:  # Any: arguments of attach
+    def _attach_steps(self, model: nn.Module, **options: Any) -> None:  # Any: of Options
         handle = sparsync.attach(
-            model, self.scheme, optimizer=self.optimizer, exchange=sparsync.Steps(), **self._options, **options
+            model,
+            self.scheme,
+            optimizer=self.optimizer,
+            exchange=sparsync.Steps(),
+            options=sparsync.Options(**self._options, **options),
         )
         assert isinstance(handle, sparsync.AdamWSteps)
         self.handle, self.common = handle, handle.averaged
@@ -279,7 +288,10 @@ class ModelTraining:
     def _fsdp_replicate(self) -> None:
         replicas = self._replicas()
         self.handle = sparsync.attach(
-            self.model, self.scheme, replicate=replicas, optimizer=self.optimizer, **self._options
+            self.model,
+            self.scheme,
+            optimizer=self.optimizer,
+            options=sparsync.Options(**self._options, replicate=replicas),
         )
 
     def _replicas(self) -> Any:  # Any: as in `_sharded`
@@ -294,7 +306,9 @@ class ModelTraining:
         from torch.distributed.device_mesh import init_device_mesh
 
         self._sharded(init_device_mesh("cpu", (self.trial.ranks,)))
-        self.handle = sparsync.attach(self.model, self.scheme, optimizer=self.optimizer, **self._options)
+        self.handle = sparsync.attach(
+            self.model, self.scheme, optimizer=self.optimizer, options=sparsync.Options(**self._options)
+        )
 
     def _sharded(self, mesh: Any) -> None:  # Any: a DeviceMesh, whose module is loaded where it is used
         from torch.distributed.fsdp import fully_shard

@@ -61,7 +61,10 @@ class AttachedTraining:
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
         self.recorder = BucketsNoted(row(scheme).make() if isinstance(scheme, str) else scheme)
         self.handle = sparsync.attach(
-            self.ddp, self.recorder, scaler=scaler, timeout_s=timeout_s, join_mb=0, dense_below=0
+            self.ddp,
+            self.recorder,
+            scaler=scaler,
+            options=sparsync.Options(timeout_s=timeout_s, join_mb=0, dense_below=0),
         )
         self.rank = dist.get_rank(self.ddp.process_group)
         self.rows: list[Tensor] = []

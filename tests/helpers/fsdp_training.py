@@ -140,9 +140,10 @@ def each_unit(net: nn.Module, do: Callable[[FSDPModule], None]) -> None:
             do(module)
 
 
-def on(net: Net, scheme: Scheme, **options: Any) -> AttachedHandle:
-    """attach, with a timeout for tests."""
-    handle = sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+def on(net: Net, scheme: Scheme, optimizer: Any = None, scaler: Any = None, **options: Any) -> AttachedHandle:
+    """attach, with a timeout for tests; `options` are those of Options."""
+    given = sparsync.Options(**{"timeout_s": TIMEOUT_S, **options})
+    handle = sparsync.attach(net, scheme, optimizer=optimizer, scaler=scaler, options=given)
     assert isinstance(handle, AttachedHandle)
     return handle
 

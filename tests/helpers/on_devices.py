@@ -123,10 +123,10 @@ def means(device: str, wrapper: str, make: Callable[[], Scheme]) -> Record:
     model, record, rank = Known(device), Record(), dist.get_rank()
     if wrapper == "ddp":
         called: nn.Module = DistributedDataParallel(model, bucket_cap_mb=3 * N * 4 / 2**20)
-        handle: Any = sparsync.attach(called, make(), timeout_s=TIMEOUT_S, join_mb=0.04)
+        handle: Any = sparsync.attach(called, make(), options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0.04))
     else:
         called = model
-        handle = sparsync.GradientReducer(model, make(), timeout_s=TIMEOUT_S)
+        handle = sparsync.GradientReducer(model, make(), options=sparsync.Options(timeout_s=TIMEOUT_S))
     for step in range(STEPS):
         model.zero_grad()
         called(known(rank, step).to(device)).backward()
@@ -146,7 +146,7 @@ def scaled(device: str, make: Callable[[], Scheme]) -> Record:
     ddp = DistributedDataParallel(model, bucket_cap_mb=3 * N * 4 / 2**20)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = GradScaler(device, init_scale=2.0**6, growth_interval=3)
-    handle = sparsync.attach(ddp, make(), scaler=scaler, timeout_s=TIMEOUT_S, join_mb=0)
+    handle = sparsync.attach(ddp, make(), scaler=scaler, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0))
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs = known(rank, step)
@@ -175,7 +175,7 @@ class Training:
         self.net = nn.Sequential(*layers).to(device)
         self.model: Any = self.net  # Any: an FSDPModule, which torch does not type as a module
         self.exchanges_gradients = wrapper in ("ddp", "reducer", "fsdp2 replicas", "fsdp2 shards")
-        options: dict[str, Any] = {"timeout_s": TIMEOUT_S}
+        options: dict[str, Any] = {"options": sparsync.Options(timeout_s=TIMEOUT_S)}
         if wrapper.startswith("ddp"):
             self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.01)
         if wrapper.startswith("fsdp2"):
@@ -281,9 +281,11 @@ def deep(device: str, wrapper: str, make: Callable[[], Scheme], join_mb: float =
     called: nn.Module = net
     if wrapper == "ddp":
         called = DistributedDataParallel(net, bucket_cap_mb=0.2)
-        handle: Any = sparsync.attach(called, make(), timeout_s=TIMEOUT_S, join_mb=join_mb, dense_below=0)
+        handle: Any = sparsync.attach(
+            called, make(), options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=join_mb, dense_below=0)
+        )
     else:
-        handle = sparsync.GradientReducer(net, make(), timeout_s=TIMEOUT_S)
+        handle = sparsync.GradientReducer(net, make(), options=sparsync.Options(timeout_s=TIMEOUT_S))
     optimizer, record = torch.optim.SGD(net.parameters(), lr=0.05), Record()
     for step in range(MANY):
         x = torch.randn(64, DEEP, generator=generator(dist.get_rank(), "deep", step)).to(device)

@@ -21,7 +21,9 @@ from sparsync.runtime.handle import Handle
 
 def attached(net: Net, scheme: Scheme, **options: Any) -> tuple[Handle | None, str]:
     """Return the handle of attach, or else what the doctor refuses the model for."""
-    found = [finding for finding in sparsync.doctor(net, scheme, **options) if finding.refused]
+    found = [
+        finding for finding in sparsync.doctor(net, scheme, options=sparsync.Options(**options)) if finding.refused
+    ]
     return (None, str(found[0])) if found else (on(net, scheme, **options), "")
 
 
@@ -56,7 +58,10 @@ def unused() -> str:
     """A parameter that no rank uses counts as zero, or the doctor says that it cannot, and the backward pass that it raises."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net = made(mesh["shard"])
-    warned = [str(finding) for finding in sparsync.doctor(net, TopK(density=1.0), replicate=mesh["replicate"])]
+    warned = [
+        str(finding)
+        for finding in sparsync.doctor(net, TopK(density=1.0), options=sparsync.Options(replicate=mesh["replicate"]))
+    ]
     on(net, TopK(density=1.0), replicate=mesh["replicate"])
     try:
         backward(net, inputs(0, leave_out="first.bias"))

@@ -143,7 +143,7 @@ def compiled(id: str) -> RankRecord:
 def refused(id: str, model: Callable[[], DistributedDataParallel]) -> None:
     ddp = model()
     with refusals():
-        sparsync.attach(ddp, row(id).make(), timeout_s=TIMEOUT_S)
+        sparsync.attach(ddp, row(id).make(), options=sparsync.Options(timeout_s=TIMEOUT_S))
 
 
 def with_python_reducer() -> DistributedDataParallel:
@@ -169,7 +169,7 @@ def with_stepping_optimizer() -> DistributedDataParallel:
 
 def with_hook() -> DistributedDataParallel:
     model = DistributedDataParallel(KnownGradients(2, N))
-    sparsync.attach(model, sparsync.Dense(), timeout_s=TIMEOUT_S)
+    sparsync.attach(model, sparsync.Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
     return model
 
 

@@ -16,7 +16,7 @@ from integrations.attach import BATCHES, nothing, of_used, zero_afterwards
 from integrations.situations import SAME, STEPS, common, same_on_all_ranks, trained, unfrozen
 from integrations.table import Case, absent, refusals, trial
 from invariants.world import same_bits
-from sparsync import GradientReducer
+from sparsync import GradientReducer, Options
 from sparsync.attached import checkpoint
 from test_ddp import used
 
@@ -41,7 +41,9 @@ class Manual:
         self.rank = dist.get_rank(group)
         self.rows: list[Tensor] = []
         with refusals():
-            self.reducer = GradientReducer(self.model, self.recorder, group=group, scaler=scaler, timeout_s=TIMEOUT_S)
+            self.reducer = GradientReducer(
+                self.model, self.recorder, group=group, scaler=scaler, options=Options(timeout_s=TIMEOUT_S)
+            )
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Without inputs, one of a rank that has none left."""

@@ -36,7 +36,7 @@ from integrations.situations import (
 )
 from integrations.table import SAME, Case, TrialVerdict, absent, refusals, trial
 from invariants.world import same_bits
-from sparsync import AdamWSteps, LocalWorld, Steps, attach
+from sparsync import AdamWSteps, LocalWorld, Options, Steps, attach
 from sparsync.attached import checkpoint
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
@@ -138,7 +138,9 @@ class ByAdamW(SteppedTraining):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.125, weight_decay=0.5)
         if comm is not None:
             return AdamWSteps(self.model, self.optimizer, self.scheme, comm=comm, **options, **settings)
-        steps = attach(self.forward, self.scheme, optimizer=self.optimizer, exchange=Steps(**options), **settings)
+        rest = {name: settings.pop(name) for name in ("group", "scaler") if name in settings}
+        exchange, given = Steps(**options), Options(**settings)
+        steps = attach(self.forward, self.scheme, optimizer=self.optimizer, exchange=exchange, options=given, **rest)
         assert isinstance(steps, AdamWSteps)
         return steps
 

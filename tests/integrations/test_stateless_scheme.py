@@ -38,7 +38,7 @@ Step = Callable[[Tensor], Tensor]  # reduces the gradient that is given, and ret
 def ddp() -> tuple[Handle, Step]:
     model = nn.Linear(3, 1, bias=False)
     wrapped = DistributedDataParallel(model)
-    handle = sparsync.attach(wrapped, StatelessMean(), timeout_s=120)
+    handle = sparsync.attach(wrapped, StatelessMean(), options=sparsync.Options(timeout_s=120))
 
     def step(gradient: Tensor) -> Tensor:
         wrapped.zero_grad()
@@ -56,7 +56,9 @@ def fsdp2() -> tuple[Handle, Step]:
     fully_shard(model, mesh=mesh["shard"])
     with pytest.raises(ValueError, match="mean has no reduce-scatter"):
         sparsync.attach(model, StatelessMean())
-    handle = sparsync.attach(model, StatelessMean(), replicate=mesh["replicate"], timeout_s=120)
+    handle = sparsync.attach(
+        model, StatelessMean(), options=sparsync.Options(replicate=mesh["replicate"], timeout_s=120)
+    )
 
     def step(gradient: Tensor) -> Tensor:
         model.zero_grad()
@@ -69,7 +71,7 @@ def fsdp2() -> tuple[Handle, Step]:
 
 def reducer() -> tuple[Handle, Step]:
     model = nn.Linear(3, 1, bias=False)
-    reducer = sparsync.GradientReducer(model, StatelessMean(), timeout_s=120)
+    reducer = sparsync.GradientReducer(model, StatelessMean(), options=sparsync.Options(timeout_s=120))
 
     def step(gradient: Tensor) -> Tensor:
         model.weight.grad = gradient.view(1, 3).clone()

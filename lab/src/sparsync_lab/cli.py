@@ -1,7 +1,6 @@
 """The command `sparsync`. Each command imports what it needs, so that --help, --version and the lists answer without torch."""
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,8 @@ from sparsync_lab.writable import check_file
 
 if TYPE_CHECKING:
     from sparsync_lab.compare.settings import CompareSettings
+    from sparsync_lab.scheme_choice import SchemeChoice
+    from sparsync_lab.workloads.base import Workload
 
 
 _SCHEMES = """\
@@ -176,6 +177,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
+    from sparsync.exchanges.choice import check_text
     from sparsync_lab.faults.plan import parse_faults
     from sparsync_lab.launch.command import launch
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
@@ -186,9 +188,10 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     command = checked_command(options.command)
     scheme = options.scheme
     if scheme is not None:
-        scheme_text.scheme(scheme)  # before any rank starts
-    elif scheme := os.environ.get(scheme_text.VARIABLE, "").strip() or None:
-        scheme_text.scheme_of_environment()  # names the variable where it raises
+        check_text(scheme)  # before any rank starts
+    elif scheme := scheme_text.text_of_environment() or None:
+        with scheme_text.of_variable(scheme):
+            check_text(scheme)
     faults = parse_faults(options.fault, options.chaos, options.faults_until)
     settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace, delay, faults)
     if settings.limited:
@@ -244,9 +247,9 @@ def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
     chosen = _workload_options(options)
     job = TrialJob(script, options.workload or "", chosen, options.scheme or "", options.timeout)
     if options.scheme is not None:
-        from sparsync import scheme
+        from sparsync.exchanges.choice import check_text
 
-        scheme(options.scheme)
+        check_text(options.scheme)
     if status := doctor(job if script or options.workload else None):
         raise SystemExit(status)
 
@@ -277,7 +280,6 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab import workloads
     from sparsync_lab.advise import command
     from sparsync_lab.predict import probe_file
-    from sparsync_lab.scheme_choice import parse_schemes
 
     if options.json != "-":
         check_file(None if options.json is None else Path(options.json), "--json")
@@ -314,7 +316,7 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
         options.schemes = ",".join(
             (cli_options.ADVISED, cli_options.ADVISED_LOCAL, *([cli_options.ADVISED_ADAMW] * adamw))
         )
-    choices = parse_schemes(options.schemes, options.density, options.skip)
+    choices = _choices(options, (probe.group.ranks,), workload=workload)
     seed, steps = options.seed or 0, 300 if options.steps is None else options.steps
     found = command.advise(probe, backward, choices, workload, options.gradients, seed, steps)
     if options.json is not None:
@@ -327,11 +329,10 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab.frontier.command import Outputs, frontier
     from sparsync_lab.frontier.figures import OURS
     from sparsync_lab.frontier.study import ORACLE, FrontierStudy
-    from sparsync_lab.scheme_choice import parse_schemes
 
     check_file(options.csv, "--csv")
     study = FrontierStudy(
-        schemes=parse_schemes(options.schemes, options.density, options.skip, ORACLE),
+        schemes=_choices(options, options.ranks, ORACLE),
         **_training(options),
         rates=options.rates,
         rates_seed=options.rates_seed,
@@ -421,11 +422,15 @@ def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
         about = f"{options.name}: {schemes.describe(options.name)}" if options.name in schemes.names() else options.name
         print(f"{terminal.wrapped(about)}\n{terminal.aligned(settings)}")
         return
-    from sparsync_lab.recipes import recipes
+    from sparsync.recipes import TABLE
+    from sparsync_lab.recipes import SYSTEMS
 
     print(terminal.aligned({name: schemes.describe(name) for name in schemes.names()}))
-    print("\nRecipes, which compare and frontier take like schemes:")
-    print(terminal.aligned(recipes()))
+    print("\nRecipes, which attach takes by bits=, and commands as default and bits=0.8:")
+    for each in TABLE:
+        print(terminal.wrapped(str(each)))
+    print("\nPublished systems, which compare and frontier take like schemes:")
+    print(terminal.aligned({name: f"{about}: {text}" for name, (text, about) in SYSTEMS.items()}))
     print()
     print(terminal.wrapped(_SCHEMES))
 
@@ -444,12 +449,11 @@ def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
 def _settings(options: argparse.Namespace) -> "CompareSettings":
     from sparsync_lab.compare.settings import TIMEOUT_S, TIMEOUT_UNDER_FAULTS_S, CompareSettings
     from sparsync_lab.faults.plan import parse_faults
-    from sparsync_lab.scheme_choice import parse_schemes
 
     faults = parse_faults(options.fault, options.chaos, options.faults_until)
     usual_s = TIMEOUT_UNDER_FAULTS_S if faults else TIMEOUT_S
     return CompareSettings(
-        schemes=parse_schemes(options.schemes, options.density, options.skip),
+        schemes=_choices(options, (options.ranks,)),
         **_training(options),
         link=options.link,
         up=options.up,
@@ -463,6 +467,23 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
         timeout_s=usual_s if options.timeout is None else options.timeout,
         faults=faults,
     )
+
+
+def _choices(
+    options: argparse.Namespace,
+    ranks: tuple[int, ...],
+    also: Mapping[str, str] | None = None,
+    workload: "Workload | None" = None,
+) -> "tuple[SchemeChoice, ...]":
+    """Return the schemes of --schemes, and of recipes those for the job's optimizer; without a job those for AdamW."""
+    from sparsync_lab import workloads
+    from sparsync_lab.scheme_choice import asks_for_recipe, parse_schemes
+    from sparsync_lab.workloads.base import family_of_job
+
+    family = "steps"
+    if asks_for_recipe(options.schemes) and options.workload is not None:
+        family = family_of_job(workload or workloads.get(options.workload, **_workload_options(options)))
+    return parse_schemes(options.schemes, options.density, options.skip, also, family, ranks)
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types of the fields

@@ -23,9 +23,11 @@ ADVISED_ADAMW = "steps/two_shot:density=0.03:values=sign:density_down=0.12"
 PROBED = f"{ADVISED},{ADVISED_ADAMW.partition('/')[2]}"
 
 SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
+RECIPES_HELP = "; default or bits=0.8, as attach takes them with the job's optimizer"
 METHODS_HELP = (
     SCHEMES_HELP
     + "; in front of one steps(keep=0.5)/ or local_steps(every=4)/, as attach(..., exchange=Steps(keep=0.5)) or LocalSteps(every=4)"
+    + RECIPES_HELP
 )
 
 
@@ -141,7 +143,7 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         default=None,
         metavar="A:KEY=VALUE",
-        help=f"for the script or the job (default: dense): {SCHEMES_HELP}",
+        help=f"for the script or the job (default: the recipe that attach takes): {METHODS_HELP}",
     )
     add(
         "--timeout", type=positive, default=120.0, metavar="S", help="timeout of the script's first step (default: 120)"
@@ -159,7 +161,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         default=None,
         metavar="A:KEY=VALUE",
-        help=f"for scripts that call sparsync.attach(model, optimizer=optimizer): {SCHEMES_HELP}",
+        help=f"for scripts that call sparsync.attach(model, optimizer=optimizer): {METHODS_HELP}",
     )
     add(
         "--nodes", action="store_true", help="each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1"

@@ -1,15 +1,12 @@
 """Short names of methods for tables, pictures and progress: "topk:density=0.01:values=sign" becomes "topk 1 % signs"."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsync.base.scheme_text import STEPS, by_key, parsed
-from sparsync_lab.recipes import RECIPES
+from sparsync.base.scheme_text import parsed, taken_apart
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")  # of a bucket, as `sparsync.core.Phase` has them
-AROUND = re.compile(rf"({'|'.join(STEPS)})(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
 _ALWAYS = ("density", "density_down", "values", "values_down")  # written without their key, in this order
 
 
@@ -37,13 +34,9 @@ def short_labels(labels: Sequence[str]) -> dict[str, str]:
 
 
 def _parts(label: str) -> _Parts:
-    if label in RECIPES:
-        return _Parts(label)
-    around = AROUND.fullmatch(label)
-    steps, settings, scheme = around.groups() if around else ("", "", label)
     try:
-        name, config = parsed(scheme)
-        return _Parts(name, config, steps, by_key((each for each in (settings or "").split(":") if each), label))
+        steps, settings, scheme = taken_apart(label, published={})
+        return _Parts(*parsed(scheme), steps, settings)
     except ValueError:  # no label of --schemes
         return _Parts(label)
 

@@ -3,11 +3,10 @@
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
 changes of their weights every few steps, as with `sparsync.LocalSteps` of these settings. Or "steps(keep=0.5)/": the scheme reduces
 the steps of the optimizer, as with `sparsync.Steps`; "adamw_steps(keep=0.5)/" is the older name. The names in `recipes` stand for such
-combinations of published systems.
+combinations of published systems, and "default" and "bits=0.8" for what `sparsync.attach` takes with the job's optimizer.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,12 +16,13 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from sparsync import Bucket, LocalSteps, LocalWorld, OuterSGD, Report, Scheme, Steps, schemes
-from sparsync.base.scheme_text import STEPS, by_key, made, parsed
+from sparsync import Bucket, LocalSteps, LocalWorld, Report, Scheme, Steps, schemes
+from sparsync.base.scheme_text import made, parsed, taken_apart
 from sparsync.comm.local import LocalComm
+from sparsync.exchanges.choice import exchange_of
+from sparsync.recipes import Family, bits_of, recipe
 from sparsync.testing.momentum import undeclared
-from sparsync_lab.labels import AROUND
-from sparsync_lab.recipes import RECIPES
+from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
 from sparsync_lab.rivals.pulse_loco import PulseLoCo
 
@@ -33,9 +33,6 @@ LAB_SCHEMES = {
 }
 MOST_FRAGMENTS = 4096  # of local steps
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
-_BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # and no module or file of that name
-
-_OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a command names them
 
 
 @dataclass(frozen=True)
@@ -68,19 +65,11 @@ class SchemeChoice:
                     "pulse_loco compares changes of local steps with the weights when they are sent; use local_steps without a delay"
                 )
             scheme.watch(model)
-        return _class(self.steps)(model, optimizer, scheme, **self._step_settings(), **where)
+        return _class(self.steps)(model, optimizer, scheme, **{**vars(self.exchange()), **where})
 
     def exchange(self) -> LocalSteps | Steps | None:
         """Return what `sparsync.attach` takes as `exchange`; None, its own choice, where no steps stand around the scheme."""
-        if self.local is None:
-            return None
-        return (LocalSteps if self.steps == "local_steps" else Steps)(**self._step_settings())
-
-    def _step_settings(self) -> dict[str, Any]:  # Any: numbers, texts and an outer optimizer
-        assert self.local is not None
-        settings = {key: value for key, value in self.local.items() if key not in _OUTER}
-        outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
-        return settings | ({"outer": OuterSGD(**outer)} if outer else {})
+        return None if self.local is None else exchange_of(self.steps, self.local, self.label)
 
     def leaves_rest(self, steps: int) -> bool:
         """Return whether weights are unexchanged after `steps` local steps."""
@@ -125,14 +114,21 @@ class SchemeChoice:
 
 
 def parse_schemes(
-    text: str, density: float, skip: int | float | None = None, also: Mapping[str, str] | None = None
+    text: str,
+    density: float,
+    skip: int | float | None = None,
+    also: Mapping[str, str] | None = None,
+    family: Family = "steps",
+    ranks: Sequence[int] = (4,),
 ) -> tuple[SchemeChoice, ...]:
     """Return the schemes of "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
 
     `density` and `skip` go to those schemes that take them and do not set them. Lists are joined by "+": "protect=*.bias+norm.*".
-    `also`: further names, and what each stands for. Raises ValueError for an unknown scheme or setting, suggesting the nearest.
+    `also`: further names, and what each stands for. `family` and `ranks`: of the job, for "default" and "bits=0.8". Raises ValueError for
+    an unknown scheme or setting, suggesting the nearest.
     """
-    return tuple(_parse_method(item.strip(), density, skip, also or {}) for item in text.split(",") if item.strip())
+    items = (item.strip() for item in text.split(","))
+    return tuple(_parse_method(item, density, skip, also or {}, family, ranks) for item in items if item)
 
 
 def check_labels(choices: Sequence[SchemeChoice]) -> None:
@@ -201,27 +197,38 @@ def _trial_steps(choice: SchemeChoice, comm: LocalComm) -> Any:  # Any: as `make
     return choice.make_local(model, kind(model.parameters(), lr=0.0), comm=comm)
 
 
-def _parse_method(text: str, density: float, skip: int | float | None, also: Mapping[str, str]) -> SchemeChoice:
-    label, text = text, RECIPES[text][0] if text in RECIPES else text
-    found = AROUND.fullmatch(text)
-    if found is None and _BEGINS_AS_STEPS.match(text):
+def asks_for_recipe(text: str) -> bool:
+    """Return whether one of these schemes is "default" or "bits=...", which depends on the job's optimizer."""
+    return any(item.strip() == "default" or item.strip().startswith("bits=") for item in text.split(","))
+
+
+def _written_out(text: str, family: Family, ranks: Sequence[int]) -> str:
+    """Return what "default" or "bits=0.8" stands for; any other text as it is."""
+    try:
+        bits = bits_of(text)
+    except LookupError:
+        return text
+    found = {recipe(family, each, bits).text for each in ranks}
+    if len(found) > 1:
         raise ValueError(
-            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or steps(keep=0.5)/SCHEME, got {text!r}"
+            f"{text!r} is {' and '.join(sorted(found))} with {' and '.join(map(str, ranks))} ranks; name one"
         )
-    if found is None:
-        return _parse_scheme(text, text, None, "local_steps", density, skip, also)
-    written, settings, scheme = found.groups()
+    return found.pop()
+
+
+def _parse_method(
+    label: str, density: float, skip: int | float | None, also: Mapping[str, str], family: Family, ranks: Sequence[int]
+) -> SchemeChoice:
+    text = _written_out(label, family, ranks)
+    written, local, scheme = taken_apart(text, SYSTEMS)
+    if not written:
+        return _parse_scheme(label, scheme, None, "local_steps", density, skip, also)
     steps = "local_steps" if written == "local_steps" else "adamw_steps"  # as results and their folders have it
-    local = by_key((each for each in (settings or "").split(":") if each), text)
-    known = list(inspect.signature(_class(steps)).parameters)[3:] + (list(_OUTER) if steps == "local_steps" else [])
-    unknown = next((key for key in local if key not in known), None)
-    if unknown is not None or (steps == "local_steps" and "every" not in local):
-        problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
-        raise ValueError(f"{written} {problem}, got {text!r}; settings are {', '.join(known)}")
     if local.get("clip_factor") == "measured":
         raise ValueError(
             f"a job clips by itself, so nothing would be measured; give clip_factor as a number, or leave it out, in {text!r}"
         )
+    exchange_of(written, local, text)
     choice = _parse_scheme(label, scheme, local, steps, density, skip, also)
     try:
         LocalWorld(1).run(lambda comm: _trial_steps(choice, comm))

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: attaches a scheme to a prepared model, and adds its state to what `save_state` writes.
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-handle = sparsync.adapters.accelerate.attach(accelerator, model, sparsync.MiCRO(density=0.01))
+handle = sparsync.adapters.accelerate.attach(accelerator, model, optimizer=optimizer)
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
+from sparsync.runtime.options import Options
 
 with needs("accelerate", "1.15"):
     from accelerate import Accelerator
@@ -26,12 +27,12 @@ def attach(
     model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
+    bits: float | None = None,
     optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
-    timeout_s: float = 300.0,
-    check_weights_every: int | None = None,
+    options: Options = Options(),
 ) -> Handle | None:
-    """Attach `scheme` to a `model` from `accelerator.prepare`, or several, and return the handle; with one process, warn and return None.
+    """Attach to a `model` from `accelerator.prepare`, or several, and return the handle; with one process, warn and return None.
 
     With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once.
     With steps, `accelerator.clip_grad_norm_` clips by the norm of all ranks, and returns it. From now on `accelerator.save_state` writes a
@@ -44,15 +45,14 @@ def attach(
     ddps = [each for each in found if each is not None]
     if not ddps:
         return None
-    scaler = accelerator.scaler
     handle = attach_to_ddp(
         ddps if len(ddps) > 1 else ddps[0],
         scheme,
-        exchange=exchange,
+        bits=bits,
         optimizer=optimizer,
-        scaler=scaler,
-        timeout_s=timeout_s,
-        check_weights_every=check_weights_every,
+        exchange=exchange,
+        scaler=accelerator.scaler,
+        options=options,
     )
 
     clip_by_common_norm(accelerator, "clip_grad_norm_", handle, iter, accelerator.unscale_gradients)

@@ -1,28 +1,25 @@
 """Lightning: a callback that attaches a scheme when the model is wrapped, and adds its state to Lightning's checkpoints.
 
-    trainer = Trainer(strategy="ddp", callbacks=[Sparsync(sparsync.MiCRO(density=0.01))])
+    trainer = Trainer(strategy="ddp", callbacks=[Sparsync()])
 
 Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and ignores it on CPU in silence. For Fabric there is
 sparsync.attach.
 """
 # pyright: reportMissingImports=false
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import clip_by_common_norm, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, clip_by_common_norm, ddp_inside, needs
 from sparsync.attached import checkpoint as states
-from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
-from sparsync.base.scheme_text import VARIABLE
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.runtime.findings import given_or_default, warn_of
-from sparsync.runtime.handle import Gradients, Handle
-from sparsync.schemes.two_shot import TwoShot
+from sparsync.runtime.findings import warn_of
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.options import Options
 
 with needs("lightning", "2.6"):
     try:
@@ -34,32 +31,27 @@ KEY = "sparsync"  # of all ranks' states in a checkpoint
 
 
 class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one of two packages
-    """Reduces the gradients of each `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` for the latest `fit`.
+    """Attaches to the model of each `fit` with DDP; `handle` is that of `sparsync.attach` for the latest `fit`.
 
-    At the end of a `fit` Lightning drops its DDP model, and the hook with it; the residual stays in `scheme`, also for the next `fit`.
-    `follow_rates`: residuals follow the learning rates of the optimizers. Their loss scaler and their clipping they follow anyway.
+    At the end of a `fit` Lightning drops its DDP model, and the hook with it; what is held back stays for the next `fit`. Residuals of
+    gradients follow the loss scaler and the clipping, and with `Options(follow_rates=True)` the learning rates of the optimizers.
     With steps, clipping by norm is by the norm of all ranks.
     `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
     continue from it; with one rank nothing is attached. The other arguments are as for `sparsync.attach`. `fit` raises as that does, and
     TypeError for strategies other than DDP's.
-    A module with several optimizers, which usually step in turn, exchanges gradients, unless `exchange` says otherwise. Without a scheme
-    these are sent in 4 bits, by `TwoShot(density=1.0, values="int4")`.
+    A module with several optimizers, which usually step in turn, exchanges gradients, unless `bits` or `exchange` says otherwise.
     """
 
     def __init__(
         self,
         scheme: Scheme | None = None,
         *,
-        follow_rates: bool = False,
-        recorder: Recorder | None = None,
+        bits: float | None = None,
         exchange: Exchange | None = None,
-        timeout_s: float = 300.0,
-        check_weights_every: int | None = None,
+        recorder: Recorder | None = None,
+        options: Options = Options(),
     ) -> None:
-        self.scheme, self.recorder = given_or_default(scheme), recorder
-        self._default = scheme is None and not os.environ.get(VARIABLE)
-        self._options: dict[str, Any] = {"exchange": exchange, "follow_rates": follow_rates, "timeout_s": timeout_s}
-        self._options["check_weights_every"] = check_weights_every
+        self.recorder, self._attaching = recorder, Attaching(scheme, bits, exchange, options)
         self.handle: Handle | None = None
         self._group: Any = None  # the process group of the model; torch's stubs do not let it be named
         self._loaded: Sequence[Mapping[str, Any]] | None = None
@@ -71,13 +63,8 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             return
         if self.handle is not None:
             self.handle.close()  # of the last fit, whose DDP model is gone
-        options = dict(self._options)
-        if len(trainer.optimizers) > 1:
-            options["exchange"] = options["exchange"] or Gradients()
-            if self._default and isinstance(options["exchange"], Gradients):
-                self.scheme, self._default = TwoShot(density=1.0, values="int4"), False
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
-        self.handle = attach(ddp, self.scheme, optimizer=trainer.optimizers, scaler=scaler, **options)
+        self.handle = self._attaching.attach(ddp, trainer.optimizers, scaler, in_turn=len(trainer.optimizers) > 1)
         if scaler is None and isinstance(self.handle, StepMethod):
             self.handle.never_scaled()
         plugin = trainer.precision_plugin

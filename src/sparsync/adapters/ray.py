@@ -1,6 +1,6 @@
 """Ray Train: attaches a scheme inside the training loop of a TorchTrainer, and continues from the checkpoints that the loop reports.
 
-model, handle = sparsync.adapters.ray.prepare_model(model, sparsync.MiCRO(density=0.01))
+model, handle = sparsync.adapters.ray.prepare_model(model, optimizer=optimizer)
 ...
 sparsync.checkpoint.save(handle, folder)  # on every worker, before
 ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))  # on every worker: Ray puts their files together
@@ -18,6 +18,7 @@ from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.runtime.handle import Handle
+from sparsync.runtime.options import Options
 
 with needs("ray[train]", "2.60"):
     import ray.train.torch
@@ -27,31 +28,23 @@ def prepare_model(
     model: nn.Module,
     scheme: Scheme | None = None,
     *,
+    bits: float | None = None,
     optimizer: Optimizers | None = None,
-    scaler: GradScaler | None = None,
     exchange: Exchange | None = None,
-    timeout_s: float = 300.0,
-    check_weights_every: int | None = None,
-    **options: Any,
+    scaler: GradScaler | None = None,
+    options: Options = Options(),
+    **prepared_by: Any,
 ) -> tuple[nn.Module, Handle | None]:
-    """Return what `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
+    """Return what `ray.train.torch.prepare_model(model, **prepared_by)` makes, attached, and the handle; None with one worker.
 
-    The arguments before `options`, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
+    The arguments before `prepared_by`, and what is raised, are as for `sparsync.attach`; TypeError for models that DDP does not train.
     Where the loop starts from a checkpoint with residuals, they are loaded, for any number of workers.
     """
-    prepared = ray.train.torch.prepare_model(model, **options)
+    prepared = ray.train.torch.prepare_model(model, **prepared_by)
     ddp = ddp_inside(prepared, "Ray Train", ray.train.get_context().get_world_size())
     if ddp is None:
         return prepared, None
-    handle = attach(
-        ddp,
-        scheme,
-        exchange=exchange,
-        optimizer=optimizer,
-        scaler=scaler,
-        timeout_s=timeout_s,
-        check_weights_every=check_weights_every,
-    )
+    handle = attach(ddp, scheme, bits=bits, optimizer=optimizer, exchange=exchange, scaler=scaler, options=options)
     given = ray.train.get_checkpoint()
     if given is not None:
         with given.as_directory() as folder:

@@ -1,7 +1,7 @@
 """Hugging Face Trainer: a callback that attaches a scheme when training begins, and saves its state beside each checkpoint.
 
 trainer = Trainer(...)
-callback = sparsync.adapters.trainer.attach(trainer, sparsync.MiCRO(density=0.01))
+callback = sparsync.adapters.trainer.attach(trainer)
 trainer.train()
 """
 # pyright: reportMissingImports=false
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import clip_by_common_norm, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, clip_by_common_norm, ddp_inside, needs
 from sparsync.attached import checkpoint
-from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
-from sparsync.runtime.findings import given_or_default, warn_of
+from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
+from sparsync.runtime.options import Options
 
 with needs("transformers", "5.23"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,24 +29,21 @@ def attach(
     trainer: Trainer,
     scheme: Scheme | None = None,
     *,
-    follow_rates: bool = False,
+    bits: float | None = None,
+    exchange: Exchange | None = None,
     recorder: Recorder | None = None,
     resume_from: str | Path | None = None,
-    exchange: Exchange | None = None,
-    timeout_s: float = 300.0,
-    check_weights_every: int | None = None,
+    options: Options = Options(),
 ) -> "Sparsync":
     """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 
-    `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default; its loss scaler, and its
-    clipping at `max_grad_norm`, they follow anyway. With steps, the norm that the Trainer clips by and logs is that of all ranks.
+    Residuals of gradients follow its loss scaler and its clipping at `max_grad_norm`, and with `Options(follow_rates=True)` the learning
+    rate, which the Trainer changes at every step by default. With steps, the norm that the Trainer clips by and logs is that of all ranks.
     `recorder` gets the reports of the first rank after each step. Each rank's residuals are saved in every checkpoint folder; training that
     continues from one, with any number of ranks, loads them from there, or from `resume_from` if the folder was moved.
     The other arguments are as for `sparsync.attach`. `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
     """
-    options = {"exchange": exchange, "follow_rates": follow_rates, "timeout_s": timeout_s}
-    options["check_weights_every"] = check_weights_every
-    callback = Sparsync(trainer, given_or_default(scheme), recorder, resume_from, options)
+    callback = Sparsync(trainer, Attaching(scheme, bits, exchange, options), recorder, resume_from)
     trainer.add_callback(callback)
     return callback
 
@@ -57,12 +54,11 @@ class Sparsync(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        scheme: Scheme,
+        attaching: Attaching,
         recorder: Recorder | None,
         resume_from: str | Path | None,
-        options: dict[str, Any],  # Any: of sparsync.attach
     ) -> None:
-        self.scheme, self.recorder, self.resume_from, self._options = scheme, recorder, resume_from, options
+        self.recorder, self.resume_from, self._attaching = recorder, resume_from, attaching
         self.handle: Handle | None = None
         self._trainer = weakref.ref(trainer)  # which holds this callback
         self._model: weakref.ref[Any] | None = None  # the DDP model that the handle is of
@@ -79,7 +75,7 @@ class Sparsync(TrainerCallback):
             if self.handle is not None:
                 self.handle.close()  # of a DDP model that is no longer trained
             optimizer, scaler = kwargs["optimizer"], trainer.accelerator.scaler
-            self.handle = attach_to_ddp(ddp, self.scheme, optimizer=optimizer, scaler=scaler, **self._options)
+            self.handle = self._attaching.attach(ddp, optimizer, scaler)
             accelerator = trainer.accelerator
             clip_by_common_norm(accelerator, "clip_grad_norm_", self.handle, iter, accelerator.unscale_gradients)
             self._model = weakref.ref(ddp)

@@ -1,15 +1,21 @@
-"""Shared by all adapters: the DDP model that a framework has wrapped, the norm that it clips by, and the error for a missing package."""
+"""Shared by adapters: the DDP model that a framework has wrapped, what attaches to it, the norm it clips by, and a missing package."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.attached.attach import Attached, attach
+from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
-from sparsync.runtime.findings import warn_of
-from sparsync.runtime.handle import Handle
+from sparsync.runtime.findings import check_scheme, warn_of
+from sparsync.runtime.handle import Gradients, Handle
+from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import inside_wrappers
 
 
@@ -62,3 +68,33 @@ def clip_by_common_norm(
         return handle.clip_grad_norm_(max_norm, *more, **named)
 
     setattr(owner, name, clip)
+
+
+class Attaching:
+    """The arguments of `sparsync.attach`, for a trainer that makes the model and its optimizers later, and perhaps once more."""
+
+    def __init__(self, scheme: Scheme | None, bits: float | None, exchange: Exchange | None, options: Options) -> None:
+        if scheme is not None:
+            check_scheme(scheme)
+        self._given = {"scheme": scheme, "bits": bits, "exchange": exchange}
+        # Trainers change the rate at every step.
+        self._options = replace(options, follow_rates=options.follow_rates is True)
+        self._before: Handle | None = None
+
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizers,
+        scaler: GradScaler | None,
+        in_turn: bool = False,
+    ) -> Attached:
+        """Return the handle; of a later model it has the scheme of the first. `in_turn`: optimizers have no common step."""
+        given = dict(self._given)
+        if in_turn and given["bits"] is None:
+            given["exchange"] = given["exchange"] or Gradients()
+        if self._before is not None:
+            given = {"scheme": self._before.scheme, "exchange": self._before.exchange}
+        handle = attach(ddp, **given, optimizer=optimizer, scaler=scaler, options=self._options)
+        handle.recipe = handle.recipe if self._before is None else self._before.recipe
+        self._before = handle
+        return handle

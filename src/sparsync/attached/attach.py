@@ -1,5 +1,6 @@
 """The one way in: `attach` finds the integration for a model, wrapped by torch or bare, and for what it is to exchange."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,44 +10,41 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attached import ddp
-from sparsync.attached.doctor import doctor, has_replicas
+from sparsync.attached.doctor import doctor, exchanging, with_recipe
 from sparsync.attached.manual import GradientReducer, must_reduce
-from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.exchanges.choice import Exchange, Optimizers, choose, listed
+from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, without_optimizer
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.dispatcher import AttachedHandle
-from sparsync.runtime.findings import Axis, check_models, given_or_default, is_fsdp2, warn_or_raise
-from sparsync.runtime.handle import Gradients, Options
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.findings import check_models, is_fsdp2, warn_or_raise
+from sparsync.runtime.handle import Gradients
+from sparsync.runtime.options import GradientOptions, Options
 from sparsync.runtime.ownership import check_free
 from sparsync.runtime.parameter_names import inside_wrappers
-from sparsync.wire import Values
+
+_LOG = logging.getLogger("sparsync")
+Attached = AttachedHandle | AdamWSteps | LocalTraining | GradientReducer
 
 
 def attach(
     model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
+    bits: float | None = None,
+    optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
     group: dist.ProcessGroup | None = None,
-    replicate: Axis | None = None,
-    parameters: Values | ParameterFormat | None = None,
-    optimizer: Optimizers | None = None,
     scaler: GradScaler | None = None,
-    follow_rates: bool = True,
-    timeout_s: float = 300.0,
-    join_mb: float | None = None,
-    dense_below: int | None = None,
-    check_weights_every: int | None = None,
-) -> AttachedHandle | AdamWSteps | LocalTraining | GradientReducer:
-    """Make `model` exchange gradients, steps of its optimizer or weight changes with `scheme`; return the handle to reports and state.
+    options: Options = Options(),
+) -> Attached:
+    """Have the ranks that train `model` exchange what its optimizer needs in fewer bits; return the handle to reports and state.
 
-    Call it on every rank that reduces, each with its own instance of the scheme and the same settings. An instance holds the residuals of
-    one model: it serves one handle at a time, and after `handle.close()` or `handle.detach()` the same model only. `doctor` lists
-    beforehand what this warns about and refuses.
+    Call it on every rank, with the same settings. Without a scheme it takes a recipe for the optimizer: `attach(model,
+    optimizer=optimizer)`. A scheme holds the residuals of one model: each rank makes an instance, which serves one handle at a time, and
+    after `handle.close()` or `handle.detach()` the same model only. `doctor` lists beforehand what this warns about and refuses.
 
     NaN or Inf on any rank: all ranks skip the step, and local steps drop the exchange. With gradients all ranks get it, as without
     sparsync, and a GradScaler or the loop must skip the optimizer's step; residuals stay, and what other buckets sent is rolled back.
@@ -57,26 +55,22 @@ def attach(
         model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a
             bare one gradients are reduced when `handle.reduce()` is called, before clipping and the optimizer's step; see GradientReducer.
             For steps and local steps also several, DistributedDataParallel's or bare, that the same optimizer trains together.
-        scheme: how what is exchanged is reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
-        exchange: `Gradients()`; `Steps()` of an Adam, AdamW or Muon; or `LocalSteps(every=...)`, weight changes every few steps; see there.
-            The training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of these and the
-            scheme sends fewer than 4 bits an element, gradients otherwise. `handle.exchange` says which.
+        scheme: how what is exchanged is reduced. None: the recipe, or what the environment variable SPARSYNC_SCHEME says: "bits=0.8", a
+            scheme, or one with steps around it.
+        bits: the most that a rank may send per parameter per step, counted with 4 ranks, of which P send (P-1)/P / 0.75: takes the recipe
+            with the most bits that is not above it. None: the default recipe, whose quality is dense's. Below 4 bits of steps each rank
+            trains weights that differ a little from those of the others. `handle.recipe` says which recipe was taken.
+        optimizer: the one that trains the model, or several, such as a Muon for matrices and an AdamW for the rest. Steps are exchanged by
+            its `step` until `close()`; of several the first that steps does it for all. Of local steps each has stepped when the step
+            counts. With gradients residuals follow the clipping of each optimizer, and ranks compare their settings before each bucket.
+        exchange: with a scheme: `Gradients()`; `Steps()` of an Adam, AdamW or Muon; or `LocalSteps(every=...)`, weight changes every few
+            steps; see there. The training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of
+            these and the scheme sends fewer than 4 bits an element, gradients otherwise. `Gradients()` without a scheme takes a recipe for
+            these. `handle.exchange` says which.
         group: for a bare model, the ranks that train it. None: the default group. A wrapped model has its own.
-        replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
-        parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
-        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`; or several, such as a Muon for matrices and an
-            AdamW for the rest, of which the first that steps does it for all. Of local steps each has stepped when the step counts. With
-            gradients it makes residuals follow the clipping of each optimizer; warns if one does not suit the scheme. Ranks compare their
-            settings before each bucket.
         scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks. Local steps need
             none: each rank's own scaler may skip a step.
-        follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
-        timeout_s: seconds that a rank waits for the others.
-        join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (4; 0: none
-            are joined). A scheme takes as many exchanges and calls for a small bucket as for a large one. Dense joins up to 256 kB at most.
-        dense_below: for DistributedDataParallel, elements below which a joined bucket is sent whole (1024; 0: never).
-        check_weights_every: steps between two comparisons of the trained parameters (100; 0: never). On FSDP2's shard axis each rank has
-            different ones, and none are compared.
+        options: the rest, see Options.
 
     Returns:
         The handle. It reduces until `close()` or `detach()`.
@@ -85,98 +79,133 @@ def attach(
         TypeError: for a model that torch's FullyShardedDataParallel wraps, a trained parameter that is not floating, and anything but a
             module, a Scheme, an optimizer or several.
         ValueError: for an argument that does not go with this kind of model, for steps of other parameters, for a model that
-            another handle reduces, and for a scheme that another handle uses or that holds another model's residuals.
+            another handle reduces, for a scheme that another handle uses or that holds another model's residuals, and for fewer bits than
+            any recipe has.
         RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
 
     Example:
         >>> model = DistributedDataParallel(torch.nn.Linear(64, 32))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> handle = sparsync.attach(model, sparsync.OkTopk(density=0.05), optimizer=optimizer)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+        >>> handle = sparsync.attach(model, optimizer=optimizer)
     """
-    scheme = given_or_default(scheme)
     check_models(model)
-    if not isinstance(model, nn.Module):
-        given = {"replicate": replicate, "parameters": parameters, "join_mb": join_mb, "dense_below": dense_below}
-        if wrong := [name for name, value in given.items() if value is not None]:
-            raise ValueError(f"{wrong[0]} is for one model, got {len(model)}; leave it out here")
-        return _attach_several(model, scheme, exchange, group, optimizer, scaler, timeout_s, check_weights_every)
-    called = model
-    model = inside_wrappers(model)
-    fsdp, wrapped = is_fsdp2(model), isinstance(model, DistributedDataParallel)
-    chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
-    steps = not isinstance(chosen, Gradients)
-    if (steps or not wrapped) and (join_mb is not None or dense_below is not None):
-        raise ValueError(
-            "join_mb and dense_below are about gradients in the buckets of DistributedDataParallel; leave them out here"
-        )
-    if (fsdp or wrapped) and group is not None:
-        raise ValueError(
-            "group is of a bare model; leave it out here, and give DistributedDataParallel process_group=, FSDP2 a mesh"
-        )
-    if not fsdp and replicate is not None:
-        raise ValueError("replicate is an axis of an FSDP2 model; leave it out for others")
-    if not fsdp and parameters is not None:
-        raise ValueError("only FSDP2 gathers parameters; leave parameters= out")
-    if steps and parameters is not None:
-        raise ValueError(
-            "parameters= goes with gradients on FSDP2's shard axis; leave it out, or pass exchange=sparsync.Gradients()"
-        )
-    if replicate is not None:  # a shard axis has another form of the scheme
-        check_free(scheme, model)
-    by_call = not (fsdp or wrapped or steps)  # what the reducer warns of by itself is left to it
-    examined = None if by_call else optimizer
-    warn_or_raise(
-        doctor(model, scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=examined)
+    called = [model] if isinstance(model, nn.Module) else list(model)
+    models = [inside_wrappers(each) for each in called]
+    ranks, sharded = exchanging(models[0], group, options)
+    choice = choose(scheme, bits, exchange, optimizer, ranks, sharded)
+    _check(models, choice, group, options)
+    if options.replicate is not None:  # a shard axis has another form of the scheme
+        check_free(choice.scheme, models[0])
+    options = with_recipe(options, choice)
+    gradients = isinstance(choice.exchange, Gradients)
+    bare = not (is_fsdp2(models[0]) or isinstance(models[0], DistributedDataParallel))
+    found = doctor(
+        models if len(models) > 1 else models[0],
+        choice.scheme,
+        optimizer=None if bare and gradients else optimizer,  # of which the reducer warns by itself
+        exchange=exchange if gradients else choice.exchange,
+        group=group,
+        options=options,
     )
-    if not isinstance(chosen, Gradients):
-        assert optimizer is not None  # as `choose` has checked
-        if check_weights_every is not None:
-            chosen = replace(chosen, check_weights_every=check_weights_every)
-        return attach_steps([model], [called], scheme, optimizer, chosen, replicate, group, scaler, timeout_s)
-    every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
-    options = Options(listed(optimizer), scaler, follow_rates, timeout_s, every)
-    if isinstance(model, DistributedDataParallel):
-        return ddp.attach(model, scheme, options, join_mb, dense_below)
-    if by_call:
-        return must_reduce(model, scheme, options, group)
-    from sparsync.attached import fsdp2  # loads torch's FSDP
-
-    return fsdp2.attach(model, scheme, options, replicate, parameters)
+    warn_or_raise([*found, *without_optimizer(choice, optimizer, exchange)])
+    handle = _attached(models, called, choice, optimizer, group, scaler, options)
+    if choice.recipe is not None:
+        handle.recipe = choice.recipe
+        _tell(choice, ranks)
+    return handle
 
 
-def _attach_several(
+def _attached(
     models: Sequence[nn.Module],
-    scheme: Scheme,
-    exchange: Exchange | None,
-    group: dist.ProcessGroup | None,
+    called: Sequence[nn.Module],
+    choice: Choice,
     optimizer: Optimizers | None,
+    group: dist.ProcessGroup | None,
     scaler: GradScaler | None,
-    timeout_s: float,
-    check_weights_every: int | None,
-) -> AdamWSteps | LocalTraining:
-    """Exchange the steps or weight changes of several models, which are one to the optimizer. See `attach`."""
-    inside = [inside_wrappers(each) for each in models]
-    if any(map(is_fsdp2, inside)):
-        raise ValueError(
+    options: Options,
+) -> Attached:
+    """Return the handle of the integration for these models, which were checked."""
+    scheme, exchange, model = choice.scheme, choice.exchange, models[0]
+    if not isinstance(exchange, Gradients):
+        assert optimizer is not None  # as `choose` has checked
+        if options.check_weights_every is not None:
+            exchange = replace(exchange, check_weights_every=options.check_weights_every)
+        return attach_steps(models, called, scheme, optimizer, exchange, group, scaler, options)
+    given = GradientOptions(**vars(options), optimizers=listed(optimizer), scaler=scaler)
+    if isinstance(model, DistributedDataParallel):
+        return ddp.attach(model, scheme, given)
+    if is_fsdp2(model):
+        from sparsync.attached import fsdp2  # loads torch's FSDP
+
+        return fsdp2.attach(model, scheme, given)
+    reducer = GradientReducer(model, scheme, group=group, optimizer=optimizer, scaler=scaler, options=options)
+    return must_reduce(reducer, given.optimizers)
+
+
+def _check(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGroup | None, options: Options) -> None:
+    """Raise ValueError for what does not go with this kind of model, or with what is exchanged."""
+    wrapped = [each for each in models if isinstance(each, DistributedDataParallel)]
+    fsdp, several = any(map(is_fsdp2, models)), len(models) > 1
+    steps = not isinstance(choice.exchange, Gradients)
+    groups = {id(each.process_group) for each in wrapped}
+    joins = options.join_mb is not None or options.dense_below is not None
+    # What is given, where it does not go, and what to do.
+    for given, wrong, message in (
+        (
+            several,
+            fsdp,
             "of several models only those of DistributedDataParallel and bare ones are attached together; make those of fully_shard "
-            "parts of one module, and shard and attach that"
+            "parts of one module, and shard and attach that",
+        ),
+        (
+            several,
+            not steps,
+            f"several models are attached together for steps and local steps, and here {type(choice.scheme).__name__} sends gradients; "
+            "attach each model by itself, with a scheme for each and the same optimizer: attach(model, scheme, "
+            "exchange=sparsync.Gradients(), optimizer=optimizer); or pass exchange=sparsync.Steps()",
+        ),
+        (
+            several and bool(wrapped),
+            len(wrapped) < len(models) or len(groups) > 1,
+            "models that are attached together have the same ranks; wrap all of them with the same process_group=, or none",
+        ),
+        (
+            joins,
+            steps or not wrapped,
+            "join_mb and dense_below are about gradients in the buckets of DistributedDataParallel; leave them out here",
+        ),
+        (
+            group is not None,
+            fsdp or bool(wrapped),
+            "group is of a bare model; leave it out here, and give DistributedDataParallel process_group=, FSDP2 a mesh",
+        ),
+        (
+            options.replicate is not None,
+            not fsdp,
+            "replicate is an axis of an FSDP2 model; leave it out for others",
+        ),
+        (options.parameters is not None, not fsdp, "only FSDP2 gathers parameters; leave parameters= out"),
+        (
+            options.parameters is not None,
+            steps,
+            "parameters= goes with gradients on FSDP2's shard axis; leave it out, or pass exchange=sparsync.Gradients()",
+        ),
+    ):
+        if given and wrong:
+            raise ValueError(message)
+
+
+def _tell(choice: Choice, ranks: int) -> None:
+    """Log which recipe was taken, and what to know of it."""
+    assert choice.recipe is not None
+    recipe, bits = choice.recipe, choice.recipe.bits_with(ranks)
+    _LOG.info(
+        "%s; a rank sends %.3g bits per parameter per step with %d ranks; on the page 'Quality and bits': %s",
+        recipe, bits, ranks, recipe.quality,
+    )  # fmt: skip
+    if isinstance(choice.exchange, Steps) and choice.exchange.keep_for(choice.scheme):
+        _LOG.info(
+            "with %s each rank trains weights of its own, which differ a little from the common ones: see the page 'AdamW steps'; "
+            "evaluate and average weights inside `with handle.averaged():`, or attach with bits=4.6",
+            recipe.name,
         )
-    chosen = choose(exchange, scheme, optimizer, steps_possible=True)
-    if isinstance(chosen, Gradients):
-        raise ValueError(
-            f"several models are attached together for steps and local steps, and here {type(scheme).__name__} sends gradients; attach "
-            "each model by itself, with a scheme for each and the same optimizer: attach(model, scheme, exchange=sparsync.Gradients(), "
-            "optimizer=optimizer); or pass exchange=sparsync.Steps()"
-        )
-    wrapped = [each for each in inside if isinstance(each, DistributedDataParallel)]
-    if wrapped and (len(wrapped) < len(inside) or len({id(each.process_group) for each in wrapped}) > 1):
-        raise ValueError(
-            "models that are attached together have the same ranks; wrap all of them with the same process_group=, or none"
-        )
-    if wrapped and group is not None:
-        raise ValueError("group is of bare models; leave it out here, and give DistributedDataParallel process_group=")
-    warn_or_raise(doctor(models, scheme, exchange=exchange, optimizer=optimizer))
-    assert optimizer is not None  # as `choose` has checked
-    if check_weights_every is not None:
-        chosen = replace(chosen, check_weights_every=check_weights_every)
-    return attach_steps(inside, models, scheme, optimizer, chosen, None, group, scaler, timeout_s)

@@ -16,19 +16,18 @@ from sparsync.attached.joining import Joining
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
-from sparsync.exchanges.choice import Optimizers, listed, optimizer_findings
+from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings, without_optimizer
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
 from sparsync.runtime.findings import (
     check_model,
-    given_or_default,
     not_floating,
     patterns,
     sparse_embeddings,
     unrelated,
     warn_or_raise,
 )
-from sparsync.runtime.handle import Options
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.handle import Gradients
+from sparsync.runtime.options import GradientOptions, Options
 from sparsync.runtime.ownership import check_free, check_undriven, module_of
 from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
 from sparsync.runtime.state_checks import check_alike
@@ -280,9 +279,7 @@ class DdpHandle(AttachedHandle):
         return name
 
 
-def attach(
-    ddp_model: DistributedDataParallel, scheme: Scheme, options: Options, join_mb: float | None, dense_below: int | None
-) -> DdpHandle:
+def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: GradientOptions) -> DdpHandle:
     """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
 
     Collective over the ranks of the model's process group. Threads reduce the buckets, which begin in order, on a private process group,
@@ -307,8 +304,7 @@ def attach(
         # Ranks that have joined step neither optimizer nor schedule, and get another rank's weights at the end.
         return (model := reduced()) is None or not model._join_config.enable
 
-    join_mb, dense_below = JOIN_MB if join_mb is None else join_mb, DENSE_BELOW if dense_below is None else dense_below
-    handle = opened(scheme, ddp_model.module, options, join_mb, dense_below, hook, compares)
+    handle = opened(scheme, ddp_model.module, options, hook, compares)
     register(ddp_model, hook)
     hook.handle = handle
     return handle
@@ -337,11 +333,7 @@ def ddp_comm_hook(
     group: dist.ProcessGroup | None = None,
     optimizer: Optimizers | None = None,
     scaler: GradScaler | None = None,
-    follow_rates: bool = True,
-    timeout_s: float = 300.0,
-    join_mb: float = JOIN_MB,
-    dense_below: int = DENSE_BELOW,
-    check_weights_every: int = CHECK_WEIGHTS_EVERY,
+    options: Options = Options(),
 ) -> CommHook:
     """Return the state and the hook with which `scheme` reduces: `model.register_comm_hook(*sparsync.ddp_comm_hook(scheme))`.
 
@@ -370,7 +362,8 @@ def ddp_comm_hook(
         TypeError: for anything but a Scheme, a module and an optimizer.
         ValueError: for a scheme that another handle drives.
     """
-    scheme = given_or_default(scheme)
+    chosen = choose(scheme, None, Gradients(), optimizer)
+    scheme = chosen.scheme
     if module is not None:
         check_model(module)
     check_free(scheme, module)
@@ -380,21 +373,20 @@ def ddp_comm_hook(
     warn_or_raise(
         [
             *not_floating(each for each in driven if each[0] not in ignored(module)),
+            *without_optimizer(chosen, optimizer, None),
             *optimizer_findings(optimizer, scheme),
             *unrelated(optimizer, {id(each) for _, each in driven}),
             *(patterns(names, scheme) if names is not None else ()),
         ]
     )
-    options = Options(listed(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
-    return CommHook(HookState(group, partial(opened, scheme, module, options, join_mb, dense_below)), reduce_bucket)
+    given = GradientOptions(**vars(options), optimizers=listed(optimizer), scaler=scaler)
+    return CommHook(HookState(group, partial(opened, scheme, module, given)), reduce_bucket)
 
 
 def opened(
     scheme: Scheme,
     module: nn.Module | None,
-    options: Options,
-    join_mb: float,
-    dense_below: int,
+    options: GradientOptions,
     hook: HookState,
     compares: Callable[[], bool] = lambda: True,
 ) -> DdpHandle:
@@ -402,6 +394,8 @@ def opened(
 
     `module` is the bare model, if it is known. While `compares` returns False, settings and weights are not compared.
     """
+    join_mb = JOIN_MB if options.join_mb is None else options.join_mb
+    dense_below = DENSE_BELOW if options.dense_below is None else options.dense_below
     if not 0 <= join_mb < float("inf"):
         raise ValueError(f"join_mb must be in [0, inf), the megabytes up to which buckets are joined, got {join_mb}")
     if dense_below < 0:

@@ -1,51 +1,56 @@
 """Preflight: what would break, or silently do something unexpected, and the fix. This file examines DistributedDataParallel."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
+import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attached.ddp import DdpHandle, HookState, ignored, registered_hook
-from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.choice import Exchange, Optimizers, choose, optimizer_findings
+from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, optimizer_findings, without_optimizer
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.training_loop import check_bare
 from sparsync.runtime import findings
-from sparsync.runtime.findings import Axis, Finding
+from sparsync.runtime.findings import Finding
 from sparsync.runtime.handle import Gradients
+from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import inside_wrappers, named_parameters, trained
-from sparsync.wire import Values
 
 
 def doctor(
     model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
-    exchange: Exchange | None = None,
-    replicate: Axis | None = None,
-    parameters: Values | ParameterFormat | None = None,
+    bits: float | None = None,
     optimizer: Optimizers | None = None,
+    exchange: Exchange | None = None,
+    group: dist.ProcessGroup | None = None,
+    scaler: GradScaler | None = None,
+    options: Options = Options(),
 ) -> list[Finding]:
-    """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
+    """Return what `attach` with these arguments would refuse or warn of, refusals first; empty when all is well.
 
-    Pass the `optimizer` that will apply the gradients, even if residuals need not follow its rates: some schemes do harm under Adam, others
-    need SGD without momentum. The other arguments are as for `attach`.
+    It changes and sends nothing. Without a scheme it examines the recipe that `attach` would take. Pass the `optimizer` that trains the
+    model: some schemes do harm under Adam, others need SGD without momentum.
     Raises TypeError for a model that is wrapped or sharded otherwise, and for anything but a module, a Scheme, an optimizer or several.
     """
-    scheme = findings.given_or_default(scheme)
     findings.check_models(model)
     if not isinstance(model, nn.Module):
         each_alone = partial(
-            doctor, scheme=scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=optimizer
+            doctor, scheme=scheme, bits=bits, optimizer=optimizer, exchange=exchange, group=group, options=options
         )
         found = dict.fromkeys(finding for each in model for finding in each_alone(each))
         return sorted(found, key=lambda finding: finding.refused is None)
     model = inside_wrappers(model)
     fsdp = findings.is_fsdp2(model)
-    chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
+    choice = choose(scheme, bits, exchange, optimizer, *exchanging(model, group, options))
+    scheme, chosen = choice.scheme, choice.exchange
+    options = with_recipe(options, choice)
     reduced_for = optimizer if isinstance(chosen, Gradients) else None
     if fsdp and isinstance(chosen, LocalSteps):
         what = "local steps need the whole model on each rank, and FSDP2 shards it"
@@ -56,7 +61,7 @@ def doctor(
     elif fsdp:
         from sparsync.attached import fsdp2_doctor  # loads torch's FSDP
 
-        found = fsdp2_doctor.examine(model, scheme, replicate, reduced_for, parameters)
+        found = fsdp2_doctor.examine(model, scheme, options.replicate, reduced_for, options.parameters)
     elif isinstance(model, DistributedDataParallel):
         gradients = isinstance(chosen, Gradients)
         found = [*_ddp(model, scheme), *(_of_gradients(model, scheme, reduced_for) if gradients else ())]
@@ -69,6 +74,7 @@ def doctor(
             what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
             cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
             found.append(Finding(what, cure))
+    found += without_optimizer(choice, optimizer, exchange)
     steps = isinstance(chosen, Steps)
     if steps:
         found += _of_steps(model)
@@ -86,12 +92,25 @@ def _trained(model: nn.Module) -> set[int]:
     return own
 
 
-def has_replicas(model: nn.Module, replicate: Axis | None) -> bool:
-    """Return whether several ranks hold the same shards of an FSDP2 model, over an axis that is given or of its mesh."""
-    from sparsync.attached.fsdp2_units import replicate_axis, units_of  # loads torch's FSDP
+def exchanging(model: nn.Module, group: dist.ProcessGroup | None, options: Options) -> tuple[int, bool]:
+    """Return how many ranks exchange with this one, and whether each has a shard of the model only, as under FSDP2 without replicas."""
+    sharded = False
+    if isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    elif findings.is_fsdp2(model):
+        from sparsync.attached.fsdp2_units import replicate_axis, units_of  # loads torch's FSDP
 
-    units = units_of(model)
-    return bool(units) and replicate_axis(units, replicate) is not None
+        units = units_of(model)
+        group = replicate_axis(units, options.replicate) if units else None
+        sharded = group is None
+    return dist.get_world_size(group) if dist.is_initialized() else 1, sharded
+
+
+def with_recipe(options: Options, choice: Choice) -> Options:
+    """Return the options with those of a recipe where they say nothing."""
+    if choice.recipe is None or options.parameters is not None:
+        return options
+    return replace(options, parameters=choice.recipe.parameters)
 
 
 def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:

@@ -22,18 +22,16 @@ from sparsync.attached.fsdp2_units import (
     trained_shards,
     units_of,
 )
-from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import ReduceScatterScheme, Scheme, own_shard_layout, shard_layout, shard_name
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters
-from sparsync.runtime.findings import Axis
-from sparsync.runtime.handle import Options
 from sparsync.runtime.optimizers import weight_lines
+from sparsync.runtime.options import GradientOptions
 from sparsync.runtime.ownership import check_undriven, release
+from sparsync.runtime.parameter_format import ParameterFormat
 from sparsync.runtime.parameter_names import named_parameters, trained
-from sparsync.wire import Values
 
 
 class Fsdp2Handle(AttachedHandle):
@@ -299,9 +297,7 @@ class ReduceScatterInto(Reduction):
 def attach(
     model: nn.Module,
     scheme: Scheme,
-    options: Options,
-    replicate: Axis | None = None,
-    parameters: Values | ParameterFormat | None = None,
+    options: GradientOptions,
 ) -> Fsdp2Handle:
     """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
 
@@ -314,8 +310,8 @@ def attach(
     on any rank raises in the backward pass on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/attach.md.
     """
-    units = units_of(model)
-    replicas = replicate_axis(units, replicate)
+    units, parameters = units_of(model), options.parameters
+    replicas = replicate_axis(units, options.replicate)
     names = {number: name for unit in units for number, name in unit.ids.items()}
     how = parameters if parameters is None or isinstance(parameters, ParameterFormat) else ParameterFormat(parameters)
     form = scheme.reduce_scatter_form() if replicas is None else scheme

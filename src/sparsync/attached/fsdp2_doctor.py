@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from sparsync.attached.fsdp2_units import Unit, counts_unused, replicate_axis, units_of
-from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import optimizer_findings
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding
+from sparsync.runtime.parameter_format import ParameterFormat
 from sparsync.runtime.parameter_names import named_parameters
 from sparsync.wire import Values
 
@@ -38,7 +38,7 @@ def examine(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     parameters: Values | ParameterFormat | None = None,
 ) -> list[Finding]:
-    """Return what `attach(model, scheme, replicate=replicate, optimizer=optimizer, parameters=parameters)` would refuse or warn of."""
+    """Return what `attach` would refuse or warn of."""
     units = units_of(model)
     unclear = _meshes(units)
     if unclear is not None:
@@ -52,7 +52,7 @@ def examine(
         *(_gathered(units, parameters) if parameters is not None else ()),
         *_unused(scheme, replicas is None),
         *findings.patterns(names, scheme),
-        *optimizer_findings(optimizer, scheme, steps_possible=replicas is not None),
+        *optimizer_findings(optimizer, scheme),
     ]
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.attached.fsdp2_units import Unit, inside_backward, recovery
-from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.collectives.values import gather_differences
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report
 from sparsync.runtime.connection import MAX_REPORTS, Connection, Reduction
+from sparsync.runtime.parameter_format import ParameterFormat
 from sparsync.wire import ValueCodec
 
 _EXACT = ValueCodec("float32")

@@ -15,12 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.exchanges.choice import Optimizers, listed, optimizer_findings
+from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings
 from sparsync.exchanges.taken_optimizer import closure_of
 from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
     check_model,
-    given_or_default,
     innermost,
     not_floating,
     reducing_wrappers,
@@ -30,8 +29,8 @@ from sparsync.runtime.findings import (
     warn_of,
     warn_or_raise,
 )
-from sparsync.runtime.handle import Handle, Options
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.handle import Gradients, Handle
+from sparsync.runtime.options import GradientOptions, Options
 from sparsync.runtime.ownership import check_free, check_undriven
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.schemes.dense import Dense
@@ -72,11 +71,10 @@ class GradientReducer(Handle):
         group: dist.ProcessGroup | None = None,
         optimizer: Optimizers | None = None,
         scaler: GradScaler | None = None,
-        follow_rates: bool = True,
-        timeout_s: float = 300.0,
-        check_weights_every: int = CHECK_WEIGHTS_EVERY,
+        options: Options = Options(),
     ) -> None:
-        scheme = given_or_default(scheme)
+        chosen = choose(scheme, None, Gradients(), optimizer)
+        scheme, self.recipe = chosen.scheme, chosen.recipe
         check_model(model)
         check_free(scheme, model)
         if isinstance(model, reducing_wrappers()):
@@ -92,11 +90,11 @@ class GradientReducer(Handle):
         found = [*optimizer_findings(optimizer, scheme), *unrelated(optimizer, {id(each) for _, each in driven})]
         warn_or_raise([*not_floating(driven), *found])
         names = {id(parameter): name for name, parameter in named_parameters(model)}
-        options = Options(listed(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
+        given = GradientOptions(**vars(options), optimizers=listed(optimizer), scaler=scaler)
         self.model, self.group = model, group
-        rescaler = options.rescaler(scheme, names)
-        comparison = options.comparison(names, partial(trained, model))
-        comm = options.connected(group, scheme.config_fingerprint())
+        rescaler = given.rescaler(scheme, names)
+        comparison = given.comparison(names, partial(trained, model))
+        comm = given.connected(group, scheme.config_fingerprint())
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
         self._stepped: set[int] | None = (
             None  # ids of the optimizers that have since `reduce`; None: nothing is reduced
@@ -203,11 +201,8 @@ class GradientReducer(Handle):
         return report
 
 
-def must_reduce(model: nn.Module, scheme: Scheme, options: Options, group: dist.ProcessGroup | None) -> GradientReducer:
+def must_reduce(made: GradientReducer, optimizers: Sequence[Optimizer]) -> GradientReducer:
     """Return a reducer of a bare model whose optimizers raise where they would step with gradients that it has not reduced."""
-    given = dict(vars(options))
-    optimizers = given.pop("optimizers")
-    made = GradientReducer(model, scheme, group=group, optimizer=optimizers or None, **given)
     made.origin = "sparsync.attach"
     made.stay_with(optimizers)
     _look_at_steps()

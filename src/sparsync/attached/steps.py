@@ -25,6 +25,7 @@ from sparsync.exchanges.taken_optimizer import never_scaled
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
 from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
+from sparsync.runtime.options import Options
 
 _LOG = logging.getLogger("sparsync")
 
@@ -75,28 +76,27 @@ def attach(
     scheme: Scheme,
     optimizer: Optimizers,
     exchange: Steps | LocalSteps,
-    replicate: Axis | None,
     group: dist.ProcessGroup | None,
     scaler: GradScaler | None,
-    timeout_s: float,
+    options: Options,
 ) -> AdamWSteps | LocalTraining:
     """Have the steps of `optimizer` for `models` exchanged, or what these change; return the handle. See `attach.attach`.
 
     `called` are these, or what torch.compile or Fabric made of each; `group` is of bare models. Under DistributedDataParallel each rank
     keeps its own gradients: the hook hands back every bucket.
     """
-    parts = [_replica(model, each, replicate, group) for model, each in zip(models, called, strict=True)]
+    parts = [_replica(model, each, options.replicate, group) for model, each in zip(models, called, strict=True)]
     replica, group = parts[0]
     if len(parts) > 1:
         replica = _Together([each for each, _ in parts])
-    options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
-    options |= {"group": group, "timeout_s": timeout_s, "replica": replica}
+    given = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
+    given |= {"group": group, "timeout_s": options.timeout_s, "replica": replica}
     inner = optimizers_of(optimizer)
     if isinstance(exchange, Steps):
         _warn_of_moments(exchangeable(optimizer))
-        handle, what = AdamWSteps(replica.module, optimizer, scheme, scaler=scaler, **options), "the steps"
+        handle, what = AdamWSteps(replica.module, optimizer, scheme, scaler=scaler, **given), "the steps"
     else:
-        handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **options)), "the weight changes"
+        handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **given)), "the weight changes"
     handle.origin = "sparsync.attach"
     handle.on_detach = [
         _keep_own_gradients(each, handle) for each in models if isinstance(each, DistributedDataParallel)

@@ -1,40 +1,32 @@
 """Schemes as a text: "topk", "oktopk:density=0.05:values=int4", "package.module:Class:key=value", "path/to/file.py:Class".
 
-The commands take such texts, the environment variable SPARSYNC_SCHEME has one, and `sparsync.scheme` makes a scheme of one. What a class's
-module or file says is executed, so the variable takes names only. Nothing here imports torch before a scheme is made.
+In front of a scheme may stand the steps around it, "steps(keep=0.5)/" or "local_steps(every=4)/". The commands take such texts, the
+environment variable SPARSYNC_SCHEME has one, and `sparsync.scheme` makes a scheme of one. What a class's module or file says is executed,
+so the variable takes names only. Nothing here imports torch before a scheme is made.
 """
 
 import os
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base import registry
+from sparsync.recipes import PUBLISHED
 
 if TYPE_CHECKING:
     from sparsync.base.scheme import Scheme
 
-# Published systems that are a scheme and steps around it: name -> (what it stands for, what it is)
-RECIPES = {
-    "diloco": (
-        "local_steps(every=50:keep=0.0:outer_rate=0.7:outer_momentum=0.9)/dense",
-        "DiLoCo (arXiv 2311.08105), every 50 steps, the most often that its authors tried",
-    ),
-    "streaming_diloco": (
-        "local_steps(every=50:keep=0.0:fragments=4:delay=5:mixing=0.5:outer_rate=0.7:outer_momentum=0.9)/int4",
-        "Streaming DiLoCo (2501.18512): fragments in 4 bits that arrive while training continues",
-    ),
-}
 VARIABLE = "SPARSYNC_SCHEME"
 COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # by `sparsync launch --scheme`: where VARIABLE has the same text, it may name a class
 NOTE = "SPARSYNC_SCHEME_NOTE"  # a file that `sparsync launch` has made for a rank: what reads VARIABLE writes its text there
-DEFAULT = "dense"  # where the variable is not set
 # What may stand around a scheme, and what attach takes for it. adamw_steps is the older name of steps.
 STEPS = {"local_steps": "LocalSteps", "steps": "Steps", "adamw_steps": "Steps"}
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
 
+_AROUND = re.compile(rf"({'|'.join(STEPS)})(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
+_BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # and no module or file of that name
 _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
 
 
@@ -50,36 +42,62 @@ def scheme(text: str) -> "Scheme":
         raise TypeError(
             f"sparsync.scheme takes a text such as 'topk:density=0.01', got {text!r}; a scheme needs no call"
         )
-    around = RECIPES[text][0] if text in RECIPES else text
-    steps = next((name for name in STEPS if re.match(rf"{name}\b(?![:.])", around)), None)
-    if steps is not None:
-        meant = "" if around == text else f", which is {around},"
+    if around := taken_apart(text)[0]:
+        meant = f", which is {PUBLISHED[text][0]}," if text in PUBLISHED else ""
         raise ValueError(
             f"{text!r}{meant} is a scheme and the steps around it, and only a scheme is asked for; pass the one behind the slash to "
-            f"sparsync.attach(model, scheme, optimizer=optimizer, exchange=sparsync.{STEPS[steps]}(...))"
+            f"sparsync.attach(model, scheme, optimizer=optimizer, exchange=sparsync.{STEPS[around]}(...))"
         )
+    return scheme_of(text)
+
+
+def scheme_of(text: str) -> "Scheme":
+    """Return a new scheme of the text of one scheme."""
     if "," in text:
         raise ValueError(f"one scheme is asked for, got {text!r}; name one, and join several values of a setting by +")
     return made(*parsed(text), text)
 
 
-def scheme_of_environment() -> "Scheme":
-    """Return a new scheme of the text in the environment variable SPARSYNC_SCHEME, or `dense` where it is not set or empty.
+def text_of_environment() -> str:
+    """Return the text in the environment variable SPARSYNC_SCHEME; "" where it is not set.
 
-    It takes names of `sparsync.schemes.names()`. A class is taken only from `sparsync launch --scheme`, which sets
+    It names schemes of `sparsync.schemes.names()`. A class is taken only from `sparsync launch --scheme`, which sets
     SPARSYNC_SCHEME_OF_COMMAND_LINE to the same text. Where SPARSYNC_SCHEME_NOTE has the path of a file that is there, the text is written
-    into it: so `sparsync launch` learns that a script takes its scheme. Raises ValueError as `scheme`, naming the variable.
+    into it: so `sparsync launch` learns that a script takes its scheme. Raises ValueError for a class, naming the variable.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if note := os.environ.get(NOTE):
         with suppress(OSError), Path(note).open("r+") as file:  # r+ makes no file: it is gone when the launch is over
             file.write(f"{text}\n")
+    if text != os.environ.get(COMMAND_LINE):
+        with of_variable(text):
+            registry.check_names_no_code(parsed(taken_apart(text)[2])[0], "the environment")
+    return text
+
+
+@contextmanager
+def of_variable(text: str) -> Iterator[None]:
+    """Have ValueErrors name the variable that has this text."""
     try:
-        if text != os.environ.get(COMMAND_LINE):
-            registry.check_names_no_code(parsed(text)[0], "the environment")
-        return scheme(text or DEFAULT)
+        yield
     except ValueError as error:
         raise ValueError(f"{VARIABLE}={text}: {error}") from error
+
+
+def taken_apart(text: str, published: Mapping[str, tuple[str, str]] = PUBLISHED) -> tuple[str, dict[str, Any], str]:
+    """Return the steps around a scheme, one of STEPS or "", their settings, and the text of the scheme. Nothing is looked up.
+
+    `published`: names that stand for such texts. Raises ValueError for steps without a scheme.
+    """
+    text = published[text][0] if text in published else text
+    if found := _AROUND.fullmatch(text):
+        steps, settings, inner = found.groups()
+        return steps, by_key((each for each in (settings or "").split(":") if each), text), inner
+    if _BEGINS_AS_STEPS.match(text):
+        raise ValueError(
+            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or steps(keep=0.5)/SCHEME, got {text!r}"
+        )
+    return "", {}, text
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:  # Any: as `_value`

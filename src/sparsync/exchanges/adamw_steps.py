@@ -48,7 +48,7 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
         optimizer: a torch.optim.AdamW of all trained parameters, an Adam without weight decay, or several with a torch.optim.Muon. Settings
             are read from it, and compared between ranks, in each step, so schedules work. Its state is not used.
-        scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
+        scheme: how what is exchanged is reduced.
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
             and with Muon, else 0.5.
         block: adjacent elements with one ratio.
@@ -79,7 +79,7 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         self,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        scheme: Scheme | None = None,
+        scheme: Scheme,
         *,
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,

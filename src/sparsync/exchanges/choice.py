@@ -1,16 +1,21 @@
-"""What `attach` exchanges: gradients, the steps of the optimizer, or weight changes; which where nobody says, and what suits it."""
+"""What `attach` exchanges, and how: a recipe for the optimizer, or what was given; and what suits an optimizer."""
 
+import inspect
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch.optim import LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.scheme_text import of_variable, scheme_of, taken_apart, text_of_environment
 from sparsync.exchanges.exchanged_steps import Steps
-from sparsync.exchanges.local_options import LocalSteps
-from sparsync.exchanges.rules import exchangeable, optimizers_of
-from sparsync.runtime.findings import Finding, check_optimizer, innermost
+from sparsync.exchanges.local_options import LocalSteps, OuterSGD
+from sparsync.exchanges.rules import MuonRule, exchangeable, optimizers_of, rules_of
+from sparsync.recipes import Family, Recipe, bits_of, recipe
+from sparsync.runtime.findings import Finding, check_optimizer, check_scheme, innermost
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "ternary", "2bit", "int3")  # values of fewer than 4 bits
@@ -24,38 +29,154 @@ _LIKE_ADAM, _OF_SIGNS = (
     re.compile("Lion|^lion|(?i:rprop|signsgd|signum)"),
 )
 
+_OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a text names them
+
+_CURE = (
+    "leave the scheme out, attach(model, optimizer=optimizer), which takes what suits the optimizer; or use "
+    "TwoShot(density=1.0, values='int4')"
+)
+
 Exchange = Gradients | Steps | LocalSteps
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | None, steps_possible: bool) -> Exchange:
-    """Return `exchange`, or where it is None what suits the scheme and the optimizer.
+@dataclass(frozen=True)
+class Choice:
+    """What is exchanged, and the scheme that reduces it; the recipe that both are of, None where they were given."""
 
-    Steps for Adam, AdamW and Muon with a scheme that sends fewer than 4 bits an element, because gradients that are compressed so far
-    give wrong second moments, and wrong directions to Muon; gradients else, and where no optimizer is given or steps are not possible.
-    Raises TypeError for anything else and for what is no optimizer, and ValueError for steps where they are not possible.
+    scheme: Scheme
+    exchange: Exchange
+    recipe: Recipe | None = None
+
+
+def choose(
+    scheme: Scheme | None,
+    bits: float | None,
+    exchange: Exchange | None,
+    optimizer: Optimizers | None,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> Choice:
+    """Return what to exchange, and how: what was given, what SPARSYNC_SCHEME says, or a recipe.
+
+    `sharded`: each rank has a shard of the model only, so no steps can be exchanged. Of a scheme without `exchange`: steps of Adam, AdamW
+    and Muon where it sends fewer than 4 bits an element, because gradients that are compressed so far give wrong second moments, and wrong
+    directions to Muon; gradients else. Raises TypeError for what is no Scheme, exchange or optimizer, and ValueError for what does not go
+    together.
     """
     if optimizer is not None:
         check_optimizer(optimizer)
-    if isinstance(exchange, LocalSteps):
-        if optimizer is None:
-            raise ValueError(
-                "with local steps each rank steps its own optimizer, which is counted; pass it, or several: "
-                "attach(model, scheme, exchange=sparsync.LocalSteps(...), optimizer=optimizer)"
-            )
-        return exchange
-    if exchange is None:
-        return Steps() if optimizer is not None and steps_possible and _wants_steps(scheme, optimizer) else Gradients()
-    if not isinstance(exchange, Exchange):
+    if exchange is not None and not isinstance(exchange, Exchange):
         raise TypeError(f"exchange must be sparsync.Gradients(), Steps() or LocalSteps(every=...), got {exchange!r}")
-    if isinstance(exchange, Steps) and optimizer is None:
-        raise ValueError("the steps of an optimizer are exchanged; pass it: attach(model, scheme, optimizer=optimizer)")
-    if isinstance(exchange, Steps) and not steps_possible:
+    given = [name for name, value in (("a scheme", scheme), ("exchange=", exchange)) if value is not None]
+    if bits is not None and given:
+        raise ValueError(f"bits={bits} stands for a scheme and what it exchanges; leave bits or {given[0]} out")
+    found: Recipe | None = None
+    if scheme is not None:
+        check_scheme(scheme)
+    else:
+        text = "" if bits is not None else text_of_environment()
+        with of_variable(text) if text else nullcontext():
+            scheme, named, found = _of_text(text, bits, exchange, optimizer, ranks, sharded)
+            if exchange is not None and named is not None:
+                raise ValueError(f"it says what is exchanged, and so does {exchange!r}; leave one of them out")
+            exchange = exchange or named
+    if exchange is None:
+        steps = not sharded and optimizer is not None and _wants_steps(scheme, optimizer)
+        return Choice(scheme, Steps() if steps else Gradients())
+    if isinstance(exchange, Gradients):
+        return Choice(scheme, exchange, found)
+    if optimizer is None:
+        what = "the steps of an optimizer are exchanged"
+        if isinstance(exchange, LocalSteps):
+            what = "with local steps each rank steps its own optimizer, which is counted"
+        raise ValueError(f"{what}; pass it, or several: attach(model, ..., optimizer=optimizer)")
+    if isinstance(exchange, Steps) and sharded:
         raise ValueError(
             "exchanged steps need the whole model on every rank; under FSDP2 exchange gradients, with "
             "TwoShot(density=1.0, values='int4') for AdamW"
         )
-    return exchange
+    return Choice(scheme, exchange, found)
+
+
+def _of_text(
+    text: str, bits: float | None, exchange: Exchange | None, optimizer: Optimizers | None, ranks: int, sharded: bool
+) -> tuple[Scheme, Exchange | None, Recipe | None]:
+    """Return scheme, exchange and recipe of "bits=0.8", "default", or "", which is the same; or of a scheme with steps around it."""
+    try:
+        bits = bits_of(text) if text else bits
+    except LookupError:
+        return *method_of(text), None
+    if isinstance(exchange, Steps | LocalSteps):
+        raise ValueError(f"{exchange!r} goes with a scheme; pass one, such as sparsync.Dense(), or leave exchange= out")
+    gradients = isinstance(exchange, Gradients)
+    found = choose_recipe(bits, optimizer, ranks, sharded, gradients)
+    scheme, steps = method_of(found.text)
+    return scheme, None if gradients else steps or Gradients(), found
+
+
+def choose_recipe(
+    bits: float | None, optimizer: Optimizers | None, ranks: int, sharded: bool = False, gradients: bool = False
+) -> Recipe:
+    """Return the recipe for this optimizer with at most `bits`; None: the default one. `gradients`: it exchanges these."""
+    return recipe(family_of(optimizer, sharded, gradients), ranks, bits)
+
+
+def family_of(optimizer: Optimizers | None, sharded: bool = False, gradients: bool = False) -> Family:
+    """Return the family of recipes for this optimizer, or for several; `gradients`: of those that exchange gradients."""
+    if sharded:
+        return "shard"
+    if optimizer is None:
+        return "other"
+    if not gradients and _gives_steps(optimizer):
+        muon = any(isinstance(each, MuonRule) for each in rules_of(optimizers_of(optimizer)))
+        return "muon" if muon else "steps"
+    inner = [innermost(each) for each in listed(optimizer)]
+    plain = all(isinstance(each, SGD) and inspect.unwrap(type(each).step) is inspect.unwrap(SGD.step) for each in inner)
+    return "linear" if plain else "other"
+
+
+def without_optimizer(choice: Choice, optimizer: Optimizers | None, exchange: Exchange | None) -> Iterator[Finding]:
+    """Find out whether a recipe for gradients was taken only because no optimizer was given."""
+    if choice.recipe is not None and optimizer is None and exchange is None and choice.recipe.family != "shard":
+        yield Finding(
+            f"no optimizer was given, so gradients are exchanged, at {choice.recipe.bits:g} bits per parameter per step; the steps of "
+            "Adam, AdamW and Muon need fewer, and end closer to dense",
+            "attach(model, optimizer=optimizer); or pass exchange=sparsync.Gradients() to exchange gradients",
+        )
+
+
+def method_of(text: str) -> tuple[Scheme, Exchange | None]:
+    """Return the scheme of a text such as "steps(keep=0.0)/topk", and the steps around it; None where there are none."""
+    steps, settings, inner = taken_apart(text)
+    return scheme_of(inner), exchange_of(steps, settings, text) if steps else None
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for a text that SPARSYNC_SCHEME may not have, whatever the optimizer is."""
+    try:
+        recipe("steps", 1, bits_of(text))  # whose least one has the fewest bits of all
+    except LookupError:
+        method_of(text)
+
+
+def exchange_of(steps: str, settings: Mapping[str, Any], text: str) -> Steps | LocalSteps:  # Any: numbers and texts
+    """Return the options of steps around a scheme. Raises ValueError, naming `text`, for settings that they do not have or take."""
+    local = steps == "local_steps"
+    known = [
+        *(each.name for each in fields(LocalSteps if local else Steps) if each.name != "outer"),
+        *(_OUTER if local else ()),
+    ]
+    unknown = next((key for key in settings if key not in known), None)
+    if unknown is not None or (local and "every" not in settings):
+        problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
+        raise ValueError(f"{steps} {problem}, got {text!r}; settings are {', '.join(known)}")
+    given = {key: value for key, value in settings.items() if key not in _OUTER}
+    outer = {_OUTER[key]: value for key, value in settings.items() if key in _OUTER}
+    try:
+        return LocalSteps(**given, outer=OuterSGD(**outer) if outer else None) if local else Steps(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the steps of {text!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def listed(optimizer: Optimizers | None) -> list[Optimizer]:
@@ -63,21 +184,15 @@ def listed(optimizer: Optimizers | None) -> list[Optimizer]:
     return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
-def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme, steps_possible: bool = True) -> Iterator[Finding]:
-    """Find out whether this optimizer, or the one within it, suits the gradients that this scheme writes."""
+def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme) -> Iterator[Finding]:
+    """Find out whether these optimizers, or those within them, suit the gradients that this scheme writes."""
     if optimizer is None:
         return
-    if not isinstance(optimizer, Optimizer):
-        check_optimizer(optimizer)
-        found = dict.fromkeys(each for one in optimizer for each in optimizer_findings(one, scheme, steps_possible))
-        if len(optimizer) == 1:
-            yield from found
-        for each in found if len(optimizer) > 1 else ():
-            # Those that step in turn, each after its own backward pass, as in a GAN, have no common step.
-            cure = each.cure.replace("Steps(), or", "Steps() if all of them step together, or")
-            yield replace(each, cure=cure)
-        return
-    inner = innermost(optimizer)
+    check_optimizer(optimizer)
+    yield from dict.fromkeys(each for one in listed(optimizer) for each in _of_one(innermost(one), scheme))
+
+
+def _of_one(inner: Optimizer, scheme: Scheme) -> Iterator[Finding]:
     name, ours = type(inner).__name__, type(scheme).__name__
     if scheme.has_momentum:
         momenta = [group.get("momentum", 0.0) for group in inner.param_groups]
@@ -94,29 +209,25 @@ def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme, steps_possi
     elif scheme.has_residual and scheme.leaves_out and _OF_SIGNS.search(name):
         yield Finding(
             f"{ours} leaves elements out, and {name} follows signs, which say little where means are sparse: quality may fall behind dense",
-            "use TwoShot(density=1.0, values='int4')",
+            _CURE,
         )
     elif scheme.has_residual and scheme.leaves_out and (isinstance(inner, _DIVIDING) or _LIKE_ADAM.search(name)):
-        cure = "use TwoShot(density=1.0, values='int4')"
-        if steps_possible and isinstance(inner, (Adam, Muon)):
-            refused = _no_steps(optimizer)
-            instead = f"{cure}; the optimizer's steps cannot be exchanged instead, because {refused}"
-            cure = instead if refused else f"attach with exchange=sparsync.Steps(), or {cure}"
         does = "follows directions" if isinstance(inner, Muon) else "divides by second moments"
         yield Finding(
             f"{ours} leaves elements out, and {name} {does}, which are wrong where means are sparse: quality falls "
             "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
-            cure,
+            _CURE,
         )
 
 
-def _no_steps(optimizer: Optimizers) -> str:
-    """Return why steps of this optimizer cannot be exchanged; "" where they can."""
+def _gives_steps(optimizer: Optimizers) -> bool:
+    """Return whether the steps of this optimizer, or of several, can be exchanged."""
+    if any(_may_do_more(each) for each in listed(optimizer)):
+        return False
     try:
-        exchangeable(optimizer)
-    except (TypeError, ValueError) as error:  # another optimizer, or a setting that steps do not have
-        return str(error).partition("; ")[0]  # its cure may be to exchange gradients
-    return ""
+        return bool(exchangeable(optimizer))
+    except (TypeError, ValueError):  # another optimizer, or a setting that steps do not have
+        return False
 
 
 def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
@@ -124,10 +235,7 @@ def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
         getattr(each, name, "") for each in (scheme, *scheme.inner_schemes) for name in ("values", "values_down")
     )
     coarse = scheme.leaves_out or any(each in _COARSE for each in formats)
-    if not (coarse and scheme.has_residual) or scheme.has_momentum:
-        return False
-    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    return not any(_may_do_more(each) for each in given) and not _no_steps(optimizer)
+    return coarse and scheme.has_residual and not scheme.has_momentum and _gives_steps(optimizer)
 
 
 def _may_do_more(optimizer: Optimizer) -> bool:

@@ -127,7 +127,7 @@ class ExchangedSteps(StepMethod):
         self,
         replica: Replica,
         optimizer: Optimizer | Sequence[Optimizer],
-        scheme: Scheme | None,
+        scheme: Scheme,
         options: Steps,
         group: dist.ProcessGroup | None,
         comm: Comm | None,

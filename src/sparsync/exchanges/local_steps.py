@@ -50,7 +50,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
         optimizer: one or several. Ranks compare their settings in each exchange, so a rank that has run out of data still steps its
             schedule.
-        scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
+        scheme: how what is exchanged is reduced.
         options: those of LocalSteps: `every`, `keep`, `outer`, `fragments`, `delay` and more.
         group, comm: the ranks; or a communicator in place of a group, such as that of a `LocalWorld`.
         timeout_s: seconds; a rank that waits longer for the others gives up.
@@ -79,7 +79,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        scheme: Scheme | None = None,
+        scheme: Scheme,
         *,
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,

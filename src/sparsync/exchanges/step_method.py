@@ -26,7 +26,7 @@ from sparsync.exchanges.training_loop import Replica, ShownWeights
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.findings import given_or_default
+from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
@@ -89,14 +89,14 @@ class StepMethod(Handle):
         self,
         replica: Replica,
         optimizers: Sequence[Optimizer],
-        scheme: Scheme | None,
+        scheme: Scheme,
         options: StepOptions,
         group: dist.ProcessGroup | None,
         comm: Comm | None,
         timeout_s: float,
         fragments: int = 1,
     ) -> None:
-        scheme = given_or_default(scheme)
+        check_scheme(scheme)
         if scheme.has_momentum:
             raise ValueError(
                 f"{scheme.name} adds its own momentum to what it reduces, and here the steps of an optimizer are exchanged; "

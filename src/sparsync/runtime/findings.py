@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.core import matches
 from sparsync.runtime.parameter_names import plain_name
 
@@ -65,14 +64,6 @@ def check_scheme(scheme: object) -> None:
     if isinstance(scheme, str):
         cure = f"pass sparsync.scheme({scheme!r})"
     raise TypeError(f"scheme must be an instance of sparsync.Scheme such as TopK(density=0.01), got {scheme!r}; {cure}")
-
-
-def given_or_default(scheme: Scheme | None) -> Scheme:
-    """Return `scheme`, or for None that of SPARSYNC_SCHEME, see `scheme_of_environment`. Raises TypeError for anything but a Scheme."""
-    if scheme is None:
-        return scheme_of_environment()
-    check_scheme(scheme)
-    return scheme
 
 
 def check_model(model: object) -> None:

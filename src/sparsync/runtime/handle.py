@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import Self
 
@@ -20,11 +19,12 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed, summed
+from sparsync.recipes import Recipe
 from sparsync.runtime.backward_passes import BackwardPasses
 from sparsync.runtime.connection import Connection, ReportLog
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
 from sparsync.runtime.loads import Loads
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler
+from sparsync.runtime.optimizers import Comparison, ResidualRescaler
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.runtime.state_checks import (
@@ -44,34 +44,6 @@ FULL_AFTER = 100  # steps after which a new residual is as large as an old one, 
 
 
 @dataclass(frozen=True)
-class Options:
-    """What every integration of gradients takes besides a model and a scheme; see `sparsync.attach`."""
-
-    optimizers: Sequence[Optimizer] = ()
-    scaler: GradScaler | None = None
-    follow_rates: bool = True
-    timeout_s: float = 300.0
-    check_weights_every: int = CHECK_WEIGHTS_EVERY
-
-    def rescaler(
-        self, scheme: Any, names: Mapping[int, str], adds_up: bool = False
-    ) -> ResidualRescaler:  # Any: see Handle
-        """Return the rescaler of the residuals of `scheme`; `names` has each parameter's name by its id."""
-        return ResidualRescaler(scheme, names, self.optimizers, self.scaler, self.follow_rates, adds_up)
-
-    def comparison(
-        self, names: Mapping[int, str], weights: Callable[[], Named] | None, applies: Callable[[], bool] = lambda: True
-    ) -> Comparison:
-        """Return what the ranks compare besides buckets; see Comparison."""
-        return Comparison(self.optimizers, names, weights, self.check_weights_every, applies, where_stepped=True)
-
-    def connected(self, group: dist.ProcessGroup | None, *lines: str) -> GroupComm:
-        """Return private connections between the ranks of `group`, which must have the same `lines`. Collective over them."""
-        fingerprint = "\n".join([*lines, f"check_weights_every={self.check_weights_every}"])
-        return GroupComm.private(group, self.timeout_s, fingerprint=fingerprint)
-
-
-@dataclass(frozen=True)
 class Gradients:
     """Exchange gradients: what `sparsync.attach(..., exchange=Gradients())` takes. For every optimizer."""
 
@@ -88,6 +60,7 @@ class Handle:
     origin = "sparsync.attach"  # what the user called for this handle
     integration = "gradients"  # what residuals are of: it gives the units of a state
     exchange: Any = Gradients()  # Any: what is exchanged, with its options, such as Steps
+    recipe: Recipe | None = None  # that `attach` has taken; None where it was given a scheme
 
     def __init__(
         self,
@@ -294,6 +267,7 @@ class Handle:
             "step": self._step,
             "scheme_name": self.scheme.name,
             "settings": self._scheme.config_fingerprint(),
+            "recipe": "" if self.recipe is None else self.recipe.name,
             "layout": self.layout(),
             "rates": dict(self._rescaler.units.rates),
             "highest_rates": dict(self._rescaler.units.highest),
@@ -315,6 +289,7 @@ class Handle:
         """
         refuse_distributed_checkpoint()
         with _as_value_errors(self):
+            self._warn_of_recipe(state)
             self.check_state(state)
             self._check_place(state)
             self._check(state)
@@ -329,6 +304,13 @@ class Handle:
                 self._load(before)
             raise
         self._loads.note_handle()
+
+    def _warn_of_recipe(self, state: Mapping[str, Any]) -> None:
+        """Warn where `state` was saved with another recipe, which then has other settings."""
+        saved, own = state.get("recipe", ""), "" if self.recipe is None else self.recipe.name
+        if saved and saved != own and state.get("settings") != self._scheme.config_fingerprint():
+            here = f"this handle has {own or 'a scheme that was given'}"
+            warn_of(f"this state was saved with {saved}, and {here}; attach with {saved} to go on as before")
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is of this format, scheme and model, whatever its rank and number of ranks."""

@@ -41,9 +41,10 @@ def check_version(state: State) -> None:
 
 def check_form(state: State) -> None:
     """Raise ValueError unless `state` has the entries that all handles save, each of its type."""
-    state = {"integration": "", "clipping": _CLIPPING, **state}  # states of earlier versions have none
+    # States of earlier versions have none of these.
+    state = {"integration": "", "recipe": "", "clipping": _CLIPPING, **state}
     clipping = state["clipping"]
-    check_alike("state", state, {**_FORM, "integration": "", "clipping": _CLIPPING})
+    check_alike("state", state, {**_FORM, "integration": "", "recipe": "", "clipping": _CLIPPING})
     inner: dict[str, Any] = {"layout": dict.fromkeys(state["layout"], (0,))}
     inner |= {key: dict.fromkeys(state[key], 0.0) for key in ("rates", "highest_rates")}
     inner |= {"loss_scale": 0.0} if state["loss_scale"] is not None else {}

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsync import Dense, GradientReducer, Scheme, attach
+from sparsync import Dense, GradientReducer, Options, Scheme, attach
 from sparsync.runtime.handle import Handle
 from sparsync_lab.compare.settings import CompareSettings
 from sparsync_lab.labels import PHASES
@@ -89,7 +89,9 @@ def training_of(
     if scheme.has_momentum:
         optimizer, schedule = _optimizer(workload, model, settings.steps, scheme)
         followed = optimizer if scheme.follows_rate else None
-        reducer = GradientReducer(model, scheme, group=place.group, optimizer=followed, timeout_s=settings.timeout_s)
+        reducer = GradientReducer(
+            model, scheme, group=place.group, optimizer=followed, options=Options(timeout_s=settings.timeout_s)
+        )
         return Training(model, optimizer, schedule, reducer, reducer=reducer)
     # No initial broadcast: the weights are the same by their seed.
     ddp = DistributedDataParallel(
@@ -101,7 +103,7 @@ def training_of(
         find_unused_parameters=workload.find_unused_parameters,
     )
     optimizer, schedule = _optimizer(workload, ddp, settings.steps, scheme)
-    handle = attach(ddp, scheme, timeout_s=settings.timeout_s)
+    handle = attach(ddp, scheme, options=Options(timeout_s=settings.timeout_s))
     if isinstance(scheme, TorchDDP):
         handle.detach()
         own = [each for each in model.parameters() if each.requires_grad]

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsync.base.scheme_text import COMMAND_LINE, VARIABLE
 from sparsync_lab.temporary import temporary_folder
 
 SHOWN_LINES = 15  # of a failed script's standard error
@@ -29,7 +30,7 @@ _ONE_RANK = {
 
 @dataclass(frozen=True)
 class TrialJob:
-    """What is tried: a script with its arguments, or a workload with its options; and the scheme, "" for `dense`."""
+    """What is tried: a script with its arguments, or a workload with its options; and the scheme, "" for the default recipe."""
 
     script: tuple[str, ...] = ()
     workload: str = ""
@@ -150,9 +151,11 @@ def examined(model: Any, optimizer: Any, scheme: str) -> Result:  # Any: torch's
     """Return what `sparsync.doctor` says of them."""
     import sparsync
 
-    about = (_described(model), type(optimizer).__name__, scheme or "dense")
+    if scheme:
+        os.environ |= {VARIABLE: scheme, COMMAND_LINE: scheme}  # which `sparsync.attach` of the script would read
+    about = (_described(model), type(optimizer).__name__, os.environ.get(VARIABLE) or "default")
     try:
-        found = sparsync.doctor(model, sparsync.scheme(scheme or "dense"), optimizer=optimizer)
+        found = sparsync.doctor(model, optimizer=optimizer)
     except TypeError:
         what = f"{type(model).__name__} reduces gradients by itself"
         cure = "wrap the model by DistributedDataParallel or fully_shard, or pass the bare one to sparsync.attach"

@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from sparsync import Span
 from sparsync.core import generator, spans
+from sparsync.exchanges.choice import family_of
+from sparsync.recipes import Family
 from sparsync_lab.workloads.job_errors import naming
 
 Better = Literal["lower", "higher"]
@@ -208,6 +210,12 @@ def model_and_optimizer(workload: "Workload") -> tuple[nn.Module, Optimizer]:
         model = workload.model(0)
     with naming(workload.job_class(), "optimizer"):
         return model, workload.optimizer(model, 1)[0]
+
+
+def family_of_job(workload: "Workload") -> Family:
+    """Return the family of recipes of the job's optimizer. Prepares its data."""
+    workload.prepare()
+    return family_of(model_and_optimizer(workload)[1])
 
 
 def share(batch: int, rank: int, ranks: int) -> Span:

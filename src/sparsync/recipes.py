@@ -1,0 +1,149 @@
+"""The recipes: what `sparsync.attach` exchanges, and how, for a number of bits. Their figures stand in this table only.
+
+A text is one that the commands take, "steps(KEY=VALUE)/SCHEME:KEY=VALUE", or a scheme by itself for gradients. Published systems, of a
+scheme and steps around it, have names. Nothing here imports anything: `sparsync.exchanges.choice` finds an optimizer's family.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["steps", "muon", "linear", "other", "shard"]
+FAMILIES: dict[Family, str] = {
+    "steps": "Adam and AdamW",
+    "muon": "Muon",  # also with an AdamW for the rest
+    "linear": "SGD",  # what follows the gradient linearly
+    "other": "gradients of an optimizer whose steps cannot be exchanged, or of none",
+    "shard": "FSDP2's shard axis",
+}
+_QUALITY = "the page 'Quality and bits'"  # of the documentation
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row: what a rank sends, in bits per parameter per step, and how far training ends behind dense.
+
+    `bits` are those of 4 ranks, both ways, with what the integration sends besides. P ranks send (P-1)/P / 0.75 of them.
+    """
+
+    bits: float
+    family: Family
+    text: str
+    quality: str  # after 1000 steps, against the same optimizer with dense gradients, and the part of the page
+    least_ranks: int = 1
+    most_ranks: int = 10**9
+    parameters: Literal["int4"] | None = None  # of FSDP2's all-gather
+
+    @property
+    def name(self) -> str:
+        """How `attach` and the commands ask for it."""
+        return f"bits={self.bits:g}"
+
+    def bits_with(self, ranks: int) -> float:
+        """Return the bits per parameter per step of each of `ranks` ranks."""
+        return self.bits * (ranks - 1) / ranks / 0.75
+
+    def __str__(self) -> str:
+        return f"{self.name} for {FAMILIES[self.family]}: {self.text}"
+
+
+_INT4 = "two_shot:density=1.0:values=int4"
+
+# The first row of a family is its default. Of rows with the same bits a later one counts, where it is for these ranks.
+TABLE = (
+    Recipe(4.6, "steps", "steps(keep=0.0)/two_shot:density=1.0:values=int3", "level with dense"),
+    Recipe(3.1, "steps", "steps/two_shot:density=1.0:values=sign:values_down=int3", "1.6 % ahead of dense (gpt-1000)"),
+    Recipe(1.6, "steps", "steps/two_shot:density=1.0:values=sign", "0.3 % ahead (gpt-1000)", most_ranks=15),
+    Recipe(0.8, "steps", "steps/two_shot:density=0.03:values=sign:density_down=0.12", "1.1 % ahead (gpt-1000)"),
+    Recipe(
+        0.2, "steps", "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign", "0.7 % behind (gpt-1000)"
+    ),
+    # Many ranks: means of many signs lose less where more comes down than goes up.
+    Recipe(
+        1.4,
+        "steps",
+        "steps/two_shot:density=0.06:values=sign:density_down=0.3",
+        "0.5 % behind (gpt-tiny-16-down)",
+        least_ranks=16,
+    ),
+    Recipe(
+        0.2,
+        "steps",
+        "steps(keep=0.1:measure_every=16)/two_shot:density=0.005:values=sign:density_down=0.02",
+        "17 % behind (gpt-tiny-16-low)",
+        least_ranks=16,
+    ),
+    # Muon, where it has others than AdamW.
+    Recipe(1.6, "muon", "steps/in_turn:every=2", "2.6 % behind (gpt-muon-tiny-turns)"),
+    Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "4.6 % behind (gpt-muon-tiny-turns)"),
+    Recipe(
+        0.2,
+        "muon",
+        "steps(keep=0.2:measure_every=16)/two_shot:density=0.012:values=sign",
+        "14 % behind (gpt-muon-tiny-1000)",
+    ),
+    Recipe(6.1, "linear", _INT4, "not measured on 1000 steps of SGD"),
+    Recipe(0.8, "linear", "two_shot:density=0.05:values=int4", "2.0 % behind (shakespeare-small)"),
+    # Its bytes grow with the number of ranks.
+    Recipe(0.5, "linear", "topk:density=0.01:values=int8", "5.7 % behind (shakespeare-small)", most_ranks=4),
+    Recipe(6.1, "other", _INT4, "4.2 % behind with AdamW (gpt-tiny-1000)"),
+    Recipe(12.1, "other", "two_shot:density=1.0:values=int8", "not measured on 1000 steps"),
+    Recipe(6.1, "shard", _INT4, "not measured on 1000 steps", parameters="int4"),
+)
+
+# name -> (what it stands for, what it is)
+PUBLISHED = {
+    "diloco": (
+        "local_steps(every=50:keep=0.0:outer_rate=0.7:outer_momentum=0.9)/dense",
+        "DiLoCo (arXiv 2311.08105), every 50 steps, the most often that its authors tried",
+    ),
+    "streaming_diloco": (
+        "local_steps(every=50:keep=0.0:fragments=4:delay=5:mixing=0.5:outer_rate=0.7:outer_momentum=0.9)/int4",
+        "Streaming DiLoCo (2501.18512): fragments in 4 bits that arrive while training continues",
+    ),
+    "muloco": (
+        "local_steps(every=30:keep=0.0:outer_rate=0.7:outer_momentum=0.9)/quantized:values=2bit:decay=0.9",
+        "MuLoCo (2505.23725), for jobs with Muon: all elements in 2 bits, with DiLoCo's outer optimizer and scales for blocks of 256",
+    ),
+}
+
+
+def rows(family: Family, ranks: int) -> list[Recipe]:
+    """Return the recipes of a family on this number of ranks, its default first."""
+    found: dict[float, Recipe] = {}
+    for each in TABLE:
+        if each.family in (family, "steps" if family == "muon" else "") and (
+            each.least_ranks <= ranks <= each.most_ranks
+        ):
+            found[each.bits] = each
+    return list(found.values())
+
+
+def recipe(family: Family, ranks: int, bits: float | None = None) -> Recipe:
+    """Return the row with the most bits that is not above `bits`; None: the default. Raises ValueError below the least row."""
+    known = rows(family, ranks)
+    if bits is None:
+        return known[0]
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not bits > 0:
+        raise ValueError(f"bits must be a number above 0, such as 0.8, got {bits!r}")
+    below = [each for each in known if each.bits <= bits]
+    if not below:
+        there = ", ".join(f"{each.bits:g}" for each in sorted(known, key=lambda each: -each.bits))
+        raise ValueError(
+            f"no recipe for {FAMILIES[family]} sends as few as bits={bits:g} per parameter per step; there are {there}, counted with 4 "
+            f"ranks, and {ranks} send {known[0].bits_with(ranks) / known[0].bits:.2f} of that; choose one of these, or pass a scheme"
+        )
+    return max(below, key=lambda each: each.bits)
+
+
+def bits_of(text: str) -> float | None:
+    """Return the number of "bits=0.8", and None for "default". Raises LookupError for any other text, and ValueError without a number."""
+    if text == "default":
+        return None
+    found = re.fullmatch(r"bits=(.*)", text)
+    if found is None:
+        raise LookupError(text)
+    try:
+        return float(found[1])
+    except ValueError:
+        raise ValueError(f"bits= takes a number, such as bits=0.8, got {text!r}") from None

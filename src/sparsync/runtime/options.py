@@ -1,0 +1,70 @@
+"""What `sparsync.attach` takes besides what a user reads first."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from sparsync.comm.group import GroupComm
+from sparsync.runtime.findings import Axis
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler
+from sparsync.runtime.parameter_format import ParameterFormat
+from sparsync.wire import Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What most trainings leave alone: `sparsync.attach(model, optimizer=optimizer, options=sparsync.Options(timeout_s=60))`.
+
+    Args:
+        timeout_s: seconds that a rank waits for the others.
+        check_weights_every: steps between two comparisons of the trained parameters (0: never). None: 100, or those of `exchange`. On
+            FSDP2's shard axis each rank has different ones, and none are compared.
+        follow_rates: of gradients, whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
+            None: yes, except under Lightning and the Trainer of transformers, which change rates at every step.
+        join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (4; 0: none
+            are joined). A scheme takes as many exchanges and calls for a small bucket as for a large one. Dense joins up to 256 kB at most.
+        dense_below: for DistributedDataParallel, elements below which a joined bucket is sent whole (1024; 0: never).
+        replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
+        parameters: for FSDP2, how the shard axis exchanges parameters. None: as the recipe says, or FSDP2's own all-gather.
+    """
+
+    timeout_s: float = 300.0
+    check_weights_every: int | None = None
+    follow_rates: bool | None = None
+    join_mb: float | None = None
+    dense_below: int | None = None
+    replicate: Axis | None = None
+    parameters: Values | ParameterFormat | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOptions(Options):
+    """The options of an integration of gradients, with what it follows."""
+
+    optimizers: Sequence[Optimizer] = ()
+    scaler: GradScaler | None = None
+
+    @property
+    def weights_every(self) -> int:
+        return CHECK_WEIGHTS_EVERY if self.check_weights_every is None else self.check_weights_every
+
+    def rescaler(
+        self, scheme: Any, names: Mapping[int, str], adds_up: bool = False
+    ) -> ResidualRescaler:  # Any: see Handle
+        """Return the rescaler of the residuals of `scheme`; `names` has each parameter's name by its id."""
+        return ResidualRescaler(scheme, names, self.optimizers, self.scaler, self.follow_rates is not False, adds_up)
+
+    def comparison(
+        self, names: Mapping[int, str], weights: Callable[[], Named] | None, applies: Callable[[], bool] = lambda: True
+    ) -> Comparison:
+        """Return what the ranks compare besides buckets; see Comparison."""
+        return Comparison(self.optimizers, names, weights, self.weights_every, applies, where_stepped=True)
+
+    def connected(self, group: dist.ProcessGroup | None, *lines: str) -> GroupComm:
+        """Return private connections between the ranks of `group`, which must have the same `lines`. Collective over them."""
+        fingerprint = "\n".join([*lines, f"check_weights_every={self.weights_every}"])
+        return GroupComm.private(group, self.timeout_s, fingerprint=fingerprint)

@@ -1,0 +1,285 @@
+"""Recipes: what `attach` takes for an optimizer and a number of bits, what that sends, and what it says of it."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Muon
+
+import sparsync
+from helpers.distributed import run
+from sparsync import Bucket, Dense, Gradients, LocalSteps, LocalWorld, Options, Steps, TopK, TwoShot
+from sparsync.base.scheme_text import VARIABLE
+from sparsync.exchanges.choice import Choice, choose, family_of, method_of
+from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
+from sparsync_lab.predict import plans
+from sparsync_lab.scheme_choice import parse_schemes
+
+STEPS_ROW = "steps(keep=0.0)/two_shot:density=1.0:values=int3"
+N = 2**18
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2, 2))]
+
+
+def planned_bits(each: Recipe, ranks: int) -> float:
+    """Return what a rank sends by the closed forms, with what the integration sends besides."""
+    scheme, exchange = method_of(each.text)
+    if isinstance(exchange, Steps):
+        plan = plans.adamw_steps(scheme, [N], ranks, exchange.block, exchange.measure_every)
+    else:
+        plan = plans.plan(scheme, N, ranks)
+    return 8 * sum(one.nbytes for one in plan.exchanges) / N
+
+
+@pytest.mark.parametrize("each", TABLE, ids=str)
+def test_the_bits_of_a_row_are_what_the_closed_forms_count_with_four_ranks(each: Recipe) -> None:
+    assert round(planned_bits(each, 4), 1) == each.bits
+
+
+def test_the_bits_of_other_numbers_of_ranks_follow_from_those_of_four() -> None:
+    for each in TABLE:
+        for ranks in (2, 8, 16) if each.most_ranks > 4 else ():
+            assert each.bits_with(ranks) == pytest.approx(planned_bits(each, ranks), abs=0.06)
+
+
+def test_a_scheme_of_the_table_sends_what_its_row_says() -> None:
+    scheme_text = recipe("steps", 4).text.partition("/")[2]
+
+    def body(comm: Any) -> int:
+        bucket = Bucket("0", torch.randn(N, generator=torch.Generator().manual_seed(comm.rank)), 0)
+        metered = sparsync.MeteredComm(comm)
+        sparsync.scheme(scheme_text).reduce(bucket, metered)
+        return metered.sent.nbytes
+
+    for nbytes in LocalWorld(4).run(body):
+        assert round(8 * nbytes / N, 1) == recipe("steps", 4).bits
+
+
+def test_the_first_row_of_a_family_is_its_default_and_none_is_as_large_by_mistake() -> None:
+    assert {family: recipe(family, 4).bits for family in FAMILIES} == {
+        "steps": 4.6,
+        "muon": 4.6,
+        "linear": 6.1,
+        "other": 6.1,
+        "shard": 6.1,
+    }
+    for family in FAMILIES:
+        assert len({each.bits for each in rows(family, 4)}) == len(rows(family, 4))
+
+
+def cases() -> Iterator[tuple[Family, Any]]:
+    yield "steps", AdamW(weights())
+    yield "steps", Adam(weights())
+    yield "muon", [Muon(weights()), AdamW(weights())]
+    yield "linear", SGD(weights(), momentum=0.9, nesterov=True)
+    yield "linear", [SGD(weights()), SGD(weights())]
+    yield "other", AdamW(weights(), amsgrad=True)
+    yield "other", torch.optim.Adafactor(weights())
+    yield "other", type("Lars", (SGD,), {"step": lambda self: None})(weights())
+    yield "other", [SGD(weights()), AdamW(weights(), amsgrad=True)]
+    yield "other", None
+
+
+@pytest.mark.parametrize(("family", "optimizer"), list(cases()), ids=str)
+def test_the_family_follows_from_what_can_be_exchanged_of_the_optimizer(family: Family, optimizer: Any) -> None:
+    assert family_of(optimizer) == family
+    assert family_of(optimizer, sharded=True) == "shard"
+    assert family_of(optimizer, gradients=True) in ("linear", "other")
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "bits", "text"),
+    [
+        ("steps", 4, None, STEPS_ROW),
+        ("steps", 4, 100, STEPS_ROW),
+        ("steps", 4, 4.5, "steps/two_shot:density=1.0:values=sign:values_down=int3"),
+        ("steps", 4, 1.6, "steps/two_shot:density=1.0:values=sign"),
+        ("steps", 16, 1.6, "steps/two_shot:density=0.06:values=sign:density_down=0.3"),
+        ("steps", 16, 0.3, "steps(keep=0.1:measure_every=16)/two_shot:density=0.005:values=sign:density_down=0.02"),
+        ("muon", 4, 4.6, STEPS_ROW),
+        ("muon", 4, 1.6, "steps/in_turn:every=2"),
+        ("linear", 4, 0.7, "topk:density=0.01:values=int8"),
+        ("other", 4, 20, "two_shot:density=1.0:values=int8"),
+    ],
+)
+def test_the_row_with_the_most_bits_that_is_not_above_those_asked_for_is_taken(
+    family: Family, ranks: int, bits: float | None, text: str
+) -> None:
+    assert recipe(family, ranks, bits).text == text
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        (
+            0.1,
+            r"no recipe for Adam and AdamW sends as few as bits=0\.1 .*; there are 4\.6, 3\.1, 1\.6, 0\.8, 0\.2, .* 8 send 1\.17",
+        ),
+        (0, "bits must be a number above 0, such as 0.8, got 0"),
+        (True, "bits must be a number above 0, such as 0.8, got True"),
+        ("0.8", "bits must be a number above 0, such as 0.8, got '0.8'"),
+    ],
+)
+def test_bits_that_no_row_has_are_an_error_that_lists_those_there_are(bits: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe("steps", 8, bits)
+
+
+def test_bits_exclude_a_scheme_and_an_exchange() -> None:
+    for scheme, exchange, named in ((TopK(0.1), None, "a scheme"), (None, Gradients(), "exchange=")):
+        with pytest.raises(ValueError, match=f"bits=0.8 stands for .*; leave bits or {named} out"):
+            choose(scheme, 0.8, exchange, AdamW(weights()))
+
+
+def test_gradients_alone_take_a_recipe_for_these_and_steps_alone_need_a_scheme() -> None:
+    adamw = AdamW(weights())
+    assert choose(None, None, Gradients(), adamw) == Choice(
+        TwoShot(density=1.0, values="int4"), Gradients(), recipe("other", 4)
+    )
+    for exchange in (Steps(), LocalSteps(every=2)):
+        with pytest.raises(ValueError, match=r"goes with a scheme; pass one, such as sparsync\.Dense\(\), or leave"):
+            choose(None, None, exchange, adamw)
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme", "exchange", "bits"),
+    [
+        ("", TwoShot(density=1.0, values="int3"), Steps(keep=0.0), 4.6),
+        (" ", TwoShot(density=1.0, values="int3"), Steps(keep=0.0), 4.6),
+        ("default", TwoShot(density=1.0, values="int3"), Steps(keep=0.0), 4.6),
+        ("bits=2", TwoShot(density=1.0, values="sign"), Steps(), 1.6),
+        ("steps(keep=0.25)/topk:density=0.5", TopK(density=0.5), Steps(keep=0.25), None),
+        ("topk:density=0.5", TopK(density=0.5), Steps(), None),
+        ("dense", Dense(), Gradients(), None),
+        ("local_steps(every=4)/dense", Dense(), LocalSteps(every=4), None),
+    ],
+)
+def test_the_environment_has_a_recipe_a_scheme_or_one_with_steps_around_it(
+    text: str, scheme: Any, exchange: Any, bits: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    found = choose(None, None, None, AdamW(weights()))
+    assert (found.scheme, found.exchange) == (scheme, exchange)
+    assert (None if found.recipe is None else found.recipe.bits) == bits
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("topq", "SPARSYNC_SCHEME=topq: unknown scheme 'topq'"),
+        ("bits=few", "SPARSYNC_SCHEME=bits=few: bits= takes a number, such as bits=0.8, got 'bits=few'"),
+        ("bits=0.1", "SPARSYNC_SCHEME=bits=0.1: no recipe for Adam and AdamW sends as few"),
+        ("steps(kept=1)/topk", "steps have no setting 'kept', got"),
+        ("steps(keep=0.0)/os:system", "the environment takes names of `sparsync schemes` only"),
+    ],
+)
+def test_an_error_of_the_environment_names_it(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError) as error:
+        choose(None, None, None, AdamW(weights()))
+    assert message in str(error.value)
+
+
+def test_what_is_exchanged_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "steps/topk")
+    with pytest.raises(ValueError, match="it says what is exchanged, and so does"):
+        choose(None, None, Gradients(), AdamW(weights()))
+
+
+def test_commands_take_the_default_and_bits_of_the_jobs_optimizer() -> None:
+    default, few, scheme = parse_schemes("default,bits=0.8,topk", 0.01)
+    assert (default.label, default.exchange(), default.make()) == (
+        "default",
+        Steps(keep=0.0),
+        TwoShot(density=1.0, values="int3"),
+    )
+    assert (few.label, few.make()) == ("bits=0.8", TwoShot(0.03, "sign", density_down=0.12))
+    assert scheme.make() == TopK(0.01)
+    (sgd,) = parse_schemes("default", 0.01, family="linear")
+    assert (sgd.exchange(), sgd.make()) == (None, TwoShot(density=1.0, values="int4"))
+    with pytest.raises(ValueError, match=r"'bits=1\.6' is .* with 4 and 16 ranks; name one"):
+        parse_schemes("bits=1.6", 0.01, ranks=(4, 16))
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def attached() -> dict[str, Any]:
+    """Attach with recipes and without, and return what was said of each, and of a state of another recipe."""
+    log, lines = logging.getLogger("sparsync"), Lines()
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    found: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
+    for name, given in (
+        ("few", {"bits": 0.8}),
+        ("default", {}),
+        ("same scheme", {"scheme": TwoShot(0.03, "sign", density_down=0.12)}),
+        ("other scheme", {"scheme": TwoShot(0.05, "sign")}),
+        ("gradients", {"exchange": Gradients(), "options": Options(timeout_s=60)}),
+    ):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(64, 8))
+        lines.lines.clear()
+        with sparsync.attach(model, optimizer=AdamW(model.parameters()), **given) as handle:
+            state = handle.state_dict()
+            said = list(lines.lines)
+            saved = saved or state
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with pytest.raises(ValueError) if name == "gradients" else nullcontext():
+                    handle.load_state_dict(saved)
+            told = [str(each.message) for each in caught]
+            found[name] = (handle.recipe and handle.recipe.bits, handle.exchange, state["recipe"], said, told)
+    alone = DistributedDataParallel(nn.Linear(64, 8))
+    with pytest.warns(
+        UserWarning, match=r"no optimizer was given, so gradients .* at 6\.1 bits .*; attach\(model, optim"
+    ):
+        sparsync.attach(alone).detach()
+    with pytest.warns(UserWarning, match="no optimizer was given"):
+        sparsync.ddp_comm_hook()
+    (finding,) = sparsync.doctor(alone)
+    assert "no optimizer was given" in str(finding)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparsync.attach(alone, exchange=Gradients()).detach()
+        assert sparsync.doctor(alone, optimizer=AdamW(alone.parameters())) == []
+    return found
+
+
+@pytest.mark.distributed
+def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another() -> None:
+    for found in run(attached, 2):
+        bits, exchange, saved, said, told = found["default"]
+        assert (bits, exchange, saved) == (4.6, Steps(keep=0.0), "bits=4.6")
+        assert [each for each in said if "bits per parameter" in each] == [
+            f"bits=4.6 for Adam and AdamW: {STEPS_ROW}; a rank sends 3.07 bits per parameter per step with 2 ranks; on the page "
+            "'Quality and bits': level with dense"
+        ]
+        assert not any("own" in each for each in said)
+        assert told == [
+            "this state was saved with bits=0.8, and this handle has bits=4.6; attach with bits=0.8 to go on as before"
+        ]
+        bits, exchange, saved, said, told = found["few"]
+        assert (bits, exchange, saved, told) == (0.8, Steps(), "bits=0.8", [])
+        assert sum("with bits=0.8 each rank trains weights of its own" in each for each in said) == 1
+        bits, exchange, saved, said, told = found["same scheme"]
+        assert (bits, exchange, saved, told) == (None, Steps(), "", [])
+        assert not any("bits per parameter" in each for each in said)
+        assert "this handle has a scheme that was given; attach with bits=0.8" in found["other scheme"][4][0]
+        assert found["gradients"][:3] == (6.1, Gradients(), "bits=6.1")
+        assert len(found["gradients"][4]) == 1
