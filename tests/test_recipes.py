@@ -225,13 +225,14 @@ def attached() -> dict[str, Any]:
     log.setLevel(logging.INFO)
     found: dict[str, Any] = {}
     saved: dict[str, Any] = {}
-    for name, given in (
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (  # Any: arguments of attach
         ("few", {"bits": 0.8}),
         ("default", {}),
         ("same scheme", {"scheme": TwoShot(0.03, "sign", density_down=0.12)}),
         ("other scheme", {"scheme": TwoShot(0.05, "sign")}),
         ("gradients", {"exchange": Gradients(), "options": Options(timeout_s=60)}),
-    ):
+    )
+    for name, given in kinds:
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(64, 8))
         lines.lines.clear()
