@@ -18,16 +18,18 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
+from sparsync.collectives.values import broadcast
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
+from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
-from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket
+from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
@@ -106,6 +108,17 @@ class MeanOfNumbers(Reduction):
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
 
+class FirstRanks(Reduction):
+    """The vector of rank 0."""
+
+    name = "first"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm, n = MeteredComm(comm), bucket.grad.numel()
+        bucket.grad.copy_(broadcast(bucket.grad, comm))
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
+
+
 class ExchangedSteps(StepMethod):
     """Takes the steps of `optimizer` for `model` on all ranks: its `step` is the one here until `close`, and it has the settings."""
 
@@ -165,6 +178,9 @@ class ExchangedSteps(StepMethod):
         self._ratios = BlockRatios(common, options.block, options.measure_every)
         self._vectors = {key: [torch.zeros_like(each) for each in common] for key in self.vectors}
         self._counts = {key: dict.fromkeys(self._weights.trained, 0) for key in self.counts}
+        self._ahead = 0  # how many more steps than this handle has taken are in the moments
+        # Since moments were loaded: momentum is still to become rank 0's, and squares are those of the mean gradient.
+        self._shares = self._of_mean = False
         self._totals = {"skipped": 0, **self._totals}
         self._skipped = 0  # steps in a row
         self._applied = -1  # the last step that was applied, or skipped
@@ -178,6 +194,18 @@ class ExchangedSteps(StepMethod):
             # Before the gradient is taken, at weights without what waits.
             begins = self._go_back_before_pass
             self._shown = ShownWeights(replica, self._weights, self._set_outside, self._adopt, self._may_show, begins)
+        momentum, square = (by_name(self._weights.buckets, self._vectors[key]) for key in ("momentum", "square"))
+        self._moments = Moments(
+            replica,
+            self._groups,
+            momentum,
+            square,
+            lambda: self._counts,
+            options.beta2_for,
+            lambda: self.clip_factor,
+            self._take_moments,
+        )
+        self._take_moments()
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
@@ -231,12 +259,22 @@ class ExchangedSteps(StepMethod):
     def close(self) -> None:
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
         _remember_all(self._scheme)
+        self._moments.leave()
         self._taken.release()
         self._divisor.release()
         super().close()
 
     def detach(self) -> None:
-        self._taken.forget_moments()
+        """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
+
+        The optimizers go on with the momentum, and with rank 0's squares; with new moments, where the ranks cannot be reached any more.
+        """
+        if any(self._counts["applied"].values()) and not self.closed:
+            try:
+                self._share_squares()
+            except Exception:
+                for each in self.optimizers:
+                    each.state.clear()
         super().detach()
 
     def never_scaled(self) -> None:
@@ -282,6 +320,7 @@ class ExchangedSteps(StepMethod):
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
             self._check_own()
+            self._take_moments()
             self._go_back(self._step - 1)
             self._note_thrown_away()
             self._divisor.passes.stepped()  # also where the step fails
@@ -292,6 +331,8 @@ class ExchangedSteps(StepMethod):
                 self._rescaler.hold()
             self._idle = self._idle_now()
             reports, means = self._exchanged()
+            # After buckets that all ranks have, in which they find that only some have loaded moments.
+            reports += self._share_momentum() if self._shares else []
         self._count(reports)
         skipped = means is None
         with self._applying():
@@ -300,6 +341,9 @@ class ExchangedSteps(StepMethod):
                 self._apply(place, to_apply.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._applied = self._step
+        if not skipped:
+            self._moments.follow_rates()
+        self._moments.count()
         self._rescaler.applied()
         self._adopted.clear()
         self._loads.forget()
@@ -307,24 +351,58 @@ class ExchangedSteps(StepMethod):
         self._tell_skipped(skipped)
         return reports
 
+    def _take_moments(self) -> None:
+        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
+        if self._loads.of_handle:
+            self._moments.show()
+        elif self._moments.take():
+            self._shares, self._of_mean = True, self._comm.size > 1
+            self._note_ahead()
+            self._ratios.load_state_dict({}, self._keys, self._applied + 1)
+
+    def _note_ahead(self) -> None:
+        self._ahead = max(0, max(self._counts["applied"].values()) - self.done)
+
+    def _share_momentum(self) -> list[Report]:
+        """Make the momentum that of rank 0: converted by the squares of each rank, its last bits differ."""
+        buckets = self._moment_buckets("momentum", self._step)
+        reports = [self._connection.reduce(each, FirstRanks()) for each in buckets]
+        self._shares = False
+        return reports
+
+    @torch.no_grad()
+    def _share_squares(self) -> None:
+        """Make all moments those of rank 0, with squares as large as those of the mean gradient: any optimizer goes on with these."""
+        squares, factor = self._moment_buckets("square", self._step + 1), self.clip_factor
+        for each in squares:
+            each.grad.div_(factor**2)
+        for each in [*squares, *self._moment_buckets("momentum", self._step + 1)]:
+            self._connection.reduce_before_step(each, FirstRanks())
+        self._ratios.load_state_dict({}, self._keys, self._step + 1)
+        self._counts["seen"] = dict(self._counts["applied"])
+
+    def _moment_buckets(self, which: str, step: int) -> list[Bucket]:
+        return [
+            Bucket(f"{which}/{key}", each, step) for key, each in zip(self._keys, self._vectors[which], strict=True)
+        ]
+
+    def _go_back(self, last: int) -> list[str]:
+        found = super()._go_back(last)
+        if self._shares and "optimizer" not in found:
+            self._comparison.loaded = [*found, "optimizer"]
+        return found
+
     def _go_back_before_pass(self) -> None:
         if self._loads.take_new():
             self._check_own()
+            self._take_moments()
             self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
 
     def _waits(self) -> bool:
         return True
 
     def _drop_held(self, moments: bool) -> None:
-        """Forget what waits. Moments follow those of torch: a model that is loaded leaves them, and the state of an optimizer has none."""
         super()._drop_held(moments)
-        if moments:
-            for vectors in self._vectors.values():
-                for each in vectors:
-                    each.zero_()
-            self._counts = {key: dict.fromkeys(counts, 0) for key, counts in self._counts.items()}
-            self._groups.recount()
-            self._ratios.load_state_dict({}, self._keys, self._step)
         self._stop_journals()
         self._write_own()
 
@@ -410,6 +488,7 @@ class ExchangedSteps(StepMethod):
 
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         trained, ratios = self._weights.trained, self._ratios
+        self._take_moments()
         return {
             **{key: self._weights.saved(vectors) for key, vectors in self._vectors.items()},
             **deepcopy(self._counts),
@@ -443,7 +522,8 @@ class ExchangedSteps(StepMethod):
         if not self._catching_up:
             # A step that failed may have counted before it did, and is taken again.
             self._counts = {
-                key: {name: min(t, self.done) for name, t in each.items()} for key, each in self._counts.items()
+                key: {name: min(t, self.done + self._ahead) for name, t in each.items()}
+                for key, each in self._counts.items()
             }
         self._groups.recount()
         self._check_own()
@@ -504,7 +584,7 @@ class ExchangedSteps(StepMethod):
         kept = {key: mine[key] for key in (*self.vectors, "common") if key not in theirs}
         if own["step"] >= 0 or "seen" not in theirs:
             # This rank may be a step ahead, which those that went on without it have not taken.
-            seen = {name: min(t, state["step"] + 1) for name, t in mine["seen"].items()}
+            seen = {name: min(t, state["step"] + 1 + self._ahead) for name, t in mine["seen"].items()}
             kept |= {"square": mine["square"], "seen": seen}
         return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
 
@@ -519,13 +599,16 @@ class ExchangedSteps(StepMethod):
         saved, ratios = state[self.integration], self._ratios
         loaded = {key: self._weights.from_saved(saved[key]) for key in self.vectors}
         super()._load(state)
-        self._taken.note_handle_loaded()
         self._applied, self._catching_up = self._step, False
+        self._shares = self._of_mean = False
         for key, vectors in self._vectors.items():
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)
         self._counts = {key: dict(saved[key]) for key in self.counts}
         self._groups.recount()
+        self._note_ahead()
+        self._moments.show()
+        self._moments.follow_rates(restart=True)
         self._skipped, self._idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
@@ -584,6 +667,10 @@ class ExchangedSteps(StepMethod):
         done.skipped |= (overflow := bool(report.details["overflow"]))
         if not overflow:
             sketch.observe(map(self._taking, self._weights.buckets))
+            if self._of_mean:
+                for each in self._vectors["square"]:
+                    each.mul_(self.clip_factor**2)
+                self._of_mean = False
         if first:
             reduce()
         done.reports.insert(0, report)
