@@ -24,11 +24,12 @@ from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.moments import Moments
+from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
-from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
+from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
@@ -123,16 +124,8 @@ class ExchangedSteps(StepMethod):
     """Takes the steps of `optimizer` for `model` on all ranks: its `step` is the one here until `close`, and it has the settings."""
 
     replaces_optimizer = True
-    cure_of_set = (
-        "load the same weights on all ranks before the same step; compute what follows from the weights, such as their average (EMA), "
-        "inside `with handle.averaged():`, for outside of it these are a rank's own; or, where the loop itself changes them after each "
-        "step, as by clamp_, attach with exchange=sparsync.Steps(keep=0.0), and change them in the same way on all ranks"
-    )
-    cure_of_unexchanged = (
-        "where the loop computes it from the weights, as an average (EMA), a momentum encoder or a merge does, it has used a rank's own: "
-        "do that inside `with handle.averaged():`; or, where the forward pass does it, attach with exchange=sparsync.Steps(keep=0.0), with "
-        "which all ranks train the same weights"
-    )
+    cure_of_set = "change them in the same way on all ranks, before the same step"
+    cure_of_unexchanged = "change it in the same way on all ranks, before the same step"
     vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
     counts: tuple[str, ...]  # the same, of each parameter
 
@@ -160,9 +153,8 @@ class ExchangedSteps(StepMethod):
                 "scaler, or attach with exchange=sparsync.Gradients()"
             )
         self._groups = ParameterGroups(self.optimizers, replica.owned)
-        if options.keep == 0:
-            self.cure_of_set = "change them in the same way on all ranks, before the same step"
-            self.cure_of_unexchanged = "change it in the same way on all ranks, before the same step"
+        if options.keep != 0:
+            self.cure_of_set, self.cure_of_unexchanged = CURE_OF_SET, CURE_OF_UNEXCHANGED
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         self._keep = options.keep_for(self._scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
@@ -173,10 +165,10 @@ class ExchangedSteps(StepMethod):
                 f"decay={options.decay} needs a scheme with a residual and no decay setting, and {self._scheme.name} is none; leave "
                 "decay out, or set it in the scheme"
             )
-        common = [each.common for each in self._weights.buckets]
-        self._keys = [each.key for each in self._weights.buckets]
-        self._ratios = BlockRatios(common, options.block, options.measure_every)
-        self._vectors = {key: [torch.zeros_like(each) for each in common] for key in self.vectors}
+        buckets = self._weights.buckets
+        self._keys = [each.key for each in buckets]
+        self._vectors = {key: [each.empty().zero_() for each in buckets] for key in self.vectors}
+        self._ratios = BlockRatios(self._vectors["momentum"], options.block, options.measure_every)
         self._counts = {key: dict.fromkeys(self._weights.trained, 0) for key in self.counts}
         self._ahead = 0  # how many more steps than this handle has taken are in the moments
         # Since moments were loaded: momentum is still to become rank 0's, and squares are those of the mean gradient.
@@ -189,11 +181,10 @@ class ExchangedSteps(StepMethod):
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
-        self._shown = None
         if self._keep:
             # Before the gradient is taken, at weights without what waits.
             begins = self._go_back_before_pass
-            self._shown = ShownWeights(replica, self._weights, self._set_outside, self._adopt, self._may_show, begins)
+            self._shown = ShownWeights(replica, self._weights, self._set_outside, self._adopt, begins)
         momentum, square = (by_name(self._weights.buckets, self._vectors[key]) for key in ("momentum", "square"))
         self._moments = Moments(
             replica,
@@ -220,7 +211,8 @@ class ExchangedSteps(StepMethod):
 
     def _move(self, place: int, mean: Tensor) -> None:
         """Move the common weights of bucket `place` by the mean step of all ranks, [n]."""
-        common, momentum = self._weights.buckets[place].common, self._vectors["momentum"][place]
+        bucket, momentum = self._weights.buckets[place], self._vectors["momentum"][place]
+        common = bucket.common
 
         def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
             return rule, entry.shape if isinstance(rule, MuonRule) else None, t
@@ -238,6 +230,7 @@ class ExchangedSteps(StepMethod):
             for matrix, m_, x_ in zip(*(each.view(-1, *shape) for each in (w, m, x)), strict=True):
                 matrix.sub_(rule.step(m_, x_))
         kernels.momentum_steps_(common, momentum, mean, spans, factors)
+        bucket.put_common(common)
 
     def step(self) -> list[Report]:
         """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
@@ -434,7 +427,7 @@ class ExchangedSteps(StepMethod):
         owned = [each.grad for each in self._replica.owned.values() if each.grad is not None]
         own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
         own = own.full_tensor() if hasattr(own, "full_tensor") else own
-        square = own.double().square().reshape(1).to(self._weights.buckets[0].common.device)
+        square = own.double().square().reshape(1).to(self._weights.buckets[0].device)
         self._count([self._connection.reduce_before_step(Bucket("norm", square, self._step + 1), MeanOfNumbers())])
         norm = square[0].sqrt()
         if error_if_nonfinite and not bool(norm.isfinite()):
@@ -465,16 +458,15 @@ class ExchangedSteps(StepMethod):
         _remember_all(self._scheme)
         try:
             with self._connection.step():
-                common = [each.common for each in self._weights.buckets]
                 done = Reduced()
-                self._reduce(lambda place: torch.zeros_like(common[place]), done, send_all=True)
+                self._reduce(lambda place: self._weights.buckets[place].empty().zero_(), done, send_all=True)
         finally:
             _forget(self._scheme, self.exchange)
         self._count(done.reports)
         with self._applying():
             for bucket, mean in zip(self._weights.buckets, done.means, strict=True):
                 if (whole := mean.whole()) is not None:
-                    bucket.common.sub_(whole)
+                    bucket.put_common(bucket.common.sub_(whole))
             self._stop_journals()
             self._write_own()
         return done.reports
@@ -573,7 +565,7 @@ class ExchangedSteps(StepMethod):
             self._idle = frozenset(move["idle"])
             place = move["place"]
             (mean,) = move["means"]
-            self._move(place, unpacked(mean).to(self._weights.buckets[place].common.device))
+            self._move(place, unpacked(mean).to(self._weights.buckets[place].device))
         self._idle = idle
 
     def _movers(self) -> Sequence[Optimizer]:
@@ -613,10 +605,11 @@ class ExchangedSteps(StepMethod):
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
         self._divisor.next_step(self.clip_factor)
-        for name, own in saved["own"].items():
+        own = saved["own"] if self._keep else {}
+        for name, values in own.items():
             parameter = self._weights.trained[name].detach()
-            parameter.copy_(own.view(parameter.shape))
-        self._write_own(frozenset(saved["own"]))
+            parameter.copy_(values.view(parameter.shape))
+        self._write_own(frozenset(own))
 
     def _idle_now(self) -> frozenset[str]:
         """Return the parameters that are frozen or have a gradient on no rank. The same on all ranks."""
@@ -634,7 +627,7 @@ class ExchangedSteps(StepMethod):
 
         def step_of(place: int) -> Tensor:
             blocks, its_finite = ahead.pop() if ahead else self._gradient(buckets[place])
-            step = blocks.view(-1)[: len(buckets[place].common)]
+            step = blocks.view(-1)[: buckets[place].elements]
             self._to_step_(place, step) if finite and its_finite else step.fill_(torch.nan)
             return step
 
@@ -677,8 +670,8 @@ class ExchangedSteps(StepMethod):
 
     def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
         """Return this rank's gradient, padded to a multiple of the block size, [blocks, block], and whether its squares are finite."""
-        n, block = len(bucket.common), self._ratios.block
-        blocks = bucket.common.new_empty(-(-n // block), block)
+        n, block = bucket.elements, self._ratios.block
+        blocks = torch.empty(-(-n // block), block, dtype=bucket.dtype, device=bucket.device)
         flat = blocks.view(-1)
         flat[n:].zero_()
         gradients, starts, factors = list[Tensor](), list[int](), list[float]()
@@ -695,7 +688,7 @@ class ExchangedSteps(StepMethod):
     def _reduce(self, own: Callable[[int], Tensor], done: Reduced, send_all: bool = False) -> None:
         """Reduce `own` of each bucket, a vector that it makes when it is that one's turn, to the mean over ranks; note it in `done`."""
         for place, bucket in enumerate(self._weights.buckets):
-            done.means.append(Mean(len(bucket.common), bucket.part(self._idle)))
+            done.means.append(Mean(bucket.elements, bucket.part(self._idle)))
             if report := self._reduce_one(done.means[-1], own(place), send_all):
                 done.reports.append(report)
                 done.skipped |= bool(report.details["overflow"])
