@@ -31,6 +31,7 @@ PARTS = {
     "kernels_table": "every backend of the kernels of this machine: the table of docs/kernels.md",
     "mutations": "faults put into the library, and the tests that must find them",
     "predictions": "predicted steps beside measured ones: docs/predictions.md",
+    "resume": "trainings that go on from the optimizer's state alone: a table of docs/adamw_steps.md",
     "records": "checks the runs that docs/records.jsonl has, and writes the tables of docs/records.md",
     "traffic_by_ranks": "the traffic of few ranks and of many: tables of docs/traffic.md",
     "when_to_use": 'the part "when to use what" of docs/advise.md',

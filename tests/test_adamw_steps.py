@@ -833,7 +833,7 @@ def test_buffers_are_a_ranks_own_and_own_weights_are_back_after_an_evaluation() 
         with steps.averaged():
             assert all(map(torch.equal, steps.model.buffers(), [each for each in own if each.shape in ((8,), ())][-3:]))
             for call in (steps.step, steps.state_dict, steps.averaged().__enter__):
-                with pytest.raises(RuntimeError, match="leave `with steps"):
+                with pytest.raises(RuntimeError, match="leave `with handle"):
                     call()
         assert all(map(torch.equal, steps.model.state_dict().values(), own))
         with pytest.raises(ZeroDivisionError), steps.averaged():

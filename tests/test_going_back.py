@@ -142,7 +142,7 @@ def steps() -> None:
                 training.step(7)
             assert len(told) == 1
             state = training.handle.state_dict()["adamw_steps"]
-            assert {*state["applied"].values(), *state["seen"].values()} == {1}
+            assert {*state["applied"].values(), *state["seen"].values()} == {3}
             assert state["measured"] == 1
             assert training.residual().abs().max() < 20 * RATE
             assert (training.weights() - flat(saved[0])).abs().max() < 20 * RATE

@@ -469,9 +469,9 @@ def test_buffers_are_exchanged_with_the_weights_and_own_ones_are_back_after_an_e
         steps.optimizers[0].step()
         with steps.averaged():
             assert (made.mean[2].item(), made.weight[0].item()) == (9.0 if wanted is None else wanted[0], 0.0)
-            with pytest.raises(RuntimeError, match="leave `with steps"):
+            with pytest.raises(RuntimeError, match="leave `with handle"):
                 steps.step()
-            with pytest.raises(RuntimeError, match="leave `with steps"):
+            with pytest.raises(RuntimeError, match="leave `with handle"):
                 steps.state_dict()
         assert (made.mean[2].item(), made.weight[0].item()) == (9.0, 7.0)
 

@@ -19,7 +19,7 @@ from sparsync.exchanges.choice import Optimizers
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.exchanges.rules import exchangeable, optimizers_of
+from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.taken_optimizer import never_scaled
 from sparsync.exchanges.training_loop import Replica
@@ -93,7 +93,6 @@ def attach(
     given |= {"group": group, "timeout_s": options.timeout_s, "replica": replica}
     inner = optimizers_of(optimizer)
     if isinstance(exchange, Steps):
-        _warn_of_moments(exchangeable(optimizer))
         handle, what = AdamWSteps(replica.module, optimizer, scheme, scaler=scaler, **given), "the steps"
     else:
         handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **given)), "the weight changes"
@@ -107,18 +106,6 @@ def attach(
     exchange = replace(exchange, keep=exchange.keep_for(scheme))
     _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme.config_fingerprint(), exchange)
     return handle
-
-
-def _warn_of_moments(optimizers: Sequence[Optimizer]) -> None:
-    """Warn where one of these has stepped before."""
-    kinds = " and ".join(type(each).__name__ for each in optimizers)
-    if any(state for each in optimizers for state in each.state.values()):
-        warn_of(
-            Finding(
-                f"this {kinds} has moments of earlier steps, and exchanged steps begin with new ones",
-                "attach before the first step, and load a checkpoint of the handle",
-            )
-        )
 
 
 def _local(handle: LocalTraining) -> LocalTraining:

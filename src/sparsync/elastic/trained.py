@@ -77,10 +77,15 @@ class Trained:
         return {
             "handle": handle,
             "model": _bare(self.model).state_dict() if self.method is None else {},
-            "optimizers": [] if local else [each.state_dict() for each in self.optimizers],
+            "optimizers": [] if local else [self._settings_or_all(each) for each in self.optimizers],
             "more": [each.state_dict() for each in self.more],
             "steps": self.steps,
         }
+
+    def _settings_or_all(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer; without moments, where the handle has them."""
+        found = optimizer.state_dict()
+        return found if self.method is None else {**found, "state": {}}
 
     @property
     def method(self) -> StepMethod | None:
@@ -109,7 +114,8 @@ class Trained:
             _bare(self.model).load_state_dict(state["model"])
         if state["optimizers"]:
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
+                own = saved["state"] if self.method is None else optimizer.state_dict()["state"]
+                optimizer.load_state_dict({**saved, "state": own})
         for each, saved in zip(self.more, state["more"], strict=True):
             each.load_state_dict(saved)
         self.steps = state["steps"]

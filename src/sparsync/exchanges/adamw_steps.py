@@ -47,7 +47,7 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
         optimizer: a torch.optim.AdamW of all trained parameters, an Adam without weight decay, or several with a torch.optim.Muon. Settings
-            are read from it, and compared between ranks, in each step, so schedules work. Its state is not used.
+            are read from it, and compared between ranks, in each step, so schedules work. Its state has the moments.
         scheme: how what is exchanged is reduced.
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
             and with Muon, else 0.5.

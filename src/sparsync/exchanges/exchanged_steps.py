@@ -18,16 +18,19 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
+from sparsync.collectives.values import broadcast
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
+from sparsync.exchanges.moments import Moments
+from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
-from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
-from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket
+from sparsync.exchanges.training_loop import GradientDivisor, Replica
+from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
@@ -106,20 +109,23 @@ class MeanOfNumbers(Reduction):
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
 
+class FirstRanks(Reduction):
+    """The vector of rank 0."""
+
+    name = "first"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm, n = MeteredComm(comm), bucket.grad.numel()
+        bucket.grad.copy_(broadcast(bucket.grad, comm))
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
+
+
 class ExchangedSteps(StepMethod):
     """Takes the steps of `optimizer` for `model` on all ranks: its `step` is the one here until `close`, and it has the settings."""
 
     replaces_optimizer = True
-    cure_of_set = (
-        "load the same weights on all ranks before the same step; compute what follows from the weights, such as their average (EMA), "
-        "inside `with handle.averaged():`, for outside of it these are a rank's own; or, where the loop itself changes them after each "
-        "step, as by clamp_, attach with exchange=sparsync.Steps(keep=0.0), and change them in the same way on all ranks"
-    )
-    cure_of_unexchanged = (
-        "where the loop computes it from the weights, as an average (EMA), a momentum encoder or a merge does, it has used a rank's own: "
-        "do that inside `with handle.averaged():`; or, where the forward pass does it, attach with exchange=sparsync.Steps(keep=0.0), with "
-        "which all ranks train the same weights"
-    )
+    cure_of_set = "change them in the same way on all ranks, before the same step"
+    cure_of_unexchanged = "change it in the same way on all ranks, before the same step"
     vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
     counts: tuple[str, ...]  # the same, of each parameter
 
@@ -147,9 +153,8 @@ class ExchangedSteps(StepMethod):
                 "scaler, or attach with exchange=sparsync.Gradients()"
             )
         self._groups = ParameterGroups(self.optimizers, replica.owned)
-        if options.keep == 0:
-            self.cure_of_set = "change them in the same way on all ranks, before the same step"
-            self.cure_of_unexchanged = "change it in the same way on all ranks, before the same step"
+        if options.keep != 0:
+            self.cure_of_set, self.cure_of_unexchanged = CURE_OF_SET, CURE_OF_UNEXCHANGED
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         self._keep = options.keep_for(self._scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
@@ -160,13 +165,16 @@ class ExchangedSteps(StepMethod):
                 f"decay={options.decay} needs a scheme with a residual and no decay setting, and {self._scheme.name} is none; leave "
                 "decay out, or set it in the scheme"
             )
-        common = [each.common for each in self._weights.buckets]
-        self._keys = [each.key for each in self._weights.buckets]
+        buckets = self._weights.buckets
+        self._keys = [each.key for each in buckets]
+        self._vectors = {key: [each.empty().zero_() for each in buckets] for key in self.vectors}
         self._ratios = BlockRatios(
-            common, [each.layout for each in self._weights.buckets], options.block, options.measure_every
+            self._vectors["momentum"], [each.layout for each in buckets], options.block, options.measure_every
         )
-        self._vectors = {key: [torch.zeros_like(each) for each in common] for key in self.vectors}
         self._counts = {key: dict.fromkeys(self._weights.trained, 0) for key in self.counts}
+        self._ahead = 0  # how many more steps than this handle has taken are in the moments
+        # Since moments were loaded: momentum is still to become rank 0's, and squares are those of the mean gradient.
+        self._shares = self._of_mean = False
         self._totals = {"skipped": 0, **self._totals}
         self._skipped = 0  # steps in a row
         self._applied = -1  # the last step that was applied, or skipped
@@ -175,11 +183,22 @@ class ExchangedSteps(StepMethod):
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
-        self._shown = None
         if self._keep:
             # Before the gradient is taken, at weights without what waits.
             begins = self._go_back_before_pass
-            self._shown = ShownWeights(replica, self._weights, self._set_outside, self._adopt, self._may_show, begins)
+            self._shown = ShownWeights(replica, self._weights, self._set_outside, self._adopt, begins)
+        momentum, square = (by_name(self._weights.buckets, self._vectors[key]) for key in ("momentum", "square"))
+        self._moments = Moments(
+            replica,
+            self._groups,
+            momentum,
+            square,
+            lambda: self._counts,
+            options.beta2_for,
+            lambda: self.clip_factor,
+            self._take_moments,
+        )
+        self._take_moments()
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
@@ -194,7 +213,8 @@ class ExchangedSteps(StepMethod):
 
     def _move(self, place: int, mean: Tensor) -> None:
         """Move the common weights of bucket `place` by the mean step of all ranks, [n]."""
-        common, momentum = self._weights.buckets[place].common, self._vectors["momentum"][place]
+        bucket, momentum = self._weights.buckets[place], self._vectors["momentum"][place]
+        common = bucket.common
 
         def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
             return rule, entry.shape if isinstance(rule, MuonRule) else None, t
@@ -212,6 +232,7 @@ class ExchangedSteps(StepMethod):
             for matrix, m_, x_ in zip(*(each.view(-1, *shape) for each in (w, m, x)), strict=True):
                 matrix.sub_(rule.step(m_, x_))
         kernels.momentum_steps_(common, momentum, mean, spans, factors)
+        bucket.put_common(common)
 
     def step(self) -> list[Report]:
         """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
@@ -233,12 +254,22 @@ class ExchangedSteps(StepMethod):
     def close(self) -> None:
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
         _remember_all(self._scheme)
+        self._moments.leave()
         self._taken.release()
         self._divisor.release()
         super().close()
 
     def detach(self) -> None:
-        self._taken.forget_moments()
+        """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
+
+        The optimizers go on with the momentum, and with rank 0's squares; with new moments, where the ranks cannot be reached any more.
+        """
+        if any(self._counts["applied"].values()) and not self.closed:
+            try:
+                self._share_squares()
+            except Exception:
+                for each in self.optimizers:
+                    each.state.clear()
         super().detach()
 
     def never_scaled(self) -> None:
@@ -284,6 +315,7 @@ class ExchangedSteps(StepMethod):
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
             self._check_own()
+            self._take_moments()
             self._go_back(self._step - 1)
             self._note_thrown_away()
             self._divisor.passes.stepped()  # also where the step fails
@@ -294,6 +326,8 @@ class ExchangedSteps(StepMethod):
                 self._rescaler.hold()
             self._idle = self._idle_now()
             reports, means = self._exchanged()
+            # After buckets that all ranks have, in which they find that only some have loaded moments.
+            reports += self._share_momentum() if self._shares else []
         self._count(reports)
         skipped = means is None
         with self._applying():
@@ -302,6 +336,9 @@ class ExchangedSteps(StepMethod):
                 self._apply(place, to_apply.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._applied = self._step
+        if not skipped:
+            self._moments.follow_rates()
+        self._moments.count()
         self._rescaler.applied()
         self._adopted.clear()
         self._loads.forget()
@@ -309,24 +346,58 @@ class ExchangedSteps(StepMethod):
         self._tell_skipped(skipped)
         return reports
 
+    def _take_moments(self) -> None:
+        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
+        if self._loads.of_handle:
+            self._moments.show()
+        elif self._moments.take():
+            self._shares, self._of_mean = True, self._comm.size > 1
+            self._note_ahead()
+            self._ratios.load_state_dict({}, self._keys, self._applied + 1)
+
+    def _note_ahead(self) -> None:
+        self._ahead = max(0, max(self._counts["applied"].values()) - self.done)
+
+    def _share_momentum(self) -> list[Report]:
+        """Make the momentum that of rank 0: converted by the squares of each rank, its last bits differ."""
+        buckets = self._moment_buckets("momentum", self._step)
+        reports = [self._connection.reduce(each, FirstRanks()) for each in buckets]
+        self._shares = False
+        return reports
+
+    @torch.no_grad()
+    def _share_squares(self) -> None:
+        """Make all moments those of rank 0, with squares as large as those of the mean gradient: any optimizer goes on with these."""
+        squares, factor = self._moment_buckets("square", self._step + 1), self.clip_factor
+        for each in squares:
+            each.grad.div_(factor**2)
+        for each in [*squares, *self._moment_buckets("momentum", self._step + 1)]:
+            self._connection.reduce_before_step(each, FirstRanks())
+        self._ratios.load_state_dict({}, self._keys, self._step + 1)
+        self._counts["seen"] = dict(self._counts["applied"])
+
+    def _moment_buckets(self, which: str, step: int) -> list[Bucket]:
+        return [
+            Bucket(f"{which}/{key}", each, step) for key, each in zip(self._keys, self._vectors[which], strict=True)
+        ]
+
+    def _go_back(self, last: int) -> list[str]:
+        found = super()._go_back(last)
+        if self._shares and "optimizer" not in found:
+            self._comparison.loaded = [*found, "optimizer"]
+        return found
+
     def _go_back_before_pass(self) -> None:
         if self._loads.take_new():
             self._check_own()
+            self._take_moments()
             self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
 
     def _waits(self) -> bool:
         return True
 
     def _drop_held(self, moments: bool) -> None:
-        """Forget what waits. Moments follow those of torch: a model that is loaded leaves them, and the state of an optimizer has none."""
         super()._drop_held(moments)
-        if moments:
-            for vectors in self._vectors.values():
-                for each in vectors:
-                    each.zero_()
-            self._counts = {key: dict.fromkeys(counts, 0) for key, counts in self._counts.items()}
-            self._groups.recount()
-            self._ratios.load_state_dict({}, self._keys, self._step)
         self._stop_journals()
         self._write_own()
 
@@ -358,7 +429,7 @@ class ExchangedSteps(StepMethod):
         owned = [each.grad for each in self._replica.owned.values() if each.grad is not None]
         own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
         own = own.full_tensor() if hasattr(own, "full_tensor") else own
-        square = own.double().square().reshape(1).to(self._weights.buckets[0].common.device)
+        square = own.double().square().reshape(1).to(self._weights.buckets[0].device)
         self._count([self._connection.reduce_before_step(Bucket("norm", square, self._step + 1), MeanOfNumbers())])
         norm = square[0].sqrt()
         if error_if_nonfinite and not bool(norm.isfinite()):
@@ -389,16 +460,15 @@ class ExchangedSteps(StepMethod):
         _remember_all(self._scheme)
         try:
             with self._connection.step():
-                common = [each.common for each in self._weights.buckets]
                 done = Reduced()
-                self._reduce(lambda place: torch.zeros_like(common[place]), done, send_all=True)
+                self._reduce(lambda place: self._weights.buckets[place].empty().zero_(), done, send_all=True)
         finally:
             _forget(self._scheme, self.exchange)
         self._count(done.reports)
         with self._applying():
             for bucket, mean in zip(self._weights.buckets, done.means, strict=True):
                 if (whole := mean.whole()) is not None:
-                    bucket.common.sub_(whole)
+                    bucket.put_common(bucket.common.sub_(whole))
             self._stop_journals()
             self._write_own()
         return done.reports
@@ -412,6 +482,7 @@ class ExchangedSteps(StepMethod):
 
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         trained, ratios = self._weights.trained, self._ratios
+        self._take_moments()
         return {
             **{key: self._weights.saved(vectors) for key, vectors in self._vectors.items()},
             **deepcopy(self._counts),
@@ -445,7 +516,8 @@ class ExchangedSteps(StepMethod):
         if not self._catching_up:
             # A step that failed may have counted before it did, and is taken again.
             self._counts = {
-                key: {name: min(t, self.done) for name, t in each.items()} for key, each in self._counts.items()
+                key: {name: min(t, self.done + self._ahead) for name, t in each.items()}
+                for key, each in self._counts.items()
             }
         self._groups.recount()
         self._check_own()
@@ -495,7 +567,7 @@ class ExchangedSteps(StepMethod):
             self._idle = frozenset(move["idle"])
             place = move["place"]
             (mean,) = move["means"]
-            self._move(place, unpacked(mean).to(self._weights.buckets[place].common.device))
+            self._move(place, unpacked(mean).to(self._weights.buckets[place].device))
         self._idle = idle
 
     def _movers(self) -> Sequence[Optimizer]:
@@ -506,7 +578,7 @@ class ExchangedSteps(StepMethod):
         kept = {key: mine[key] for key in (*self.vectors, "common") if key not in theirs}
         if own["step"] >= 0 or "seen" not in theirs:
             # This rank may be a step ahead, which those that went on without it have not taken.
-            seen = {name: min(t, state["step"] + 1) for name, t in mine["seen"].items()}
+            seen = {name: min(t, state["step"] + 1 + self._ahead) for name, t in mine["seen"].items()}
             kept |= {"square": mine["square"], "seen": seen}
         return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
 
@@ -521,21 +593,25 @@ class ExchangedSteps(StepMethod):
         saved, ratios = state[self.integration], self._ratios
         loaded = {key: self._weights.from_saved(saved[key]) for key in self.vectors}
         super()._load(state)
-        self._taken.note_handle_loaded()
         self._applied, self._catching_up = self._step, False
+        self._shares = self._of_mean = False
         for key, vectors in self._vectors.items():
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)
         self._counts = {key: dict(saved[key]) for key in self.counts}
         self._groups.recount()
+        self._note_ahead()
+        self._moments.show()
+        self._moments.follow_rates(restart=True)
         self._skipped, self._idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
         self._divisor.next_step(self.clip_factor)
-        for name, own in saved["own"].items():
+        own = saved["own"] if self._keep else {}
+        for name, values in own.items():
             parameter = self._weights.trained[name].detach()
-            parameter.copy_(own.view(parameter.shape))
-        self._write_own(frozenset(saved["own"]))
+            parameter.copy_(values.view(parameter.shape))
+        self._write_own(frozenset(own))
 
     def _idle_now(self) -> frozenset[str]:
         """Return the parameters that are frozen or have a gradient on no rank. The same on all ranks."""
@@ -553,7 +629,7 @@ class ExchangedSteps(StepMethod):
 
         def step_of(place: int) -> Tensor:
             blocks, its_finite = ahead.pop() if ahead else self._gradient(buckets[place])
-            step = blocks.view(-1)[: len(buckets[place].common)]
+            step = blocks.view(-1)[: buckets[place].elements]
             self._to_step_(place, step) if finite and its_finite else step.fill_(torch.nan)
             return step
 
@@ -586,14 +662,18 @@ class ExchangedSteps(StepMethod):
         done.skipped |= (overflow := bool(report.details["overflow"]))
         if not overflow:
             sketch.observe(map(self._taking, self._weights.buckets))
+            if self._of_mean:
+                for each in self._vectors["square"]:
+                    each.mul_(self.clip_factor**2)
+                self._of_mean = False
         if first:
             reduce()
         done.reports.insert(0, report)
 
     def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
         """Return this rank's gradient, padded to a multiple of the block size, [blocks, block], and whether its squares are finite."""
-        n, block = len(bucket.common), self._ratios.block
-        blocks = bucket.common.new_empty(-(-n // block), block)
+        n, block = bucket.elements, self._ratios.block
+        blocks = torch.empty(-(-n // block), block, dtype=bucket.dtype, device=bucket.device)
         flat = blocks.view(-1)
         flat[n:].zero_()
         gradients, starts, factors = list[Tensor](), list[int](), list[float]()
@@ -610,7 +690,7 @@ class ExchangedSteps(StepMethod):
     def _reduce(self, own: Callable[[int], Tensor], done: Reduced, send_all: bool = False) -> None:
         """Reduce `own` of each bucket, a vector that it makes when it is that one's turn, to the mean over ranks; note it in `done`."""
         for place, bucket in enumerate(self._weights.buckets):
-            done.means.append(Mean(len(bucket.common), bucket.part(self._idle)))
+            done.means.append(Mean(bucket.elements, bucket.part(self._idle)))
             if report := self._reduce_one(done.means[-1], own(place), send_all):
                 done.reports.append(report)
                 done.skipped |= bool(report.details["overflow"])

@@ -21,9 +21,10 @@ from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.local_exchange import OPTIMIZER, Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import MEASURED, LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
+from sparsync.exchanges.own_weights import ShownWeights
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
-from sparsync.exchanges.training_loop import Replica, ShownWeights
+from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
 from sparsync.runtime.state_checks import check_alike
 
@@ -101,7 +102,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
         self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
         self._shown = self._in_model = ShownWeights(
-            replica, self._weights, self._set_outside, self._adopt, self._may_show, self._go_back_before_pass
+            replica, self._weights, self._set_outside, self._adopt, self._go_back_before_pass
         )
 
     def never_scaled(self) -> None:

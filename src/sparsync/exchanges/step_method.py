@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from sparsync.comm.announcement import differences
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report, digest
 from sparsync.exchanges.journal import Journal, Packed, nbytes_of, on_processor, packed
-from sparsync.exchanges.training_loop import Replica, ShownWeights
+from sparsync.exchanges.own_weights import ShownWeights, frozen_and_copies
+from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
 from sparsync.kernels import operations as kernels
@@ -105,7 +107,8 @@ class StepMethod(Handle):
         parameters = replica.trained
         check_undriven(replica.owned.items(), replica.axis)
         model, self._replica = replica.module, replica
-        self.model, self._weights = model, Weights(parameters, options.bucket_mb, fragments)
+        shared = self.replaces_optimizer and options.keep == 0
+        self.model, self._weights = model, Weights(parameters, options.bucket_mb, fragments, shared)
         self._members = Members(model)
         self._types = {name: each.dtype for name, each in replica.owned.items()}
         names = {id(each): name for name, each in replica.owned.items()}
@@ -116,7 +119,7 @@ class StepMethod(Handle):
             options.check_weights_every,
             cure_of_set=self.cure_of_set,
             # Not a method of this handle, which would then wait for the collector of garbage.
-            unexchanged=replica.frozen if self.exchanges_buffers else replica.frozen_and_copies,
+            unexchanged=replica.frozen if shared or self.exchanges_buffers else partial(frozen_and_copies, replica),
             cure_of_unexchanged=self.cure_of_unexchanged,
         )
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
@@ -125,14 +128,13 @@ class StepMethod(Handle):
         if comm is None:
             comm = GroupComm.private(group, timeout_s, fingerprint)
         else:
-            _compare(fingerprint, comm, self._weights.buckets[0].common.device)
+            _compare(fingerprint, comm, self._weights.buckets[0].device)
         super().__init__(scheme, comm, ResidualRescaler(scheme, {}), comparison, replica.part)
         copy_from_first(replica.held(), comm)
         self._weights.adopt(parameters)
         self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since
         self._comm, self._keep = comm, options.keep_for(scheme)
         self._totals = {"bytes_sent": 0}
-        self._averaging = False  # `averaged` has the common weights in the model
         self._journals: list[Journal] = []
         self._shown: ShownWeights | None = None  # where own weights differ from the common ones
         self.on_detach: Sequence[Callable[[], None]] = ()  # what `detach` does besides
@@ -158,15 +160,14 @@ class StepMethod(Handle):
     def averaged(self) -> Iterator[None]:
         """Put the common weights, the same bits on all ranks, into the model, to evaluate or save it; own ones are back afterwards.
 
-        Buffers stay this rank's own. Nothing is sent, so one rank may do it alone.
+        Buffers stay this rank's own. Nothing is sent, so one rank may do it alone. With `Steps(keep=0.0)` they are there anyway.
         """
+        if self._shown is None:
+            yield
+            return
         self._check_own()
-        self._averaging = True
-        try:
-            with self._weights.common_in_model():
-                yield
-        finally:
-            self._averaging = False
+        with self._shown.averaged():
+            yield
 
     def stats(self) -> dict[str, int | float]:
         """Return the numbers of `steps` taken, of `exchanges` applied and not applied, and more.
@@ -185,7 +186,7 @@ class StepMethod(Handle):
         """Return this rank's state, with weights and buffers. Save each rank's; see Handle."""
         self._check_own()
         own = {
-            "common": self._weights.saved(each.common for each in self._weights.buckets),
+            "common": {name: each.clone() for name, each in self._weights.common()},
             "buffers": {name: each.detach().clone() for name, each in self.model.named_buffers()},
             "totals": dict(self._totals),
             **self._method_state(),
@@ -226,7 +227,7 @@ class StepMethod(Handle):
 
     def digests(self) -> list[int]:
         """Return digests of the bits of the common weights."""
-        return kernels.digests([each.common for each in self._weights.buckets]).tolist()
+        return kernels.digests([each for _, each in self._weights.common()]).tolist()
 
     def _note_move(self, means: Sequence[Tensor], **more: Any) -> None:  # Any: numbers, names and settings
         """Note in the journals what moves the common weights now: `means` [n] and what else `replay` needs."""
@@ -252,7 +253,7 @@ class StepMethod(Handle):
 
     def _take_common(self, common: Sequence[Tensor]) -> None:
         for bucket, weights in zip(self._weights.buckets, common, strict=True):
-            bucket.common.copy_(weights)
+            bucket.put_common(weights)
         self._stop_journals()
 
     def _stop_journals(self) -> None:
@@ -301,18 +302,13 @@ class StepMethod(Handle):
         return {name: each.numel() for name, each in self._weights.trained.items()}
 
     def _check_own(self) -> None:
-        """Raise RuntimeError inside `averaged`; elsewhere adopt weights that were set from outside."""
-        if self._averaging:
-            raise RuntimeError("the common weights are in the model; leave `with steps.averaged()` first")
+        """Adopt weights that were set from outside. Raises RuntimeError inside `averaged`, where these are not the own ones."""
         if self._shown is not None:
-            self._shown.show(common=False)
+            self._shown.check()
         self._adopt()
 
     def _regrouped(self, comm: Comm) -> None:
         self._comm = comm
-
-    def _may_show(self) -> bool:
-        return not self._averaging
 
     def _set_outside(self) -> list[str]:
         """Return the names of the parameters that were set from outside, and not put back since to what they were."""
@@ -331,7 +327,7 @@ class StepMethod(Handle):
             self._stop_journals()
 
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
-        return Loads(self._replica.bodies, optimizers, lambda: [each.common for each in self._weights.buckets])
+        return Loads(self._replica.bodies, optimizers, lambda: [each for _, each in self._weights.common()])
 
     def _go_back(self, last: int) -> list[str]:
         # Ranks compare it, because moments, and what is on its way, are the same on all of them.

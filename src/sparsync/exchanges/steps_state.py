@@ -31,9 +31,9 @@ def check_steps(
     )
     for key, limit in most.items():
         check_count(f"{path}[{key!r}]", own[key], limit)
-    for key in counts:
+    for key in counts:  # of moments that were loaded into the optimizer there may be more than `done`
         for name in like:
-            check_count(f"{path}[{key!r}][{name!r}]", own[key][name], done)
+            check_count(f"{path}[{key!r}][{name!r}]", own[key][name])
     check_known(f"{path}['own']", own["own"], like)
     check_known(f"{path}['idle']", own["idle"], like)
     check_alike(f"{path}['own']", own["own"], {name: like[name] for name in own["own"]})

@@ -43,27 +43,17 @@ class TakenOptimizer:
         self._emptied: list[
             tuple[list[nn.Parameter], list[nn.Parameter]]
         ] = []  # groups' lists, and what they hold otherwise
-        self._told_of_moments = any(any(each.state.values()) for each in optimizers)  # by `attach`
         # Any: torch types what it returns as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         self._hooks: list[Any] = []  # Any: torch's handles of hooks
         self._order: dict[int, tuple[Any, Any]] = {}  # ours before and after the step, by the id of the optimizer
-        self._handle_loaded = self._stepped = False  # since the last step; ever
-        self._without_moments = ""  # the kind of an optimizer whose loaded state has none
         for each in optimizers:
-            self._note_loaded(each)  # before `attach`
             self._order[id(each)] = hooks = each.register_step_pre_hook(before), each.register_step_post_hook(after)
             self._hooks += hooks
-            self._hooks.append(each.register_load_state_dict_post_hook(self._note_loaded))
-            # Where there is no state at all, torch.distributed.checkpoint takes a step to make one. It also tells `_note_loaded` of a
-            # state that was saved here: that of an optimizer outside of a handle has no entry of a parameter before its first step.
-            for parameter in _parameters(each):
-                each.state.setdefault(parameter, {})
-                if len(optimizers) > 1 and parameter.requires_grad:
-                    self._hooks.append(
-                        parameter.register_post_accumulate_grad_hook(partial(_note_late, weakref.ref(self)))
-                    )
+            late = partial(_note_late, weakref.ref(self))
+            trained = [x for x in _parameters(each) if x.requires_grad] if len(optimizers) > 1 else []
+            self._hooks += [x.register_post_accumulate_grad_hook(late) for x in trained]
         self._scaled = Scaled(optimizers)
         self.never_scaled = self._scaled.release
         _look_at_steps()
@@ -80,15 +70,6 @@ class TakenOptimizer:
         before.move_to_end(hooks[0].id)
         after.move_to_end(hooks[1].id, last=False)
         self._unscale(optimizer)
-
-    def forget_moments(self) -> None:
-        """Have the optimizers begin with new moments when they take their own steps again."""
-        for each in self._optimizers:
-            each.state.clear()
-
-    def note_handle_loaded(self) -> None:
-        """Note that a state of the handle was loaded, which has the moments."""
-        self._handle_loaded, self._without_moments = True, ""
 
     def forget_step(self) -> None:
         """Forget a step that has failed, also that the scaler has unscaled its gradients."""
@@ -110,9 +91,6 @@ class TakenOptimizer:
         """Let the optimizers take their own steps from here on."""
         _TAKEN.discard(self)
         self._refill()
-        for each in self._optimizers:
-            for parameter in [parameter for parameter, state in each.state.items() if not state]:
-                del each.state[parameter]
         for hook in self._hooks:
             hook.remove()
         self._scaled.release()
@@ -121,7 +99,6 @@ class TakenOptimizer:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:  # Any: see Arguments
         args, kwargs = _with_closure_called(args, kwargs)
-        self._warn_of_moments(optimizer)
         if not self._called or id(optimizer) in self._called:
             if self._called:
                 self._warn_of_waiting(optimizer)
@@ -130,7 +107,6 @@ class TakenOptimizer:
             self._waiting = {
                 id(each) for each in self._optimizers if any(x.grad is not None for x in _parameters(each))
             }
-            self._stepped = True
             skipped = self._take_step()
             if skipped and self._scaler is not None and self._scaler.is_enabled():
                 self._tell_scaler(self._scaler, optimizer)
@@ -178,30 +154,6 @@ class TakenOptimizer:
         for listed, parameters in self._emptied:
             listed[:] = parameters
         self._emptied = []
-
-    def _note_loaded(self, optimizer: Optimizer) -> None:
-        # After the first step the handle itself looks at what is loaded.
-        if optimizer.state and not any(optimizer.state.values()) and not (self._handle_loaded or self._stepped):
-            self._without_moments = type(optimizer).__name__
-
-    def _warn_of_moments(self, optimizer: Optimizer) -> None:
-        if kind := self._without_moments:
-            warn_of(
-                Finding(
-                    f"this {kind} has the state of a training whose steps were exchanged, and its moments are in that of the handle",
-                    "load the handle's state too, by sparsync.checkpoint.load or handle.load_state_dict",
-                )
-            )
-        self._handle_loaded, self._without_moments = False, ""
-        if not self._told_of_moments and any(optimizer.state.values()):
-            self._told_of_moments = True
-            kind = type(optimizer).__name__
-            warn_of(
-                Finding(
-                    f"this {kind} has moments, as from a checkpoint that was loaded, and exchanged steps do not use them",
-                    "load a checkpoint of the handle, which has their moments",
-                )
-            )
 
     def _unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""

@@ -3,8 +3,7 @@
 Also what the reduction of a step leaves of each bucket.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,23 +44,51 @@ class WeightBucket:
     """Some parameters of a model as one flat vector, at least in float32.
 
     A rank's own weights are in the parameters. `start - own` is what this rank has learnt and not yet exchanged, with a gradient's sign.
+    `shared`: own weights never differ from the common ones. Then parameters of type `dtype` are these, and nothing else holds them.
     """
 
     key: str
     parameters: Mapping[str, nn.Parameter]
     dtype: torch.dtype
+    shared: bool = False
     layout: tuple[ParameterSpan, ...] = field(init=False)
-    common: Tensor = field(init=False)  # [n] A, the same bits on all ranks; changed in place
-    start: Tensor = field(init=False)  # [n] W after the last exchange; may be `common` itself
+    start: Tensor = field(init=False)  # [n] W after the last exchange; may be `common` itself; none if `shared`
 
     def __post_init__(self) -> None:
         self.layout = laid_out((name, each.shape) for name, each in self.parameters.items())
-        self.common = self.start = self.own()
+        self.shared = self.shared and all(each.dtype == self.dtype for each in self.parameters.values())
+        self._common = None
+        if not self.shared:
+            self._common = self.start = self.own()
+
+    @property
+    def common(self) -> Tensor:
+        """[n] A, the same bits on all ranks. Call `put_common` with it after it was changed in place: if `shared`, it is a copy."""
+        return self.own() if self._common is None else self._common
+
+    @property
+    def elements(self) -> int:
+        """The number of elements n."""
+        return self.layout[-1].span.stop
+
+    def put_common(self, weights: Tensor) -> None:
+        """Make `weights` [n] the common ones."""
+        if self._common is None:
+            self.write(weights)
+        elif weights is not self._common:
+            self._common.copy_(weights)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def empty(self) -> Tensor:
+        """Return a vector for the bucket, [n]."""
+        return torch.empty(self.elements, dtype=self.dtype, device=self.device)
 
     def own(self) -> Tensor:
         """Return a copy of this rank's own weights."""
-        device = next(iter(self.parameters.values())).device
-        flat = torch.empty(self.layout[-1].span.stop, dtype=self.dtype, device=device)
+        flat = self.empty()
         for entry, parameter in zip(self.layout, self.parameters.values(), strict=True):
             entry.span.of(flat).view(parameter.shape).copy_(parameter.detach())
         return flat
@@ -85,7 +112,7 @@ class WeightBucket:
         """Return what this rank has not sent of the bucket, [n], zero for idle parameters; None where that is nothing."""
         part = self.part(idle)
         unsent = scheme.unsent(part.bucket(self.common, 0), comm) if part.layout else None
-        return None if unsent is None else part.whole(unsent.to(self.dtype), len(self.common))
+        return None if unsent is None else part.whole(unsent.to(self.dtype), self.elements)
 
     def idle_from(self, source: Tensor, into: Tensor, idle: Collection[str]) -> Tensor:
         """Copy the elements of idle parameters from `source` [n] to `into` [n], and return `into`."""
@@ -109,8 +136,10 @@ class WeightBucket:
         """Make the common weights less `share` times what is unsent the own ones, except for the parameters `left`.
 
         `idle` are those that the last reduction left out: where a rank's region lies depends on them. Returns digests of all parameters,
-        as `LastWritten` has them; None where it has not made them.
+        as `LastWritten` has them; None where it has not made them. If `shared`, the common weights are there already.
         """
+        if self.shared:
+            return None
         held = scheme.unsent_in_rows(self.bucket(self.common, 0), comm) if share and not idle else None
         if held is None:
             unsent, rows = self.unsent(scheme, comm, idle) if share else None, None
@@ -133,32 +162,35 @@ class WeightBucket:
 
     def from_names(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the vector [n] of these values by parameter name, copied: the inverse of `by_name`."""
-        flat = torch.empty_like(self.common)
+        flat = self.empty()
         for entry in self.layout:
             entry.span.of(flat).copy_(values[entry.name].flatten())
         return flat
 
 
 class Weights:
-    """The trained parameters of a model, by name, in the buckets of one or more fragments.
+    """The trained parameters of a model, by name, in the buckets of one or more fragments. `shared`: see WeightBucket.
 
     Raises ValueError where there are fewer parameters than fragments.
     """
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], bucket_mb: float, fragments: int = 1) -> None:
+    def __init__(
+        self, trained: Mapping[str, nn.Parameter], bucket_mb: float, fragments: int = 1, shared: bool = False
+    ) -> None:
         self.trained = trained
         self.fragments = [
-            buckets_of(each, bucket_mb, f"{number}." if fragments > 1 else "")
+            buckets_of(each, bucket_mb, f"{number}." if fragments > 1 else "", shared)
             for number, each in enumerate(fragments_of(trained, fragments))
         ]
         self.buckets = [bucket for fragment in self.fragments for bucket in fragment]
         # In the order of the buckets, which return digests of what they write.
-        self._written = LastWritten({name: each for bucket in self.buckets for name, each in bucket.parameters.items()})
+        held = [bucket for bucket in self.buckets if not bucket.shared]
+        self._written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
 
     @property
     def elements(self) -> int:
         """The number of elements of all trained parameters."""
-        return sum(each.common.numel() for each in self.buckets)
+        return sum(each.numel() for each in self.trained.values())
 
     def note_written(self, digests: Sequence[Tensor | None] = ()) -> None:
         """Treat the model's present weights as written by us; `digests` are those of each bucket's parameters, where they are known."""
@@ -169,8 +201,9 @@ class Weights:
         """Make the model's present values of these parameters the common weights."""
         with torch.no_grad():
             for bucket in self.buckets:
-                bucket.copy_own_(bucket.common, names)
-                bucket.copy_own_(bucket.start, names)  # nothing was learnt since
+                if not bucket.shared:
+                    bucket.copy_own_(bucket.common, names)
+                    bucket.copy_own_(bucket.start, names)  # nothing was learnt since
         self.note_written()
 
     def changed(self) -> list[str]:
@@ -191,8 +224,12 @@ class Weights:
         return torch.equal(parameter.reshape(-1), by_name(self.buckets, values)[name].to(parameter.dtype))
 
     def common(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the name and the common weights of each parameter, flat: views."""
-        return by_name(self.buckets, [each.common for each in self.buckets]).items()
+        """Return the name and the common weights of each parameter, flat: views, or the parameters themselves."""
+        for bucket in self.buckets:
+            if bucket.shared:
+                yield from ((name, each.detach().reshape(-1)) for name, each in bucket.parameters.items())
+            else:
+                yield from by_name([bucket], [bucket.common]).items()
 
     def saved(self, values: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return copies of vectors of all buckets, flat, by parameter name."""
@@ -204,31 +241,8 @@ class Weights:
 
     def drift(self) -> float:
         """Return the distance of the own weights from the common ones."""
-        distances = [(each.own() - each.common).double().square().sum().cpu() for each in self.buckets]
-        return float(torch.stack(distances).sum().sqrt())
-
-    @contextmanager
-    def common_in_model(self) -> Iterator[None]:
-        """Put the common weights into the model, and the own ones back afterwards, with the same bits.
-
-        Raises RuntimeError where the block has changed the weights, which would be lost.
-        """
-        own = [each.own() for each in self.buckets]
-        try:
-            for bucket in self.buckets:
-                bucket.write(bucket.common)
-            self.note_written()
-            yield
-            if changed := self._written.changed():
-                raise RuntimeError(
-                    f"{', '.join(changed[:3])} got other values inside averaged(), which ends with a rank's own weights and would lose "
-                    "them; load weights outside of it, or put the old ones back inside; call requires_grad_(False) before attach on what "
-                    "is not trained, such as an average (EMA) of the weights, and it keeps its values"
-                )
-        finally:
-            for bucket, weights in zip(self.buckets, own, strict=True):
-                bucket.write(weights)
-            self.note_written()
+        held = [each for each in self.buckets if not each.shared]
+        return sum(float((each.own() - each.common).double().square().sum()) for each in held) ** 0.5
 
 
 class LastWritten:
@@ -259,7 +273,7 @@ class LastWritten:
         return self._versions_now() != self._versions
 
     def _now(self) -> Tensor:
-        return kernels.digests(list(self._parameters.values()))
+        return kernels.digests(list(self._parameters.values())) if self._parameters else torch.empty(0)
 
     def _versions_now(self) -> list[int]:
         # Torch counts what is done to a tensor in place, but not through its `data`.
@@ -298,7 +312,9 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[dic
     return dealt
 
 
-def buckets_of(parameters: Mapping[str, nn.Parameter], bucket_mb: float, prefix: str = "") -> list[WeightBucket]:
+def buckets_of(
+    parameters: Mapping[str, nn.Parameter], bucket_mb: float, prefix: str = "", shared: bool = False
+) -> list[WeightBucket]:
     """Return the parameters in buckets of one device and at most `bucket_mb` megabytes; a larger parameter gets a bucket to itself.
 
     16-bit weights share buckets with float32 ones, because their changes are summed and sent in float32.
@@ -315,7 +331,7 @@ def buckets_of(parameters: Mapping[str, nn.Parameter], bucket_mb: float, prefix:
         parts[kind][-1][name] = parameter
         filled[kind] += nbytes
     return [
-        WeightBucket(f"{kind}/{number}", part, _wide(next(iter(part.values()))))
+        WeightBucket(f"{kind}/{number}", part, _wide(next(iter(part.values()))), shared)
         for kind, found in parts.items()
         for number, part in enumerate(found)
     ]

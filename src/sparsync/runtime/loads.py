@@ -39,6 +39,11 @@ class Loads:
         self._moments = list[tuple[weakref.ref[Optimizer], list[object]]]()
         self._optimizer = self._handle = self._new = False
 
+    @property
+    def of_handle(self) -> bool:
+        """Whether a state of the handle itself was loaded."""
+        return self._handle
+
     def take_new(self) -> bool:
         """Return whether anything was loaded since the last call that may count."""
         new, self._new = self._new, False

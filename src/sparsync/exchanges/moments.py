@@ -1,0 +1,181 @@
+"""The moments of exchanged steps where torch has an optimizer's: in `optimizer.state`, from which saving and loading take them.
+
+Live, `exp_avg` is a view of m, the momentum of steps, rate included, and `exp_avg_sq` one of a rank's own squares. What `state_dict`
+returns is in AdamW's units: the squares are divided by the square of `clip_factor`, which makes them as large as those of the mean
+gradient, and exp_avg = m (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / rate, with the mean rate of the steps in m. What is loaded is converted
+back, with the rate of the next step: AdamW goes on with updates as long as these were, and the other way round. Muon's step does not depend
+on the scale of its momentum, which stays as it is.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparsync.exchanges.rules import AdamWRule, ParameterGroups
+from sparsync.exchanges.training_loop import Replica
+
+_LONGEST = 10.0  # of a momentum over its rate; AdamW's is below 8, if the squares are its own
+
+Saved = dict[str, Any]  # Any: of one parameter, as torch's optimizers have it
+
+
+class Moments:
+    """Shows `momentum` and `square`, vectors by parameter name, in the state of the optimizers of `groups`, until `leave`.
+
+    `counts` has the "applied" and "seen" steps of each; `beta2` the memory of the squares by group, and `clip_factor()` is the handle's.
+    `take` is called before a state is saved, to have what was loaded since the last step taken.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        groups: ParameterGroups,
+        momentum: Mapping[str, Tensor],
+        square: Mapping[str, Tensor],
+        counts: Callable[[], Mapping[str, dict[str, int]]],
+        beta2: Callable[[Any], float],  # Any: a Rule
+        clip_factor: Callable[[], float],
+        take: Callable[[], object],
+    ) -> None:
+        self._replica, self._groups, self._counts, self._beta2 = replica, groups, counts, beta2
+        self._momentum, self._square, self._clip_factor, self._take_new = momentum, square, clip_factor, take
+        self._rates = [0.0] * len(groups.rules)  # means of the rates of the steps in the momentum, by group
+        self._steps = torch.zeros(len(replica.owned))
+        by_group = [each for each in groups.optimizers for _ in each.param_groups]
+        self._shown: dict[str, tuple[Optimizer, dict[str, Tensor]]] = {
+            name: (
+                by_group[groups.number[name]],
+                {
+                    "step": self._steps[place],
+                    self._key(name): replica.whole(name, momentum[name]),
+                    "exp_avg_sq": replica.whole(name, square[name]),
+                },
+            )
+            for place, name in enumerate(replica.owned)
+        }
+        # Ahead of those of the loop, which are to see what is saved.
+        self._hooks = [each.register_state_dict_post_hook(self._saved, prepend=True) for each in groups.optimizers]
+
+    def show(self) -> None:
+        """Have the state of the optimizers be the vectors."""
+        for name, (optimizer, shown) in self._shown.items():
+            optimizer.state[self._replica.owned[name]].update(shown)
+        self.count()
+
+    def count(self) -> None:
+        """Show how many steps were applied."""
+        applied = self._counts()["applied"]
+        self._steps.copy_(torch.tensor([applied[name] for name in self._shown], dtype=self._steps.dtype))
+
+    def follow_rates(self, restart: bool = False) -> None:
+        """Note the rates of a step that was applied; `restart`: all of the momentum is in these."""
+        for place, rule in enumerate(self._groups.rules):
+            if isinstance(rule, AdamWRule):
+                weight = 1.0 if restart or not self._rates[place] else 1 - rule.beta1
+                self._rates[place] += weight * (rule.rate - self._rates[place])
+
+    @torch.no_grad()
+    def take(self) -> bool:
+        """Take what stands in the place of the vectors, show these again, and return whether they have changed."""
+        known = {name: self._held(name) for name in self._shown}
+        if all(known[name].get(key) is each for name, (_, shown) in self._shown.items() for key, each in shown.items()):
+            return False
+        given = {name: self._given(name, known[name]) for name in known}
+        changed = not all(self._equal(name, each) for name, each in given.items())
+        if changed:
+            self._groups.read()
+            for name, each in given.items():
+                self._put(name, each)
+            self._groups.recount()
+            self.follow_rates(restart=True)
+        self.show()
+        return changed
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Leave copies in AdamW's units to the optimizers, which take their own steps from here on."""
+        for hook in self._hooks:
+            hook.remove()
+        for name, (optimizer, shown) in self._shown.items():
+            if (state := self._held(name)) and state.get(self._key(name)) is shown[self._key(name)]:
+                owner, group = self._replica.owned[name], optimizer.param_groups[0]
+                found = {key: each.to(owner.dtype) for key, each in self._exported(name).items() if key != "step"}
+                on = owner.device if group.get("fused") or group.get("capturable") else "cpu"
+                state.update(found, step=shown["step"].clone().to(on))
+        self._shown = {}
+
+    def _saved(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:  # Any: as `state_dict` has it
+        """Put moments in AdamW's units into what `state_dict` returns."""
+        self._take_new()
+        names = {id(each): name for name, each in self._replica.owned.items()}
+        for group, numbers in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            for each, number in zip(group["params"], numbers["params"], strict=True):
+                if (name := names.get(id(each))) is not None:
+                    saved["state"][number] = {**optimizer.state[each], **self._exported(name)}
+
+    def _held(self, name: str) -> Saved:
+        return self._shown[name][0].state.get(self._replica.owned[name], {})
+
+    def _key(self, name: str) -> str:
+        return "exp_avg" if isinstance(self._rule(name), AdamWRule) else "momentum_buffer"
+
+    def _rule(self, name: str) -> Any:  # Any: a Rule
+        return self._groups.rules[self._groups.number[name]]
+
+    def _given(self, name: str, state: Saved) -> dict[str, Tensor]:
+        """Return what the optimizer has of a parameter, in AdamW's units; zero for what is missing."""
+        shown = self._shown[name][1]
+        mine = self._exported(name) if any(state.get(key) is each for key, each in shown.items()) else {}
+        found: dict[str, Tensor] = {}
+        for key, each in shown.items():
+            given = state.get(key, torch.zeros_like(each))
+            found[key] = mine[key] if given is each else torch.as_tensor(given)
+        return found
+
+    def _equal(self, name: str, given: Mapping[str, Tensor]) -> bool:
+        mine = self._exported(name)
+        return all(torch.equal(_local(mine[key]).to(_local(each)), _local(each)) for key, each in given.items())
+
+    def _exported(self, name: str) -> dict[str, Tensor]:
+        """Return copies of the moments of a parameter in AdamW's units."""
+        rule, like = self._rule(name), self._replica.trained[name].detach()
+        applied, seen = (self._counts()[key][name] for key in ("applied", "seen"))
+        beta2 = self._beta2(rule)
+        # As large as those of the mean gradient, without bias.
+        squares = self._square[name] / ((1 - beta2**seen) * self._clip_factor() ** 2) if seen else self._square[name]
+        momentum = self._momentum[name]
+        # What other ranks alone had gradients of has squares too, or AdamW would divide by zero: a checkpoint may mix tensors of ranks.
+        squares = torch.where((squares == 0) & (momentum != 0), squares.mean(), squares)
+        if isinstance(rule, AdamWRule):
+            rate = self._rates[self._groups.number[name]]
+            momentum = momentum * ((squares.sqrt() + rule.eps) / rate) if rate else torch.zeros_like(momentum)
+        squares = squares * (1 - (rule.beta2 if isinstance(rule, AdamWRule) else beta2) ** applied)
+
+        def formed(flat: Tensor) -> Tensor:
+            return self._replica.whole(name, torch.empty_like(like, dtype=flat.dtype).copy_(flat.view(like.shape)))
+
+        step = torch.tensor(float(applied), device=self._shown[name][1]["step"].device)
+        return {"step": step, self._key(name): formed(momentum), "exp_avg_sq": formed(squares)}
+
+    def _put(self, name: str, given: Mapping[str, Tensor]) -> None:
+        """Make moments in AdamW's units those of a parameter. The squares are those of the mean gradient until a ratio is known."""
+        rule, step = self._rule(name), int(given["step"])
+        momentum, square = (_local(given[key]).reshape(-1) for key in (self._key(name), "exp_avg_sq"))
+        beta2 = self._beta2(rule)
+        theirs = rule.beta2 if isinstance(rule, AdamWRule) else beta2
+        squares = self._square[name].copy_(square)
+        squares.div_(1 - theirs**step) if step else squares
+        if isinstance(rule, AdamWRule):
+            normalised = momentum.to(squares) / (squares.sqrt() + rule.eps)
+            momentum = normalised.masked_fill_(normalised.abs() > _LONGEST, 0.0).mul_(rule.rate)
+        self._momentum[name].copy_(momentum)
+        squares.mul_(1 - beta2**step)
+        for counts in self._counts().values():
+            counts[name] = step
+
+
+def _local(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,331 @@
+"""Loops that do more than train, with all elements in int3 and without own weights: parameters are parameters, as in plain torch."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import sparsync
+from helpers.distributed import case, run
+from sparsync import Steps, TwoShot
+from sparsync.core import generator
+
+pytestmark = pytest.mark.distributed
+
+P, STEPS, RATE = 2, 4, 1e-2
+
+
+def encoder() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 5))
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    source = generator(dist.get_rank(), "data", number)
+    x = torch.randn(8, 12, generator=source)
+    return x, x[:, :5].sin()
+
+
+class Training:
+    """A loop of plain torch with `attach`; `dense`: with the mean gradient of all ranks instead."""
+
+    def __init__(self, model: nn.Module, rate: float = RATE, dense: bool = False) -> None:
+        self.model, self.dense = model, dense
+        self.optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=rate)
+        if not dense:
+            self.handle: Any = sparsync.attach(  # Any: of steps
+                model,
+                TwoShot(density=1.0, values="int3"),
+                optimizer=self.optimizer,
+                exchange=Steps(keep=0.0, check_weights_every=2),
+            )
+
+    def step(self, number: int, loss_of: Callable[[Tensor, Tensor], Tensor] | None = None) -> float:
+        x, y = batch(number)
+        loss = (self.model(x) - y).square().mean() if loss_of is None else loss_of(x, y)
+        loss.backward()
+        for each in self.model.parameters() if self.dense else ():
+            dist.all_reduce(each.grad, dist.ReduceOp.AVG)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def weights(self) -> list[Tensor]:
+        return [each.detach().clone() for each in self.model.parameters()]
+
+
+def trained(model: nn.Module | None = None, steps: int = STEPS) -> Training:
+    training = Training(model or encoder())
+    for number in range(steps):
+        training.step(number)
+    return training
+
+
+def on_all_ranks(tensors: Iterable[Tensor]) -> bool:
+    flat = torch.cat([each.detach().reshape(-1) for each in tensors])
+    every = [torch.empty_like(flat) for _ in range(P)]
+    dist.all_gather(every, flat)
+    return all(torch.equal(each, flat) for each in every)
+
+
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+class Average:
+    """An average of parameters that is put into the model and taken out again, as torch_ema does it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.values = [each.detach().clone() for each in self.parameters]
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for value, each in zip(self.values, self.parameters, strict=True):
+                value.lerp_(each, 0.25)
+
+    @contextmanager
+    def in_model(self, by_data: bool) -> Iterator[None]:
+        stored = [each.detach().clone() for each in self.parameters]
+        for each, value in zip(self.parameters, self.values, strict=True):
+            each.data.copy_(value)
+        yield
+        for each, value in zip(self.parameters, stored, strict=True):
+            if by_data:
+                each.data = value
+            else:
+                each.data.copy_(value)
+
+
+def averaged() -> None:
+    plain = trained()
+    with case("torch's AveragedModel, with update_bn and SWALR"):
+        model = nn.Sequential(encoder(), nn.BatchNorm1d(5))
+        training, average = Training(model), AveragedModel(model)
+        moving = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        schedule = SWALR(training.optimizer, swa_lr=RATE / 2, anneal_epochs=2)
+        for number in range(STEPS):
+            training.step(number)
+            schedule.step()
+            average.update_parameters(model)
+            moving.update_parameters(model)
+            for each in (average, moving, model):
+                assert on_all_ranks(each.parameters())
+        update_bn([batch(number)[0] for number in range(2)], average)
+        assert on_all_ranks(average.parameters())
+        training.step(STEPS)
+        assert on_all_ranks(model.parameters())
+    for by_data in (False, True):
+        with case(f"an average that is evaluated, put back by data={by_data}"):
+            training, validated = Training(encoder()), []
+            average = Average(training.model.parameters())
+            for number in range(STEPS):
+                training.step(number)
+                average.update()
+                with average.in_model(by_data), torch.no_grad():
+                    validated.append(training.model(torch.ones(1, 12)))
+                    assert same(training.model.state_dict().values(), average.values)
+                    with training.handle.averaged():  # has nothing to do
+                        assert same(training.model.parameters(), average.values)
+            assert same(training.weights(), plain.weights())
+            assert on_all_ranks([*training.weights(), *average.values, *validated])
+    with case("the callback of a trainer, which loads the average for validation"):
+        training = Training(encoder())
+        average: Any = {name: each.clone() for name, each in training.model.state_dict().items()}  # Any: either kind
+        for number in range(STEPS):
+            training.step(number)
+            for name, each in training.model.state_dict().items():
+                average[name].lerp_(each, 0.25)
+            own = copy.deepcopy(training.model.state_dict())
+            training.model.load_state_dict(average)
+            training.model.eval()(torch.ones(1, 12))
+            training.model.train().load_state_dict(own)
+        assert same(training.weights(), plain.weights())
+        assert on_all_ranks(average.values())
+
+
+class Momentum(nn.Module):
+    """An encoder, and one that follows it inside the forward pass, as MoCo and BYOL have it: as frozen parameters or as buffers."""
+
+    def __init__(self, as_buffers: bool) -> None:
+        super().__init__()
+        self.online = encoder()
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        for name, each in list(self.target.named_parameters()) if as_buffers else []:
+            owner = self.target.get_submodule(name.rpartition(".")[0])
+            delattr(owner, name.rpartition(".")[2])
+            owner.register_buffer(name.rpartition(".")[2], each.detach())
+
+    def followers(self) -> list[Tensor]:
+        return [*self.target.parameters(), *self.target.buffers()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for key, query in zip(self.followers(), self.online.parameters(), strict=True):
+                key.mul_(0.75).add_(query, alpha=0.25)
+            target = self.target(x)
+        return self.online(x + 0.1) - target
+
+
+class Adapted(nn.Linear):
+    """A frozen layer with an adapter, which is merged and begins again, as in ReLoRA."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        super().__init__(12, 5)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Parameter(0.3 * torch.randn(3, 12)), nn.Parameter(torch.zeros(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+    @torch.no_grad()
+    def merge(self, seed: int) -> None:
+        self.weight += self.up @ self.down
+        self.up.zero_()
+        self.down.copy_(0.3 * torch.randn(3, 12, generator=generator(0, "adapter", seed)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x[:, 0].abs().mul(3).long().clamp(max=8)))[:, :5]
+
+
+def written_by_the_loop() -> None:
+    for as_buffers in (False, True):
+        with case(f"a momentum encoder inside the forward pass, in buffers={as_buffers}"):
+            model = Momentum(as_buffers)
+            training, begin = Training(model), [each.clone() for each in model.followers()]
+            for number in range(STEPS):
+                training.step(number, lambda x, _, model=model: model(x).square().mean())
+            assert on_all_ranks([*training.weights(), *model.followers()])
+            assert not same(begin, model.followers())
+    with case("adapters that are merged and begin again"):
+        adapted = Adapted()
+        training, begin = Training(adapted), adapted.weight.clone()
+        for number in range(STEPS):
+            training.step(number)
+            if number % 2:
+                before = adapted(torch.eye(12))
+                adapted.merge(number)
+                assert torch.allclose(before, adapted(torch.eye(12)), atol=1e-6)
+                for each in (adapted.down, adapted.up):
+                    training.optimizer.state[each]["exp_avg"].zero_()
+                assert not any(each.any() for each in training.handle.state_dict()["adamw_steps"]["momentum"].values())
+        assert on_all_ranks(training.weights())
+        assert not torch.equal(begin, adapted.weight)
+    with case("weights that are clamped after each step"):
+        training = Training(encoder())
+        for number in range(STEPS):
+            training.step(number)
+            with torch.no_grad():
+                for each in training.model.parameters():
+                    each.clamp_(-0.1, 0.1)
+        assert on_all_ranks(training.weights())
+        assert max(float(each.abs().max()) for each in training.weights()) == torch.tensor(0.1).item()
+    with case("weights that are shared"):
+        tied = Tied()
+        training = trained(tied)
+        assert tied.head.weight is tied.embedding.weight
+        assert on_all_ranks(training.weights())
+        assert len(training.optimizer.state_dict()["state"]) == 1
+    with case("weights that only some ranks have written are found"):
+        training = Training(encoder())
+        if dist.get_rank() == 1:
+            next(training.model.parameters()).data[0, 3] += 1e-3
+        with pytest.raises(sparsync.RanksDifferError, match=r"weights '0\.weight' with digest"):
+            for number in range(3):
+                training.step(number)
+
+
+def other_passes() -> None:
+    plain = trained()
+    with case("the reference of DPO, between the forward and the backward pass"):
+        training = Training(encoder())
+        reference = copy.deepcopy(training.model)
+
+        def preferred(x: Tensor, y: Tensor) -> Tensor:
+            policy = training.model(x)
+            with torch.no_grad():
+                frozen, itself = reference(x), training.model(x)
+            assert torch.equal(policy, itself)
+            return -nn.functional.logsigmoid((policy - frozen) * y.sign()).mean()
+
+        for number in range(STEPS):
+            training.step(number, preferred)
+        assert on_all_ranks(training.weights())
+    with case("the ratios of PPO and GRPO, of which the first is 1"):
+        training, ratios = Training(encoder()), []
+        for number in range(STEPS):
+            x, _ = batch(number)
+            with torch.no_grad():
+                before = training.model(x).log_softmax(1)
+            for _ in range(2):
+
+                def clipped(_: Tensor, y: Tensor, before: Tensor = before, x: Tensor = x) -> Tensor:
+                    ratio = (training.model(x).log_softmax(1) - before).exp()
+                    ratios.append(ratio.detach())
+                    return -torch.min(ratio * y, ratio.clamp(0.8, 1.2) * y).mean()
+
+                training.step(number, clipped)
+        assert all(bool((each == 1.0).all()) for each in ratios[::2])
+        assert not any(bool((each == 1.0).all()) for each in ratios[1::2])
+        assert on_all_ranks(training.weights())
+    with case("training in evaluation mode"):
+        assert same(trained(encoder().eval()).weights(), plain.weights())
+    with case("the model itself is what is saved, copied and called, and has no hooks"):
+        weight = next(plain.model.parameters())
+        assert plain.model.state_dict()["0.weight"].data_ptr() == weight.data_ptr()
+        hooks = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks")
+        assert not any(getattr(each, hook) for each in plain.model.modules() for hook in hooks)
+        assert same(copy.deepcopy(plain.model).parameters(), plain.weights())
+        assert plain.handle.stats()["drift"] == 0.0
+
+
+def going_back() -> None:
+    def saved(training: Training) -> list[Any]:  # Any: of model and optimizer
+        return copy.deepcopy([training.model.state_dict(), training.optimizer.state_dict()])
+
+    def go_to(training: Training, states: list[Any]) -> None:
+        training.model.load_state_dict(states[0])
+        training.optimizer.load_state_dict(states[1])
+
+    for name, rates in {"an LR finder": [1e-5 * 10**each for each in range(6)], "an explosion": [1e3] * 5}.items():
+        losses = []
+        for dense in (True, False):
+            with case(f"{name}, dense={dense}"):
+                training = Training(encoder(), dense=dense)
+                for number in range(20):
+                    training.step(number)
+                states = saved(training)
+                for number, rate in enumerate(rates):
+                    training.optimizer.param_groups[0]["lr"] = rate
+                    training.step(20 + number)
+                go_to(training, states)
+                assert same(states[0].values(), training.model.state_dict().values())
+                losses.append([training.step(number) for number in range(20, 50)][-1])
+                assert on_all_ranks(training.weights())
+        assert losses[1] < 1.2 * losses[0]
+
+
+@pytest.mark.parametrize("idioms", [averaged, written_by_the_loop, other_passes])
+def test_what_a_loop_does_beside_training_works_as_in_plain_torch(idioms: Callable[[], None]) -> None:
+    run(idioms, P)
+
+
+@pytest.mark.filterwarnings("ignore:a state of the model")
+def test_a_loop_that_goes_back_ends_where_dense_training_does() -> None:
+    run(going_back, P)
