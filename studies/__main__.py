@@ -18,6 +18,7 @@ from sparsync_lab.writable import check_file
 PARTS = {
     "cost_forms": "closed forms of costs beside counted ones, to 1024 ranks: a table of docs/cost_model.md",
     "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
+    "dial": "what each recipe takes on five networks: a table of docs/advise.md",
     "delays": "the one-way delays that a step of each method waits for, over links with a delay",
     "demo_page": "what `make demo` has written, for README.md and docs/schemes.md",
     "downstream": "fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md",
@@ -34,7 +35,6 @@ PARTS = {
     "resume": "trainings that go on from the optimizer's state alone: a table of docs/adamw_steps.md",
     "records": "checks the runs that docs/records.jsonl has, and writes the tables of docs/records.md",
     "traffic_by_ranks": "the traffic of few ranks and of many: tables of docs/traffic.md",
-    "when_to_use": 'the part "when to use what" of docs/advise.md',
 }
 
 

@@ -37,7 +37,7 @@ from sparsync_lab.report.parts import replaced
 from sparsync_lab.report.plots import ORIGIN
 from sparsync_lab.scheme_choice import parse_schemes
 from studies import __main__ as studies
-from studies import demo_page, when_to_use
+from studies import demo_page
 
 DOCS = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
@@ -348,28 +348,11 @@ def test_caption_command_and_table_beside_a_picture_of_the_demo_are_those_of_the
     assert origin["command"] == shlex.join(["sparsync", *ours])
 
 
-@pytest.mark.parametrize("label", when_to_use.SHORT)
-def test_what_commands_and_scripts_take_for_a_method_is_the_same(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (choice,) = parse_schemes(label, 0.01)
-    given: list[object] = []
-    monkeypatch.setattr(
-        sparsync, "attach", lambda _, scheme, **options: given.extend([scheme, options.get("exchange")])
-    )
-    exec(when_to_use.in_python(label), {"sparsync": sparsync, "model": None, "optimizer": None})
-    kind = sparsync.LocalSteps if choice.steps == "local_steps" else sparsync.Steps
-    assert given == [choice.make(), None if choice.local is None else kind(**choice.local)]
-
-
 @pytest.mark.parametrize("options", [sparsync.Steps, sparsync.LocalSteps])
 def test_the_table_of_options_has_those_that_there_are(options: type[Any]) -> None:
     page = "adamw_steps" if options is sparsync.Steps else "local_steps"
     part = (ROOT / f"docs/{page}.md").read_text().split("## Options")[1].split("\n\n")[1]
     assert sorted(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == sorted(each.name for each in fields(options))
-
-
-@pytest.mark.slow
-def test_the_table_of_what_to_use_is_what_its_study_writes() -> None:
-    assert when_to_use.table() in (ROOT / when_to_use.PAGE).read_text()
 
 
 def test_the_front_page_is_short_and_has_one_picture() -> None:

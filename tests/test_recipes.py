@@ -125,7 +125,7 @@ def test_the_row_with_the_most_bits_that_is_not_above_those_asked_for_is_taken(
         ),
         (0, "bits must be a number above 0, such as 0.8, got 0"),
         (True, "bits must be a number above 0, such as 0.8, got True"),
-        ("0.8", "bits must be a number above 0, such as 0.8, got '0.8'"),
+        ("0.8", r"""bits must be a number above 0, such as 0.8, or "auto", or .*, got '0.8'"""),
     ],
 )
 def test_bits_that_no_row_has_are_an_error_that_lists_those_there_are(bits: Any, message: str) -> None:
@@ -175,7 +175,10 @@ def test_the_environment_has_a_recipe_a_scheme_or_one_with_steps_around_it(
     ("text", "message"),
     [
         ("topq", "SPARSYNC_SCHEME=topq: unknown scheme 'topq'"),
-        ("bits=few", "SPARSYNC_SCHEME=bits=few: bits= takes a number, such as bits=0.8, got 'bits=few'"),
+        (
+            "bits=few",
+            "SPARSYNC_SCHEME=bits=few: bits= takes a number, such as bits=0.8, or auto, or auto:0.8 with the fewest bits, got 'bits=few'",
+        ),
         ("bits=0.1", "SPARSYNC_SCHEME=bits=0.1: no recipe for Adam and AdamW sends as few"),
         ("steps(kept=1)/topk", "steps have no setting 'kept', got"),
         ("steps(keep=0.0)/os:system", "the environment takes names of `sparsync schemes` only"),

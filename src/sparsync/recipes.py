@@ -8,6 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+Bits = (
+    float | Literal["auto"] | tuple[Literal["auto"], float]
+)  # "auto": chosen from what the first steps take, not below a floor
 Family = Literal["steps", "muon", "linear", "other", "shard"]
 FAMILIES: dict[Family, str] = {
     "steps": "Adam and AdamW",
@@ -119,10 +122,32 @@ def rows(family: Family, ranks: int) -> list[Recipe]:
     return list(found.values())
 
 
-def recipe(family: Family, ranks: int, bits: float | None = None) -> Recipe:
-    """Return the row with the most bits that is not above `bits`; None: the default. Raises ValueError below the least row."""
+def candidates(family: Family, ranks: int, bits: Bits | None) -> list[Recipe]:
+    """Return the recipes among which `bits`, "auto" or ("auto", floor), chooses: those with as many bits as the default or the floor.
+
+    The default is the first; there are none where `bits` is a number. Raises ValueError for a family whose exchange is not measured.
+    """
+    if bits is None or isinstance(bits, int | float):
+        return []
+    floor = bits[1] if isinstance(bits, tuple) and len(bits) == 2 and bits[0] == "auto" else None
+    if bits != "auto" and (isinstance(floor, bool) or not isinstance(floor, int | float)):
+        raise ValueError(
+            f'bits must be a number above 0, such as 0.8, or "auto", or ("auto", the fewest bits to choose), got {bits!r}'
+        )
+    if family not in ("steps", "muon"):
+        raise ValueError(
+            f"bits={bits!r} measures the exchange of an optimizer's steps, which comes after the backward pass, and these are "
+            f"{FAMILIES[family]}; pass a number of bits"
+        )
     known = rows(family, ranks)
-    if bits is None:
+    recipe(family, ranks, floor)
+    return [each for each in known if each.bits >= (known[0].bits if floor is None else floor) or each is known[0]]
+
+
+def recipe(family: Family, ranks: int, bits: Bits | None = None) -> Recipe:
+    """Return the row with the most bits that is not above `bits`; None and "auto": the default. Raises ValueError below the least row."""
+    known = rows(family, ranks)
+    if bits is None or candidates(family, ranks, bits):
         return known[0]
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not bits > 0:
         raise ValueError(f"bits must be a number above 0, such as 0.8, got {bits!r}")
@@ -136,14 +161,22 @@ def recipe(family: Family, ranks: int, bits: float | None = None) -> Recipe:
     return max(below, key=lambda each: each.bits)
 
 
-def bits_of(text: str) -> float | None:
-    """Return the number of "bits=0.8", and None for "default". Raises LookupError for any other text, and ValueError without a number."""
+def bits_of(text: str) -> Bits | None:
+    """Return what "bits=0.8", "bits=auto" or "bits=auto:0.8" asks for, and None for "default".
+
+    Raises LookupError for any other text, and ValueError without a number.
+    """
     if text == "default":
         return None
     found = re.fullmatch(r"bits=(.*)", text)
     if found is None:
         raise LookupError(text)
+    word, _, floor = found[1].partition(":")
     try:
+        if word == "auto":
+            return ("auto", float(floor)) if floor else "auto"
         return float(found[1])
     except ValueError:
-        raise ValueError(f"bits= takes a number, such as bits=0.8, got {text!r}") from None
+        raise ValueError(
+            f"bits= takes a number, such as bits=0.8, or auto, or auto:0.8 with the fewest bits, got {text!r}"
+        ) from None

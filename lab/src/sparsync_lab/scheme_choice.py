@@ -8,7 +8,8 @@ combinations of published systems, and "default" and "bits=0.8" for what `sparsy
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from sparsync import Bucket, LocalSteps, LocalWorld, Report, Scheme, Steps, schemes
 from sparsync.base.scheme_text import made, parsed, taken_apart
 from sparsync.comm.local import LocalComm
-from sparsync.exchanges.choice import exchange_of
-from sparsync.recipes import Family, bits_of, recipe
+from sparsync.exchanges.choice import exchange_of, method_of
+from sparsync.recipes import Family, Recipe, bits_of, candidates, recipe
 from sparsync.testing.momentum import undeclared
 from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
@@ -48,6 +49,7 @@ class SchemeChoice:
     config: dict[str, Any] = field(default_factory=dict)  # Any: the fields of the scheme's own config
     local: dict[str, Any] | None = None  # Any: numbers and texts
     steps: str = "local_steps"
+    candidates: tuple[Recipe, ...] = ()  # of "bits=auto", the one that it begins with first
 
     def make(self) -> Scheme:
         """Return a new scheme; every rank and every run makes its own."""
@@ -65,7 +67,11 @@ class SchemeChoice:
                     "pulse_loco compares changes of local steps with the weights when they are sent; use local_steps without a delay"
                 )
             scheme.watch(model)
-        return _class(self.steps)(model, optimizer, scheme, **{**vars(self.exchange()), **where})
+        made = _class(self.steps)(model, optimizer, scheme, **{**vars(self.exchange()), **where})
+        if self.candidates:
+            made.recipe = self.candidates[0]
+            made.choose_bits(self.candidates, method_of)
+        return made
 
     def exchange(self) -> LocalSteps | Steps | None:
         """Return what `sparsync.attach` takes as `exchange`; None, its own choice, where no steps stand around the scheme."""
@@ -99,6 +105,8 @@ class SchemeChoice:
         decisive = {
             name: float(value) if isinstance(plain.get(name), float) else value for name, value in decisive.items()
         }
+        if self.candidates:
+            full["chosen of"] = " ".join(each.name for each in self.candidates)
         return full | {self.steps: {name: value for name, value in decisive.items() if name != "check_weights_every"}}
 
     def _resolved(self, scheme: Scheme) -> dict[str, float | str]:
@@ -230,6 +238,8 @@ def _parse_method(
         )
     exchange_of(written, local, text)
     choice = _parse_scheme(label, scheme, local, steps, density, skip, also)
+    with suppress(LookupError):
+        choice = replace(choice, candidates=tuple(candidates(family, max(ranks), bits_of(label))))
     try:
         LocalWorld(1).run(lambda comm: _trial_steps(choice, comm))
     except Exception as error:

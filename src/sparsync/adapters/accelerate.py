@@ -15,6 +15,7 @@ from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.recipes import Bits
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
 
@@ -27,7 +28,7 @@ def attach(
     model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
-    bits: float | None = None,
+    bits: Bits | None = None,
     optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
     options: Options = Options(),

@@ -17,6 +17,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
 from sparsync.exchanges.step_method import StepMethod
+from sparsync.recipes import Bits
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
@@ -46,7 +47,7 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         self,
         scheme: Scheme | None = None,
         *,
-        bits: float | None = None,
+        bits: Bits | None = None,
         exchange: Exchange | None = None,
         recorder: Recorder | None = None,
         options: Options = Options(),

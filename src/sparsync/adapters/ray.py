@@ -17,6 +17,7 @@ from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
+from sparsync.recipes import Bits
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
 
@@ -28,7 +29,7 @@ def prepare_model(
     model: nn.Module,
     scheme: Scheme | None = None,
     *,
-    bits: float | None = None,
+    bits: Bits | None = None,
     optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
     scaler: GradScaler | None = None,

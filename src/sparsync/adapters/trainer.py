@@ -16,6 +16,7 @@ from sparsync.attached import checkpoint
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
+from sparsync.recipes import Bits
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
@@ -29,7 +30,7 @@ def attach(
     trainer: Trainer,
     scheme: Scheme | None = None,
     *,
-    bits: float | None = None,
+    bits: Bits | None = None,
     exchange: Exchange | None = None,
     recorder: Recorder | None = None,
     resume_from: str | Path | None = None,

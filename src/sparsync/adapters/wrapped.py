@@ -13,6 +13,7 @@ from sparsync.attached.attach import Attached, attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
+from sparsync.recipes import Bits
 from sparsync.runtime.findings import check_scheme, warn_of
 from sparsync.runtime.handle import Gradients, Handle
 from sparsync.runtime.options import Options
@@ -73,7 +74,7 @@ def clip_by_common_norm(
 class Attaching:
     """The arguments of `sparsync.attach`, for a trainer that makes the model and its optimizers later, and perhaps once more."""
 
-    def __init__(self, scheme: Scheme | None, bits: float | None, exchange: Exchange | None, options: Options) -> None:
+    def __init__(self, scheme: Scheme | None, bits: Bits | None, exchange: Exchange | None, options: Options) -> None:
         if scheme is not None:
             check_scheme(scheme)
         self._given = {"scheme": scheme, "bits": bits, "exchange": exchange}

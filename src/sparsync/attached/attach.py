@@ -15,9 +15,10 @@ from sparsync.attached.manual import GradientReducer, must_reduce
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, without_optimizer
+from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, method_of, without_optimizer
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.recipes import Bits
 from sparsync.runtime.dispatcher import AttachedHandle
 from sparsync.runtime.findings import check_models, is_fsdp2, warn_or_raise
 from sparsync.runtime.handle import Gradients
@@ -33,7 +34,7 @@ def attach(
     model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
-    bits: float | None = None,
+    bits: Bits | None = None,
     optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
     group: dist.ProcessGroup | None = None,
@@ -58,7 +59,9 @@ def attach(
         scheme: how what is exchanged is reduced. None: the recipe, or what the environment variable SPARSYNC_SCHEME says: "bits=0.8", a
             scheme, or one with steps around it.
         bits: the most that a rank may send per parameter per step, counted with 4 ranks, of which P send (P-1)/P / 0.75: takes the recipe
-            with the most bits that is not above it. None: the default recipe, whose quality is dense's. Below 4 bits of steps each rank
+            with the most bits that is not above it. None: the default recipe, whose quality is dense's. "auto": 20 steps at the default
+            measure computing and the exchange, and then all ranks take the most bits for which a step waits at most a tenth of its time,
+            but no fewer than the default's; ("auto", 0.8): no fewer than 0.8. Below 4 bits of steps each rank
             trains weights that differ a little from those of the others. `handle.recipe` says which recipe was taken.
         optimizer: the one that trains the model, or several, such as a Muon for matrices and an AdamW for the rest. Steps are exchanged by
             its `step` until `close()`; of several the first that steps does it for all. Of local steps each has stepped when the step
@@ -112,6 +115,9 @@ def attach(
     if choice.recipe is not None:
         handle.recipe = choice.recipe
         _tell(choice, ranks)
+    if choice.candidates:
+        assert isinstance(handle, AdamWSteps)  # as `choose` has checked
+        handle.choose_bits(choice.candidates, method_of)
     return handle
 
 

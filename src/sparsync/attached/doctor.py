@@ -15,6 +15,7 @@ from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, opti
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.training_loop import check_bare
+from sparsync.recipes import Bits
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Finding
 from sparsync.runtime.handle import Gradients
@@ -26,7 +27,7 @@ def doctor(
     model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
     *,
-    bits: float | None = None,
+    bits: Bits | None = None,
     optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
     group: dist.ProcessGroup | None = None,

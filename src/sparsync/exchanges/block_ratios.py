@@ -30,7 +30,7 @@ class BlockRatios:
     def __init__(
         self, like: Sequence[Tensor], layouts: Iterable[Sequence[ParameterSpan]], block: int, every: int
     ) -> None:
-        self.block, self._every = block, every
+        self.block, self.every = block, every
         self._lengths = list[Tensor]()  # blocks of each parameter
         for each, layout in zip(like, layouts, strict=True):
             lengths = [-(-entry.span.stop // block) - -(-entry.span.start // block) for entry in layout]
@@ -41,7 +41,7 @@ class BlockRatios:
 
     def due(self, step: int) -> bool:
         """Return whether this step measures. It depends on the step number only, on which ranks agree after a failure too."""
-        return step < self.measure_until or step % self._every == 0
+        return step < self.measure_until or step % self.every == 0
 
     def ratio(self, place: int, P: int) -> Tensor:
         """Return the squares of the mean gradient over the local ones, [blocks]; 1 for blocks that were always zero.

@@ -14,7 +14,7 @@ from sparsync.base.scheme_text import of_variable, scheme_of, taken_apart, text_
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps, OuterSGD
 from sparsync.exchanges.rules import MuonRule, exchangeable, optimizers_of, rules_of
-from sparsync.recipes import Family, Recipe, bits_of, recipe
+from sparsync.recipes import Bits, Family, Recipe, bits_of, candidates, recipe
 from sparsync.runtime.findings import Finding, check_optimizer, check_scheme, innermost
 from sparsync.runtime.handle import Gradients
 
@@ -42,16 +42,20 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 @dataclass(frozen=True)
 class Choice:
-    """What is exchanged, and the scheme that reduces it; the recipe that both are of, None where they were given."""
+    """What is exchanged, and the scheme that reduces it; the recipe that both are of, None where they were given.
+
+    `candidates` are the recipes among which the first steps choose, where `bits` is "auto".
+    """
 
     scheme: Scheme
     exchange: Exchange
     recipe: Recipe | None = None
+    candidates: Sequence[Recipe] = ()
 
 
 def choose(
     scheme: Scheme | None,
-    bits: float | None,
+    bits: Bits | None,
     exchange: Exchange | None,
     optimizer: Optimizers | None,
     ranks: int = 1,
@@ -72,12 +76,13 @@ def choose(
     if bits is not None and given:
         raise ValueError(f"bits={bits} stands for a scheme and what it exchanges; leave bits or {given[0]} out")
     found: Recipe | None = None
+    among: Sequence[Recipe] = ()
     if scheme is not None:
         check_scheme(scheme)
     else:
         text = "" if bits is not None else text_of_environment()
         with of_variable(text) if text else nullcontext():
-            scheme, named, found = _of_text(text, bits, exchange, optimizer, ranks, sharded)
+            scheme, named, found, among = _of_text(text, bits, exchange, optimizer, ranks, sharded)
             if exchange is not None and named is not None:
                 raise ValueError(f"it says what is exchanged, and so does {exchange!r}; leave one of them out")
             exchange = exchange or named
@@ -96,30 +101,24 @@ def choose(
             "exchanged steps need the whole model on every rank; under FSDP2 exchange gradients, with "
             "TwoShot(density=1.0, values='int4') for AdamW"
         )
-    return Choice(scheme, exchange, found)
+    return Choice(scheme, exchange, found, among)
 
 
 def _of_text(
-    text: str, bits: float | None, exchange: Exchange | None, optimizer: Optimizers | None, ranks: int, sharded: bool
-) -> tuple[Scheme, Exchange | None, Recipe | None]:
-    """Return scheme, exchange and recipe of "bits=0.8", "default", or "", which is the same; or of a scheme with steps around it."""
+    text: str, bits: Bits | None, exchange: Exchange | None, optimizer: Optimizers | None, ranks: int, sharded: bool
+) -> tuple[Scheme, Exchange | None, Recipe | None, Sequence[Recipe]]:
+    """Return scheme, exchange, recipe and candidates of "bits=0.8", "default" or "", which is the same; or of a scheme with its steps."""
     try:
         bits = bits_of(text) if text else bits
     except LookupError:
-        return *method_of(text), None
+        return *method_of(text), None, ()
     if isinstance(exchange, Steps | LocalSteps):
         raise ValueError(f"{exchange!r} goes with a scheme; pass one, such as sparsync.Dense(), or leave exchange= out")
     gradients = isinstance(exchange, Gradients)
-    found = choose_recipe(bits, optimizer, ranks, sharded, gradients)
+    family = family_of(optimizer, sharded, gradients)
+    among, found = candidates(family, ranks, bits), recipe(family, ranks, bits)
     scheme, steps = method_of(found.text)
-    return scheme, None if gradients else steps or Gradients(), found
-
-
-def choose_recipe(
-    bits: float | None, optimizer: Optimizers | None, ranks: int, sharded: bool = False, gradients: bool = False
-) -> Recipe:
-    """Return the recipe for this optimizer with at most `bits`; None: the default one. `gradients`: it exchanges these."""
-    return recipe(family_of(optimizer, sharded, gradients), ranks, bits)
+    return scheme, None if gradients else steps or Gradients(), found, among
 
 
 def family_of(optimizer: Optimizers | None, sharded: bool = False, gradients: bool = False) -> Family:

@@ -4,6 +4,7 @@ Each rank turns its gradient into a step (`_to_step_`), the steps go through the
 weights (`_move`). Also here: which parameters take part, the measured ratio, skipped steps, and the state.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -21,10 +22,11 @@ from sparsync.base.scheme import Scheme, overflowed
 from sparsync.collectives.values import broadcast
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
+from sparsync.exchanges.auto_bits import STEPS, Gathered, Stopwatch
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.moments import Moments
-from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights
+from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights, frozen_and_copies
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.steps_state import check_steps
@@ -32,9 +34,11 @@ from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
 from sparsync.kernels import operations as kernels
+from sparsync.recipes import Recipe
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 
+_LOG = logging.getLogger("sparsync")
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
 _LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
@@ -157,10 +161,8 @@ class ExchangedSteps(StepMethod):
             self.cure_of_set, self.cure_of_unexchanged = CURE_OF_SET, CURE_OF_UNEXCHANGED
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
-        self._keep = options.keep_for(self._scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
-        # When this handle has gone, another one may take the scheme.
-        weakref.finalize(self, _remember_all, self._scheme).atexit = False
-        if not _forget(self._scheme, options) and options.decay not in (None, 1.0):
+        self._keep = self._keep_for(options, self._scheme)
+        if not self._forget(self._scheme, options) and options.decay not in (None, 1.0):
             raise ValueError(
                 f"decay={options.decay} needs a scheme with a residual and no decay setting, and {self._scheme.name} is none; leave "
                 "decay out, or set it in the scheme"
@@ -184,9 +186,8 @@ class ExchangedSteps(StepMethod):
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
         if self._keep:
-            # Before the gradient is taken, at weights without what waits.
-            begins = self._go_back_before_pass
-            self._shown = ShownWeights(replica, self._weights, self._set_outside, self._adopt, begins)
+            self._show_own()
+        self._stopwatch: Stopwatch | None = None  # while the bits are still to be chosen
         momentum, square = (by_name(self._weights.buckets, self._vectors[key]) for key in ("momentum", "square"))
         self._moments = Moments(
             replica,
@@ -199,6 +200,59 @@ class ExchangedSteps(StepMethod):
             self._take_moments,
         )
         self._take_moments()
+
+    def choose_bits(self, recipes: Sequence[Recipe], method_of: Callable[[str], tuple[Scheme, Any]]) -> None:
+        """Take 20 steps by the recipe that this handle has, and then one of `recipes`, by what these steps have measured; see `attach`.
+
+        `method_of` makes the scheme and the Steps of a recipe's text. A state that is loaded decides by itself, if it had chosen.
+        """
+        self._stopwatch, self._method_of = Stopwatch(recipes), method_of
+
+    def _choose_bits(self) -> None:
+        assert self._stopwatch is not None and self.recipe is not None
+        watch, self._stopwatch = self._stopwatch, None
+        times = watch.times(self.recipe.bits, self._exchange_numbers)
+        self._take_recipe(times.chosen(watch.recipes))
+        _LOG.info("%s; from here on: %s", times.described(watch.recipes), self.recipe)
+
+    def _exchange_numbers(self, own: Tensor) -> tuple[float, Sequence[Tensor]]:
+        bucket = Bucket("times", own.to(self._weights.buckets[0].device), self._step + 1)
+        report = self._connection.reduce_before_step(bucket, gathered := Gathered())
+        self._count([report])
+        return report.wait_s or 0.0, gathered.rows
+
+    def _take_recipe(self, recipe: Recipe) -> None:
+        """Go on by another recipe from the next step on, with what is held back. The same on all ranks."""
+        if recipe == self.recipe:
+            return
+        scheme, options = self._method_of(recipe.text)
+        options = replace(options, check_weights_every=self.exchange.check_weights_every)
+        _remember_all(self._scheme)
+        self._take_scheme(scheme)
+        self._forget(scheme, options)
+        self.recipe, self.exchange = recipe, options
+        self._keep = self._keep_for(options, scheme)
+        self._ratios.every = options.measure_every
+        if self._keep and self._shown is None:
+            self._weights.hold_common()
+            self._comparison.compare_besides(
+                partial(frozen_and_copies, self._replica), CURE_OF_SET, CURE_OF_UNEXCHANGED
+            )
+            self._show_own()
+
+    def _keep_for(self, options: Steps, scheme: Scheme) -> float:
+        return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
+
+    def _show_own(self) -> None:
+        # Before the gradient is taken, at weights without what waits.
+        begins = self._go_back_before_pass
+        self._shown = ShownWeights(self._replica, self._weights, self._set_outside, self._adopt, begins)
+
+    def _forget(self, scheme: Scheme, options: Steps) -> bool:
+        """Have the residuals of `scheme` forget as `options` say, while this handle uses it; return whether any does so."""
+        # When this handle has gone, another one may take the scheme.
+        weakref.finalize(self, _remember_all, scheme).atexit = False
+        return _forget(scheme, options)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
@@ -344,6 +398,8 @@ class ExchangedSteps(StepMethod):
         self._loads.forget()
         self._divisor.next_step(self.clip_factor)
         self._tell_skipped(skipped)
+        if self._stopwatch is not None and self._stopwatch.note(reports):
+            self._choose_bits()
         return reports
 
     def _take_moments(self) -> None:
@@ -581,6 +637,14 @@ class ExchangedSteps(StepMethod):
             seen = {name: min(t, state["step"] + 1 + self._ahead) for name, t in mine["seen"].items()}
             kept |= {"square": mine["square"], "seen": seen}
         return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
+
+    def load_state_dict(self, state: State) -> None:
+        if self._stopwatch is not None and state.get("step", -1) + 1 >= STEPS:
+            names = {each.name: each for each in self._stopwatch.recipes}
+            self._stopwatch = None  # it was chosen before
+            if (chosen := names.get(state.get("recipe", ""))) is not None:
+                self._take_recipe(chosen)
+        super().load_state_dict(state)
 
     def _check(self, state: State) -> None:
         super()._check(state)

@@ -66,6 +66,11 @@ class WeightBucket:
         """[n] A, the same bits on all ranks. Call `put_common` with it after it was changed in place: if `shared`, it is a copy."""
         return self.own() if self._common is None else self._common
 
+    def hold_common(self) -> None:
+        """Keep the common weights apart from now on, because own ones are to differ from them."""
+        self.shared = False
+        self._common = self.start = self.own()
+
     @property
     def elements(self) -> int:
         """The number of elements n."""
@@ -183,9 +188,19 @@ class Weights:
             for number, each in enumerate(fragments_of(trained, fragments))
         ]
         self.buckets = [bucket for fragment in self.fragments for bucket in fragment]
+        self._watch()
+
+    def _watch(self) -> None:
         # In the order of the buckets, which return digests of what they write.
         held = [bucket for bucket in self.buckets if not bucket.shared]
         self._written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
+
+    def hold_common(self) -> None:
+        """Keep the common weights apart from now on; see WeightBucket."""
+        for bucket in self.buckets:
+            if bucket.shared:
+                bucket.hold_common()
+        self._watch()
 
     @property
     def elements(self) -> int:

@@ -141,9 +141,12 @@ class Handle:
             )
         if residual not in ("carry", "drop"):
             raise ValueError(f"residual must be 'carry' or 'drop', got {residual!r}")
+        if scheme is not self._scheme:
+            self._take_scheme(scheme, residual)
+
+    def _take_scheme(self, scheme: Scheme, residual: Residual = "carry") -> None:
+        """Reduce with another scheme from the next step on, which gets what the present one holds back, unless that is dropped."""
         before: Any = self._scheme  # Any: no reduce-scatter form, which `switches` excludes
-        if scheme is before:
-            return
         check_free(scheme, module_of(before), self)
         self._settle()
         if residual == "drop" or not _carried(before, scheme):

@@ -109,6 +109,11 @@ class Comparison:
         self._read: list[tuple[str, Tensor]] | None = None  # sums of the weights, as the optimizer has left them
         self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)
 
+    def compare_besides(self, unexchanged: Callable[[], Named], cure_of_set: str, cure_of_unexchanged: str) -> None:
+        """Compare other tensors that nothing exchanges from here on, with other cures."""
+        self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
+        self._cure_of_set = cure_of_set
+
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
         saved, self.saved = [f"a checkpoint saved before step {step}"] if self.saved else [], False
