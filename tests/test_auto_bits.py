@@ -49,8 +49,8 @@ def test_auto_chooses_among_recipes_with_as_many_bits_as_the_default_or_the_floo
 def test_what_auto_cannot_measure_is_refused() -> None:
     model = nn.Linear(4, 4)
     for bits, message in (
-        ("most", '"auto" or'),
-        (("auto", "few"), '"auto" or'),
+        ("most", '"auto", or'),
+        (("auto", "few"), '"auto", or'),
         (("auto", 0.01), "as few as bits=0.01"),
     ):
         with pytest.raises(ValueError, match=message):
