@@ -92,12 +92,6 @@ def followed() -> None:
             name = "average.0.weight" if kept == "parameters" else "average.0weight"
             for part in (f"{name!r}, which nothing exchanges", "Steps(keep=0.0)", "`with handle.averaged():`", "(EMA)"):
                 assert part in str(raised.value)
-        with case(f"the cure, {kept}"):
-            model = Momentum(kept)
-            optimizer, _ = attached(model, Steps(check_weights_every=1, keep=0.0))
-            for number in range(STEPS):
-                train(model, optimizer, number)
-            assert on_all_ranks(model.followers())
     with case("statistics of a rank's own data are no copies of parameters"):
         model = Momentum("nothing")
         optimizer, _ = attached(model, Steps(check_weights_every=1))
@@ -244,7 +238,7 @@ def test_weights_that_are_put_back_after_an_evaluation_of_others_are_those_that_
 
 
 def in_evaluation_mode() -> None:
-    for exchange in (Steps(), Steps(keep=0.0), LocalSteps(every=3), Gradients()):
+    for exchange in (Steps(), LocalSteps(every=3), Gradients()):
         with case(exchange):
             found = []
             for training in (True, False):

@@ -42,7 +42,7 @@ class Moments:
     ) -> None:
         self._replica, self._groups, self._counts, self._beta2 = replica, groups, counts, beta2
         self._momentum, self._square, self._clip_factor, self._take_new = momentum, square, clip_factor, take
-        self._rates = [0.0] * len(groups.rules)  # means of the rates of the steps in the momentum, by group
+        self._rates = dict[int, float]()  # means of the rates of the steps in the momentum, by group
         self._steps = torch.zeros(len(replica.owned))
         by_group = [each for each in groups.optimizers for _ in each.param_groups]
         self._shown: dict[str, tuple[Optimizer, dict[str, Tensor]]] = {
@@ -74,8 +74,8 @@ class Moments:
         """Note the rates of a step that was applied; `restart`: all of the momentum is in these."""
         for place, rule in enumerate(self._groups.rules):
             if isinstance(rule, AdamWRule):
-                weight = 1.0 if restart or not self._rates[place] else 1 - rule.beta1
-                self._rates[place] += weight * (rule.rate - self._rates[place])
+                before = 0.0 if restart else self._rates.get(place, 0.0)
+                self._rates[place] = rule.rate + (rule.beta1 * (before - rule.rate) if before else 0.0)
 
     @torch.no_grad()
     def take(self) -> bool:
@@ -150,7 +150,7 @@ class Moments:
         # What other ranks alone had gradients of has squares too, or AdamW would divide by zero: a checkpoint may mix tensors of ranks.
         squares = torch.where((squares == 0) & (momentum != 0), squares.mean(), squares)
         if isinstance(rule, AdamWRule):
-            rate = self._rates[self._groups.number[name]]
+            rate = self._rates.get(self._groups.number[name], 0.0)
             momentum = momentum * ((squares.sqrt() + rule.eps) / rate) if rate else torch.zeros_like(momentum)
         squares = squares * (1 - (rule.beta2 if isinstance(rule, AdamWRule) else beta2) ** applied)
 
