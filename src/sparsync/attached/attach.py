@@ -15,7 +15,7 @@ from sparsync.attached.manual import GradientReducer, must_reduce
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, without_optimizer
+from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, recipe_findings
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.dispatcher import AttachedHandle
@@ -107,7 +107,7 @@ def attach(
         group=group,
         options=options,
     )
-    warn_or_raise([*found, *without_optimizer(choice, optimizer, exchange)])
+    warn_or_raise([*found, *recipe_findings(choice, optimizer, exchange)])
     handle = _attached(models, called, choice, optimizer, group, scaler, options)
     if choice.recipe is not None:
         handle.recipe = choice.recipe
