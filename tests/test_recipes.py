@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,8 @@ from sparsync import Bucket, Dense, Gradients, LocalSteps, LocalWorld, Options, 
 from sparsync.base.scheme_text import VARIABLE
 from sparsync.exchanges.choice import Choice, choose, family_of, method_of
 from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
+from sparsync_lab import cli
+from sparsync_lab.advise import command
 from sparsync_lab.predict import plans
 from sparsync_lab.scheme_choice import parse_schemes
 
@@ -228,14 +231,14 @@ def attached() -> dict[str, Any]:
     log.setLevel(logging.INFO)
     found: dict[str, Any] = {}
     saved: dict[str, Any] = {}
-    kinds: tuple[tuple[str, dict[str, Any]], ...] = (  # Any: arguments of attach
-        ("few", {"bits": 0.8}),
-        ("default", {}),
-        ("same scheme", {"scheme": TwoShot(0.03, "sign", density_down=0.12)}),
-        ("other scheme", {"scheme": TwoShot(0.05, "sign")}),
-        ("gradients", {"exchange": Gradients(), "options": Options(timeout_s=60)}),
-    )
-    for name, given in kinds:
+    ways: dict[str, dict[str, Any]] = {  # Any: arguments of attach
+        "few": {"bits": 0.8},
+        "default": {},
+        "same scheme": {"scheme": TwoShot(0.03, "sign", density_down=0.12)},
+        "other scheme": {"scheme": TwoShot(0.05, "sign")},
+        "gradients": {"exchange": Gradients(), "options": Options(timeout_s=60)},
+    }
+    for name, given in ways.items():
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(64, 8))
         lines.lines.clear()
@@ -258,9 +261,13 @@ def attached() -> dict[str, Any]:
         sparsync.ddp_comm_hook()
     (finding,) = sparsync.doctor(alone)
     assert "no optimizer was given" in str(finding)
+    amsgrad = AdamW(alone.parameters(), amsgrad=True)
+    (finding,) = sparsync.doctor(alone, optimizer=amsgrad)
+    assert str(finding).startswith("exchanged steps support neither amsgrad nor maximize, so gradients are exchanged")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparsync.attach(alone, exchange=Gradients()).detach()
+        assert sparsync.doctor(alone, optimizer=amsgrad, exchange=Gradients()) == []
         assert sparsync.doctor(alone, optimizer=AdamW(alone.parameters())) == []
     return found
 
@@ -287,3 +294,27 @@ def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another(
         assert "this handle has a scheme that was given; attach with bits=0.8" in found["other scheme"][4][0]
         assert found["gradients"][:3] == (6.1, Gradients(), "bits=6.1")
         assert len(found["gradients"][4]) == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "family", "line"),
+    [
+        ("default", "linear", "sparsync.attach(model, optimizer=optimizer)"),
+        (STEPS_ROW, "steps", "sparsync.attach(model, optimizer=optimizer)"),
+        ("bits=1", "steps", "sparsync.attach(model, optimizer=optimizer, bits=0.8)"),
+        (recipe("steps", 4, 0.2).text, "steps", "sparsync.attach(model, optimizer=optimizer, bits=0.2)"),
+        ("two_shot:density=1.0:values=int4", "steps", ""),  # of gradients, which such an optimizer does not get
+        ("bf16", "steps", ""),
+    ],
+)
+def test_advice_ends_in_the_call_that_takes_its_method(label: str, family: Family, line: str) -> None:
+    assert command.attach_line(label, family, 4) == line
+
+
+def test_a_command_asks_for_the_recipes_of_the_jobs_optimizer() -> None:
+    def made(workload: str | None) -> list[sparsync.Scheme]:
+        options = Namespace(schemes="dense,default", density=0.01, skip=None, workload=workload, option=[], data=None)
+        return [each.make() for each in cli._choices(options, (4,))]
+
+    assert made(None) == [Dense(), TwoShot(density=1.0, values="int3")]
+    assert made("examples/own_job.py:MyJob")[1] == TwoShot(density=1.0, values="int4")

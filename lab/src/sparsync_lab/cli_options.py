@@ -5,6 +5,8 @@ import math
 from argparse import ArgumentTypeError
 from pathlib import Path
 
+from sparsync.recipes import recipe
+
 # Minutes on gpt-tiny.
 FRONTIER = (
     "dense,bf16,topk,micro,exdyna,oktopk,topk:density=0.05:values=int4,micro:density=0.05:values=int4,"
@@ -17,7 +19,7 @@ ADVISED = (
     "skip_reduce:skip=1,micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
 )
 ADVISED_LOCAL = "local_steps(every=4)/two_shot:density=1.0:values=int4,local_steps(every=8)/dense"
-ADVISED_ADAMW = "steps/two_shot:density=0.03:values=sign:density_down=0.12"
+ADVISED_ADAMW = recipe("steps", 4, 0.8).text
 
 # Whose buckets a probe measures: what these reduce with.
 PROBED = f"{ADVISED},{ADVISED_ADAMW.partition('/')[2]}"

@@ -15,7 +15,7 @@ from sparsync.attached.manual import GradientReducer, must_reduce
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, method_of, without_optimizer
+from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, method_of, recipe_findings
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.recipes import Bits
@@ -110,7 +110,7 @@ def attach(
         group=group,
         options=options,
     )
-    warn_or_raise([*found, *without_optimizer(choice, optimizer, exchange)])
+    warn_or_raise([*found, *recipe_findings(choice, optimizer, exchange)])
     handle = _attached(models, called, choice, optimizer, group, scaler, options)
     if choice.recipe is not None:
         handle.recipe = choice.recipe
@@ -152,52 +152,43 @@ def _check(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGroup
     """Raise ValueError for what does not go with this kind of model, or with what is exchanged."""
     wrapped = [each for each in models if isinstance(each, DistributedDataParallel)]
     fsdp, several = any(map(is_fsdp2, models)), len(models) > 1
-    steps = not isinstance(choice.exchange, Gradients)
-    groups = {id(each.process_group) for each in wrapped}
-    joins = options.join_mb is not None or options.dense_below is not None
-    # What is given, where it does not go, and what to do.
-    for given, wrong, message in (
+    by_ddp, steps = bool(wrapped), not isinstance(choice.exchange, Gradients)
+    joins = (options.join_mb, options.dense_below) != (None, None)
+    grouped, replicas, gathers = (each is not None for each in (group, options.replicate, options.parameters))
+    apart = len(wrapped) not in (0, len(models)) or len({id(each.process_group) for each in wrapped}) > 1
+    # What is wrong, and the message for it.
+    for wrong, message in (
         (
-            several,
-            fsdp,
+            several and fsdp,
             "of several models only those of DistributedDataParallel and bare ones are attached together; make those of fully_shard "
             "parts of one module, and shard and attach that",
         ),
         (
-            several,
-            not steps,
+            several and not steps,
             f"several models are attached together for steps and local steps, and here {type(choice.scheme).__name__} sends gradients; "
             "attach each model by itself, with a scheme for each and the same optimizer: attach(model, scheme, "
             "exchange=sparsync.Gradients(), optimizer=optimizer); or pass exchange=sparsync.Steps()",
         ),
         (
-            several and bool(wrapped),
-            len(wrapped) < len(models) or len(groups) > 1,
+            apart,
             "models that are attached together have the same ranks; wrap all of them with the same process_group=, or none",
         ),
         (
-            joins,
-            steps or not wrapped,
+            joins and (steps or not by_ddp),
             "join_mb and dense_below are about gradients in the buckets of DistributedDataParallel; leave them out here",
         ),
         (
-            group is not None,
-            fsdp or bool(wrapped),
+            grouped and (fsdp or by_ddp),
             "group is of a bare model; leave it out here, and give DistributedDataParallel process_group=, FSDP2 a mesh",
         ),
+        (replicas and not fsdp, "replicate is an axis of an FSDP2 model; leave it out for others"),
+        (gathers and not fsdp, "only FSDP2 gathers parameters; leave parameters= out"),
         (
-            options.replicate is not None,
-            not fsdp,
-            "replicate is an axis of an FSDP2 model; leave it out for others",
-        ),
-        (options.parameters is not None, not fsdp, "only FSDP2 gathers parameters; leave parameters= out"),
-        (
-            options.parameters is not None,
-            steps,
+            gathers and steps,
             "parameters= goes with gradients on FSDP2's shard axis; leave it out, or pass exchange=sparsync.Gradients()",
         ),
     ):
-        if given and wrong:
+        if wrong:
             raise ValueError(message)
 
 

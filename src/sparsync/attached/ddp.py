@@ -16,7 +16,7 @@ from sparsync.attached.joining import Joining
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
-from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings, without_optimizer
+from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings, recipe_findings
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
 from sparsync.runtime.findings import (
     check_model,
@@ -373,7 +373,7 @@ def ddp_comm_hook(
     warn_or_raise(
         [
             *not_floating(each for each in driven if each[0] not in ignored(module)),
-            *without_optimizer(chosen, optimizer, None),
+            *recipe_findings(chosen, optimizer, None),
             *optimizer_findings(optimizer, scheme),
             *unrelated(optimizer, {id(each) for _, each in driven}),
             *(patterns(names, scheme) if names is not None else ()),

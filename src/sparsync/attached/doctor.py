@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attached.ddp import DdpHandle, HookState, ignored, registered_hook
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, optimizer_findings, without_optimizer
+from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, optimizer_findings, recipe_findings
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.training_loop import check_bare
@@ -75,7 +75,7 @@ def doctor(
             what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
             cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
             found.append(Finding(what, cure))
-    found += without_optimizer(choice, optimizer, exchange)
+    found += recipe_findings(choice, optimizer, exchange)
     steps = isinstance(chosen, Steps)
     if steps:
         found += _of_steps(model)

@@ -127,7 +127,7 @@ def family_of(optimizer: Optimizers | None, sharded: bool = False, gradients: bo
         return "shard"
     if optimizer is None:
         return "other"
-    if not gradients and _gives_steps(optimizer):
+    if not gradients and not _no_steps(optimizer):
         muon = any(isinstance(each, MuonRule) for each in rules_of(optimizers_of(optimizer)))
         return "muon" if muon else "steps"
     inner = [innermost(each) for each in listed(optimizer)]
@@ -135,14 +135,18 @@ def family_of(optimizer: Optimizers | None, sharded: bool = False, gradients: bo
     return "linear" if plain else "other"
 
 
-def without_optimizer(choice: Choice, optimizer: Optimizers | None, exchange: Exchange | None) -> Iterator[Finding]:
-    """Find out whether a recipe for gradients was taken only because no optimizer was given."""
-    if choice.recipe is not None and optimizer is None and exchange is None and choice.recipe.family != "shard":
+def recipe_findings(choice: Choice, optimizer: Optimizers | None, exchange: Exchange | None) -> Iterator[Finding]:
+    """Find out whether a recipe for gradients was taken where steps were wanted, and why."""
+    if choice.recipe is None or choice.recipe.family != "other" or exchange is not None:
+        return
+    sent = f"gradients are exchanged, at {choice.recipe.bits:g} bits per parameter per step"
+    if optimizer is None:
         yield Finding(
-            f"no optimizer was given, so gradients are exchanged, at {choice.recipe.bits:g} bits per parameter per step; the steps of "
-            "Adam, AdamW and Muon need fewer, and end closer to dense",
+            f"no optimizer was given, so {sent}; the steps of Adam, AdamW and Muon need fewer, and end closer to dense",
             "attach(model, optimizer=optimizer); or pass exchange=sparsync.Gradients() to exchange gradients",
         )
+    elif any(isinstance(innermost(each), (Adam, Muon)) for each in listed(optimizer)) and (why := _no_steps(optimizer)):
+        yield Finding(f"{why}, so {sent}", "change that, or pass exchange=sparsync.Gradients() to exchange gradients")
 
 
 def method_of(text: str) -> tuple[Scheme, Exchange | None]:
@@ -219,14 +223,15 @@ def _of_one(inner: Optimizer, scheme: Scheme) -> Iterator[Finding]:
         )
 
 
-def _gives_steps(optimizer: Optimizers) -> bool:
-    """Return whether the steps of this optimizer, or of several, can be exchanged."""
-    if any(_may_do_more(each) for each in listed(optimizer)):
-        return False
+def _no_steps(optimizer: Optimizers) -> str:
+    """Return why steps of this optimizer, or of several, cannot be exchanged; "" where they can."""
+    if any(map(_may_do_more, listed(optimizer))):
+        return "an optimizer around another one may do more than its steps"
     try:
-        return bool(exchangeable(optimizer))
-    except (TypeError, ValueError):  # another optimizer, or a setting that steps do not have
-        return False
+        exchangeable(optimizer)
+    except (TypeError, ValueError) as error:  # another optimizer, or a setting that steps do not have
+        return str(error).partition("; ")[0]  # its cure may be to exchange gradients
+    return ""
 
 
 def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
@@ -234,7 +239,7 @@ def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
         getattr(each, name, "") for each in (scheme, *scheme.inner_schemes) for name in ("values", "values_down")
     )
     coarse = scheme.leaves_out or any(each in _COARSE for each in formats)
-    return coarse and scheme.has_residual and not scheme.has_momentum and _gives_steps(optimizer)
+    return coarse and scheme.has_residual and not scheme.has_momentum and not _no_steps(optimizer)
 
 
 def _may_do_more(optimizer: Optimizer) -> bool:

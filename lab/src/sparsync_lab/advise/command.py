@@ -8,6 +8,7 @@ from pathlib import Path
 from torch.optim import SGD, AdamW
 
 from sparsync.comm.plan import Exchange
+from sparsync.recipes import Family, bits_of, recipe, rows
 from sparsync_lab.advise import extra_steps
 from sparsync_lab.advise.replay import deviations
 from sparsync_lab.labels import short_labels
@@ -22,7 +23,7 @@ from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
 from sparsync_lab.traffic.stream import Recorded, recorded
 from sparsync_lab.workloads import one_process
-from sparsync_lab.workloads.base import Workload
+from sparsync_lab.workloads.base import Workload, family_of_job
 
 FAR = 32  # times the largest measured exchange of its kind, beyond which a prediction is marked as a guess
 MOST_BUCKETS = 10**5  # of a model
@@ -51,6 +52,7 @@ class Advice:
     fixed_s: float  # of bf16's reductions, what they take however few bytes there are
     replayed: Recorded | None = None  # the gradients of which the extra steps come
     exchanged_nothing: tuple[str, ...] = ()  # labels of methods that exchanged nothing in the replay
+    attach: str = ""  # the line that uses the method of the verdict, where it is a recipe
 
 
 def _check_one_model(workload: Workload, backward: Backward, stream: Recorded | None) -> None:
@@ -159,7 +161,20 @@ def advise(
             "", "The probe ran on the slow reference kernels, so it does not show which method to use."
         )
     fixed_s = min(steps["bf16"].reduce_s, step(bf16, probe, _smallest(backward, probe.group.ranks)).reduce_s)
-    return Advice(sum(each.elements for each in backward.bucket), steps, extra, verdict, fixed_s, stream, still)
+    line = attach_line(verdict.label, "steps" if workload is None else family_of_job(workload), probe.group.ranks)
+    return Advice(sum(each.elements for each in backward.bucket), steps, extra, verdict, fixed_s, stream, still, line)
+
+
+def attach_line(label: str, family: Family, ranks: int) -> str:
+    """Return the call of `sparsync.attach` that takes the recipe which is this method; "" where none is."""
+    known = rows(family, ranks)
+    try:
+        found = recipe(family, ranks, bits_of(label))
+    except LookupError:
+        found = next((each for each in known if each.text == label), None)
+    if found is None:
+        return ""
+    return f"sparsync.attach(model, optimizer=optimizer{'' if found is known[0] else f', {found.name}'})"
 
 
 def _smallest(backward: Backward, elements: int) -> Backward:
@@ -273,6 +288,7 @@ def text(
         loud.insert(0, (said, "bold white on red"))
     above = [*loud, (head, ""), (_bottleneck(found, backward), "")]
     below = [*((note, "dim") for note in notes), *loud, (f"\n{found.verdict.why}", "bold")]
+    below += [(found.attach, "bold")] if found.attach else []
     return lines_of([table(found, names)], above, below, width, colour, ascii_only)
 
 
@@ -345,6 +361,7 @@ def as_json(found: Advice) -> str:
         "steps": {label: asdict(each) | {"bits": each.bits(found.elements)} for label, each in found.steps.items()},
         "extra": {label: asdict(each) for label, each in found.extra.items()},
         "verdict": asdict(found.verdict),
+        "attach": found.attach,
         "fixed_s": found.fixed_s,
     }
     return json.dumps(content, indent=1)
