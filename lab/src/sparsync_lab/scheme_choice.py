@@ -20,8 +20,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from sparsync import Bucket, LocalSteps, LocalWorld, Report, Scheme, Steps, schemes
 from sparsync.base.scheme_text import made, parsed, taken_apart
 from sparsync.comm.local import LocalComm
-from sparsync.exchanges.choice import exchange_of, method_of
-from sparsync.recipes import Family, Recipe, bits_of, candidates, recipe
+from sparsync.exchanges.choice import exchange_of, family_of, method_of
+from sparsync.recipes import Family, bits_of, candidates, recipe
 from sparsync.testing.momentum import undeclared
 from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
@@ -49,7 +49,7 @@ class SchemeChoice:
     config: dict[str, Any] = field(default_factory=dict)  # Any: the fields of the scheme's own config
     local: dict[str, Any] | None = None  # Any: numbers and texts
     steps: str = "local_steps"
-    candidates: tuple[Recipe, ...] = ()  # of "bits=auto", the one that it begins with first
+    auto: str = ""  # "bits=auto" or "bits=auto:0.2", where the first steps choose the recipe
 
     def make(self) -> Scheme:
         """Return a new scheme; every rank and every run makes its own."""
@@ -68,9 +68,10 @@ class SchemeChoice:
                 )
             scheme.watch(model)
         made = _class(self.steps)(model, optimizer, scheme, **{**vars(self.exchange()), **where})
-        if self.candidates:
-            made.recipe = self.candidates[0]
-            made.choose_bits(self.candidates, method_of)
+        if self.auto:
+            among = candidates(family_of(optimizer), made.place[1], bits_of(self.auto))
+            made.recipe = among[0]
+            made.choose_bits(among, method_of)
         return made
 
     def exchange(self) -> LocalSteps | Steps | None:
@@ -105,8 +106,8 @@ class SchemeChoice:
         decisive = {
             name: float(value) if isinstance(plain.get(name), float) else value for name, value in decisive.items()
         }
-        if self.candidates:
-            full["chosen of"] = " ".join(each.name for each in self.candidates)
+        if self.auto:
+            full["bits"] = self.auto
         return full | {self.steps: {name: value for name, value in decisive.items() if name != "check_weights_every"}}
 
     def _resolved(self, scheme: Scheme) -> dict[str, float | str]:
@@ -239,7 +240,7 @@ def _parse_method(
     exchange_of(written, local, text)
     choice = _parse_scheme(label, scheme, local, steps, density, skip, also)
     with suppress(LookupError):
-        choice = replace(choice, candidates=tuple(candidates(family, max(ranks), bits_of(label))))
+        choice = replace(choice, auto=label if candidates(family, max(ranks), bits_of(label)) else "")
     try:
         LocalWorld(1).run(lambda comm: _trial_steps(choice, comm))
     except Exception as error:
