@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Muon
 
 import sparsync
 from helpers.distributed import run
 from sparsync import Bucket, Dense, Gradients, LocalSteps, LocalWorld, Options, Steps, TopK, TwoShot
+from sparsync.attached.fsdp2_units import units_of
 from sparsync.base.scheme_text import VARIABLE
 from sparsync.exchanges.choice import Choice, choose, family_of, method_of
 from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
@@ -124,7 +127,7 @@ def test_the_row_with_the_most_bits_that_is_not_above_those_asked_for_is_taken(
     [
         (
             0.1,
-            r"no recipe for Adam and AdamW sends as few as bits=0\.1 .*; there are 4\.6, 3\.1, 1\.6, 0\.8, 0\.2, .* 8 send 1\.17",
+            r"no recipe for Adam and AdamW sends as few as bits=0\.1 .*; there are 4\.6, 3\.1, 1\.6, 0\.8, 0\.2, .*, on 8 1\.17",
         ),
         (0, "bits must be a number above 0, such as 0.8, got 0"),
         (True, "bits must be a number above 0, such as 0.8, got True"),
@@ -252,6 +255,10 @@ def attached() -> dict[str, Any]:
                     handle.load_state_dict(saved)
             told = [str(each.message) for each in caught]
             found[name] = (handle.recipe and handle.recipe.bits, handle.exchange, state["recipe"], said, told)
+    sharded: Any = fully_shard(nn.Linear(64, 8), mesh=init_device_mesh("cpu", (2,)))
+    with sparsync.attach(sharded, optimizer=AdamW(sharded.parameters())) as handle:
+        gathers = type(units_of(sharded)[0].all_gather).__module__
+        found["shards"] = (handle.recipe and handle.recipe.bits, handle.exchange, gathers)
     alone = DistributedDataParallel(nn.Linear(64, 8))
     with pytest.warns(
         UserWarning, match=r"no optimizer was given, so gradients .* at 6\.1 bits .*; attach\(model, optim"
@@ -294,6 +301,7 @@ def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another(
         assert "this handle has a scheme that was given; attach with bits=0.8" in found["other scheme"][4][0]
         assert found["gradients"][:3] == (6.1, Gradients(), "bits=6.1")
         assert len(found["gradients"][4]) == 1
+        assert found["shards"] == (6.1, Gradients(), "sparsync.attached.fsdp2_units")  # parameters too
 
 
 @pytest.mark.parametrize(

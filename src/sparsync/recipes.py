@@ -19,7 +19,7 @@ FAMILIES: dict[Family, str] = {
     "other": "gradients of an optimizer whose steps cannot be exchanged, or of none",
     "shard": "FSDP2's shard axis",
 }
-_QUALITY = "the page 'Quality and bits'"  # of the documentation
+_ANY = 10**9  # ranks
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Recipe:
     text: str
     quality: str  # after 1000 steps, against the same optimizer with dense gradients, and the part of the page
     least_ranks: int = 1
-    most_ranks: int = 10**9
+    most_ranks: int = _ANY
     parameters: Literal["int4"] | None = None  # of FSDP2's all-gather
 
     @property
@@ -47,7 +47,9 @@ class Recipe:
         return self.bits * (ranks - 1) / ranks / 0.75
 
     def __str__(self) -> str:
-        return f"{self.name} for {FAMILIES[self.family]}: {self.text}"
+        most = f", up to {self.most_ranks} ranks" if self.most_ranks < _ANY else ""
+        least = f", {self.least_ranks} ranks or more" if self.least_ranks > 1 else ""
+        return f"{self.name} for {FAMILIES[self.family]}{least}{most}: {self.text}"
 
 
 _INT4 = "two_shot:density=1.0:values=int4"
@@ -156,7 +158,7 @@ def recipe(family: Family, ranks: int, bits: Bits | None = None) -> Recipe:
         there = ", ".join(f"{each.bits:g}" for each in sorted(known, key=lambda each: -each.bits))
         raise ValueError(
             f"no recipe for {FAMILIES[family]} sends as few as bits={bits:g} per parameter per step; there are {there}, counted with 4 "
-            f"ranks, and {ranks} send {known[0].bits_with(ranks) / known[0].bits:.2f} of that; choose one of these, or pass a scheme"
+            f"ranks (P ranks send (P-1)/P / 0.75 of it, on {ranks} {(ranks - 1) / ranks / 0.75:.2f}); choose one of these, or pass a scheme"
         )
     return max(below, key=lambda each: each.bits)
 

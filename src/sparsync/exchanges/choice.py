@@ -158,7 +158,7 @@ def method_of(text: str) -> tuple[Scheme, Exchange | None]:
 def check_text(text: str) -> None:
     """Raise ValueError for a text that SPARSYNC_SCHEME may not have, whatever the optimizer is."""
     try:
-        recipe("steps", 1, bits_of(text))  # whose least one has the fewest bits of all
+        recipe("steps", 4, bits_of(text))  # whose least one has the fewest bits of all
     except LookupError:
         method_of(text)
 
