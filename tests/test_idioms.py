@@ -15,6 +15,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import on_all_ranks, same
 from sparsync import Steps, TwoShot
 from sparsync.core import generator
 
@@ -67,17 +68,6 @@ def trained(model: nn.Module | None = None, steps: int = STEPS) -> Training:
     for number in range(steps):
         training.step(number)
     return training
-
-
-def on_all_ranks(tensors: Iterable[Tensor]) -> bool:
-    flat = torch.cat([each.detach().reshape(-1) for each in tensors])
-    every = [torch.empty_like(flat) for _ in range(P)]
-    dist.all_gather(every, flat)
-    return all(torch.equal(each, flat) for each in every)
-
-
-def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 class Average:
