@@ -158,9 +158,8 @@ class ExchangedSteps(StepMethod):
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         self._keep = options.keep_for(self._scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
-        self._told_of_loads = (
-            not self._scheme.leaves_out
-        )  # else only rounding errors wait, and a loop need not hear of them
+        # Where only rounding errors wait, a loop that goes back need not hear of them.
+        self._told_of_loads = not self._keep and not self._scheme.leaves_out
         # When this handle has gone, another one may take the scheme.
         weakref.finalize(self, _remember_all, self._scheme).atexit = False
         if not _forget(self._scheme, options) and options.decay not in (None, 1.0):
