@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import on_all_ranks, same
 from sparsync import Dense, Gradients, LocalSteps, OuterSGD, TopK, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.local_steps import LocalTraining
@@ -91,16 +92,6 @@ class Training:
     def common(self) -> list[Tensor]:
         with self.handle.averaged():
             return self.own()
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-
-
-def on_all_ranks(x: Tensor) -> bool:
-    every = [torch.empty_like(x) for _ in range(P)]
-    dist.all_gather(every, x.detach().contiguous())
-    return all(torch.equal(each, x) for each in every)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

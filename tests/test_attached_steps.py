@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import on_all_ranks, same
 from sparsync import Gradients, LocalSteps, OkTopk, Steps, TopK, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -77,16 +78,6 @@ class Training:
     def common(self) -> list[Tensor]:
         with self.handle.averaged():
             return [each.detach().clone() for each in self.bare.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-
-
-def on_all_ranks(x: Tensor) -> bool:
-    every = [torch.empty_like(x) for _ in range(P)]
-    dist.all_gather(every, x.contiguous())
-    return all(torch.equal(each, x) for each in every)
 
 
 def trained_both_ways() -> None:

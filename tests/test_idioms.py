@@ -1,6 +1,7 @@
 """Loops that do more than train, with all elements in int3 and without own weights: parameters are parameters, as in plain torch."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import on_all_ranks, same
 from sparsync import Steps, TwoShot
 from sparsync.core import generator
 
@@ -66,17 +68,6 @@ def trained(model: nn.Module | None = None, steps: int = STEPS) -> Training:
     for number in range(steps):
         training.step(number)
     return training
-
-
-def on_all_ranks(tensors: Iterable[Tensor]) -> bool:
-    flat = torch.cat([each.detach().reshape(-1) for each in tensors])
-    every = [torch.empty_like(flat) for _ in range(P)]
-    dist.all_gather(every, flat)
-    return all(torch.equal(each, flat) for each in every)
-
-
-def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 class Average:
@@ -227,15 +218,16 @@ def written_by_the_loop() -> None:
                 assert not any(each.any() for each in training.handle.state_dict()["adamw_steps"]["momentum"].values())
         assert on_all_ranks(training.weights())
         assert not torch.equal(begin, adapted.weight)
-    with case("weights that are clamped after each step"):
-        training = Training(encoder())
-        for number in range(STEPS):
-            training.step(number)
-            with torch.no_grad():
-                for each in training.model.parameters():
-                    each.clamp_(-0.1, 0.1)
-        assert on_all_ranks(training.weights())
-        assert max(float(each.abs().max()) for each in training.weights()) == torch.tensor(0.1).item()
+    for dtype in (torch.float32, torch.bfloat16):
+        with case(f"weights of {dtype} that are clamped after each step"):
+            training = Training(encoder().to(dtype))
+            for number in range(STEPS):
+                training.step(number, lambda x, y, each=training, to=dtype: (each.model(x.to(to)) - y).square().mean())
+                with torch.no_grad():
+                    for each in training.model.parameters():
+                        each.clamp_(-0.125, 0.125)
+            assert on_all_ranks(training.weights())
+            assert max(float(each.abs().max()) for each in training.weights()) == 0.125
     with case("weights that are shared"):
         tied = Tied()
         training = trained(tied)
@@ -315,6 +307,10 @@ def going_back() -> None:
                     training.optimizer.param_groups[0]["lr"] = rate
                     training.step(20 + number)
                 go_to(training, states)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    training.step(20)
+                go_to(training, states)
                 assert same(states[0].values(), training.model.state_dict().values())
                 losses.append([training.step(number) for number in range(20, 50)][-1])
                 assert on_all_ranks(training.weights())
@@ -326,6 +322,5 @@ def test_what_a_loop_does_beside_training_works_as_in_plain_torch(idioms: Callab
     run(idioms, P)
 
 
-@pytest.mark.filterwarnings("ignore:a state of the model")
 def test_a_loop_that_goes_back_ends_where_dense_training_does() -> None:
     run(going_back, P)

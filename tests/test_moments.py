@@ -16,6 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import on_all_ranks
 from sparsync import Dense, Steps, TwoShot
 from sparsync.core import generator
 
@@ -71,12 +72,6 @@ def through_a_file(state: Mapping[str, Any]) -> Saved:  # Any: as `state_dict`
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def on_all_ranks(x: Tensor) -> bool:
-    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, x.contiguous())
-    return all(torch.equal(each, x) for each in every)
 
 
 def on_one_rank() -> None:

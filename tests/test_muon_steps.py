@@ -16,6 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import same
 from sparsync import Dense, Steps, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -98,10 +99,6 @@ class Training:
     def common(self) -> list[Tensor]:
         with self.handle.averaged():
             return [each.detach().clone() for each in self.bare.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 def every_form(folder: Path) -> None:

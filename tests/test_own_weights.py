@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import on_all_ranks, same
 from sparsync import Gradients, LocalSteps, RanksDifferError, Steps, TwoShot
 
 pytestmark = pytest.mark.distributed
@@ -43,20 +44,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
     optimizer.zero_grad()
 
 
-def on_all_ranks(tensors: Any) -> bool:  # Any: an iterable of tensors
-    flat = torch.cat([each.detach().reshape(-1) for each in tensors])
-    every = [torch.empty_like(flat) for _ in range(P)]
-    dist.all_gather(every, flat)
-    return all(torch.equal(each, flat) for each in every)
-
-
 def common(model: nn.Module, handle: Any) -> list[Tensor]:  # Any: as in `attached`
     with handle.averaged():
         return [each.detach().clone() for each in model.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 class Momentum(nn.Module):

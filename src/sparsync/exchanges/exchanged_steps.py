@@ -162,6 +162,8 @@ class ExchangedSteps(StepMethod):
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         self._keep = self._keep_for(options, self._scheme)
+        # Where only rounding errors wait, a loop that goes back need not hear of them.
+        self._told_of_loads = not self._keep and not self._scheme.leaves_out
         if not self._forget(self._scheme, options) and options.decay not in (None, 1.0):
             raise ValueError(
                 f"decay={options.decay} needs a scheme with a residual and no decay setting, and {self._scheme.name} is none; leave "
