@@ -202,7 +202,7 @@ def _tell(choice: Choice, ranks: int) -> None:
     )  # fmt: skip
     if isinstance(choice.exchange, Steps) and choice.exchange.keep_for(choice.scheme):
         _LOG.info(
-            "with %s each rank trains weights of its own, which differ a little from the common ones: see the page 'AdamW steps'; "
+            "with %s each rank trains weights of its own, which differ a little from the common ones: see the page 'Own weights'; "
             "evaluate and average weights inside `with handle.averaged():`, or attach with bits=4.6",
             recipe.name,
         )
