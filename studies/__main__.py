@@ -20,7 +20,7 @@ PARTS = {
     "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
     "dial": "what each recipe takes on five networks: a table of docs/advise.md",
     "delays": "the one-way delays that a step of each method waits for, over links with a delay",
-    "demo_page": "what `make demo` has written, for README.md and docs/schemes.md",
+    "demo_page": "the demo with three seeds, for README.md and docs/schemes.md",
     "downstream": "fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md",
     "elastic": "random events in elastic runs: tables of docs/reliability.md",
     "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",

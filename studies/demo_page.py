@@ -1,19 +1,22 @@
-"""Writes what the demo made into two pages: of each half the picture, its caption, the table and the command.
+"""Runs the demo, its transformer with three seeds, and writes two pages: of each half the picture, its caption, the table and the command.
 
     .venv/bin/python -m studies demo_page [FOLDER]
 
-FOLDER is where `make demo` has written; demo by default. The pictures go to docs/.
+Halves that are in FOLDER, build/demo_page by default, are not run again. The pictures go to docs/.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
 
-from sparsync_lab.demo import HALVES, PICTURE, table
+from sparsync_lab import cli
+from sparsync_lab.demo import HALVES as DEMO
+from sparsync_lab.demo import PICTURE, commands, table
 from sparsync_lab.report.plots import ORIGIN
 from sparsync_lab.report.results import read
 from sparsync_lab.report.summary import summarise
@@ -21,14 +24,21 @@ from sparsync_lab.terminal import Table, markdown
 from studies import parts
 
 PAGES = {"gpt": "README.md", "lstm": "docs/schemes.md"}  # of each half
+# The transformer's short trainings scatter.
+HALVES = [
+    replace(half, arguments=half.arguments.replace("--seed 0", "--seeds 0,1,2" if half.folder == "gpt" else "--seed 0"))
+    for half in DEMO
+]
 LESS = ("sent in\na step", "bits on\nthe inter-\nface")  # columns that these leave out
 
 
 def main(argv: Sequence[str]) -> None:
     options = parts.options("demo_page", __doc__, writes=False)
-    options.add_argument("folder", type=Path, nargs="?", default=Path("demo"))
+    options.add_argument("folder", type=Path, nargs="?", default=Path("build/demo_page"))
     folder: Path = options.parse_args(argv).folder
-    for half in HALVES:
+    for half, command in zip(HALVES, commands(folder, halves=HALVES), strict=True):
+        if not (folder / half.folder / "report.html").exists():
+            cli.main(command)
         found = summarise(read(folder / half.folder).runs[-1])
         if found.banners:
             raise SystemExit(f"{half.folder}: {found.banners[0].text} {found.banners[0].why}; run the demo again")

@@ -326,7 +326,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("half", demo.HALVES, ids=lambda half: half.folder)
+@pytest.mark.parametrize("half", demo_page.HALVES, ids=lambda half: half.folder)
 def test_caption_command_and_table_beside_a_picture_of_the_demo_are_those_of_the_run_that_drew_it(
     half: demo.Half,
 ) -> None:
@@ -344,7 +344,8 @@ def test_caption_command_and_table_beside_a_picture_of_the_demo_are_those_of_the
     shown = {row[0].strip(" `"): (row[target].strip(), row[end].strip()) for row in rows}
     drawn = {name: (each["seconds"] or "not reached", each["quality"]) for name, each in origin["schemes"].items()}
     assert shown == drawn
-    (ours,) = (each for each in demo.commands(Path("demo")) if each[-1] == f"demo/{half.folder}")
+    folder = Path("build/demo_page")
+    (ours,) = demo.commands(folder, halves=[half])
     assert origin["command"] == shlex.join(["sparsync", *ours])
 
 
