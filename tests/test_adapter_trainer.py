@@ -58,7 +58,7 @@ def trainer_of(folder: Path, kind: type[Trainer] = Trainer, steps: int = STEPS, 
 def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> AdapterResult:
     trainer = trainer_of(folder)
     scheme = None if goes_on_from else ExDyna(density=DENSITY)  # None: of the environment, the same one
-    callback = attach(trainer, scheme, exchange=Gradients(), options=Options(timeout_s=120), **how)
+    callback = attach(trainer, scheme, exchange=Gradients(), options=Options(timeout_s=120, follow_rates=True), **how)
     trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
     assert callback.handle is not None
     return AdapterResult.of(trainer.model, callback.handle.reports())
@@ -68,14 +68,14 @@ def interrupted(folder: Path) -> list[AdapterResult]:
     as_torchrun()
     os.environ["SPARSYNC_SCHEME"] = f"exdyna:density={DENSITY}"
     collected = Collected()
-    whole = trained(folder / "here", follow_rates=True, recorder=collected)
+    whole = trained(folder / "here", recorder=collected)
     assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
     whole.reports += collected.reports
-    again = trained(folder / "here", folder / "here" / "checkpoint-3", follow_rates=True)
+    again = trained(folder / "here", folder / "here" / "checkpoint-3")
     moved = folder / "here" / "checkpoint-3"
     with pytest.warns(UserWarning, match="where they are elsewhere, pass resume_from="):
-        trained(folder / "bare", moved, follow_rates=True)
-    return [whole, again, trained(folder / "there", moved, resume_from=moved, follow_rates=True)]
+        trained(folder / "bare", moved)
+    return [whole, again, trained(folder / "there", moved, resume_from=moved)]
 
 
 def test_a_training_by_the_trainer_sends_little_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
