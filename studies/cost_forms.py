@@ -35,10 +35,7 @@ SETTLED = (
 )
 # The same after a first step.
 WARMED_UP = "onebit_adam:warmup_steps=1,auto_protect:observe_steps=1"
-ESTIMATED = (
-    "micro,micro:values=int4,micro.published,exdyna,exdyna.published,oktopk,oktopk:values=int4,oktopk.published,topk_dsa,"
-    "hard_threshold"
-)
+ESTIMATED = "micro,micro:values=int4,micro.published,exdyna,exdyna.published,oktopk,oktopk:values=int4,oktopk.published,topk_dsa"
 SCHEMES = f"{SETTLED},{WARMED_UP},{ESTIMATED}"
 
 

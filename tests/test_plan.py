@@ -21,7 +21,7 @@ from sparsync.schemes import AutoProtect, exdyna, micro
 from sparsync.schemes.micro import MiCRO
 from sparsync.selection.exclusive import budget
 from sparsync_lab import predict
-from sparsync_lab.rivals import above_threshold, topk_dsa
+from sparsync_lab.rivals import topk_dsa
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.traffic.stream import Synthetic
@@ -46,7 +46,7 @@ GIVEN = (
     "micro:values=int4:refresh=0.1:dense=*.bias,micro.published,micro:rule=threshold:bug_compatible=true,exdyna,"
     "exdyna:values=int4:refresh=0.1:dense=*.bias,exdyna.published,oktopk,oktopk:values=int4:density=0.2,oktopk:density=1.0,"
     "oktopk.published:threshold_steps=2:region_steps=2,topk_dsa,topk_dsa:values=int4,"
-    "topk_dsa.published:density=0.2,hard_threshold:threshold=1.5"
+    "topk_dsa.published:density=0.2"
 )
 QUICK = [(3, 997), (5, 12)]
 WORLDS = [(1, 97), (4, 2), (8, 5000), (13, 1), (64, 2048)]
@@ -107,8 +107,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
             patch.setattr(module, "all_gather_elements", gathered)
         patch.setattr(sparse_allreduce, "balance", moved)
         patch.setattr(TopKDSA, "_dense", dense)
-        for module in (micro, above_threshold):
-            patch.setattr(module, "exchange_counts", counts)
+        patch.setattr(micro, "exchange_counts", counts)
         patch.setattr(sparse_allreduce, "gather_survivors", survivors)
         for module in (micro, exdyna):
             patch.setattr(module, "gather_positions", positions)
@@ -231,7 +230,6 @@ TOLERANCE = {
     "exdyna": 0.03,
     "oktopk": 0.2,
     "topk_dsa": 0.25,
-    "hard_threshold": 0.25,
 }
 
 

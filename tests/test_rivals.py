@@ -1,6 +1,5 @@
 """Published schemes to compare with: what their papers promise, and what they refuse. Invariants are in tests/invariants."""
 
-import math
 from typing import Any
 
 import pytest
@@ -15,18 +14,15 @@ from sparsync.schemes.topk_allgather import TopK
 from sparsync.wire import Elements, Raw
 from sparsync_lab.rivals.cltk import CLTk
 from sparsync_lab.rivals.gtopk import GTopK
-from sparsync_lab.rivals.hard_threshold import HardThreshold
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 from sparsync_lab.rivals.tree_top_k import cut, rounds, tree_top_k
 
-NAMES = ("hard_threshold", "cltk", "gtopk", "topk_dsa")
+NAMES = ("cltk", "gtopk", "topk_dsa")
 
 
 @pytest.mark.parametrize(
     ("make", "config", "told"),
     [
-        (HardThreshold, {"threshold": -1.0}, "threshold must be a finite magnitude, 0 or more, got -1.0"),
-        (HardThreshold, {"threshold": math.nan}, "threshold must be a finite magnitude, 0 or more, got nan"),
         (CLTk, {"low_pass": 0.0}, r"low_pass must be in \(0, 1\], .*, got 0.0"),
         (TopKDSA, {"dense_from": 1.5}, r"dense_from must be in \[0, 1\], .*, got 1.5"),
         *[(schemes.get, {"name": name, "density": 0.0}, r"density must be in \(0, 1\]") for name in NAMES],
@@ -91,21 +87,6 @@ def test_dsa_sends_less_than_topk_where_ranks_agree() -> None:
         for make in (TopK, TopKDSA)
     ]
     assert sent[1] < 0.5 * sent[0]
-
-
-# ---- thresholds
-
-
-def test_a_hard_threshold_sends_what_reaches_it_and_keeps_the_rest() -> None:
-    grad = torch.tensor([3.0, -4.0, 0.0, 5.0, -2.9])
-    step = run([HardThreshold(threshold=3.0)], [[grad]])[0]
-    assert step.written[0].tolist() == [3.0, -4.0, 0.0, 5.0, 0.0]
-    assert step.residuals[0].tolist() == [0.0, 0.0, 0.0, 0.0, grad[4].item()]
-
-
-def test_a_derived_hard_threshold_is_that_of_the_authors_code() -> None:
-    report = run([HardThreshold(0.25)], reals(1, 400, 1))[0].reports[0]
-    assert report.details["threshold"] == 1 / (2 * math.sqrt(100))
 
 
 # ---- CLT-k

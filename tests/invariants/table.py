@@ -25,7 +25,6 @@ from sparsync_lab.rivals.cltk import CLTk
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.gtopk import GTopK
-from sparsync_lab.rivals.hard_threshold import HardThreshold
 from sparsync_lab.rivals.loco import LoCo
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.rivals.powersgd import PowerSGD
@@ -382,7 +381,6 @@ def _momentum_rows() -> list[Row]:
 
 def _rival_rows() -> list[Row]:
     """Published schemes to compare with. Those that find a threshold may find one that nothing reaches, and so promise no delivery."""
-    hard = partial(HardThreshold, 0.1)
     equal = {"balance": "the regions that ranks own have equal lengths, wherever the large elements are"}
     return [
         *[_sparse(f"cltk-{density}", CLTk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
@@ -390,8 +388,6 @@ def _rival_rows() -> list[Row]:
         *[_sparse(f"topk-dsa-{density}", TopKDSA, density) for density in (0.001, 0.5)],
         _without(_sparse("topk-dsa-0.1", TopKDSA, 0.1), **equal),
         _without(_sparse("topk-dsa-published", TopKDSA.published, 0.1), **equal),
-        Row("hard-threshold", partial(hard, threshold=6.0), partial(hard, threshold=0.0), has_residual=True),
-        Row("hard-threshold-derived", hard, None, has_residual=True),
         *[_rounded(GTopK, "gtopk", values, density=0.1) for values in ("bfloat16", "int8")],
         *[_without(_rounded(TopKDSA, "topk-dsa", values, density=0.1), **equal) for values in ("bfloat16", "int8")],
         _rounded(partial(TopKDSA, dense_from=0.0), "topk-dsa-dense", "int4", density=0.1),

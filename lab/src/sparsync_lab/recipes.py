@@ -8,8 +8,4 @@ SYSTEMS = PUBLISHED | {
         "local_steps(every=30:keep=0.0)/sparse_loco",
         "SparseLoCo (2508.15706) without its clipping to the median norm",
     ),
-    "pulseloco": (
-        "local_steps(every=30:keep=0.0:outer_rate=0.7:outer_momentum=0.9)/pulse_loco",
-        "PULSELoCo (2602.03839): of the changes over 30 steps, what changes a weight in bfloat16",
-    ),
 }

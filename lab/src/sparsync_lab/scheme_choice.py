@@ -25,12 +25,10 @@ from sparsync.recipes import Family, bits_of, candidates, recipe
 from sparsync.testing.momentum import undeclared
 from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
-from sparsync_lab.rivals.pulse_loco import PulseLoCo
 
 # Names of what only the lab can train with: elsewhere the one would be `dense`, and the other does not know the weights.
 LAB_SCHEMES = {
     "laprop": "sparsync_lab.rivals.laprop:LaProp",
-    "pulse_loco": "sparsync_lab.rivals.pulse_loco:PulseLoCo",
 }
 MOST_FRAGMENTS = 4096  # of local steps
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
@@ -60,14 +58,7 @@ class SchemeChoice:
     ) -> Any:  # Any: as these classes take and are
         """Return new local steps or AdamW steps of `model` with a new scheme; `where`: communicator or group, timeout."""
         assert self.local is not None
-        scheme = self.make()
-        if isinstance(scheme, PulseLoCo):
-            if self.steps != "local_steps" or self.local.get("delay"):
-                raise ValueError(
-                    "pulse_loco compares changes of local steps with the weights when they are sent; use local_steps without a delay"
-                )
-            scheme.watch(model)
-        made = _class(self.steps)(model, optimizer, scheme, **{**vars(self.exchange()), **where})
+        made = _class(self.steps)(model, optimizer, self.make(), **{**vars(self.exchange()), **where})
         if self.auto:
             among = candidates(family_of(optimizer), made.place[1], bits_of(self.auto))
             made.recipe = among[0]
