@@ -220,7 +220,7 @@ def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
 def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
     """Return the packet of value / P in `bits` bits, and make `value` what P times the decoded packet lacks of it.
 
-    `bits` is 8, 4, 3, 2, 1 or TERNARY. The bytes are those of `value_reference`: "int8", "int4", "int3", "2bit", "sign" and "ternary" of
+    `bits` is 8, 4, 3, 1 or TERNARY. The bytes are those of `value_reference`: "int8", "int4", "int3", "sign" and "ternary" of
     `wire.ValueCodec`.
     """
     return run("encode_share_", value, bits, P)
