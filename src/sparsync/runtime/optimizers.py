@@ -51,7 +51,6 @@ _SKIPPED_CURE = (
     "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, and not "
     "by a rank's own norm or loss"
 )
-_PATIENCE = 8  # steps that a check waits for an optimizer, which may not tell
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -105,7 +104,6 @@ class Comparison:
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
         self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
         self._step = -1  # the last one that was compared
-        self._late: int | None = None  # the first step of a check that no optimizer has stepped for yet
         self._read: list[tuple[str, Tensor]] | None = None  # sums of the weights, as the optimizer has left them
         self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)
 
@@ -121,7 +119,9 @@ class Comparison:
             return Compared()
         number, settings = self.settings.read()
         due = bool(self._every) and step // self._every * self._every > step - steps
-        due = self._is_time(step, due, failed=steps > 1) if self._watches else due
+        if self._watches:
+            self._step, self._read = step, self._read if steps == 1 else None
+            due = due if steps > 1 else self._read is not None
         weights: list[str] = []
         if self._weights is not None and (due or self.adopted):
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
@@ -169,24 +169,11 @@ class Comparison:
                 tells = True
         return tells
 
-    def _is_time(self, step: int, due: bool, failed: bool) -> bool:
-        """Return whether to compare weights in this step: those that were read, or else those in the model."""
-        self._step = step
-        if failed:
-            self._late = self._read = None
-            return due
-        if due and self._read is None and self._late is None:
-            self._late = step
-        if self._late is not None and step >= self._late + _PATIENCE:
-            self._late = None
-            return True
-        return self._read is not None
-
     def _read_weights(self) -> None:
-        """Read the weights for the next step, if they are to be compared there."""
-        due = self._late is not None or (self._every and (self._step + 1) % self._every == 0)
+        """Read the weights for the next step, if they are to be compared there; the first time after the first step."""
+        due = self._step <= 0 or (self._step + 1) % self._every == 0
         if due and self._read is None and self._weights is not None and self._applies():
-            self._late, self._read = None, _sums(self._weights())
+            self._read = _sums(self._weights())
 
 
 class OptimizerSettings:
