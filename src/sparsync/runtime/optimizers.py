@@ -16,7 +16,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -351,8 +351,7 @@ class ResidualUnits:
     rates: dict[str, float] = field(default_factory=dict)  # by parameter name, at least a tenth of the highest
     highest: dict[str, float] = field(default_factory=dict)  # so far, by parameter name
     scale: float | None = None  # None: there is no residual yet
-    clipping: UsualShare = field(default_factory=UsualShare)
-    of_others: list[UsualShare] = field(default_factory=list)  # the same for further optimizers
+    clipping: list[UsualShare] = field(default_factory=list)  # of each optimizer, which may be clipped by itself
 
     @classmethod
     def of(cls, scheme: Any) -> "ResidualUnits":  # Any: a Scheme or its reduce-scatter form
@@ -366,18 +365,9 @@ class ResidualUnits:
         vars(scheme)["residual_units"] = self  # a scheme may be a frozen dataclass
 
     def usual_share(self, optimizer: int) -> UsualShare:
-        """Return the usual share of the optimizer with this number: each may be clipped by itself."""
-        self.of_others += [UsualShare() for _ in range(optimizer - len(self.of_others))]
-        return self.of_others[optimizer - 1] if optimizer else self.clipping
-
-    def saved_clipping(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        others = [asdict(each) for each in self.of_others]
-        return {**asdict(self.clipping), "others": others} if others else asdict(self.clipping)
-
-    def load_clipping(self, saved: Mapping[str, Any]) -> None:  # Any: as Handle.state_dict
-        first = dict(saved)
-        self.of_others = [UsualShare(**each) for each in first.pop("others", [])]
-        self.clipping = UsualShare(**first)
+        """Return the usual share of the optimizer with this number."""
+        self.clipping += [UsualShare() for _ in range(optimizer + 1 - len(self.clipping))]
+        return self.clipping[optimizer]
 
     def follow(self, name: str, rate: float) -> float:
         """Return the factor that brings the residual of a parameter to this rate, which becomes its unit.
@@ -473,7 +463,7 @@ class ResidualRescaler:
         if self._thrown_away:
             self._scheme.weigh_step(dict.fromkeys(self.names.values(), 0.0))
             self.clippings[0].forget()
-            self.units.clipping.cuts = True
+            self.units.usual_share(0).cuts = True
             self._held = False
         self._thrown_away = False
 
@@ -513,8 +503,7 @@ class ResidualRescaler:
         """Begin with the units of the next step: there is no residual any more. Whether any step was cut stays known."""
         self.forget()
         self.units.rates, self.units.highest, self.units.scale = {}, {}, None
-        self.units.clipping = UsualShare(cuts=self.units.clipping.cuts)
-        self.units.of_others = [UsualShare(cuts=each.cuts) for each in self.units.of_others]
+        self.units.clipping = [UsualShare(cuts=each.cuts) for each in self.units.clipping]
 
     def forget(self) -> None:
         """Forget the last step, because another state was loaded."""
