@@ -35,7 +35,7 @@ void expect_span(int64_t span) {
 
 void expect_value_bits(int64_t bits) {
     if (!is_rounded(bits))
-        throw nb::value_error(("values are rounded to 8, 4, 3, 2 or 1 bits, or five to a byte (" + std::to_string(ternary) + "), got " +
+        throw nb::value_error(("values are rounded to 8, 4, 3 or 1 bits, or five to a byte (" + std::to_string(ternary) + "), got " +
                                std::to_string(bits)).c_str());
 }
 

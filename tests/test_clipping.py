@@ -134,7 +134,7 @@ def test_of_a_step_that_is_cut_as_much_comes_in_as_goes_out(scheme: str) -> None
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         reducer = Reducer(comm, scheme)
-        reducer._rescaler.units.clipping = UsualShare(1.0, 32, cuts=True)
+        reducer._rescaler.units.clipping = [UsualShare(1.0, 32, cuts=True)]
         for step in range(4):
             reducer.train(whole(comm.rank, step))
         before = reducer.residual
@@ -157,16 +157,16 @@ def test_optimizers_that_step_in_turn_each_have_a_usual_share_and_keep_it_in_the
                 each.train(drawn(comm.rank, step), times(0.25 if step % 2 else 1.0), by=step % 2)
         assert torch.equal(follows.residual, ignores.residual)
         state = follows.state_dict()
-        assert state["clipping"]["others"] == [{"mean": 0.25, "steps": 3, "cuts": False}]
+        assert state["clipping"][1:] == [{"mean": 0.25, "steps": 3, "cuts": False}]
         again = Reducer(comm, "topk:density=0.05", several=True)
         again.load_state_dict(state)
         for each in (follows, again):
             each.train(64 * drawn(comm.rank, 7), times(2.0**-8), by=1)
         assert torch.equal(follows.residual, again.residual)
         assert follows.state_dict()["clipping"] == again.state_dict()["clipping"]
-        for wrong in ({}, {**state["clipping"]["others"][0], "steps": -1}):
-            with pytest.raises(ValueError, match=r"\['others'\]\[0\]"):
-                again.load_state_dict({**state, "clipping": {**state["clipping"], "others": [wrong]}})
+        for wrong in ({}, {**state["clipping"][1], "steps": -1}):
+            with pytest.raises(ValueError, match=r"\['clipping'\]\[1\]"):
+                again.load_state_dict({**state, "clipping": [state["clipping"][0], wrong]})
 
     LocalWorld(P).run(body)
 
@@ -181,7 +181,7 @@ def test_clipping_that_is_the_same_at_every_step_changes_no_bit_of_the_residual(
                 each.train(drawn(comm.rank, step), times(share))
         assert torch.equal(follows.residual, ignores.residual)
         assert follows.scheme.feedback._held == {}
-        assert follows.state_dict()["clipping"] == {"mean": share, "steps": 6, "cuts": False}
+        assert follows.state_dict()["clipping"] == [{"mean": share, "steps": 6, "cuts": False}]
 
     LocalWorld(P).run(body)
 
@@ -239,7 +239,7 @@ def test_a_training_with_a_loss_scaler_has_the_bits_of_one_without() -> None:
             if step == 6:  # skipped: nothing is applied, and the residual stays
                 scaled.train(torch.full((N,), torch.inf), to_norm(1.0))
         assert len(scales) > 2
-        assert plain.state_dict()["clipping"]["cuts"]
+        assert plain.state_dict()["clipping"][0]["cuts"]
 
     LocalWorld(P).run(body)
 
@@ -266,7 +266,7 @@ def test_a_training_that_is_resumed_after_a_spike_goes_on_to_the_same_bits(schem
         assert again.state_dict()["clipping"] == whole.state_dict()["clipping"]
         del state["clipping"]  # of an earlier version
         again.load_state_dict(state)
-        assert again.state_dict()["clipping"] == {"mean": None, "steps": 0, "cuts": False}
+        assert again.state_dict()["clipping"] == []
 
     LocalWorld(P).run(body)
 
@@ -302,7 +302,7 @@ def test_a_state_with_a_clipping_that_cannot_be_is_refused_and_changes_nothing(c
         reducer.train(drawn(comm.rank, 0), times(0.5))
         before = reducer.state_dict()
         with pytest.raises(ValueError, match="clipping"):
-            wrong = {**before["clipping"], **clipping} if isinstance(clipping, dict) else clipping
+            wrong = [{**before["clipping"][0], **clipping}] if isinstance(clipping, dict) else clipping
             reducer.load_state_dict({**before, "clipping": wrong})
         assert reducer.state_dict()["clipping"] == before["clipping"]
         assert torch.equal(reducer.residual, torch.cat([*before["scheme"]["residual"].values()]))
@@ -315,7 +315,7 @@ def test_a_gradient_that_is_reduced_twice_before_a_step_counts_as_one() -> None:
 
     def body(comm: Comm) -> None:
         reducer = Reducer(comm, "topk:density=0.05")
-        reducer._rescaler.units.clipping = UsualShare(1.0, 32, cuts=True)
+        reducer._rescaler.units.clipping = [UsualShare(1.0, 32, cuts=True)]
         reducer.train(drawn(comm.rank, 0))
         before = reducer.residual
         for step in (1, 2):
@@ -364,7 +364,7 @@ def behind_every_wrapper() -> None:
             before, after = (each["scheme"]["residual"] for each in held[-2:])
             assert any(bool(each.any()) for each in before.values())
             assert same(after, before)
-            shares = [each["clipping"] for each in held]
+            shares = [each["clipping"][0] for each in held]
             assert [each["cuts"] for each in shares] == [False, False, True, True, True]
             assert [each["mean"] for each in shares] == pytest.approx([1.0, 1.0, 0.75, 0.8125, 0.65])
             handle.detach()

@@ -16,8 +16,8 @@ from sparsync.kernels.dispatch import run
 from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
-FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int3", "2bit", "ternary", "sign"]
-BLOCKS: list[Values] = ["int8", "int4", "int3", "2bit", "ternary", "sign"]
+FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int3", "ternary", "sign"]
+BLOCKS: list[Values] = ["int8", "int4", "int3", "ternary", "sign"]
 BACKENDS = [name for name in backends() if name in ("cpp/avx2", "cpp/scalar", "reference")]
 
 
@@ -367,18 +367,6 @@ def test_random_rounding_draws_the_same_for_the_same_values_and_something_else_f
 def test_a_sign_goes_with_the_mean_magnitude_of_its_block() -> None:
     value = torch.tensor([1.0, -3.0]).repeat(256)
     assert code("sign", value)[1].tolist() == [2.0, -2.0] * 256
-
-
-def test_two_bits_tell_the_larger_half_from_the_smaller() -> None:
-    value = torch.tensor([1.0, -3.0, 2.0, 8.0, -6.0]).repeat(52)[:256]
-    wanted = torch.tensor([2.0, -2.0, 2.0, 7.0, -7.0]).repeat(52)[:256]
-    # The last block's share of each number differs by one, so its means do by less than what 8 bits of significand show.
-    assert torch.allclose(code("2bit", value)[1], wanted, rtol=2**-8)
-
-
-def test_equal_magnitudes_pass_two_bits_as_they_are() -> None:
-    value = torch.tensor([2.0, -2.0, 2.0]).repeat(200)
-    assert torch.equal(code("2bit", value)[1], value)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -186,9 +186,7 @@ def test_weights_are_due_every_so_many_steps_and_never_with_zero() -> None:
             due(wrong)
 
 
-def test_a_check_reads_what_the_optimizer_has_left_and_waits_no_longer_than_8_steps_for_one_that_does_not_tell() -> (
-    None
-):
+def test_a_check_reads_what_the_optimizer_has_left() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     comparison = Comparison([optimizer], {}, lambda: [("w", weight)], 4, where_stepped=True)
@@ -206,5 +204,5 @@ def test_a_check_reads_what_the_optimizer_has_left_and_waits_no_longer_than_8_st
     assert not lines(3)
     optimizer.step()
     assert lines(4) == weight_lines([("w", torch.full((2,), 2.0))], "before step 4")
-    assert [step for step in range(5, 30) if lines(step)] == [16, 28]
+    assert not [step for step in range(5, 30) if lines(step)]  # no optimizer has stepped
     assert weights_of(comparison.at(30, steps=31))  # after a failure at once

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsync import Bucket, SkipReduce, Span, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import ParameterSpan, laid_out
+from sparsync.core import ParameterSpan
 from sparsync.feedback import ErrorFeedback, redistributed, state_from
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
@@ -232,13 +232,3 @@ def test_beginning_anew_keeps_residuals_and_nothing_that_ranks_must_agree_on(mak
         assert after == {field: kept for field, kept in blank.items() if field != "residual"}
 
     LocalWorld(2).run(body)
-
-
-@pytest.mark.parametrize("k", [-1, 6])
-def test_more_elements_than_there_are_cannot_be_selected(k: int) -> None:
-    feedback = ErrorFeedback()
-    acc = feedback.accumulate(Bucket("all", torch.ones(5), 0, laid_out([("weight", (5,))])), 0)
-    with pytest.raises(ValueError, match=rf"k must be in \[0, 5\] for 5 elements, got {k}"):
-        acc.top_k(k)
-    with pytest.raises(ValueError, match="k must be in"):
-        acc.top_k_of(acc.values, k)

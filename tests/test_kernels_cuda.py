@@ -179,7 +179,7 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
     assert x.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("bits_each", [8, 4, 3, 2, 1, TERNARY])
+@pytest.mark.parametrize("bits_each", [8, 4, 3, 1, TERNARY])
 @pytest.mark.parametrize(
     "kind",
     ("special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("normal", "ties", "tiny", "equal", "zero"))),
@@ -219,7 +219,7 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> No
 
 def test_values_of_packets_are_decoded_on_triton_by_the_codec_of_the_library() -> None:
     x = made("normal", 700)
-    for values in ("int8", "int4", "int3", "2bit", "ternary", "sign"):
+    for values in ("int8", "int4", "int3", "ternary", "sign"):
         codec = ValueCodec(values)
         packet = codec.encode(x)
         decoded = codec.decode(packet, 700, torch.float32)

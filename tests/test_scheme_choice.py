@@ -136,7 +136,7 @@ def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:
 
 
 def test_published_systems_are_methods_under_their_own_name() -> None:
-    assert set(SYSTEMS) == {"diloco", "streaming_diloco", "sparseloco", "muloco"}
+    assert set(SYSTEMS) == {"diloco", "streaming_diloco", "sparseloco"}
     for choice in parse_schemes(",".join(SYSTEMS), 0.01):
         assert choice.label in SYSTEMS
         assert choice.local is not None

@@ -75,7 +75,7 @@ DOWN: tuple[dict[str, Any], ...] = (  # Any: the fields of TwoShot
     {"density": 0.03, "values": "sign", "density_down": 0.13},
     {"density": 1.0, "values": "sign", "density_down": 0.3, "values_down": "int3"},
     {"density": 0.1, "values": "int4", "density_down": 1.0, "values_down": "float32"},
-    {"density": 0.2, "values": "ternary", "values_down": "2bit", "divide_by": "contributors"},
+    {"density": 0.2, "values": "ternary", "values_down": "int3", "divide_by": "contributors"},
 )
 
 

@@ -16,7 +16,7 @@ struct Codecs {
     Reason (*encode)(Positions codec, const int32_t *index, int64_t k, int64_t span, uint8_t *out);
     // Any bytes; `out` has room for k positions.
     Reason (*decode)(Positions codec, const uint8_t *packet, int64_t nbytes, int64_t k, int64_t span, int32_t *out);
-    // The bytes of k values of `bits` bits: 8, 4, 3, 2, 1 or `ternary`.
+    // The bytes of k values of `bits` bits: 8, 4, 3, 1 or `ternary`.
     int64_t (*values_nbytes)(int64_t k, int bits);
     // `noise` is null or holds k numbers in [0, 1), for 8, 4 or 3 bits.
     void (*encode_values)(const float *value, int64_t k, int bits, const float *noise, uint8_t *out);

@@ -12,7 +12,8 @@ namespace sparsync {
 namespace {
 
 constexpr int64_t value_block = 256;  // values that share a scale
-constexpr int64_t trits = 5;           // ternary codes in a byte
+constexpr int64_t scale_nbytes = 2;   // of a block
+constexpr int64_t trits = 5;          // ternary codes in a byte
 constexpr uint32_t nan_scale = 0x7FC0, infinite_bits = 0x7F800000, max_scale = 0x7F7F;
 
 SPARSYNC_INLINE uint32_t bits_of(float x) {
@@ -36,11 +37,8 @@ SPARSYNC_INLINE float get_scale(const uint8_t *packet) {
     return float_of((static_cast<uint32_t>(packet[1]) << 8 | packet[0]) << 16);
 }
 
-// Of a block: two scales for 2 bits, else one.
-SPARSYNC_INLINE int64_t scales_nbytes(int bits) { return bits == 2 ? 4 : 2; }
-
 SPARSYNC_INLINE int64_t values_nbytes(int64_t k, int bits) {
-    return scales_nbytes(bits) * nblocks(k, value_block) + (bits == ternary ? nblocks(k, trits) : nbytes_of(k, bits));
+    return scale_nbytes * nblocks(k, value_block) + (bits == ternary ? nblocks(k, trits) : nbytes_of(k, bits));
 }
 
 // Codes of a format, from `lowest` to `greatest`.
@@ -149,54 +147,20 @@ SPARSYNC_INLINE uint32_t mean_scale(double mean) {
     return upper < max_scale ? upper : max_scale;
 }
 
-// Codes of 1 or 2 bits, one after the other, the first in the lowest; those behind the last are zero up to a whole byte.
-SPARSYNC_INLINE void pack_means(const uint8_t *code, int64_t count, int bits, uint8_t *out) {
+// The mean magnitude and the signs of a block of at most 256, the first in the lowest bit; those behind the last are zero.
+SPARSYNC_INLINE void signs_encode_block(const float *value, int64_t count, uint8_t *scale, uint8_t *stream) {
+    double number[value_block] = {};
+    for (int64_t j = 0; j < count; ++j) number[j] = static_cast<double>(float_of(bits_of(value[j]) & 0x7FFFFFFF));
+    put_scale(scale, mean_scale(mean_of(number, count)));
     int64_t j = 0;
 #ifdef __AVX2__
-    for (; j + 8 <= count; j += 8, out += bits) {
-        uint64_t eight;
-        std::memcpy(&eight, code + j, sizeof eight);
-        const auto packed = static_cast<uint32_t>(_pext_u64(eight, bits == 1 ? 0x0101010101010101 : 0x0303030303030303));
-        std::memcpy(out, &packed, static_cast<size_t>(bits));
-    }
+    for (; j + 8 <= count; j += 8) *stream++ = static_cast<uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(value + j)));
 #endif
-    const int64_t per_byte = 8 / bits;
-    for (; j < count; j += per_byte) {
+    for (; j < count; j += 8) {
         uint32_t byte = 0;
-        for (int64_t b = 0; b < per_byte; ++b) byte |= static_cast<uint32_t>(code[j + b]) << bits * b;
-        *out++ = static_cast<uint8_t>(byte);
+        for (int64_t b = 0; b < 8 && j + b < count; ++b) byte |= bits_of(value[j + b]) >> 31 << b;
+        *stream++ = static_cast<uint8_t>(byte);
     }
-}
-
-// The means and the codes of a block of at most 256. `bits` is 1: the sign, and the mean magnitude; or 2: also whether the magnitude is
-// above that mean, and the means of the magnitudes that are not and of those that are.
-SPARSYNC_INLINE void means_encode_block(const float *value, int64_t count, int bits, uint8_t *scale, uint8_t *stream) {
-    float magnitude[value_block] = {};
-    double number[value_block];
-    uint8_t code[value_block] = {};
-    for (int64_t j = 0; j < count; ++j) {
-        magnitude[j] = float_of(bits_of(value[j]) & 0x7FFFFFFF);
-        code[j] = static_cast<uint8_t>(bits_of(value[j]) >> 31);
-    }
-    for (int64_t j = 0; j < value_block; ++j) number[j] = static_cast<double>(magnitude[j]);
-    const double mean = mean_of(number, count);
-    if (bits == 1)
-        put_scale(scale, mean_scale(mean));
-    else {
-        const auto middle = static_cast<float>(mean);
-        int64_t above = 0;
-        double larger[value_block];
-        for (int64_t j = 0; j < value_block; ++j) {
-            const bool is = magnitude[j] > middle;
-            above += is;
-            code[j] = static_cast<uint8_t>(code[j] | is << 1);
-            number[j] = is ? 0.0 : static_cast<double>(magnitude[j]);
-            larger[j] = is ? static_cast<double>(magnitude[j]) : 0.0;
-        }
-        put_scale(scale, mean_scale(mean_of(number, count - above)));
-        put_scale(scale + 2, mean_scale(mean_of(larger, above ? above : 1)));
-    }
-    pack_means(code, count, bits, stream);
 }
 
 // The scale, 1.224 root mean squares, and a code for each value: 1 above half the scale, 2 below minus half of it, else 0. Five are a byte,
@@ -236,7 +200,7 @@ SPARSYNC_INLINE void ternary_decode_block(const uint8_t *scale, const uint8_t *s
     for (int64_t j = 0; j < count; ++j) out[j] = static_cast<float>(code[first + j]) * level;
 }
 
-// Eight values of a block out of the `bits` bytes of their codes; `scale` holds two for 2 bits.
+// Eight values of a block out of the `bits` bytes of their codes.
 #ifdef __AVX2__
 template <int bits>
 SPARSYNC_INLINE __m256i shifts_to(int top) {  // that bring each code to the bits below `top`
@@ -244,37 +208,25 @@ SPARSYNC_INLINE __m256i shifts_to(int top) {  // that bring each code to the bit
 }
 
 template <int bits>
-SPARSYNC_INLINE void decode_octet(const float *scale, uint32_t word, float *out) {
+SPARSYNC_INLINE void decode_octet(float scale, uint32_t word, float *out) {
     const __m256i words = _mm256_set1_epi32(static_cast<int32_t>(word));
-    const __m256 low = _mm256_set1_ps(scale[0]);
-    if constexpr (bits > 2) {
+    const __m256 size = _mm256_set1_ps(scale);
+    if constexpr (bits > 1) {
         const __m256i code = _mm256_srai_epi32(_mm256_sllv_epi32(words, shifts_to<bits>(32 - bits)), 32 - bits);
-        _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(code), low));
+        _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(code), size));
     } else {
-        __m256 magnitude = low;
-        if constexpr (bits == 2) {  // the mask of a blend is the top bit
-            const __m256i above = _mm256_sllv_epi32(words, shifts_to<bits>(30));
-            magnitude = _mm256_blendv_ps(low, _mm256_set1_ps(scale[1]), _mm256_castsi256_ps(above));
-        }
-        const __m256i negative = _mm256_slli_epi32(_mm256_srlv_epi32(words, shifts_to<-bits>(0)), 31);
-        _mm256_storeu_ps(out, _mm256_xor_ps(magnitude, _mm256_castsi256_ps(negative)));
+        const __m256i negative = _mm256_slli_epi32(_mm256_srlv_epi32(words, shifts_to<-1>(0)), 31);
+        _mm256_storeu_ps(out, _mm256_xor_ps(size, _mm256_castsi256_ps(negative)));
     }
 }
 #else
 template <int bits>
-SPARSYNC_INLINE void decode_octet(const float *scale, uint32_t word, float *out) {
-    if constexpr (bits > 2) {
-        for (int b = 0; b < 8; ++b) {
-            const int32_t code = static_cast<int32_t>(word << (32 - bits - bits * b)) >> (32 - bits);
-            out[b] = static_cast<float>(code) * scale[0];
-        }
-    } else {
-        const uint32_t low = bits_of(scale[0]), difference = bits == 2 ? low ^ bits_of(scale[1]) : 0;
-        for (int b = 0; b < 8; ++b) {
-            const uint32_t code = word >> bits * b, above = 0u - (code >> 1 & 1);
-            out[b] = float_of((low ^ (difference & above)) ^ code << 31);
-        }
-    }
+SPARSYNC_INLINE void decode_octet(float scale, uint32_t word, float *out) {
+    for (int b = 0; b < 8; ++b)
+        if constexpr (bits > 1)
+            out[b] = static_cast<float>(static_cast<int32_t>(word << (32 - bits - bits * b)) >> (32 - bits)) * scale;
+        else
+            out[b] = float_of(bits_of(scale) ^ word >> b << 31);
 }
 #endif
 
@@ -287,22 +239,22 @@ SPARSYNC_INLINE uint32_t word_of(const uint8_t *stream) {
     return word;
 }
 
-// The values of a block of at most 256, of which `scale` points at the scales in the packet.
+// The values of a block of at most 256, of which `scale` points at the scale in the packet.
 template <int bits>
 SPARSYNC_INLINE void decode_block(const uint8_t *scale, const uint8_t *stream, int64_t count, float *out) {
-    const float scales[2] = {get_scale(scale), get_scale(scale + (bits == 2 ? 2 : 0))};
+    const float size = get_scale(scale);
     int64_t j = 0;
     if constexpr (bits == 8) {
-        for (; j < count; ++j) out[j] = static_cast<float>(static_cast<int8_t>(stream[j])) * scales[0];
+        for (; j < count; ++j) out[j] = static_cast<float>(static_cast<int8_t>(stream[j])) * size;
     } else {
         for (; j + 8 <= count; j += 8, stream += bits) {
-            decode_octet<bits>(scales, word_of<bits>(stream), out + j);
+            decode_octet<bits>(size, word_of<bits>(stream), out + j);
         }
         if (j < count) {
             uint32_t word = 0;
             float eight[8];
             std::memcpy(&word, stream, static_cast<size_t>(nbytes_of(count - j, bits)));
-            decode_octet<bits>(scales, word, eight);
+            decode_octet<bits>(size, word, eight);
             std::memcpy(out + j, eight, static_cast<size_t>(count - j) * sizeof *out);
         }
     }
@@ -314,9 +266,9 @@ struct Packet {
     Byte *bytes;
     int64_t k;
     int bits;
-    Byte *scale(int64_t i) const { return bytes + i / value_block * scales_nbytes(bits); }
+    Byte *scale(int64_t i) const { return bytes + i / value_block * scale_nbytes; }
     Byte *stream(int64_t i) const {
-        return bytes + nblocks(k, value_block) * scales_nbytes(bits) + (bits == ternary ? i / trits : i / 8 * bits);
+        return bytes + nblocks(k, value_block) * scale_nbytes + (bits == ternary ? i / trits : i / 8 * bits);
     }
 };
 
@@ -326,7 +278,6 @@ void decode_some(const Packet<const uint8_t> &packet, int64_t i, int64_t count, 
     if (packet.bits == 8) decode_block<8>(scale, stream, count, out);
     if (packet.bits == 4) decode_block<4>(scale, stream, count, out);
     if (packet.bits == 3) decode_block<3>(scale, stream, count, out);
-    if (packet.bits == 2) decode_block<2>(scale, stream, count, out);
     if (packet.bits == 1) decode_block<1>(scale, stream, count, out);
     if (packet.bits == ternary) ternary_decode_block(scale, stream, i % trits, count, out);
 }
@@ -334,9 +285,8 @@ void decode_some(const Packet<const uint8_t> &packet, int64_t i, int64_t count, 
 // Blocks must be encoded in their order. `noise` is null, or holds a number in [0, 1) for each value in 8, 4 or 3 bits.
 void encode_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, const float *noise = nullptr) {
     uint8_t *scale = packet.scale(i), *stream = packet.stream(i);
-    if (packet.bits > 2) scaled_encode_block(value, count, packet.bits, noise, scale, stream);
-    if (packet.bits == 2) means_encode_block(value, count, 2, scale, stream);
-    if (packet.bits == 1) means_encode_block(value, count, 1, scale, stream);
+    if (packet.bits > 1) scaled_encode_block(value, count, packet.bits, noise, scale, stream);
+    if (packet.bits == 1) signs_encode_block(value, count, scale, stream);
     if (packet.bits == ternary) ternary_encode_block(value, count, i % trits, scale, stream);
 }
 

@@ -16,7 +16,7 @@ struct PacketForm {
 };
 
 inline bool is_rounded(int64_t bits) {
-    return bits == 8 || bits == 4 || bits == 3 || bits == 2 || bits == 1 || bits == ternary;
+    return bits == 8 || bits == 4 || bits == 3 || bits == 1 || bits == ternary;
 }
 
 inline bool are_value_bits(int64_t bits) { return bits == 32 || is_rounded(bits); }

@@ -214,7 +214,7 @@ void check_packets(const Codecs &codecs, int64_t length) {
         if (below(one_in) == 0) index.push_back(static_cast<int32_t>(i));
     const auto k = static_cast<int64_t>(index.size());
     const std::vector<float> value = vector_of(k, static_cast<int>(below(3)));
-    for (const int bits : {32, 8, 4, 3, 2, 1, ternary}) {
+    for (const int bits : {32, 8, 4, 3, 1, ternary}) {
         const PacketForm form = packet_form(codecs, k, length, bits);
         std::vector<uint8_t> packet(static_cast<size_t>(form.nbytes));
         std::vector<int32_t> at(index.size());
@@ -233,7 +233,7 @@ void check_packets(const Codecs &codecs, int64_t length) {
 
 // A share, a sum and a mean against plain arithmetic on what the packets stand for.
 void check_shares(const Codecs &codecs, int64_t n, int kind) {
-    constexpr int widths[] = {8, 4, 3, 2, 1, ternary};
+    constexpr int widths[] = {8, 4, 3, 1, ternary};
     const auto length = static_cast<size_t>(n);
     const int up = widths[below(6)], down = widths[below(6)];
     const int64_t P = 1 + below(5);

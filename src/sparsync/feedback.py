@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sparsync.core import Bucket, ParameterSpan, Rows, Span, Sparse, exact_divisor, phase
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.arguments import at_most, count
 from sparsync.kernels.operations import smallest_magnitude
 
 # The parts of a scheme's state that are vectors by parameter name of which the sum over ranks counts: what ranks hold back.
@@ -60,7 +59,6 @@ class Accumulator:
 
     def top_k(self, k: int) -> Sparse:
         """Return the `k` elements of largest magnitude; among equal ones those that come first. NaN counts as infinity."""
-        k = count(k, self._sum.numel())
         with phase("select"):
             if self._added:
                 return self._noted(kernels.top_k(self._sum, k, self._hint()))
@@ -69,7 +67,6 @@ class Accumulator:
 
     def top_k_nonzero(self, k: int, skip: Span) -> Sparse:
         """Return what `top_k` would select outside the span `skip`, without zeros; fewer than `k` where fewer are not zero."""
-        k = at_most(k, self._sum.numel())
         with phase("select"):
             if self._added:
                 return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint()))
@@ -97,7 +94,6 @@ class Accumulator:
 
         Regions of a `kind` are expected to be like the last step's.
         """
-        counts = [count(k, rows.length) for k, rows in zip(counts, regions, strict=True)]
         with phase("select"):
             kinds = [f"{kind}{number}" for number in range(len(regions))]
             bounds = [self._hint(each) for each in kinds]
@@ -116,7 +112,6 @@ class Accumulator:
 
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
         """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be similar."""
-        k = count(k, chunk.numel())
         with phase("select"):
             return self._noted(kernels.top_k(chunk, k, self._hint(kind)), kind)
 

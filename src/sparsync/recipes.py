@@ -106,10 +106,6 @@ PUBLISHED = {
         "local_steps(every=50:keep=0.0:fragments=4:delay=5:mixing=0.5:outer_rate=0.7:outer_momentum=0.9)/int4",
         "Streaming DiLoCo (2501.18512): fragments in 4 bits that arrive while training continues",
     ),
-    "muloco": (
-        "local_steps(every=30:keep=0.0:outer_rate=0.7:outer_momentum=0.9)/quantized:values=2bit:decay=0.9",
-        "MuLoCo (2505.23725), for jobs with Muon: all elements in 2 bits, with DiLoCo's outer optimizer and scales for blocks of 256",
-    ),
 }
 
 

@@ -31,12 +31,11 @@ Values = Literal[
     "int3",
     "int8_stochastic",
     "int4_stochastic",
-    "2bit",
     "ternary",
     "sign",
 ]
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_FUSED = {"float32": 32, "int8": 8, "int4": 4, "int3": 3, "2bit": 2, "ternary": TERNARY, "sign": 1}
+_FUSED = {"float32": 32, "int8": 8, "int4": 4, "int3": 3, "ternary": TERNARY, "sign": 1}
 _BITS = _FUSED | {"int8_stochastic": 8, "int4_stochastic": 4}
 # Of Raw.
 _INDEX_NBYTES = 4
@@ -87,8 +86,6 @@ class ValueCodec:
     "int8_stochastic", "int4_stochastic"
                                 rounded up or down at random, right on average; what is drawn is a function of the values, so that the
                                 same values make the same packet, in every run and after every resume
-    "2bit"                      the sign, and whether the magnitude is above the block's mean; decoded as the mean of those that are, or
-                                of those that are not
     "ternary"                   minus the scale, 0 or the scale, whichever is nearest; the scale is 1.224 root mean squares of the block
     "sign"                      the sign, the scale being the block's mean magnitude
 

@@ -45,7 +45,7 @@ WARMUP = 3
 HOOK = "bf16 hook"
 SCHEMES = ",".join(
     [
-        *(f"quantized:values={values}" for values in ("int8", "int4", "int3", "2bit", "ternary", "sign")),
+        *(f"quantized:values={values}" for values in ("int8", "int4", "int3", "ternary", "sign")),
         "two_shot:density=1.0:values=int4",
         "bf16",
     ]

@@ -22,7 +22,7 @@ from sparsync.kernels.value_reference import TERNARY, values_nbytes
 from sparsync.selection.exclusive import BlockCyclic
 
 HOPPER = GPUTarget("cuda", 90, 32)
-WIDTHS = (8, 4, 3, 2, 1, TERNARY)
+WIDTHS = (8, 4, 3, 1, TERNARY)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 MODULES = (exact_top_k, many_tensors, passes, radix_select, rows, scatter, steps, values)
 seen: set[str] = set()

@@ -274,7 +274,7 @@ def _two_shot_rows() -> list[Row]:
             "two-shot-contributors-int4", partial(contributors, values="int4"), None, has_residual=True, conserves=False
         ),
         Row("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5), None, has_residual=True),
-        *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "2bit", "sign")],
+        *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "sign")],
         *[_rounded(TwoShot, "two-shot", values, density=0.1) for values in formats],
         *_two_shot_down_rows(),
     ]
@@ -334,7 +334,7 @@ def _in_turn_rows() -> list[Row]:
 
 
 def _quantized_rows() -> list[Row]:
-    formats = ("int8", "int4", "int3", "int4_stochastic", "2bit", "sign")
+    formats = ("int8", "int4", "int3", "int4_stochastic", "sign")
     return [
         *[_rounded(Quantized, "quantized", values) for values in formats],
         _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),

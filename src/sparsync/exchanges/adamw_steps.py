@@ -33,7 +33,7 @@ from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
 from sparsync.exchanges.training_loop import Replica
 
 
-class AdamWSteps(ExchangedSteps, options=Steps):
+class AdamWSteps(ExchangedSteps):
     """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them with `scheme`.
 
     `sparsync.attach` makes it, for wrapped models too, and returns it as the handle; make it yourself to pass `comm`. The `step` of the
@@ -49,14 +49,7 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         optimizer: a torch.optim.AdamW of all trained parameters, an Adam without weight decay, or several with a torch.optim.Muon. Settings
             are read from it, and compared between ranks, in each step, so schedules work. Its state has the moments.
         scheme: how what is exchanged is reduced.
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
-            and with Muon, else 0.5.
-        block: adjacent elements with one ratio.
-        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
-            serve from the next one on; the first 8 steps all measure, the very first one for itself.
-        beta2, decay: memories of second moments and of residuals, see `Steps`.
-        bucket_mb: megabytes of a bucket.
-        check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
+        options: those of Steps: `keep`, `block`, `measure_every`, `beta2`, `decay` and more.
         group: the ranks; None is the default group.
         comm: a communicator to be used in place of `group`, such as that of a `LocalWorld`.
         timeout_s: seconds; a rank that waits longer for the others gives up.

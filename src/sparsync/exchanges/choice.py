@@ -18,7 +18,7 @@ from sparsync.recipes import Bits, Family, Recipe, bits_of, candidates, recipe
 from sparsync.runtime.findings import Finding, check_optimizer, check_scheme, innermost
 from sparsync.runtime.handle import Gradients
 
-_COARSE = ("sign", "ternary", "2bit", "int3")  # values of fewer than 4 bits
+_COARSE = ("sign", "ternary", "int3")  # values of fewer than 4 bits
 # Which pass on to the one inside. Fabric and Lightning make a class of them for each kind of optimizer.
 _TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})
 # Those that divide each element by the size of its past gradients, or a matrix by its singular values.

@@ -31,7 +31,7 @@ from sparsync.runtime.state_checks import check_alike
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
 
-class LocalTraining(StepMethod, options=LocalSteps):
+class LocalTraining(StepMethod):
     """Let each rank train `model` with its own `optimizer`, and exchange what was learnt with `scheme` every `every` steps.
 
         D = start - W                   the change of a rank's own weights W since the last exchange, with the sign of a gradient

@@ -4,7 +4,6 @@ Here: common and own weights, `averaged`, clipping, weights that are set from ou
 decides what is exchanged and when. The model is never wrapped.
 """
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,15 +70,6 @@ class StepMethod(Handle):
 
     Making one is collective over the ranks of `group`, or of `comm`: it compares settings, and copies parameters and buffers of rank 0.
     """
-
-    def __init_subclass__(cls, options: type[StepOptions] | None = None, **more: Any) -> None:  # Any: none, as object's
-        """Have the signature of a class show the fields of its options in the place of `**options`."""
-        super().__init_subclass__(**more)
-        if options is not None:
-            _, *given, _ = inspect.signature(cls.__init__).parameters.values()
-            cls.__signature__ = inspect.Signature([*given, *inspect.signature(options).parameters.values()])
-        elif "__init__" in vars(cls):
-            cls.__signature__ = inspect.Signature([*inspect.signature(cls.__init__).parameters.values()][1:])
 
     replaces_optimizer = False  # whether `step` is called in place of the optimizer's
     cure_of_set: str  # what to do where each rank has set other weights from outside

@@ -1,9 +1,9 @@
-"""The hot loops over whole vectors and over what was selected from them, one signature each, without checks of arguments.
+"""The hot loops over whole vectors and over what was selected from them, one signature each.
 
-The library's own parts call them so: what they pass was checked once, when a bucket was made. `sparsync.kernels` has the same functions
-with checks. `reference` and `sparse_reference` specify them in plain torch; results are the same bits on every backend, but for the bits
-inside a NaN. `dispatch` has the registry of backends. The C++ one takes float32 in this machine's memory, and gradients in bfloat16 and
-float16 too; so does the Triton one on a GPU. The reference does whatever these do not take.
+Arguments are not checked, but that positions lie inside of a vector. `reference` specifies the functions in plain
+torch; results are the same bits on every backend, but for the bits inside a NaN. `dispatch` has the registry of backends. The C++ one takes
+float32 in this machine's memory, and gradients in bfloat16 and float16 too; so does the Triton one on a GPU. The reference does whatever
+these do not take.
 
 All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64.
 """
@@ -94,7 +94,7 @@ def top_k(x: Vector, k: int, bound: float | None = None) -> Sparse:
     """Return the `k` elements of `x` of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
 
     NaN counts as infinity. `bound` is a magnitude that k elements, and not many more, are expected to reach, such as a little less than
-    the last step's smallest; it changes how long this takes and nothing else. Raises ValueError when `k` is not in [0, n].
+    the last step's smallest; it changes how long this takes and nothing else.
     """
     return run("top_k", x, k, bound)
 
@@ -102,7 +102,7 @@ def top_k(x: Vector, k: int, bound: float | None = None) -> Sparse:
 def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
     """Return what `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements where fewer are not zero.
 
-    `k` may be more than n. Raises ValueError when it is negative, or `skip` does not lie in [0, n].
+    `k` may be more than n.
     """
     return run("top_k_nonzero", x, k, skip, bound)
 
@@ -110,7 +110,7 @@ def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | No
 def top_k_of_rows(x: Vector, rows: Rows, k: int, bound: float | None = None) -> Sparse:
     """Return the `top_k` of the elements of `x` in rows, which are read where they are. Positions are places in the rows.
 
-    Raises ValueError when `k` is not in [0, length], and IndexError for rows outside of `x`.
+    Raises IndexError for rows outside of `x`.
     """
     return run("top_k_of_rows", x, rows, k, bound)
 
@@ -134,7 +134,7 @@ def smallest_each(parts: Sequence[Sparse]) -> list[float]:
 def argtopk(magnitude: Vector, k: int) -> Positions:
     """Return the positions of the `k` largest of `magnitude`, int64, ascending; among equal ones those that come first. No NaN.
 
-    Numbers may be negative. Raises ValueError when `k` is not in [0, n].
+    Numbers may be negative.
     """
     return run("argtopk", magnitude, k)
 
@@ -220,7 +220,7 @@ def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
 def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
     """Return the packet of value / P in `bits` bits, and make `value` what P times the decoded packet lacks of it.
 
-    `bits` is 8, 4, 3, 2, 1 or TERNARY. The bytes are those of `value_reference`: "int8", "int4", "int3", "2bit", "sign" and "ternary" of
+    `bits` is 8, 4, 3, 1 or TERNARY. The bytes are those of `value_reference`: "int8", "int4", "int3", "sign" and "ternary" of
     `wire.ValueCodec`.
     """
     return run("encode_share_", value, bits, P)

@@ -22,9 +22,9 @@ _NAN = 0x7FC0
 
 
 def values_nbytes(k: int, bits: int) -> int:
-    """Return the bytes of `k` values of `bits` bits each, with the scales of their blocks: two of them for 2 bits, else one."""
+    """Return the bytes of `k` values of `bits` bits each, with the scales of their blocks."""
     codes = -(-k // len(POWERS)) if bits == TERNARY else -(-k * bits // 8)
-    return -(-k // BLOCK) * _scales(bits) * SCALE_NBYTES + codes
+    return -(-k // BLOCK) * SCALE_NBYTES + codes
 
 
 def values_encode(
@@ -33,23 +33,21 @@ def values_encode(
     """Return the packet of `value`: the scales of all blocks, then all codes. `noise` is for 8, 4 and 3 bits."""
     if bits == TERNARY:
         return _ternary_encode(value)
-    return _means_encode(value, bits) if bits < 3 else _scaled_encode(value, bits, noise)
+    return _signs_encode(value) if bits == 1 else _scaled_encode(value, bits, noise)
 
 
 def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
     """Return the values that the packet of `k` stands for, float32; its length must be right."""
-    scale, packed = _split(packet, k, bits)
+    scale, packed = _split(packet, k)
     if bits == TERNARY:
         code = ((packed[:, None] // _powers_on(packet.device) + 1) % 3).view(-1)[:k].to(torch.int8) - 1
-    elif bits < 3:
-        return _means_decode(scale, _blocks(unpack(packed, k, bits)), bits).view(-1)[:k]
+    elif bits == 1:
+        # By the bit, because a mean of zero has a sign too.
+        size = scale[:, None].expand(-1, BLOCK).reshape(-1)[:k]
+        return torch.where(unpack(packed, k, 1).bool(), -size, size)
     else:
         code = packed.view(torch.int8) if bits == 8 else unpack(packed, k, bits) << 32 - bits >> 32 - bits
     return (_blocks(code.to(torch.float32)) * scale[:, None]).view(-1)[:k]
-
-
-def _scales(bits: int) -> int:
-    return 2 if bits == 2 else 1
 
 
 def _scaled_encode(value: Tensor, bits: int, noise: Tensor | None) -> Tensor:
@@ -81,33 +79,10 @@ def _scaled_encode(value: Tensor, bits: int, noise: Tensor | None) -> Tensor:
     return torch.cat([_two_bytes(upper), packed])
 
 
-def _means_encode(value: Tensor, bits: int) -> Tensor:
-    """Return the means of all blocks, then codes of 1 or 2 bits, the first in the lowest.
-
-    1 bit is set where the sign is, and a block has its mean magnitude. The second bit says whether the magnitude is above that mean;
-    a block then has two means, of the magnitudes that are not and of those that are.
-    """
-    magnitude, count = _blocks(value.abs()), _counts(value)
-    mean = _mean(magnitude, count)
-    code = _blocks(value).signbit().to(torch.uint8)
-    scales = [_mean_scale(mean)]
-    if bits == 2:
-        above = magnitude > mean[:, None].to(torch.float32)
-        larger = above.sum(1)
-        code |= above.to(torch.uint8) << 1
-        scales = [
-            _mean_scale(_mean(magnitude.where(~above, 0.0), count - larger)),
-            _mean_scale(_mean(magnitude.where(above, 0.0), larger.clamp(min=1))),
-        ]
-    return torch.cat([_two_bytes(torch.stack(scales, 1).view(-1)), pack(code.view(-1)[: value.numel()], bits)])
-
-
-def _means_decode(scale: Tensor, code: Tensor, bits: int) -> Tensor:
-    """Return plus or minus a mean for each code [blocks, 256]."""
-    scale = scale.view(-1, bits)
-    above = (code >> 1 & (bits - 1)).bool()
-    magnitude = torch.where(above, scale[:, bits - 1 :], scale[:, :1])
-    return torch.where((code & 1).bool(), -magnitude, magnitude)
+def _signs_encode(value: Tensor) -> Tensor:
+    """Return the mean magnitudes of all blocks, then the sign of each value, the first in the lowest bit."""
+    mean = _mean(_blocks(value.abs()), _counts(value))
+    return torch.cat([_two_bytes(_mean_scale(mean)), pack(value.signbit().to(torch.uint8), 1)])
 
 
 def _ternary_encode(value: Tensor) -> Tensor:
@@ -129,7 +104,7 @@ def _powers_on(device: torch.device) -> Tensor:
 
 def greatest_of(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, ""]:
     """Return a bound of the magnitudes in a packet of `k` values, at least 1, out of its scales alone; NaN where a block is NaN."""
-    scales = packet[: SCALE_NBYTES * _scales(bits) * -(-k // BLOCK)].clone().view(torch.bfloat16)
+    scales = packet[: SCALE_NBYTES * -(-k // BLOCK)].clone().view(torch.bfloat16)
     # 2^(bits - 1) is the greatest magnitude of a code.
     return scales.abs().max().to(torch.float32) * (1 if bits < 3 else 2 ** (bits - 1))
 
@@ -170,8 +145,8 @@ def _two_bytes(upper: Tensor) -> Tensor:
     return torch.stack([upper & 0xFF, upper >> 8 & 0xFF], 1).to(torch.uint8).view(-1)
 
 
-def _split(packet: Tensor, k: int, bits: int) -> tuple[Tensor, Tensor]:
+def _split(packet: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the scales and the codes of a packet of `k` values."""
-    count = -(-k // BLOCK) * _scales(bits)
+    count = -(-k // BLOCK)
     pair = packet[: SCALE_NBYTES * count].view(count, SCALE_NBYTES).to(torch.int32)
     return _scale(pair[:, 0] | pair[:, 1] << 8), packet[SCALE_NBYTES * count :]

@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from sparsync.runtime.backward_passes import BackwardPasses
 from sparsync.runtime.connection import Connection, ReportLog
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
 from sparsync.runtime.loads import Loads
-from sparsync.runtime.optimizers import Comparison, ResidualRescaler
+from sparsync.runtime.optimizers import Comparison, ResidualRescaler, UsualShare
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.runtime.state_checks import (
@@ -275,7 +275,7 @@ class Handle:
             "rates": dict(self._rescaler.units.rates),
             "highest_rates": dict(self._rescaler.units.highest),
             "loss_scale": self._rescaler.units.scale,
-            "clipping": self._rescaler.units.saved_clipping(),
+            "clipping": [asdict(each) for each in self._rescaler.units.clipping],
             "scheme": self.scheme.state_dict(),
         }
 
@@ -488,7 +488,7 @@ class Handle:
         units = self._rescaler.units
         units.rates, units.highest = dict(state["rates"]), dict(state["highest_rates"])
         units.scale = state["loss_scale"]
-        units.load_clipping(state.get("clipping", {}))
+        units.clipping = [UsualShare(**each) for each in state.get("clipping", [])]
         self._rescaler.forget()
 
     def _pass_begins(self) -> None:

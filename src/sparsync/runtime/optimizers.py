@@ -16,7 +16,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -51,7 +51,6 @@ _SKIPPED_CURE = (
     "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, and not "
     "by a rank's own norm or loss"
 )
-_PATIENCE = 8  # steps that a check waits for an optimizer, which may not tell
 _BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
@@ -105,7 +104,6 @@ class Comparison:
         self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
         self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
         self._step = -1  # the last one that was compared
-        self._late: int | None = None  # the first step of a check that no optimizer has stepped for yet
         self._read: list[tuple[str, Tensor]] | None = None  # sums of the weights, as the optimizer has left them
         self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)
 
@@ -121,7 +119,9 @@ class Comparison:
             return Compared()
         number, settings = self.settings.read()
         due = bool(self._every) and step // self._every * self._every > step - steps
-        due = self._is_time(step, due, failed=steps > 1) if self._watches else due
+        if self._watches:
+            self._step, self._read = step, self._read if steps == 1 else None
+            due = due if steps > 1 else self._read is not None
         weights: list[str] = []
         if self._weights is not None and (due or self.adopted):
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
@@ -169,24 +169,11 @@ class Comparison:
                 tells = True
         return tells
 
-    def _is_time(self, step: int, due: bool, failed: bool) -> bool:
-        """Return whether to compare weights in this step: those that were read, or else those in the model."""
-        self._step = step
-        if failed:
-            self._late = self._read = None
-            return due
-        if due and self._read is None and self._late is None:
-            self._late = step
-        if self._late is not None and step >= self._late + _PATIENCE:
-            self._late = None
-            return True
-        return self._read is not None
-
     def _read_weights(self) -> None:
-        """Read the weights for the next step, if they are to be compared there."""
-        due = self._late is not None or (self._every and (self._step + 1) % self._every == 0)
+        """Read the weights for the next step, if they are to be compared there; the first time after the first step."""
+        due = self._step <= 0 or (self._step + 1) % self._every == 0
         if due and self._read is None and self._weights is not None and self._applies():
-            self._late, self._read = None, _sums(self._weights())
+            self._read = _sums(self._weights())
 
 
 class OptimizerSettings:
@@ -364,8 +351,7 @@ class ResidualUnits:
     rates: dict[str, float] = field(default_factory=dict)  # by parameter name, at least a tenth of the highest
     highest: dict[str, float] = field(default_factory=dict)  # so far, by parameter name
     scale: float | None = None  # None: there is no residual yet
-    clipping: UsualShare = field(default_factory=UsualShare)
-    of_others: list[UsualShare] = field(default_factory=list)  # the same for further optimizers
+    clipping: list[UsualShare] = field(default_factory=list)  # of each optimizer, which may be clipped by itself
 
     @classmethod
     def of(cls, scheme: Any) -> "ResidualUnits":  # Any: a Scheme or its reduce-scatter form
@@ -379,18 +365,9 @@ class ResidualUnits:
         vars(scheme)["residual_units"] = self  # a scheme may be a frozen dataclass
 
     def usual_share(self, optimizer: int) -> UsualShare:
-        """Return the usual share of the optimizer with this number: each may be clipped by itself."""
-        self.of_others += [UsualShare() for _ in range(optimizer - len(self.of_others))]
-        return self.of_others[optimizer - 1] if optimizer else self.clipping
-
-    def saved_clipping(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        others = [asdict(each) for each in self.of_others]
-        return {**asdict(self.clipping), "others": others} if others else asdict(self.clipping)
-
-    def load_clipping(self, saved: Mapping[str, Any]) -> None:  # Any: as Handle.state_dict
-        first = dict(saved)
-        self.of_others = [UsualShare(**each) for each in first.pop("others", [])]
-        self.clipping = UsualShare(**first)
+        """Return the usual share of the optimizer with this number."""
+        self.clipping += [UsualShare() for _ in range(optimizer + 1 - len(self.clipping))]
+        return self.clipping[optimizer]
 
     def follow(self, name: str, rate: float) -> float:
         """Return the factor that brings the residual of a parameter to this rate, which becomes its unit.
@@ -486,7 +463,7 @@ class ResidualRescaler:
         if self._thrown_away:
             self._scheme.weigh_step(dict.fromkeys(self.names.values(), 0.0))
             self.clippings[0].forget()
-            self.units.clipping.cuts = True
+            self.units.usual_share(0).cuts = True
             self._held = False
         self._thrown_away = False
 
@@ -526,8 +503,7 @@ class ResidualRescaler:
         """Begin with the units of the next step: there is no residual any more. Whether any step was cut stays known."""
         self.forget()
         self.units.rates, self.units.highest, self.units.scale = {}, {}, None
-        self.units.clipping = UsualShare(cuts=self.units.clipping.cuts)
-        self.units.of_others = [UsualShare(cuts=each.cuts) for each in self.units.of_others]
+        self.units.clipping = [UsualShare(cuts=each.cuts) for each in self.units.clipping]
 
     def forget(self) -> None:
         """Forget the last step, because another state was loaded."""

@@ -42,23 +42,18 @@ def check_version(state: State) -> None:
 def check_form(state: State) -> None:
     """Raise ValueError unless `state` has the entries that all handles save, each of its type."""
     # States of earlier versions have none of these.
-    state = {"integration": "", "recipe": "", "clipping": _CLIPPING, **state}
-    clipping = state["clipping"]
-    check_alike("state", state, {**_FORM, "integration": "", "recipe": "", "clipping": _CLIPPING})
+    state = {"integration": "", "recipe": "", "clipping": [], **state}
+    check_alike("state", state, {**_FORM, "integration": "", "recipe": "", "clipping": (_CLIPPING,)})
     inner: dict[str, Any] = {"layout": dict.fromkeys(state["layout"], (0,))}
     inner |= {key: dict.fromkeys(state[key], 0.0) for key in ("rates", "highest_rates")}
     inner |= {"loss_scale": 0.0} if state["loss_scale"] is not None else {}
-    inner |= {"clipping": {"mean": 0.0}} if clipping["mean"] is not None else {}
-    inner |= {"clipping": {**inner.get("clipping", {}), "others": ()}} if "others" in clipping else {}
+    inner |= {"clipping": [{"mean": None if each["mean"] is None else 0.0} for each in state["clipping"]]}
     check_alike("state", state, inner)
     if state["step"] != -1:
         check_count("state['step']", state["step"])
-    for number, each in enumerate(clipping.get("others", [])):
-        path = f"state['clipping']['others'][{number}]"
-        check_alike(path, each, _CLIPPING)
-        check_alike(path, each, {"mean": 0.0} if each["mean"] is not None else {})
-    if clipping.keys() - {"others"} != _CLIPPING.keys():
-        _refuse("state['clipping']", clipping, f"a dict of {', '.join(_CLIPPING)}")
+    for each in state["clipping"]:
+        if each.keys() != _CLIPPING.keys():
+            _refuse("state['clipping']", each, f"a list of dicts of {', '.join(_CLIPPING)}")
 
 
 def check_model(state: State, integration: str, scheme: str, layout: Layout) -> None:

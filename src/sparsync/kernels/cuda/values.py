@@ -31,8 +31,8 @@ def values_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tens
         # Blocks do not end with a byte, so that bytes are written when the scales of all blocks are there.
         fives = triton.cdiv(k, len(POWERS))
         _ternary_codes_kernel[_programs(fives)](value, packet, k, BLOCK=BLOCK, FIVES=BLOCKS * BLOCK)
-    elif bits < 3:
-        _means_encode_kernel[_programs(k)](value, packet, k, **_form(bits))
+    elif bits == 1:
+        _signs_encode_kernel[_programs(k)](value, packet, k, **_form(bits))
     else:
         _scaled_encode_kernel[_programs(k)](
             value,
@@ -203,7 +203,7 @@ def _mean_scale(mean):
 
 
 @triton.jit
-def _means_encode_kernel(
+def _signs_encode_kernel(
     value,
     packet,
     k,
@@ -220,19 +220,9 @@ def _means_encode_kernel(
     size = magnitude(x).to(tl.float32, bitcast=True)
     inside = block < count
     present = tl.where(inside, tl.minimum(k - block * BLOCK, BLOCK), 1)
-    mean = _mean(size, present, BLOCKS, BLOCK)
+    _store_scale(packet, block, _mean_scale(_mean(size, present, BLOCKS, BLOCK)), inside)
     code = (x.to(tl.int32, bitcast=True) < 0).to(tl.int32)
-    if BITS == 1:
-        _store_scale(packet, block, _mean_scale(mean), inside)
-    else:
-        above = size > mean.to(tl.float32)
-        larger = tl.sum(above.to(tl.int32), axis=1)[:, None]
-        low = _mean(tl.where(above, 0.0, size), present - larger, BLOCKS, BLOCK)
-        high = _mean(tl.where(above, size, 0.0), tl.maximum(larger, 1), BLOCKS, BLOCK)
-        _store_scale(packet, 2 * block, _mean_scale(low), inside)
-        _store_scale(packet, 2 * block + 1, _mean_scale(high), inside)
-        code |= above.to(tl.int32) << 1
-    _store_codes(packet + 2 * BITS * count, code, block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
+    _store_codes(packet + 2 * count, code, block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
 
 
 @triton.jit
@@ -266,9 +256,8 @@ def _decode_kernel(
     block, place = _places(BLOCKS, BLOCK)
     lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
     inside = lane < k
-    scales: tl.constexpr = 2 if BITS == 2 else 1
-    stream = packet + 2 * scales * count
-    scale = _load_scale(packet, scales * block, block < count)
+    stream = packet + 2 * count
+    scale = _load_scale(packet, block, block < count)
     if TERNARY:
         byte, trit = tl.load(stream + lane // 5, mask=inside, other=0).to(tl.int32), lane % 5
         power = tl.where(trit < 2, tl.where(trit < 1, 1, 3), tl.where(trit < 3, 9, tl.where(trit < 4, 27, 81)))
@@ -282,10 +271,8 @@ def _decode_kernel(
             more = inside & (at + 1 < (k * BITS + 7) // 8)
             word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
         code = word >> bit % 8
-        if BITS < 3:
+        if BITS == 1:
             size = tl.broadcast_to(scale, (BLOCKS, BLOCK))
-            if BITS == 2:
-                size = tl.where((code >> 1 & 1) == 1, _load_scale(packet, 2 * block + 1, block < count), size)
             # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
             signed = size.to(tl.int32, bitcast=True) ^ (code & 1) << 31
             tl.store(value + lane, signed.to(tl.float32, bitcast=True), mask=inside)
