@@ -39,8 +39,7 @@ def main() -> None:
     with elastic.Run(options.store, ranks=int(os.environ.get("WORLD_SIZE", "1"))) as run:
         run.leave_on(signal.SIGTERM)  # what a spot machine gets: hands over what it has not sent, and goes
         run.on_change = lambda run: print(f"goes on at step {run.step} as rank {run.rank} of {run.size}")
-        scheme = sparsync.TwoShot(density=1.0, values="sign")
-        handle = sparsync.attach(model, scheme, optimizer=optimizer)
+        handle = sparsync.attach(model, optimizer=optimizer)
         run.add(model, handle, optimizer, schedule)
         for step in run.steps(options.steps):  # a step in which a rank is lost comes again
             with run.attempt():

@@ -21,9 +21,7 @@ def main() -> None:
         report_to=[], disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": each, "labels": each} for each in tokens])
-    callback = sparsync.adapters.trainer.attach(
-        trainer, sparsync.MiCRO(density=0.01), options=sparsync.Options(follow_rates=True)
-    )
+    callback = sparsync.adapters.trainer.attach(trainer)
     trainer.train()
     assert callback.handle is not None
     report = callback.handle.reports()[-1]

@@ -27,7 +27,7 @@ def main() -> None:
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    sparsync.attach(model, sparsync.TwoShot(density=0.03, values="sign", density_down=0.12), optimizer=optimizer)
+    sparsync.attach(model, optimizer=optimizer)
 
     data = torch.Generator().manual_seed(dist.get_rank())  # every rank has its own data
     for _ in range(STEPS):

@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import sparsync
 from sparsync.adapters.lightning import Sparsync
 
 
@@ -26,7 +25,7 @@ class Module(LightningModule):
 
 
 def main() -> None:
-    callback = Sparsync(sparsync.MiCRO(density=0.01))
+    callback = Sparsync()
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=[callback], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
