@@ -246,9 +246,7 @@ class ExchangedSteps(StepMethod):
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
 
     def _show_own(self) -> None:
-        # Before the gradient is taken, at weights without what waits.
-        begins = self._go_back_before_pass
-        self._shown = ShownWeights(self._replica, self._weights, self._set_outside, self._adopt, begins)
+        self._shown = ShownWeights(self._replica, self._weights, self._set_outside, self._adopt)
 
     def _forget(self, scheme: Scheme, options: Steps) -> bool:
         """Have the residuals of `scheme` forget as `options` say, while this handle uses it; return whether any does so."""
@@ -444,12 +442,6 @@ class ExchangedSteps(StepMethod):
         if self._shares and "optimizer" not in found:
             self._comparison.loaded = [*found, "optimizer"]
         return found
-
-    def _go_back_before_pass(self) -> None:
-        if self._loads.take_new():
-            self._check_own()
-            self._take_moments()
-            self._go_back(self._step)  # and again where the step is taken, which other ranks are told of
 
     def _waits(self) -> bool:
         return True
