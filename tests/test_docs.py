@@ -128,7 +128,7 @@ def run_first(folder: Path) -> list[object]:
 
 
 def test_the_code_of_the_first_pages_runs_as_written(probed: Path) -> None:
-    assert on_ranks(run_first, 1, folder=probed) == [[sparsync.Steps(), sparsync.Gradients()]]
+    assert on_ranks(run_first, 1, folder=probed) == [[sparsync.Steps(keep=0.0)]]
     assert probe_file.read(probed / "probe.toml").backward is not None  # docs/advise.md writes it
 
 
