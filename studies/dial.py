@@ -60,7 +60,8 @@ def table(found: dict[str, RunRecords]) -> str:
     parameters = next(iter(found.values())).run.workload["parameters"]
     under = (
         f"AdamW, {parameters / 1e6:.2f} M parameters, {RANKS} ranks on two cores: step time in ms, medians of steps {STEPS - SEEN + 1} to "
-        f'{STEPS} (`python -m studies dial`). Trainings that send the same differ by up to 40 % here. `auto` may take any row here: `bits=("auto", {RECIPES[-1].bits:g})`.'
+        f"{STEPS} (`python -m studies dial`). Trainings that send the same differ by up to 40 % here. `auto` may take any row here: "
+        f'`bits=("auto", {RECIPES[-1].bits:g})`.'
     )
     return f"{parts.table(heads, lines)}\n\n{under}"
 
