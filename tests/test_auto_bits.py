@@ -24,7 +24,8 @@ STEPS_ROWS = rows("steps", 4)
         (100, 12, 0, 3.1),
         (50, 92, 0, 0.2),  # 0.8 bits would wait for 16 ms
         (50, 20, 1, 0.8),
-        (10, 3, 3, 0.2),  # latency alone is above a tenth
+        (90, 75, 5, 0.8),  # 18 ms at 0.8 bits, and a step of 98 ms at the fewest
+        (10, 3, 3, 4.6),  # latency alone is above a tenth, and fewer bits gain nothing
     ],
 )
 def test_the_most_bits_are_chosen_for_which_a_step_waits_a_tenth_of_its_time(

@@ -51,7 +51,7 @@ def _name(own: _Parts, every: Sequence[_Parts]) -> str:
     ]
     several = any(key.endswith("_down") for key in always)
     words = [
-        own.name.rpartition(":")[2] or own.name,
+        own.name if own.name.startswith("bits=") else own.name.rpartition(":")[2] or own.name,
         *([", ".join(always.values())] if several else always.values()),
         *others,
     ]

@@ -6,10 +6,9 @@ the steps of the optimizer, as with `sparsync.Steps`; "adamw_steps(keep=0.5)/" i
 combinations of published systems, and "default" and "bits=0.8" for what `sparsync.attach` takes with the job's optimizer.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any
 
@@ -91,7 +90,7 @@ class SchemeChoice:
         full = {"scheme": repr(scheme)}
         if self.local is None:
             return full
-        known = inspect.signature(_class(self.steps)).parameters.values()
+        known = fields(LocalSteps if self.steps == "local_steps" else Steps)
         plain = {each.name: each.default for each in known if isinstance(each.default, int | float | str)}
         decisive = plain | self.local | ({} if self.steps == "local_steps" else self._resolved(scheme))
         decisive = {

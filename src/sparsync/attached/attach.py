@@ -60,9 +60,10 @@ def attach(
             scheme, or one with steps around it.
         bits: the most that a rank may send per parameter per step, counted with 4 ranks, of which P send (P-1)/P / 0.75: takes the recipe
             with the most bits that is not above it. None: the default recipe, whose quality is dense's. "auto": 20 steps at the default
-            measure computing and the exchange, and then all ranks take the most bits for which a step waits at most a tenth of its time,
-            but no fewer than the default's; ("auto", 0.8): no fewer than 0.8. Below 4 bits of steps each rank
-            trains weights that differ a little from those of the others. `handle.recipe` says which recipe was taken.
+            measure computing and the exchange, and then all ranks take the most bits for which a step waits at most a tenth of its time, or
+            is at most a tenth longer than with the fewest bits; no fewer than the default's, or, with ("auto", 0.8), than 0.8.
+            Below 4 bits of steps each rank trains weights that differ a little from those of the others. `handle.recipe` says which recipe
+            was taken.
         optimizer: the one that trains the model, or several, such as a Muon for matrices and an AdamW for the rest. Steps are exchanged by
             its `step` until `close()`; of several the first that steps does it for all. Of local steps each has stepped when the step
             counts. With gradients residuals follow the clipping of each optimizer, and ranks compare their settings before each bucket.

@@ -15,7 +15,7 @@ from sparsync.runtime.connection import Reduction
 
 STEPS = 20  # that are taken at the default first
 _UNMEASURED = 8  # of them: memory is allocated, kernels are compiled, and the ratio is measured in each
-_SHARE = 0.1  # of a step, that its exchange may take
+_SHARE = 0.1  # of a step, that its exchange may take; or by which it may be longer than with the fewest bits
 _TRIES = 5  # exchanges of a few numbers, of which the shortest tells the latency
 
 
@@ -45,18 +45,21 @@ class StepTimes:
         return self.latency_s + max(0.0, self.waiting_s - self.latency_s) * bits / self.bits
 
     def chosen(self, recipes: Sequence[Recipe]) -> Recipe:
-        """Return the recipe with the most bits for which a step waits at most a tenth of its time; otherwise the one with the fewest."""
+        """Return the recipe with the most bits for which a step waits at most a tenth of its time.
+
+        Where none does, or latency is most of it: for which a step is at most a tenth longer than with the fewest bits.
+        """
         by_bits = sorted(recipes, key=lambda each: -each.bits)
-        return next((each for each in by_bits if self._share(each.bits) <= _SHARE), by_bits[-1])
+        longest_s = max(self.computing_s / (1 - _SHARE), (1 + _SHARE) * self._step_s(by_bits[-1].bits))
+        return next(each for each in by_bits if self._step_s(each.bits) <= longest_s or each is by_bits[-1])
 
     def described(self, recipes: Sequence[Recipe]) -> str:
         """Return what was measured, and what each recipe would wait, in one line."""
         waits = ", ".join(f"{1e3 * self.waiting_at(each.bits):.3g} ms at {each.bits:g} bits" for each in recipes)
         return f"a step computes for {1e3 * self.computing_s:.3g} ms, and waits for its exchange for {waits}"
 
-    def _share(self, bits: float) -> float:
-        waiting_s = self.waiting_at(bits)
-        return waiting_s / max(self.computing_s + waiting_s, 1e-9)
+    def _step_s(self, bits: float) -> float:
+        return self.computing_s + self.waiting_at(bits)
 
 
 class Stopwatch:
