@@ -124,21 +124,17 @@ void bind_positions(nb::module_ &m) {
 }
 
 void bind_values(nb::module_ &m) {
-    m.def("values_encode", [](nb::handle value, int64_t bits, nb::handle noise) {
-        const Tensor content = read(value), random = noise.is_none() ? Tensor{} : read(noise);
-        if (!content.is(Element::float32) || (!noise.is_none() && !random.is(Element::float32))) return not_taken();
+    m.def("values_encode", [](nb::handle value, int64_t bits) {
+        const Tensor content = read(value);
+        if (!content.is(Element::float32)) return not_taken();
         expect_value_bits(bits);
-        if (!noise.is_none() && random.length != content.length)
-            throw nb::value_error(("there must be a number for each of " + std::to_string(content.length) + " values, got " +
-                                   std::to_string(random.length)).c_str());
         const Made packet = make(level().codecs->values_nbytes(content.length, static_cast<int>(bits)), Element::uint8);
         {
             const nb::gil_scoped_release release;
-            level().codecs->encode_values(content.as<float>(), content.length, static_cast<int>(bits), random.as<float>(),
-                                          packet.as<uint8_t>());
+            level().codecs->encode_values(content.as<float>(), content.length, static_cast<int>(bits), packet.as<uint8_t>());
         }
         return packet.object;
-    }, nb::arg(), nb::arg(), nb::arg().none());
+    });
     m.def("values_decode", [](nb::handle packet, int64_t k, int64_t bits) {
         const Tensor bytes = read(packet);
         if (!bytes.is(Element::uint8)) return not_taken();

@@ -187,12 +187,10 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
 def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each: int) -> None:
     for n in (0, 1, 256, 517):
         x = made(kind, n) * (1e30 if kind == "normal" else 1.0)
-        noise = torch.rand(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
-        for drawn in (None, noise, torch.zeros_like(noise)) if bits_each > 2 else (None,):
-            packet = value_reference.values_encode(x, bits_each, drawn)
-            assert torch.equal(cuda.values_encode(x, bits_each, drawn), packet)
-            decoded, wanted = (each.values_decode(packet, n, bits_each) for each in (cuda, value_reference))
-            assert torch.equal(bits(decoded), bits(wanted))
+        packet = value_reference.values_encode(x, bits_each)
+        assert torch.equal(cuda.values_encode(x, bits_each), packet)
+        decoded, wanted = (each.values_decode(packet, n, bits_each) for each in (cuda, value_reference))
+        assert torch.equal(bits(decoded), bits(wanted))
 
 
 @pytest.mark.parametrize("bits_each", [4, 1, TERNARY])

@@ -18,8 +18,7 @@ struct Codecs {
     Reason (*decode)(Positions codec, const uint8_t *packet, int64_t nbytes, int64_t k, int64_t span, int32_t *out);
     // The bytes of k values of `bits` bits: 8, 4, 3, 1 or `ternary`.
     int64_t (*values_nbytes)(int64_t k, int bits);
-    // `noise` is null or holds k numbers in [0, 1), for 8, 4 or 3 bits.
-    void (*encode_values)(const float *value, int64_t k, int bits, const float *noise, uint8_t *out);
+    void (*encode_values)(const float *value, int64_t k, int bits, uint8_t *out);
     // shares.hpp says what these do.
     void (*encode_share)(float *value, int64_t k, int bits, int64_t P, uint8_t *out);
     void (*reduce_shares)(float *value, int64_t k, const uint8_t *const *packets, int64_t sources, int bits, int64_t P,

@@ -70,34 +70,20 @@ SPARSYNC_INLINE float nearest(float x) {  // ties to even, for |x| < 2^22; addin
     return (x + 12582912.0f) - 12582912.0f;
 }
 
-SPARSYNC_INLINE float floor_of(float x) {
-    const float whole = static_cast<float>(static_cast<int32_t>(x));
-    return whole > x ? whole - 1.0f : whole;
-}
-
 SPARSYNC_INLINE float clamped(float x, Codes codes) {
     const float below = x < codes.greatest ? x : codes.greatest;
     return below > codes.lowest ? below : codes.lowest;
 }
 
 // value / scale, rounded, among the codes; zero where the scale is zero or NaN.
-SPARSYNC_INLINE void quantize(
-    const float *value, const float *noise, int64_t count, uint32_t upper, Codes codes, int8_t *code) {
+SPARSYNC_INLINE void quantize(const float *value, int64_t count, uint32_t upper, Codes codes, int8_t *code) {
     if (upper == 0 || upper == nan_scale) {
         std::memset(code, 0, static_cast<size_t>(count));
         return;
     }
     const float scale = float_of(upper << 16);
-    if (noise)
-        for (int64_t i = 0; i < count; ++i) {
-            const float x = floor_of(value[i] / scale + noise[i]);
-            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, codes)));
-        }
-    else
-        for (int64_t i = 0; i < count; ++i) {
-            const float x = nearest(value[i] / scale);
-            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, codes)));
-        }
+    for (int64_t i = 0; i < count; ++i)
+        code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(nearest(value[i] / scale), codes)));
 }
 
 // The codes of a block of at most 256, one after the other, the first in the lowest bits.
@@ -117,15 +103,14 @@ SPARSYNC_INLINE void pack(const int8_t *code, int64_t count, int bits, uint8_t *
     for (int64_t b = 0; b < nbytes_of(left, bits); ++b) out[b] = static_cast<uint8_t>(rest >> 8 * b);
 }
 
-// The scale and the codes of a block of at most 256; `bits` is 8, 4 or 3, `noise` is null or holds a number for each value.
-SPARSYNC_INLINE void scaled_encode_block(
-    const float *value, int64_t count, int bits, const float *noise, uint8_t *scale, uint8_t *stream) {
+// The scale and the codes of a block of at most 256; `bits` is 8, 4 or 3.
+SPARSYNC_INLINE void scaled_encode_block(const float *value, int64_t count, int bits, uint8_t *scale, uint8_t *stream) {
     const float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
-    const Codes codes = {noise || bits != 3 ? -greatest : -greatest - 1.0f, greatest};
+    const Codes codes = {bits == 3 ? -greatest - 1.0f : -greatest, greatest};
     alignas(32) int8_t code[value_block];
     const uint32_t upper = scale_of(value, count, codes);
     put_scale(scale, upper);
-    quantize(value, noise, count, upper, codes, code);
+    quantize(value, count, upper, codes, code);
     if (bits == 8)
         std::memcpy(stream, code, static_cast<size_t>(count));
     else
@@ -282,18 +267,17 @@ void decode_some(const Packet<const uint8_t> &packet, int64_t i, int64_t count, 
     if (packet.bits == ternary) ternary_decode_block(scale, stream, i % trits, count, out);
 }
 
-// Blocks must be encoded in their order. `noise` is null, or holds a number in [0, 1) for each value in 8, 4 or 3 bits.
-void encode_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, const float *noise = nullptr) {
+// Blocks must be encoded in their order.
+void encode_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value) {
     uint8_t *scale = packet.scale(i), *stream = packet.stream(i);
-    if (packet.bits > 1) scaled_encode_block(value, count, packet.bits, noise, scale, stream);
+    if (packet.bits > 1) scaled_encode_block(value, count, packet.bits, scale, stream);
     if (packet.bits == 1) signs_encode_block(value, count, scale, stream);
     if (packet.bits == ternary) ternary_encode_block(value, count, i % trits, scale, stream);
 }
 
-// The packet of k values; `noise` is null or holds k numbers.
-void encode_values(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
-    for (int64_t i = 0; i < k; i += value_block)
-        encode_some({out, k, bits}, i, least(value_block, k - i), value + i, noise ? noise + i : nullptr);
+// The packet of k values.
+void encode_values(const float *value, int64_t k, int bits, uint8_t *out) {
+    for (int64_t i = 0; i < k; i += value_block) encode_some({out, k, bits}, i, least(value_block, k - i), value + i);
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ bool encode_packet(const Codecs &codecs, const PacketForm &form, const int32_t *
     if (form.bits == 32)
         copy(out, value, form.k * static_cast<int64_t>(sizeof(float)));
     else
-        codecs.encode_values(value, form.k, form.bits, nullptr, out);
+        codecs.encode_values(value, form.k, form.bits, out);
     return true;
 }
 

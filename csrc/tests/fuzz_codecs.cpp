@@ -72,7 +72,7 @@ void decode_values(Random &random, const Codecs &codecs) {
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
     const std::unique_ptr<uint8_t[]> again(new uint8_t[nbytes]);
     codecs.decode_over(packet.get(), k, used, out.get(), nullptr);
-    codecs.encode_values(out.get(), k, used, nullptr, again.get());
+    codecs.encode_values(out.get(), k, used, again.get());
 }
 
 // What a quantized all-reduce makes of some values.

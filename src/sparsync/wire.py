@@ -22,21 +22,9 @@ from sparsync.kernels.dispatch import fused, run
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 
-Values = Literal[
-    "float32",
-    "bfloat16",
-    "float16",
-    "int8",
-    "int4",
-    "int3",
-    "int8_stochastic",
-    "int4_stochastic",
-    "ternary",
-    "sign",
-]
+Values = Literal["float32", "bfloat16", "float16", "int8", "int4", "int3", "ternary", "sign"]
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_FUSED = {"float32": 32, "int8": 8, "int4": 4, "int3": 3, "ternary": TERNARY, "sign": 1}
-_BITS = _FUSED | {"int8_stochastic": 8, "int4_stochastic": 4}
+_BITS = {"float32": 32, "int8": 8, "int4": 4, "int3": 3, "ternary": TERNARY, "sign": 1}
 # Of Raw.
 _INDEX_NBYTES = 4
 _MAX_LENGTH = 2**31 - 1
@@ -83,9 +71,6 @@ class ValueCodec:
     "bfloat16", "float16"       16 bits; at most 3.39e38 and 65504
     "int8", "int4", "int3"      value / scale rounded to nearest, the scale being that of the block's greatest magnitude, which is 127,
                                 7 or -4 times the scale; in int3 the scale has a sign
-    "int8_stochastic", "int4_stochastic"
-                                rounded up or down at random, right on average; what is drawn is a function of the values, so that the
-                                same values make the same packet, in every run and after every resume
     "ternary"                   minus the scale, 0 or the scale, whichever is nearest; the scale is 1.224 root mean squares of the block
     "sign"                      the sign, the scale being the block's mean magnitude
 
@@ -105,7 +90,7 @@ class ValueCodec:
     @property
     def kernel_bits(self) -> int | None:
         """Return the bits of a value, or TERNARY, where `kernels.operations` has the format fused with sums of float32; else None."""
-        return None if self.exact else _FUSED.get(self.format)
+        return None if self.exact else _BITS.get(self.format)
 
     def nbytes(self, k: int, dtype: torch.dtype) -> int:
         """Return the bytes of `k` values of `dtype`."""
@@ -119,9 +104,7 @@ class ValueCodec:
             return value.contiguous().view(torch.uint8)
         if self.format in _FLOATS:
             return rounded(value, _FLOATS[self.format]).contiguous().view(torch.uint8)
-        value = rounded(value, torch.float32)
-        noise = _noise(value) if self.format.endswith("_stochastic") else None
-        return run("values_encode", value, _BITS[self.format], noise)
+        return run("values_encode", rounded(value, torch.float32), _BITS[self.format])
 
     def decode(self, packet: UInt8[Tensor, " nbytes"], k: int, dtype: torch.dtype) -> Float[Tensor, " k"]:
         """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
@@ -135,14 +118,6 @@ class ValueCodec:
         if self.format in _FLOATS:
             return packet.clone().view(_FLOATS[self.format]).to(dtype)
         return run("values_decode", packet, k, _BITS[self.format]).to(dtype)
-
-
-def _noise(value: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1), [k], from a generator seeded with the bits of the values."""
-    # A host sync on CUDA. The sum of integers is the same in any order.
-    seed = int(value.contiguous().view(torch.int32).sum(dtype=torch.int64))
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.rand(value.numel(), generator=generator, dtype=torch.float32, device="cpu").to(value.device)
 
 
 def check_values(values: str, name: str = "values") -> None:
@@ -179,7 +154,7 @@ class Elements:
         With `rows`, one for each part, the positions of a part count the elements in its rows, and those of what is dropped are in the
         vector of `n` elements that the rows lie in.
         """
-        found = fused("encode_packets", parts, _FUSED.get(self.values, 0), divisor, rows, n)
+        found = fused("encode_packets", parts, _BITS.get(self.values, 0), divisor, rows, n)
         if found is not NotImplemented:
             return found
         packets: list[Tensor] = []
@@ -204,7 +179,7 @@ class Elements:
     ) -> list[Sparse]:
         """Return `decode` of each of `packets`, of so many elements of spans of these lengths; `rows` and `n` as of `encode_each`."""
         if dtype == torch.float32:
-            found = fused("decode_packets", packets, counts, lengths, _FUSED.get(self.values, 0), rows, n)
+            found = fused("decode_packets", packets, counts, lengths, _BITS.get(self.values, 0), rows, n)
             if found is not NotImplemented:
                 return found
         each = zip(packets, counts, lengths, strict=True)
@@ -219,7 +194,7 @@ class Elements:
         rows: Sequence[Rows],
     ) -> None:
         """Add what `decode_each` returns for these arguments, in order, to `out`, the vector that the rows lie in."""
-        if fused("add_packets_", out, packets, counts, lengths, _FUSED.get(self.values, 0), rows) is NotImplemented:
+        if fused("add_packets_", out, packets, counts, lengths, _BITS.get(self.values, 0), rows) is NotImplemented:
             for part in self.decode_each(packets, counts, lengths, out.dtype, rows, out.numel()):
                 kernels.scatter_add_(out, part)
 

@@ -99,7 +99,6 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.adam_step_(x, out, x[:5], 0, 1024, 0.99, 1e-8, 1e-3),
         lambda: cuda.momentum_steps_(x, out, x.clone(), [Span(0, n)], [(0.9, 0.999, 1e-3)]),
         *(lambda bits=bits: cuda.values_encode(x, bits) for bits in WIDTHS),
-        *(lambda bits=bits: cuda.values_encode(x, bits, x) for bits in (8, 4, 3)),
         *(lambda bits=bits: cuda.values_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in WIDTHS),
     ]
 

@@ -21,15 +21,7 @@ from sparsync.runtime.connection import Rollback
 # Of SkipReduce's settings each once, and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")
 OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published", "-known")
-OTHER_VALUES = (
-    "topk-bfloat16",
-    "micro-int8",
-    "exdyna-bfloat16",
-    "exdyna-int8",
-    "oktopk-bfloat16",
-    "-int4",
-    "-int4_stochastic",
-)
+OTHER_VALUES = ("topk-bfloat16", "micro-int8", "exdyna-bfloat16", "exdyna-int8", "oktopk-bfloat16", "-int4")
 CHOSEN = (
     "skip-random-ring-contributors-flat-auto",
     "skip-random-direct-ranks-flat-patterns",

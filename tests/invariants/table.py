@@ -234,7 +234,7 @@ def _rounded_rows() -> list[Row]:
     """Every format with one scheme whose values all ranks send and one that sends to owners; the other schemes with one of each kind."""
     makes: list[tuple[str, Callable[..., Scheme], tuple[str, ...]]] = [
         ("topk", TopK, ("bfloat16", "int4")),
-        ("micro", MiCRO, ("bfloat16", "int8", "int4", "int4_stochastic")),
+        ("micro", MiCRO, ("bfloat16", "int8", "int4")),
         ("exdyna", ExDyna, ("bfloat16", "int8")),
         ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
     ]
@@ -334,7 +334,7 @@ def _in_turn_rows() -> list[Row]:
 
 
 def _quantized_rows() -> list[Row]:
-    formats = ("int8", "int4", "int3", "int4_stochastic", "sign")
+    formats = ("int8", "int4", "int3", "sign")
     return [
         *[_rounded(Quantized, "quantized", values) for values in formats],
         _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),

@@ -27,13 +27,11 @@ def values_nbytes(k: int, bits: int) -> int:
     return -(-k // BLOCK) * SCALE_NBYTES + codes
 
 
-def values_encode(
-    value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " k"] | None = None
-) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet of `value`: the scales of all blocks, then all codes. `noise` is for 8, 4 and 3 bits."""
+def values_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
+    """Return the packet of `value`: the scales of all blocks, then all codes."""
     if bits == TERNARY:
         return _ternary_encode(value)
-    return _signs_encode(value) if bits == 1 else _scaled_encode(value, bits, noise)
+    return _signs_encode(value) if bits == 1 else _scaled_encode(value, bits)
 
 
 def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
@@ -50,16 +48,15 @@ def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[
     return (_blocks(code.to(torch.float32)) * scale[:, None]).view(-1)[:k]
 
 
-def _scaled_encode(value: Tensor, bits: int, noise: Tensor | None) -> Tensor:
+def _scaled_encode(value: Tensor, bits: int) -> Tensor:
     """Return the scales of all blocks, then codes of 8, 4 or 3 bits, two's complement, the first in the low bits: value / scale, rounded.
 
-    To nearest, ties to even; with `noise` in [0, 1) up or down, such that uniform noise makes the mean right. 3 bits to nearest have all
-    codes, one more below zero than above: there the scale has the sign that makes the greatest magnitude of the block that code, and
-    is positive where both signs reach it. What has the other sign and would round beyond the last code gets that.
+    To nearest, ties to even. 3 bits have all codes, one more below zero than above: there the scale has the sign that makes the greatest
+    magnitude of the block that code, and is positive where both signs reach it. What has the other sign and would round beyond the last
+    code gets that.
     """
     max_code = MAX_CODE[bits]
-    # At random no value may be clamped, for that would bias its mean. Of 15 or 255 codes one more is no gain in training.
-    signed = noise is None and bits == 3
+    signed = bits == 3  # of 15 or 255 codes one more is no gain in training
     lowest = -max_code - signed
     block = _blocks(value)
     greatest = block.abs().amax(1)
@@ -72,9 +69,8 @@ def _scaled_encode(value: Tensor, bits: int, noise: Tensor | None) -> Tensor:
     if signed:
         upper = torch.where((block.amax(1) > -block.amin(1)) & (upper > 0), upper | 0x8000, upper)
     upper = torch.where(greatest.isfinite(), upper, _NAN)
-    quotient = block / _scale(upper)[:, None]
-    rounded = quotient.round() if noise is None else (quotient + _blocks(noise)).floor()
-    code = rounded.nan_to_num(0.0, 0.0, 0.0).clamp(lowest, max_code).to(torch.int8).view(-1)[: value.numel()]
+    rounded = (block / _scale(upper)[:, None]).round().nan_to_num(0.0, 0.0, 0.0)
+    code = rounded.clamp(lowest, max_code).to(torch.int8).view(-1)[: value.numel()]
     packed = code.view(torch.uint8) if bits == 8 else pack(code, bits)
     return torch.cat([_two_bytes(upper), packed])
 

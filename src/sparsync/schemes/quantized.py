@@ -18,7 +18,7 @@ from sparsync.core import Bucket, Comm, exact_divisor, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.wire import ValueCodec, Values
 
-Bits = Literal["int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "ternary", "sign"]
+Bits = Literal["int8", "int4", "int3", "ternary", "sign"]
 
 
 def planned_quantized(given: Given, values: Values, state_nbytes: int, down: Values | None = None) -> Plan:

@@ -20,7 +20,7 @@ FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
 
 
 @takes(FLOAT32)
-def values_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tensor:
+def values_encode(value: Tensor, bits: int) -> Tensor:
     """Return the scales of all blocks of `value` [k], then their codes, as the reference."""
     k = value.numel()
     packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
@@ -34,16 +34,7 @@ def values_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tens
     elif bits == 1:
         _signs_encode_kernel[_programs(k)](value, packet, k, **_form(bits))
     else:
-        _scaled_encode_kernel[_programs(k)](
-            value,
-            value if noise is None else noise,
-            packet,
-            k,
-            NOISE=noise is not None,
-            MAX=MAX_CODE[bits],
-            SIGNED=noise is None and bits == 3,
-            **_form(bits),
-        )
+        _scaled_encode_kernel[_programs(k)](value, packet, k, MAX=MAX_CODE[bits], **_form(bits))
     return packet
 
 
@@ -139,12 +130,9 @@ def _store_codes(
 @triton.jit
 def _scaled_encode_kernel(
     value,
-    noise,
     packet,
     k,
-    NOISE: tl.constexpr,
     MAX: tl.constexpr,
-    SIGNED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     NBYTES: tl.constexpr,
@@ -156,24 +144,19 @@ def _scaled_encode_kernel(
     lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
     x = tl.load(value + lane, mask=lane < k, other=0.0)
     greatest = tl.max(magnitude(x), axis=1)[:, None]
-    lowest: tl.constexpr = -MAX - SIGNED
+    lowest: tl.constexpr = -MAX - (BITS == 3)
     most = tl.full((BLOCKS, 1), -lowest, tl.float32)
     largest = tl.full((BLOCKS, 1), FLOAT32_MAX, tl.int32).to(tl.float32, bitcast=True)
     top = tl.div_rn(largest, most).to(tl.int32, bitcast=True) >> 16  # of the scales that times `most` are finite
     share = tl.div_rn(greatest.to(tl.float32, bitcast=True), most)  # of IEEE, which `/` is not
     upper = tl.minimum(share.to(tl.int32, bitcast=True) + 0xFFFF >> 16, top)
     finite, used = greatest < 0x7F800000, (greatest < 0x7F800000) & (upper > 0)
-    if SIGNED:
+    if BITS == 3:
         upper |= tl.where((tl.max(x, axis=1) > -tl.min(x, axis=1))[:, None] & (upper > 0), 0x8000, 0)
     _store_scale(packet, block, tl.where(finite, upper, 0x7FC0), block < count)
     scale = tl.where(used, upper << 16, 0x3F800000).to(tl.float32, bitcast=True)
     quotient = tl.div_rn(tl.where(used, x, 0.0), tl.broadcast_to(scale, (BLOCKS, BLOCK)))
-    if NOISE:  # a branch: only one of the two is compiled
-        drawn = quotient + tl.load(noise + lane, mask=lane < k, other=0.0)
-        whole = drawn.to(tl.int32).to(tl.float32)
-        rounded = tl.where(whole > drawn, whole - 1.0, whole)  # not `tl.floor`, which takes a denormal number for zero
-    else:
-        rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
+    rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
     code = tl.minimum(tl.maximum(rounded, lowest), MAX).to(tl.int32)
     _store_codes(packet + 2 * count, tl.where(used, code, 0), block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
 
