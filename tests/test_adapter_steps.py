@@ -62,7 +62,7 @@ def by_accelerate(folder: Path) -> tuple[Found, Found]:
                 with accelerator.accumulate(prepared):
                     accelerator.backward(nn.functional.mse_loss(prepared(x), y))
                     if accelerator.sync_gradients:
-                        norms.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.5))
+                        norms.append(accelerator.clip_grad_norm_(parameters=prepared.parameters(), max_norm=0.5))
                     optimizer.step()
                     optimizer.zero_grad()
         if save:

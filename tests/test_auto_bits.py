@@ -1,5 +1,6 @@
 """`bits="auto"`: which recipe the first steps choose, and that ranks go on by it together."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_what_auto_cannot_measure_is_refused() -> None:
         sparsync.attach(model, bits="auto", optimizer=SGD(model.parameters(), lr=0.1))
 
 
-def chosen_by_two() -> list[Any]:
+def chosen_by_two(folder: Path) -> list[Any]:
     """Train over a link that is slow, as both ranks are told: with the fewest bits after the first steps."""
 
     def times(watch: Stopwatch, bits: float, exchange: Any) -> StepTimes:
@@ -92,6 +93,8 @@ def chosen_by_two() -> list[Any]:
         for number in range(STEPS + 4):
             step(model, optimizer, number)
             bits.append(handle.recipe.bits)
+            if number in (1, STEPS + 1):
+                sparsync.checkpoint.save(handle, folder)
         state, drift = handle.state_dict(), handle.stats()["drift"]
         again, its_optimizer, its_handle = trained()
         its_handle.load_state_dict(state)
@@ -108,8 +111,8 @@ def chosen_by_two() -> list[Any]:
 
 
 @pytest.mark.distributed
-def test_ranks_take_the_chosen_recipe_together_and_a_resumed_run_keeps_it() -> None:
-    first, second = run(chosen_by_two, 2)
+def test_ranks_take_the_chosen_recipe_together_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    first, second = run(chosen_by_two, 2, folder=tmp_path)
     default = STEPS_ROWS[0].bits
     assert first[0] == second[0] == [default] * (STEPS - 1) + [0.8] * 5
     assert first[1:4] == second[1:4] == [True, 0.8, True]

@@ -189,6 +189,28 @@ def on_several() -> None:
         assert not found["exp_avg_sq"][2:].any()
 
 
+def moved() -> None:
+    """A loop that moves the state to another place and back leaves other tensors with the same bits."""
+    model = made()
+    optimizer = AdamW(model.parameters(), lr=RATE)
+    handle: Any = sparsync.attach(model, Dense(), optimizer=optimizer, exchange=Steps(keep=0.0))
+
+    def momentum(move: bool) -> list[Tensor]:
+        for state in optimizer.state.values() if move else ():
+            state.update({key: each.clone() for key, each in state.items()})
+        model(torch.ones(4, 20)).square().mean().backward()
+        optimizer.step()
+        return [each.clone() for each in handle.state_dict()["adamw_steps"]["momentum"].values()]
+
+    momentum(False)
+    before = handle.state_dict()
+    model.zero_grad()
+    one = momentum(False)
+    handle.load_state_dict(before)
+    model.zero_grad()
+    assert all(map(torch.equal, momentum(True), one))
+
+
 def muons() -> None:
     model = made()
     matrices, rest = ([each for each in model.parameters() if (each.ndim == 2) is wanted] for wanted in (True, False))
@@ -199,15 +221,23 @@ def muons() -> None:
         muon.step()
         adamw.step()
     held = handle.state_dict()["adamw_steps"]
-    assert torch.equal(muon.state_dict()["state"][0]["momentum_buffer"].flatten(), held["momentum"]["0.weight"])
+    saved = muon.state_dict()
+    own, gradient = saved["state"][0]["momentum_buffer"], matrices[0].grad
+    assert gradient is not None and 0.1 < float(own.norm() / gradient.norm()) < 10  # torch's Muon mixes the two
     assert set(adamw.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    other = Muon([nn.Parameter(each.detach().clone()) for each in matrices], lr=RATE)
-    other.load_state_dict(muon.state_dict())
-    muon.load_state_dict(
-        {**(state := other.state_dict()), "state": {0: {"momentum_buffer": state["state"][0]["momentum_buffer"]}}}
-    )
-    assert torch.equal(handle.state_dict()["adamw_steps"]["momentum"]["0.weight"], held["momentum"]["0.weight"])
-    assert not handle.state_dict()["adamw_steps"]["momentum"]["2.weight"].any()
+
+    def momentum_with(*keys: str) -> Tensor:
+        """Return the handle's after a state was loaded with these tensors of the first matrix only."""
+        other = Muon([nn.Parameter(each.detach().clone()) for each in matrices], lr=RATE)
+        other.load_state_dict(saved)
+        state = other.state_dict()
+        muon.load_state_dict({**state, "state": {0: {key: state["state"][0][key] for key in keys}}})
+        found = handle.state_dict()["adamw_steps"]["momentum"]
+        assert not found["2.weight"].any()
+        return found["0.weight"]
+
+    torch.testing.assert_close(momentum_with("step", "momentum_buffer", "exp_avg_sq"), held["momentum"]["0.weight"])
+    assert not momentum_with("momentum_buffer").any()  # as torch's Muon saves it, without squares
 
 
 def sharded() -> None:
@@ -245,6 +275,10 @@ def test_a_saved_state_of_the_optimizer_is_all_that_one_rank_needs_to_go_on() ->
 
 def test_ranks_go_on_together_from_the_states_of_their_optimizers() -> None:
     run(on_several, 2)
+
+
+def test_moments_that_were_moved_and_came_back_are_the_live_ones() -> None:
+    run(moved, 1)
 
 
 def test_the_momentum_of_muon_is_in_its_state() -> None:

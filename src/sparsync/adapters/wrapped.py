@@ -1,10 +1,13 @@
 """Shared by adapters: the DDP model that a framework has wrapped, what attaches to it, the norm it clips by, and a missing package."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -58,15 +61,18 @@ def clip_by_common_norm(
         return
     before = getattr(owner, name)
 
-    def clip(first: Any, max_norm: float, *more: Any, **named: Any) -> Any:  # Any: as the method has them
-        parameters = list(parameters_of(first))  # pyright: ignore[reportArgumentType]  # an iterable
+    @wraps(before)
+    def clip(*given: Any, **named: Any) -> Any:  # Any: as the method has them
+        first, max_norm, *more = inspect.signature(before).bind(*given, **named).arguments.values()
+        found = [first] if isinstance(first, torch.Tensor) else parameters_of(first)
+        parameters = list(found)  # pyright: ignore[reportArgumentType]  # an iterable
         own = {id(each) for each in handle.model.parameters() if each.requires_grad}
         if handle.closed or {id(each) for each in parameters if each.requires_grad} != own:
             if isinstance(first, Iterator):
                 first = iter(parameters)
-            return before(first, max_norm, *more, **named)
+            return before(first, max_norm, *more)
         prepare()
-        return handle.clip_grad_norm_(max_norm, *more, **named)
+        return handle.clip_grad_norm_(max_norm, *more)
 
     setattr(owner, name, clip)
 

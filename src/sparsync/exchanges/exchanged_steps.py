@@ -5,6 +5,7 @@ weights (`_move`). Also here: which parameters take part, the measured ratio, sk
 """
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -37,6 +38,7 @@ from sparsync.kernels import operations as kernels
 from sparsync.recipes import Recipe
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
+from sparsync.runtime.state_checks import check_form, check_version
 
 _LOG = logging.getLogger("sparsync")
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
@@ -208,7 +210,9 @@ class ExchangedSteps(StepMethod):
 
         `method_of` makes the scheme and the Steps of a recipe's text. A state that is loaded decides by itself, if it had chosen.
         """
-        self._stopwatch, self._method_of = Stopwatch(recipes), method_of
+        self._method_of = method_of
+        if len(recipes) > 1:
+            self._stopwatch = Stopwatch(recipes)
 
     def _choose_bits(self) -> None:
         assert self._stopwatch is not None and self.recipe is not None
@@ -230,6 +234,7 @@ class ExchangedSteps(StepMethod):
         scheme, options = self._method_of(recipe.text)
         options = replace(options, check_weights_every=self.exchange.check_weights_every)
         _remember_all(self._scheme)
+        self._remembering.detach()  # which would keep the scheme
         self._take_scheme(scheme)
         self._forget(scheme, options)
         self.recipe, self.exchange = recipe, options
@@ -240,7 +245,10 @@ class ExchangedSteps(StepMethod):
             self._comparison.compare_besides(
                 partial(frozen_and_copies, self._replica), CURE_OF_SET, CURE_OF_UNEXCHANGED
             )
+            self._told_of_loads = False
             self._show_own()
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()  # what was compiled does not look for new hooks
 
     def _keep_for(self, options: Steps, scheme: Scheme) -> float:
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
@@ -251,7 +259,8 @@ class ExchangedSteps(StepMethod):
     def _forget(self, scheme: Scheme, options: Steps) -> bool:
         """Have the residuals of `scheme` forget as `options` say, while this handle uses it; return whether any does so."""
         # When this handle has gone, another one may take the scheme.
-        weakref.finalize(self, _remember_all, scheme).atexit = False
+        self._remembering = weakref.finalize(self, _remember_all, scheme)
+        self._remembering.atexit = False
         return _forget(scheme, options)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
@@ -634,6 +643,8 @@ class ExchangedSteps(StepMethod):
 
     def load_state_dict(self, state: State) -> None:
         if self._stopwatch is not None and state.get("step", -1) + 1 >= STEPS:
+            check_version(state)
+            check_form(state)
             names = {each.name: each for each in self._stopwatch.recipes}
             self._stopwatch = None  # it was chosen before
             if (chosen := names.get(state.get("recipe", ""))) is not None:
@@ -660,6 +671,7 @@ class ExchangedSteps(StepMethod):
         self._groups.recount()
         self._note_ahead()
         self._moments.show()
+        self._groups.read()
         self._moments.follow_rates(restart=True)
         self._skipped, self._idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]

@@ -3,8 +3,8 @@
 Live, `exp_avg` is a view of m, the momentum of steps, rate included, and `exp_avg_sq` one of a rank's own squares. What `state_dict`
 returns is in AdamW's units: the squares are divided by the square of `clip_factor`, which makes them as large as those of the mean
 gradient, and exp_avg = m (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / rate, with the mean rate of the steps in m. What is loaded is converted
-back, with the rate of the next step: AdamW goes on with updates as long as these were, and the other way round. Muon's step does not depend
-on the scale of its momentum, which stays as it is.
+back, with the rate at that time: AdamW goes on with updates as long as these were, and the other way round. Muon's momentum is converted in
+the same way, by the sender's squares; torch's own Muon saves none, and its momentum then begins anew.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,9 +73,9 @@ class Moments:
     def follow_rates(self, restart: bool = False) -> None:
         """Note the rates of a step that was applied; `restart`: all of the momentum is in these."""
         for place, rule in enumerate(self._groups.rules):
-            if isinstance(rule, AdamWRule):
-                before = 0.0 if restart else self._rates.get(place, 0.0)
-                self._rates[place] = rule.rate + (rule.beta1 * (before - rule.rate) if before else 0.0)
+            before = 0.0 if restart else self._rates.get(place, 0.0)
+            memory = rule.beta1 if isinstance(rule, AdamWRule) else rule.momentum
+            self._rates[place] = rule.rate + (memory * (before - rule.rate) if before else 0.0)
 
     @torch.no_grad()
     def take(self) -> bool:
@@ -128,11 +128,13 @@ class Moments:
     def _given(self, name: str, state: Saved) -> dict[str, Tensor]:
         """Return what the optimizer has of a parameter, in AdamW's units; zero for what is missing."""
         shown = self._shown[name][1]
-        mine = self._exported(name) if any(state.get(key) is each for key, each in shown.items()) else {}
+        live = (key in state and _same_bits(torch.as_tensor(state[key]), each) for key, each in shown.items())
+        mine = self._exported(name) if all(live) or any(state.get(key) is each for key, each in shown.items()) else {}
         found: dict[str, Tensor] = {}
         for key, each in shown.items():
-            given = state.get(key, torch.zeros_like(each))
-            found[key] = mine[key] if given is each else torch.as_tensor(given)
+            given = torch.as_tensor(state.get(key, torch.zeros_like(each)))
+            # A loop may have moved or copied what is live.
+            found[key] = mine[key] if mine and (given is each or _same_bits(given, each)) else given
         return found
 
     def _equal(self, name: str, given: Mapping[str, Tensor]) -> bool:
@@ -149,9 +151,12 @@ class Moments:
         momentum = self._momentum[name]
         # What other ranks alone had gradients of has squares too, or AdamW would divide by zero: a checkpoint may mix tensors of ranks.
         squares = torch.where((squares == 0) & (momentum != 0), squares.mean(), squares)
-        if isinstance(rule, AdamWRule):
-            rate = self._rates.get(self._groups.number[name], 0.0)
-            momentum = momentum * ((squares.sqrt() + rule.eps) / rate) if rate else torch.zeros_like(momentum)
+        rate = (
+            rule.sent_rate(like.shape) * self._rates.get(self._groups.number[name], 0.0) / rule.rate
+            if rule.rate
+            else 0.0
+        )
+        momentum = momentum * ((squares.sqrt() + rule.eps) / rate) if rate else torch.zeros_like(momentum)
         squares = squares * (1 - (rule.beta2 if isinstance(rule, AdamWRule) else beta2) ** applied)
 
         def formed(flat: Tensor) -> Tensor:
@@ -168,13 +173,18 @@ class Moments:
         theirs = rule.beta2 if isinstance(rule, AdamWRule) else beta2
         squares = self._square[name].copy_(square)
         squares.div_(1 - theirs**step) if step else squares
-        if isinstance(rule, AdamWRule):
-            normalised = momentum.to(squares) / (squares.sqrt() + rule.eps)
-            momentum = normalised.masked_fill_(normalised.abs() > _LONGEST, 0.0).mul_(rule.rate)
-        self._momentum[name].copy_(momentum)
+        normalised = momentum.to(squares) / (squares.sqrt() + rule.eps)
+        rate = rule.sent_rate(self._replica.trained[name].shape)
+        self._momentum[name].copy_(normalised.masked_fill_(normalised.abs() > _LONGEST, 0.0).mul_(rate))
         squares.mul_(1 - beta2**step)
-        for counts in self._counts().values():
-            counts[name] = step
+        # Torch's Muon has no squares.
+        seen = step if bool(squares.any()) else 0
+        self._counts()["applied"][name], self._counts()["seen"][name] = step, seen
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    one, other = _local(one), _local(other)
+    return one.dtype == other.dtype and torch.equal(one.to(other.device), other)
 
 
 def _local(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor
