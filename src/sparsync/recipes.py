@@ -56,7 +56,7 @@ _INT4 = "two_shot:density=1.0:values=int4"
 
 # The first row of a family is its default. Of rows with the same bits a later one counts, where it is for these ranks.
 TABLE = (
-    Recipe(4.6, "steps", "steps(keep=0.0)/two_shot:density=1.0:values=int3", "level with dense"),
+    Recipe(4.6, "steps", "steps(keep=0.0)/two_shot:density=1.0:values=int3", "1.6 % ahead of dense (gpt-default)"),
     Recipe(3.1, "steps", "steps/two_shot:density=1.0:values=sign:values_down=int3", "1.6 % ahead of dense (gpt-1000)"),
     Recipe(1.6, "steps", "steps/two_shot:density=1.0:values=sign", "0.3 % ahead (gpt-1000)", most_ranks=15),
     Recipe(0.8, "steps", "steps/two_shot:density=0.03:values=sign:density_down=0.12", "1.1 % ahead (gpt-1000)"),

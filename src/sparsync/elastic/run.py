@@ -213,7 +213,7 @@ class Run:
         """Train `model`, bare or wrapped by DistributedDataParallel, which `handle` of `sparsync.attach` is of. Before `steps`.
 
         `more` has what a rank that joins needs besides, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot
-        change, and ValueError for local steps with a delay.
+        change, and ValueError for local steps with a delay and for `bits="auto"`.
         """
         if is_fsdp2(inside_wrappers(model)):
             raise TypeError(
@@ -225,6 +225,10 @@ class Run:
                 "be applied on some ranks only; pass delay=0"
             )
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        if isinstance(handle, ExchangedSteps) and handle.chooses:
+            raise ValueError(
+                'bits="auto" chooses by the first 20 steps of a run, and a rank that joins later was not there; pass a number of bits'
+            )
         trained = Trained(model, handle, optimizers, more)
         if not isinstance(handle, LocalTraining):  # whose step counts when it fails
             handle.hold_steps()

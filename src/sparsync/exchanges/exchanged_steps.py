@@ -134,6 +134,7 @@ class ExchangedSteps(StepMethod):
     cure_of_unexchanged = "change it in the same way on all ranks, before the same step"
     vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
     counts: tuple[str, ...]  # the same, of each parameter
+    chooses = False  # whether the first steps choose the recipe, or have chosen it
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class ExchangedSteps(StepMethod):
 
         `method_of` makes the scheme and the Steps of a recipe's text. A state that is loaded decides by itself, if it had chosen.
         """
-        self._method_of = method_of
+        self._method_of, self.chooses = method_of, True
         if len(recipes) > 1:
             self._stopwatch = Stopwatch(recipes)
 
