@@ -606,8 +606,18 @@ ROWS = st.builds(
     st.integers(-2, 2**40),
     st.integers(-2, 2**40),
 )
+
+
+def unchecked(index: Tensor, value: Tensor, length: int) -> Sparse:
+    """Return a Sparse of any tensors, also where annotations are executed."""
+    made = object.__new__(Sparse)
+    for name, each in zip(("index", "value", "length"), (index, value, length), strict=True):
+        object.__setattr__(made, name, each)
+    return made
+
+
 PARTS = st.builds(
-    lambda index, k, length: Sparse(torch.tensor(index, dtype=torch.int32), torch.ones(k), length),
+    lambda index, k, length: unchecked(torch.tensor(index, dtype=torch.int32), torch.ones(k), length),
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
     st.integers(0, 4),
     st.integers(-2, 20),

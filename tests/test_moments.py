@@ -287,4 +287,4 @@ def test_the_momentum_of_muon_is_in_its_state() -> None:
 
 @pytest.mark.slow
 def test_shards_have_their_moments_in_the_state_of_the_optimizer() -> None:
-    run(sharded, 4)
+    run(sharded, 4, fresh=True)  # its meshes stay
