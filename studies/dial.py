@@ -2,7 +2,7 @@
 
     .venv/bin/python -m studies dial [--out FOLDER] [--print]
 
-Finished networks are kept in FOLDER, build/dial by default. Fifteen minutes on two cores, which four ranks share.
+Finished networks are kept in FOLDER. Ten minutes on two cores, which four ranks share.
 """
 
 import shlex

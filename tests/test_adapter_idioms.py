@@ -1,7 +1,6 @@
 """What trainers' own packages do with weights, with the default recipe: averages, references and ratios are as in plain DDP."""
 # pyright: reportMissingImports=false
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +164,7 @@ def test_lightnings_averages_of_weights_are_the_same_on_all_ranks(tmp_path: Path
 def by_torch_ema() -> list[Tensor]:
     from torch_ema import ExponentialMovingAverage
 
-    as_torchrun()
-    torch.distributed.init_process_group("gloo") if not torch.distributed.is_initialized() else None
-    rank = int(os.environ["RANK"])
+    rank = torch.distributed.get_rank()
     model = DistributedDataParallel(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     handle = sparsync.attach(model, optimizer=optimizer)

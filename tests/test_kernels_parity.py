@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -608,16 +609,11 @@ ROWS = st.builds(
 )
 
 
-def unchecked(index: Tensor, value: Tensor, length: int) -> Sparse:
-    """Return a Sparse of any tensors, also where annotations are executed."""
-    made = object.__new__(Sparse)
-    for name, each in zip(("index", "value", "length"), (index, value, length), strict=True):
-        object.__setattr__(made, name, each)
-    return made
-
-
 PARTS = st.builds(
-    lambda index, k, length: unchecked(torch.tensor(index, dtype=torch.int32), torch.ones(k), length),
+    # As a Sparse, whose annotations would refuse it.
+    lambda index, k, length: SimpleNamespace(
+        index=torch.tensor(index, dtype=torch.int32), value=torch.ones(k), length=length
+    ),
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
     st.integers(0, 4),
     st.integers(-2, 20),
