@@ -50,7 +50,7 @@ def test_the_summary_has_a_table_for_each_half_with_the_loss_of_quality_beside_t
 
 def test_between_the_halves_it_says_what_ended_what_comes_and_how_long_that_takes() -> None:
     first = demo.before(Path("demo"), 0, None, None).splitlines()
-    assert [line.split(":")[0] for line in first] == ["Next, 1 of 2", "It takes two minutes on two cores."]
+    assert [line.split(":")[0] for line in first] == ["Next, 1 of 2", "It takes two to three minutes on two cores."]
     ended, coming, long = demo.before(Path("demo"), 1, 125.0, 5).splitlines()
     assert ended.startswith("Ended, 1 of 2, after 2:05 min: ") and ended.endswith("Report: demo/lstm/report.html")
     assert coming.startswith("Next, 2 of 2: ") and coming.endswith("results go to demo/gpt.")
