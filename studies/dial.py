@@ -49,18 +49,19 @@ def table(found: dict[str, RunRecords]) -> str:
         "that row over the fastest",
         "`auto`",
     ]
-    lines = []
+    lines, noise = [], 0.0
     for name, records in found.items():
         traces = {scheme: trace for (scheme, _), trace in records.traces.items()}
         times = {scheme: _step_ms(trace) for scheme, trace in traces.items()}
         chosen, least = _chosen(traces), min(times[each.name] for each in RECIPES)
+        noise = max(noise, 100 * abs(times[AUTO] / times[f"bits={chosen}"] - 1))
         over = f"{100 * (times[f'bits={chosen}'] / least - 1):+.0f} %"
         shown = [significant(times[each], 3) for each in SCHEMES]
         lines.append([name, *shown[:-1], f"{chosen} bits", over, shown[-1]])
     parameters = next(iter(found.values())).run.workload["parameters"]
     under = (
         f"AdamW, {parameters / 1e6:.2f} M parameters, {RANKS} ranks on two cores: step time in ms, medians of steps {STEPS - SEEN + 1} to "
-        f"{STEPS} (`python -m studies dial`). Trainings that send the same differ by up to 40 % here. `auto` may take any row here: "
+        f"{STEPS} (`python -m studies dial`). Trainings that send the same differ by up to {noise:.0f} % here. `auto` may take any row: "
         f'`bits=("auto", {RECIPES[-1].bits:g})`.'
     )
     return f"{parts.table(heads, lines)}\n\n{under}"

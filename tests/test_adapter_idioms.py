@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from helpers.adapter_training import as_torchrun, examples, network
+from helpers.adapter_training import as_torchrun, examples, lightning_module, network
 from helpers.distributed import run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -112,32 +112,18 @@ def test_a_trainer_of_trl_with_references_and_ratios_trains_by_the_default_recip
 
 
 def by_lightning(folder: Path) -> list[Tensor]:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
     from sparsync.adapters.lightning import Sparsync
 
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-            return nn.functional.mse_loss(self.network(batch[0]), batch[1])
-
-        def validation_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
-            self.log("loss", nn.functional.mse_loss(self.network(batch[0]), batch[1]), sync_dist=True)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
     found: list[Tensor] = []
     as_torchrun()
     for callback in (WeightAveraging(), StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1)):
         torch.manual_seed(0)
-        attached, module = Sparsync(options=sparsync.Options(timeout_s=120)), Module()
+        attached, module = Sparsync(options=sparsync.Options(timeout_s=120)), lightning_module(3)
         Trainer(
             max_epochs=3,
             accelerator="cpu",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.adapter_training import as_torchrun, examples, network
+from helpers.adapter_training import as_torchrun, examples, lightning_module, network
 from helpers.distributed import run
 from sparsync import LocalSteps, Options, TwoShot, attach, checkpoint
 from sparsync.exchanges.local_steps import LocalTraining
@@ -75,28 +75,14 @@ def by_accelerate(folder: Path) -> Any:
 
 
 def by_lightning(folder: Path) -> Any:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
     from sparsync.adapters.lightning import Sparsync
 
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-            return nn.functional.mse_loss(self.network(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-        def train_dataloader(self) -> Any:
-            return examples(HALF)
-
     def trained(epochs: int, goes_on_from: Path | None = None) -> tuple[Found, Found]:
-        callback, module = Sparsync(scheme(), **OPTIONS), Module()
+        callback, module = Sparsync(scheme(), **OPTIONS), lightning_module(HALF)
         trainer = Trainer(
             max_epochs=epochs,
             accelerator="cpu",

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from helpers.adapter_training import as_torchrun, examples, network
+from helpers.adapter_training import as_torchrun, examples, lightning_module, network
 from helpers.distributed import run
 from sparsync import Options, Steps, TwoShot, attach
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -76,31 +75,14 @@ def by_accelerate(folder: Path) -> tuple[Found, Found]:
 
 
 def by_lightning(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]:  # Any: a text that Lightning knows
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
     from sparsync.adapters.lightning import Sparsync
 
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.network(x)
-
-        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-            return nn.functional.mse_loss(self.network(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-        def train_dataloader(self) -> DataLoader:
-            return examples(HALF)
-
     def trained(epochs: int, goes_on_from: Path | None = None) -> Found:
-        callback, module = Sparsync(scheme(), options=Options(timeout_s=120)), Module()
+        callback, module = Sparsync(scheme(), options=Options(timeout_s=120)), lightning_module(HALF)
         trainer = Trainer(
             max_epochs=epochs,
             accelerator="cpu",

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,33 @@ def examples(batches: int) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2 * BATCH * batches, 20, generator=generator)
     return DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=BATCH)
+
+
+def lightning_module(batches: int) -> Any:  # Any: a LightningModule, of a package that may be missing
+    """Return a module of `network` that trains and validates on `examples` by AdamW."""
+    from lightning.pytorch import LightningModule  # pyright: ignore[reportMissingImports]
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(x)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+            return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+            self.training_step(batch, number)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+        def train_dataloader(self) -> DataLoader:
+            return examples(batches)
+
+    return Module()
 
 
 class Collected:

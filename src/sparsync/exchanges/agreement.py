@@ -1,4 +1,4 @@
-"""What ranks tell each other before they exchange weights: their step, what has changed, whether it is finite, and their buffers."""
+"""What ranks tell each other besides steps and weights: their step, what has changed, whether it is finite, buffers, and numbers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -134,6 +134,29 @@ class Agreement(Reduction):
             mean = comm.all_reduce(flat) / exact_divisor(flat, comm.size)
             for each, part in zip(averaged, mean.split([each.numel() for each in averaged]), strict=True):
                 each.copy_(part.view(each.shape))
+
+
+class Gathered(Reduction):
+    """The numbers of each rank, as `rows` [P, n]."""
+
+    name = "numbers"
+    rows: Tensor
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm, n = MeteredComm(comm), bucket.grad.numel()
+        self.rows = torch.stack(list(comm.all_gather(bucket.grad, [n] * comm.size)))
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
+
+
+class FirstRanks(Reduction):
+    """The vector of rank 0."""
+
+    name = "first"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm, n = MeteredComm(comm), bucket.grad.numel()
+        bucket.grad.copy_(broadcast(bucket.grad, comm))
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
 
 def _packed(states: Sequence[int]) -> list[int]:

@@ -8,27 +8,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, Report
+from sparsync.core import Report
 from sparsync.recipes import Recipe
-from sparsync.runtime.connection import Reduction
 
 STEPS = 20  # that are taken at the default first
 _UNMEASURED = 8  # of them: memory is allocated, kernels are compiled, and the ratio is measured in each
 _SHARE = 0.1  # of a step, that its exchange may take; or by which it may be longer than with the fewest bits
 _TRIES = 5  # exchanges of a few numbers, of which the shortest tells the latency
-
-
-class Gathered(Reduction):
-    """The numbers of each rank, as `rows`."""
-
-    name = "numbers"
-    rows: Sequence[Tensor] = ()
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        comm, n = MeteredComm(comm), bucket.grad.numel()
-        self.rows = [each.cpu() for each in comm.all_gather(bucket.grad, [n] * comm.size)]  # a host sync
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
 
 @dataclass(frozen=True)
@@ -80,14 +66,14 @@ class Stopwatch:
         self._rounds.append(sum(each.cost.steps for each in reports))
         return len(self._computing) >= STEPS
 
-    def times(self, bits: float, exchange: Callable[[Tensor], tuple[float, Sequence[Tensor]]]) -> StepTimes:
+    def times(self, bits: float, exchange: Callable[[Tensor], tuple[float, Tensor]]) -> StepTimes:
         """Return what all ranks have measured, at so many `bits`. Collective.
 
-        `exchange` returns how long it has waited, and the numbers of all ranks.
+        `exchange` returns how long it has waited, and the numbers of all ranks, [P, n].
         """
         one_s = min(exchange(torch.zeros(3, dtype=torch.float64))[0] for _ in range(_TRIES))
         seen = slice(_UNMEASURED, None)
         own = [median(self._computing[seen]), median(self._waiting[seen]), one_s * median(self._rounds[seen])]
-        rows = torch.stack(list(exchange(torch.tensor(own, dtype=torch.float64))[1]))
+        rows = exchange(torch.tensor(own, dtype=torch.float64))[1]  # read below: a host sync
         waiting_s, latency_s = rows[:, 1:].min(0).values.tolist()
         return StepTimes(float(rows[:, 0].max()), waiting_s, latency_s, bits)

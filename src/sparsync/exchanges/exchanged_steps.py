@@ -20,10 +20,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
-from sparsync.collectives.values import broadcast
-from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
-from sparsync.exchanges.auto_bits import STEPS, Gathered, Stopwatch
+from sparsync.exchanges.agreement import FirstRanks, Gathered
+from sparsync.exchanges.auto_bits import STEPS, Stopwatch
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.moments import Moments
@@ -36,7 +35,6 @@ from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
 from sparsync.kernels import operations as kernels
 from sparsync.recipes import Recipe
-from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 from sparsync.runtime.state_checks import check_form, check_version
 
@@ -102,28 +100,6 @@ class Steps(StepOptions):
         if self.decay is None:
             return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
         return self.decay
-
-
-class MeanOfNumbers(Reduction):
-    """The mean of each number over the ranks."""
-
-    name = "mean"
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        comm, n = MeteredComm(comm), bucket.grad.numel()
-        bucket.grad.copy_(torch.stack(list(comm.all_gather(bucket.grad, [n] * comm.size))).mean(0))
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
-
-
-class FirstRanks(Reduction):
-    """The vector of rank 0."""
-
-    name = "first"
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        comm, n = MeteredComm(comm), bucket.grad.numel()
-        bucket.grad.copy_(broadcast(bucket.grad, comm))
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
 
 class ExchangedSteps(StepMethod):
@@ -218,12 +194,13 @@ class ExchangedSteps(StepMethod):
     def _choose_bits(self) -> None:
         assert self._stopwatch is not None and self.recipe is not None
         watch, self._stopwatch = self._stopwatch, None
-        times = watch.times(self.recipe.bits, self._exchange_numbers)
+        times = watch.times(self.recipe.bits, partial(self._gathered, "times"))
         self._take_recipe(times.chosen(watch.recipes))
         _LOG.info("%s; from here on: %s", times.described(watch.recipes), self.recipe)
 
-    def _exchange_numbers(self, own: Tensor) -> tuple[float, Sequence[Tensor]]:
-        bucket = Bucket("times", own.to(self._weights.buckets[0].device), self._step + 1)
+    def _gathered(self, key: str, own: Tensor) -> tuple[float, Tensor]:
+        """Return how long this rank has waited for the numbers of all ranks, and these, [P, n]. Collective, between two steps."""
+        bucket = Bucket(key, own.to(self._weights.buckets[0].device), self._step + 1)
         report = self._connection.reduce_before_step(bucket, gathered := Gathered())
         self._count([report])
         return report.wait_s or 0.0, gathered.rows
@@ -331,7 +308,10 @@ class ExchangedSteps(StepMethod):
         if any(self._counts["applied"].values()) and not self.closed:
             try:
                 self._share_squares()
-            except Exception:
+            except RuntimeError as error:
+                warn_of(
+                    f"the optimizer begins with new moments, because those of the ranks could not be made the same: {error}"
+                )
                 for each in self.optimizers:
                     each.state.clear()
         super().detach()
@@ -490,8 +470,7 @@ class ExchangedSteps(StepMethod):
         own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
         own = own.full_tensor() if hasattr(own, "full_tensor") else own
         square = own.double().square().reshape(1).to(self._weights.buckets[0].device)
-        self._count([self._connection.reduce_before_step(Bucket("norm", square, self._step + 1), MeanOfNumbers())])
-        norm = square[0].sqrt()
+        norm = self._gathered("norm", square)[1].mean().sqrt()
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of the gradients of all ranks is {float(norm)}, and cannot be clipped at {max_norm}; skip the step"
