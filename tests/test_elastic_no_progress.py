@@ -121,7 +121,7 @@ class Told(NamedTuple):
 
 
 def trained(what: str, port: int, number: int) -> Told:
-    """Train 3 ranks; from step 2 on, while all are there, the last one has a fault, or the first two cannot connect."""
+    """Train 3 ranks; from step 2 on, while all are there, the last one has a fault, or the first two never can connect."""
     run = elastic.Run(f"127.0.0.1:{port}", ranks=3, name=what, timeout_s=2.0, wait_s=60.0)
     signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     signals.set(f"{what}/{number}", run.member)
@@ -134,8 +134,9 @@ def trained(what: str, port: int, number: int) -> Told:
     error, first = "", dist.init_process_group
 
     def apart(*given: Any, **more: Any) -> None:
-        if run.size == 3:
-            run._members._presence.unreached.add(signals.get(f"{what}/{1 - number}").decode())
+        other = signals.get(f"{what}/{1 - number}").decode()
+        if other in run.epoch.members:
+            run._members._presence.unreached.add(other)
             raise RuntimeError("Gloo connectFullMesh failed")
         first(*given, **more)
 
