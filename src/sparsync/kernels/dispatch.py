@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync.kernels import candidates, codec_reference, reference, share_reference, value_reference
+from sparsync.kernels import candidates, codec_reference, reference, share_reference, step_reference, value_reference
 
 
 def _reason(error: ImportError, folder: Path) -> str:
@@ -55,7 +55,7 @@ _NAMES = (REFERENCE, TRITON, CPP, "cpp/scalar", "cpp/avx2", "cpp/avx512")
 # Some operations have a faster function in `candidates`, beside that of their specification.
 _REFERENCE: Mapping[str, Kernel] = {
     name: function
-    for module in (value_reference, share_reference, codec_reference, reference, candidates)
+    for module in (value_reference, share_reference, step_reference, codec_reference, reference, candidates)
     for name, function in vars(module).items()
     if isfunction(function)
 }

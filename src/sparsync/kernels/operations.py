@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
 from sparsync.kernels.dispatch import fused, run
+from sparsync.kernels.step_reference import Move, Spread
 
 Vector = Float[Tensor, " n"]
 Positions = Int[Tensor, " k"]
@@ -144,52 +145,112 @@ def divide_rows_(x: Vector, rows: Rows, divisor: int) -> None:
     run("divide_rows_", x, rows, divisor)
 
 
-def collect_(out: Vector, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
-    """Write each of `tensors`, of any shapes, times its factor to `out`, from its start on.
+def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> bool | Tensor:
+    """Return whether the sum of the squares of all elements, each times its tensor's factor, is at most `most`; not where any is NaN.
 
-    Returns whether the sum of their squares is a finite number of the type of `out`, which it is not with NaN or Inf. Raises ValueError
-    where one does not lie in `out`.
+    The sum is made in float64. On a GPU a tensor [] that says so, for which nobody waits.
     """
-    return run("collect_", out, tensors, starts, factors)
+    return run("squares_fit", tensors, factors, most)
 
 
-def adam_step_(
-    grad: Vector,
+def make_steps_(
+    out: Vector,
+    gradients: Sequence[Tensor],
+    starts: Sequence[int],
+    factors: Sequence[float],
     square: Vector,
-    scale: Float[Tensor, " blocks"],
-    start: int,
+    ratio: Float[Tensor, " blocks"],
     block: int,
-    beta2: float,
-    eps: float,
-    rate: float,
+    spans: Sequence[Span],
+    numbers: Sequence[Spread],
 ) -> None:
-    """Add `grad` to its second moments `square`, and make a step of it.
+    """Add gradients to second moments, and write the steps that AdamW would take to `out`; see `step_reference` for what is where.
 
-    In place, square = beta2 square + (1 - beta2) grad^2, and grad = rate grad / (sqrt(scale square) + eps). Element i has the scale
-    of its block, `scale[(start + i) // block]`. Raises ValueError where it has none.
+    With the numbers (rate, beta2, eps, unbiased) of its span, and the ratio r of its block of `block` elements, from the first one of the
+    vector on: v = beta2 v + (1 - beta2) g^2, out = rate g / (sqrt(v r / unbiased) + eps).
     """
-    run("adam_step_", grad, square, scale, start, block, beta2, eps, rate)
+    run("make_steps_", out, gradients, starts, factors, square, ratio, block, spans, numbers)
 
 
-def momentum_step_(weights: Vector, momentum: Vector, mean: Vector, beta1: float, decay: float, length: float) -> None:
-    """Add `mean` to `momentum`, and move `weights` by it.
+def encode_steps_(
+    residual: Vector,
+    gradients: Sequence[Tensor],
+    starts: Sequence[int],
+    factors: Sequence[float],
+    square: Vector,
+    ratio: Float[Tensor, " blocks"],
+    block: int,
+    spans: Sequence[Span],
+    numbers: Sequence[Spread],
+    rank: int,
+    P: int,
+    bits: int,
+    skip: Tensor | None = None,
+) -> UInt8[Tensor, " nbytes"]:
+    """Do `make_steps_`, add the steps to `residual`, and `encode_share_` it: all in one pass; spans cover everything.
 
-    In place, momentum = beta1 momentum + (1 - beta1) mean, and weights = decay weights - length momentum.
+    Returns the packets of all chunks (`core.spans(n, P)`) but the own one, one after the other, in `bits` bits. The residual becomes what
+    P times these lack of the sum, and the sum in the own chunk. If `skip`, one number, is not zero, nothing changes, and all packets are
+    of NaN.
     """
-    run("momentum_step_", weights, momentum, mean, beta1, decay, length)
+    return run(
+        "encode_steps_",
+        residual,
+        gradients,
+        starts,
+        factors,
+        square,
+        ratio,
+        block,
+        spans,
+        numbers,
+        rank,
+        P,
+        bits,
+        skip,
+    )
 
 
-def momentum_steps_(
-    weights: Vector,
+def move_steps_(
+    targets: Sequence[Tensor],
+    starts: Sequence[int],
     momentum: Vector,
     mean: Vector,
     spans: Sequence[Span],
-    factors: Sequence[tuple[float, float, float]],
+    numbers: Sequence[Move],
 ) -> None:
-    """Take the `momentum_step_` of each of `spans` with its beta1, decay and length: several parameters of a bucket."""
-    if fused("momentum_steps_", weights, momentum, mean, spans, factors) is NotImplemented:
-        for span, each in zip(spans, factors, strict=True):
-            momentum_step_(span.of(weights), span.of(momentum), span.of(mean), *each)
+    """Move weights by the mean step of all ranks; `targets[i]`, of any shape, are those from `starts[i]` on.
+
+    With the numbers (beta1, kept, length) of its span: m = beta1 m + (1 - beta1) mean, weight = kept weight - length m.
+    """
+    run("move_steps_", targets, starts, momentum, mean, spans, numbers)
+
+
+def apply_steps_(
+    targets: Sequence[Tensor],
+    starts: Sequence[int],
+    momentum: Vector,
+    packets: Sequence[Tensor],
+    bits: int,
+    spans: Sequence[Span],
+    numbers: Sequence[Move],
+    skip: Tensor | None = None,
+) -> None:
+    """Do `move_steps_` with the mean that the packets of all chunks, in rank order, hold in `bits` bits, in one pass.
+
+    Nothing changes if `skip`, one number, is not zero. Raises RuntimeError for a packet of another length.
+    """
+    run("apply_steps_", targets, starts, momentum, packets, bits, spans, numbers, skip)
+
+
+def sketch(
+    gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Vector, block: int, key: int
+) -> tuple[Float[Tensor, " blocks"], Float[Tensor, " blocks"]]:
+    """Return of each block of gradients the sum with random signs, and the sum of squares; `like` has their number, type and device.
+
+    The signs follow from the place of an element and `key`, in [0, 2^32).
+    """
+    return run("sketch", gradients, starts, factors, like, block, key)
 
 
 def write_own_(

@@ -18,7 +18,7 @@ MAX_CODE = {8: 127, 4: 7, 3: 3}  # by number of bits
 TERNARY = -5  # in the place of the number of bits: five values a byte
 POWERS = (1, 3, 9, 27, 81)  # of 3, which the values of a byte are multiples of
 LEVEL = 1.224  # of ternary values, in root mean squares: the least error for normally distributed ones
-_NAN = 0x7FC0
+NAN_SCALE = 0x7FC0
 
 
 def values_nbytes(k: int, bits: int) -> int:
@@ -68,7 +68,7 @@ def _scaled_encode(value: Tensor, bits: int) -> Tensor:
     upper = upper.clamp(max=int(ceiling))
     if signed:
         upper = torch.where((block.amax(1) > -block.amin(1)) & (upper > 0), upper | 0x8000, upper)
-    upper = torch.where(greatest.isfinite(), upper, _NAN)
+    upper = torch.where(greatest.isfinite(), upper, NAN_SCALE)
     rounded = (block / _scale(upper)[:, None]).round().nan_to_num(0.0, 0.0, 0.0)
     code = rounded.clamp(lowest, max_code).to(torch.int8).view(-1)[: value.numel()]
     packed = code.view(torch.uint8) if bits == 8 else pack(code, bits)
@@ -124,7 +124,7 @@ def _mean_scale(mean: Tensor) -> Tensor:
     """Return the upper half of each mean, float64, as a float32 rounded to nearest, int32; of a finite one it is finite."""
     bits = mean.to(torch.float32).view(torch.int32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).clamp(max=0x7F7F)
-    return torch.where(mean.isfinite(), nearest, _NAN)
+    return torch.where(mean.isfinite(), nearest, NAN_SCALE)
 
 
 def _blocks(x: Tensor) -> Tensor:
