@@ -1,9 +1,11 @@
 """Steps of AdamW in one process: the formulas, what NaN leads to, what is saved, and that nothing is lost on the way."""
 
+import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,9 +23,11 @@ from helpers.sketches import too_long_to_measure
 from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, Steps, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
-from sparsync.core import Comm, generator, laid_out
+from sparsync.core import Comm, digest, laid_out
 from sparsync.exchanges.block_ratios import BlockRatios
 from sparsync.exchanges.rules import MuonRule
+from sparsync.exchanges.whole_steps import StepsToMake
+from sparsync.kernels.step_reference import signs
 from sparsync.schemes import ExDyna, PerParameter, Quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")
@@ -125,10 +129,9 @@ def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: flo
 
     def measure(gradients: list[Tensor], step: int) -> None:
         weight = max(0.02, 1 / measured)
-        drawn = torch.randint(0, 2, (256, BLOCK), generator=generator(0, "ratio/float32/cpu/0", step))
+        less = signs(n, digest(f"ratio/float32/cpu/0/{step}") % 2**32, gradients[0].device)
         for i, block in enumerate(blocks):
-            signs = (2 * drawn[i] - 1).float()[: block.stop - block.start]
-            mean = sum(float((each[block] * signs).sum()) for each in gradients) / P
+            mean = sum(float(torch.where(less, -each, each)[block].sum()) for each in gradients) / P
             of_mean[i] += weight * (mean**2 - of_mean[i])
             of_own[i] += weight * ((gradients[rank][block] ** 2).sum() - of_own[i])
 
@@ -1054,18 +1057,18 @@ def _first(steps: AdamWSteps) -> Tensor:
 
 
 class NotedSteps(AdamWSteps):
-    """Notes this rank's steps of each bucket, as they are before `last` may change that of the last one."""
+    """Notes this rank's steps of each bucket."""
 
     made: list[Tensor]
 
-    def _to_step_(self, place: int, gradient: Tensor) -> None:
-        super()._to_step_(place, gradient)
-        self.made = [*(self.made if place else []), gradient.clone()]
-        if place == len(self._weights.buckets) - 1:
-            self.last(gradient)
+    rate: float | None = None  # of the last bucket, in place of the right one
 
-    def last(self, step: Tensor) -> None:
-        return
+    def _steps_to_make(self, place: int) -> StepsToMake:
+        steps = super()._steps_to_make(place)
+        self.made = [*(self.made if place else []), replace(steps, square=steps.square.clone()).make()]
+        if self.rate is not None and place == len(self._weights.buckets) - 1:
+            return replace(steps, numbers=[(self.rate, *rest) for _, *rest in steps.numbers])
+        return steps
 
 
 def noted(comm: Comm, scheme: Scheme) -> NotedSteps:
@@ -1223,7 +1226,7 @@ def test_buckets_that_were_reduced_before_one_that_overflows_return_to_the_resid
         few = len(steps._weights.buckets[-1].common)
         train(steps, range(4))
         before, moved = held(steps), common(steps)
-        vars(steps)["last"] = lambda step: step.fill_(torch.inf)
+        steps.rate = math.inf
         for parameter in steps.model.parameters():
             parameter.grad = torch.full_like(parameter, comm.rank + 1)
         reports = steps.step()

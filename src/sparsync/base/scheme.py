@@ -8,7 +8,7 @@ be bit-identical.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
 from sparsync.feedback import ErrorFeedback, Residuals, state_from
 from sparsync.kernels import operations as kernels
+
+if TYPE_CHECKING:
+    from sparsync.wire import Values
 
 _NO_COST = Cost()
 
@@ -113,6 +116,14 @@ class Scheme(ABC):
     def leaves_out(self) -> bool:
         """Whether a step's mean lacks elements that ranks hold back in residuals: an optimizer then sees a sparse gradient."""
         return any(each.leaves_out for each in self.inner_schemes)
+
+    def whole_form(self, bucket: Bucket, rank: int) -> "tuple[tuple[Values, Values], Tensor] | None":
+        """Return the formats, up and down, and the residual of a bucket, [n], for writing: of a scheme that sends every element.
+
+        It does so as `quantized_all_reduce_` does, and adds what is not sent to the next gradient, all of it. Here: None, because others
+        do not. An integration that makes and encodes steps in one pass calls this in place of `reduce`.
+        """
+        return None
 
     @property
     def share_sent(self) -> float:

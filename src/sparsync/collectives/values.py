@@ -134,7 +134,7 @@ class QuantizedMean:
 
     def write_(self, out: Float[Tensor, " n"], kept: Float[Tensor, " n"] | None = None) -> None:
         """Write the mean to `out`, of its type; what stood there before goes to `kept`, if given, of the same type."""
-        bits = _kernel_bits(self.quantizer, self.dtype)
+        bits = self.kernel_bits
         for packet, chunk in self._chunks():
             before = None if kept is None else chunk.of(kept)
             if bits is not None:
@@ -146,7 +146,7 @@ class QuantizedMean:
 
     def fits(self, times: int) -> bool:
         """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
-        bits = _kernel_bits(self.quantizer, self.dtype)
+        bits = self.kernel_bits
         if bits is not None and self.length:
             bounds = [greatest_of(packet, len(chunk), bits) for packet, chunk in self._chunks() if len(chunk)]
             # A host sync: what is kept depends on it. NaN is not below anything.
@@ -156,6 +156,11 @@ class QuantizedMean:
             kernels.all_finite(self.quantizer.decode(packet, len(chunk), self.dtype) * times)
             for packet, chunk in self._chunks()
         )
+
+    @property
+    def kernel_bits(self) -> int | None:
+        """The bits of a value, where kernels read the packets; else None."""
+        return _kernel_bits(self.quantizer, self.dtype)
 
     def _chunks(self) -> Iterator[tuple[Tensor, Span]]:
         return zip(self.packets, spans(self.length, len(self.packets)), strict=True)

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, exact_divisor, generator
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
+from sparsync.exchanges.whole_steps import Gradients
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
 FIRST = 8  # steps that all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
+_SEED = 0xFFFFFFFF  # of the signs of a sketch
 _SHARED = 16  # measurements of a block that count as much as those of its whole parameter
-_SIGNS = 256  # blocks with different signs, which then repeat
 
 
 class BlockRatios:
@@ -30,7 +31,7 @@ class BlockRatios:
     def __init__(
         self, like: Sequence[Tensor], layouts: Iterable[Sequence[ParameterSpan]], block: int, every: int
     ) -> None:
-        self.block, self.every = block, every
+        self.like, self.block, self.every = like, block, every
         self._lengths = list[Tensor]()  # blocks of each parameter
         for each, layout in zip(like, layouts, strict=True):
             lengths = [-(-entry.span.stop // block) - -(-entry.span.start // block) for entry in layout]
@@ -38,6 +39,8 @@ class BlockRatios:
         self.of_mean = [each.new_zeros(-(-each.numel() // block)) for each in like]  # older measurements weigh less
         self.of_own = [each.clone() for each in self.of_mean]
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
+        self._known: dict[tuple[int, int, int], Tensor] = {}  # ratios of the last measurement
+        self._factor: dict[int, float] = {}
 
     def due(self, step: int) -> bool:
         """Return whether this step measures. It depends on the step number only, on which ranks agree after a failure too."""
@@ -49,36 +52,38 @@ class BlockRatios:
         One measurement of a block is noisy, and where it comes out small steps are too long. So it counts together with those of the whole
         parameter, at first hardly and later almost alone. A gradient that is all noise has 1/P, the lower bound.
         """
+        if (known := self._known.get((place, P, self.measured))) is not None:
+            return known
         mean, own, lengths = self.of_mean[place], self.of_own[place], self._lengths[place]
         whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, own)]
         of_parameter = (whole[0] / whole[1]).repeat_interleave(lengths, output_size=len(own))
         found = (mean / own).mul_(self.measured).add_(of_parameter, alpha=_SHARED).div_(self.measured + _SHARED)
-        return found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
+        found = self._known[place, P, self.measured] = found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
+        return found
 
-    def sketch(self, blocks: Tensor, key: str, step: int) -> tuple[Tensor, Tensor]:
-        """Return a sum of each block of a gradient, with random signs, and its square norm; `blocks` is [blocks, block]."""
-        signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
-        signs = (2 * signs - 1).to(blocks)
-        sums = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
-        return torch.cat(sums), torch.linalg.vector_norm(blocks, dim=1).square_()
+    def _changed(self) -> None:
+        self._known.clear()
+        self._factor.clear()
 
     def observe(self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
         """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay."""
+        self._changed()
         self.measured += 1
         weight = max(1 - _MEMORY, 1 / self.measured)
         found = of_mean.split([len(each) for each in of_own])
         for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
-            weights = torch.zeros_like(self.of_own[i])
+            there, done = mean.to(own), 0
             for span in spans:
-                weights[span.start // self.block : -(-span.stop // self.block)] = weight
-            self.of_mean[i].lerp_(mean.to(weights), weights)
-            self.of_own[i].lerp_(own, weights)
+                blocks = slice(max(done, span.start // self.block), done := -(-span.stop // self.block))
+                self.of_mean[i][blocks].lerp_(there[blocks], weight)
+                self.of_own[i][blocks].lerp_(own[blocks], weight)
 
     def regrouped(self, step: int, before: int, ranks: int) -> None:
         """Expect what `ranks` ranks would measure where so many were there `before`; the `FIRST` steps from `step` on all measure.
 
         A mean of P gradients has the square s + (own - s) / P, where s is that of the expected gradient, and own that of a rank's.
         """
+        self._changed()
         self.measure_until = step + FIRST
         if before > 1 and ranks > 1:
             for mean, own in zip(self.of_mean, self.of_own, strict=True):
@@ -87,8 +92,10 @@ class BlockRatios:
 
     def clip_factor(self, P: int) -> float:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
-        own, mean = (sum(float(each.sum()) for each in squares) for squares in (self.of_own, self.of_mean))
-        return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
+        if P not in self._factor:
+            own, mean = (sum(float(each.sum()) for each in squares) for squares in (self.of_own, self.of_mean))
+            self._factor[P] = min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
+        return self._factor[P]
 
     def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
         """Return the measurements, by the keys of the vectors."""
@@ -99,6 +106,7 @@ class BlockRatios:
 
     def load_state_dict(self, saved: Mapping[str, Any], keys: Sequence[str], step: int) -> None:  # Any: as state_dict
         """Continue from a state before `step`; measure anew if it has other vectors or blocks."""
+        self._changed()
         known = [saved.get(key, {"block": None}) for key in keys]
         fits = all(
             one["block"] == self.block and one["mean"].shape == mean.shape
@@ -128,27 +136,21 @@ class MeanOfSketches(Reduction):
 class Measurement:
     """A measurement of the ratio in one step: `bucket` holds the sums of all blocks, and once it was reduced the squares of their means.
 
-    `gradients` are this rank's of each bucket, and whether their squares are finite. Where any are not, or it is not `finite`, all sums
-    are NaN.
+    `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN.
     """
 
     def __init__(
-        self,
-        ratios: BlockRatios,
-        keys: Sequence[str],
-        step: int,
-        finite: bool,
-        gradients: Iterable[tuple[Tensor, bool]],
+        self, ratios: BlockRatios, keys: Sequence[str], step: int, finite: bool, gradients: Sequence[Gradients]
     ) -> None:
         self._ratios, self._own, found = ratios, list[Tensor](), list[Tensor]()
-        for key, (blocks, its_finite) in zip(keys, gradients, strict=True):
-            sums, own = ratios.sketch(blocks, key, step)
+        for key, like, given in zip(keys, ratios.like, gradients, strict=True):
+            seed = digest(f"ratio/{key}/{step}") & _SEED
+            sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
             found.append(sums.to(found[0].device) if found else sums)
             self._own.append(own)
-            finite = finite and its_finite
         sums = torch.cat(found)
         self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
         """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket."""
-        self._ratios.observe(self.bucket.grad, self._own, [[entry.span for entry in each] for each in taking])
+        self._ratios.observe(self.bucket.grad, self._own, [SpanSet.of(each).spans for each in taking])

@@ -7,7 +7,7 @@ weights (`_move`). Also here: which parameters take part, the measured ratio, sk
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
+from sparsync.collectives.values import QuantizedMean
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.agreement import FirstRanks, Gathered
 from sparsync.exchanges.auto_bits import STEPS, Stopwatch
@@ -33,7 +34,9 @@ from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
+from sparsync.exchanges.whole_steps import Gradients, StepsToMake, WholeStep
 from sparsync.kernels import operations as kernels
+from sparsync.kernels.step_reference import Move, Spread
 from sparsync.recipes import Recipe
 from sparsync.runtime.findings import steps_in_backward, warn_of
 from sparsync.runtime.state_checks import check_form, check_version
@@ -61,11 +64,12 @@ class Steps(StepOptions):
         decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
             some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent. A scheme's own
             `decay` comes first; `flush` forgets nothing.
-        bucket_mb: megabytes of a bucket.
+        bucket_mb: megabytes of a bucket. None: all of the model in one where the scheme sends every element, else 25.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """
 
     keep: float | None = None
+    bucket_mb: float | None = None
     block: int = 64
     measure_every: int = 8
     beta2: float | None = None
@@ -241,38 +245,64 @@ class ExchangedSteps(StepMethod):
         self._remembering.atexit = False
         return _forget(scheme, options)
 
-    def _to_step_(self, place: int, gradient: Tensor) -> None:
-        """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
-        square, ratio = self._vectors["square"][place], self._ratios.ratio(place, self._comm.size)
+    def _steps_to_make(self, place: int) -> StepsToMake:
+        """Count a step of this rank for each parameter of bucket `place` that takes part, and return what makes it of the gradients."""
+        ratios, spans, numbers = self._ratios, list[Span](), list[Spread]()
 
-        def sent(rule: Rule, entry: ParameterSpan, t: int) -> tuple[float, float, float, int]:
-            return rule.sent_rate(entry.shape), self.exchange.beta2_for(rule), rule.eps, t
+        def made(rule: Rule, entry: ParameterSpan, t: int) -> Spread:
+            beta2 = self.exchange.beta2_for(rule)
+            return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
-        for span, (rate, beta2, eps, t) in self._counted(place, "seen", sent):
-            scale, block = ratio / (1 - beta2**t), self._ratios.block
-            kernels.adam_step_(span.of(gradient), span.of(square), scale, span.start, block, beta2, eps, rate)
+        for span, number in self._counted(place, "seen", made):
+            spans.append(span)
+            numbers.append(number)
+        ratio = ratios.ratio(place, self._comm.size)
+        return StepsToMake(self._gradients(place), self._vectors["square"][place], ratio, ratios.block, spans, numbers)
 
-    def _move(self, place: int, mean: Tensor) -> None:
+    def _gradients(self, place: int) -> Gradients:
+        """Return this rank's gradients of the parameters of bucket `place` that take part."""
+        tensors, starts, factors = list[Tensor](), list[int](), list[float]()
+        bucket = self._weights.buckets[place]
+        for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
+            if (gradient := parameter.grad) is not None and entry.name not in self._idle:
+                tensors.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                starts.append(entry.span.start)
+                factors.append(self._divisor.undone(entry.name))
+        return Gradients(tensors, starts, factors)
+
+    def _move(self, place: int, mean: Tensor | QuantizedMean) -> None:
         """Move the common weights of bucket `place` by the mean step of all ranks, [n]."""
         bucket, momentum = self._weights.buckets[place], self._vectors["momentum"][place]
-        common = bucket.common
 
         def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
             return rule, entry.shape if isinstance(rule, MuonRule) else None, t
 
-        spans, factors = list[Span](), list[tuple[float, float, float]]()  # of the parameters that AdamW steps
+        spans, numbers = list[Span](), list[Move]()  # of the parameters that AdamW steps
+        matrices: dict[Span, tuple[MuonRule, tuple[int, ...]]] = {}
         for span, (rule, shape, t) in self._counted(place, "applied", applied):
-            kept = 1 - rule.rate * rule.decay
             if isinstance(rule, AdamWRule):
                 spans.append(span)
-                factors.append((rule.beta1, kept, 1 / (1 - rule.beta1**t)))
-                continue
-            assert shape is not None
-            w, m, x = span.of(common), span.of(momentum), span.of(mean)
-            w.mul_(kept)
-            for matrix, m_, x_ in zip(*(each.view(-1, *shape) for each in (w, m, x)), strict=True):
-                matrix.sub_(rule.step(m_, x_))
-        kernels.momentum_steps_(common, momentum, mean, spans, factors)
+                numbers.append((rule.beta1, 1 - rule.rate * rule.decay, 1 / (1 - rule.beta1**t)))
+            elif shape is not None:
+                matrices[span] = rule, shape
+        with bucket.moved() as (targets, starts):
+            bits = None if isinstance(mean, Tensor) or matrices else mean.kernel_bits
+            if bits is not None and not isinstance(mean, Tensor):
+                kernels.apply_steps_(targets, starts, momentum, mean.packets, bits, spans, numbers)
+                return
+            mean = mean if isinstance(mean, Tensor) else mean.decoded()
+            kernels.move_steps_(targets, starts, momentum, mean, spans, numbers)
+        for span, (rule, shape) in matrices.items():
+            self._move_matrices(bucket, span, rule, shape, momentum, mean)
+
+    def _move_matrices(
+        self, bucket: WeightBucket, span: Span, rule: MuonRule, shape: tuple[int, ...], momentum: Tensor, mean: Tensor
+    ) -> None:
+        """Move the common weights of adjacent parameters of one shape by Muon's steps."""
+        moments, means = (span.of(each).view(-1, *shape) for each in (momentum, mean))
+        steps = torch.stack([rule.step(m, x) for m, x in zip(moments, means, strict=True)])
+        common = bucket.common
+        span.of(common).mul_(1 - rule.rate * rule.decay).sub_(steps.view(-1))
         bucket.put_common(common)
 
     def step(self) -> list[Report]:
@@ -443,9 +473,11 @@ class ExchangedSteps(StepMethod):
 
     def _apply(self, place: int, mean: Mean) -> None:
         """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
-        if (whole := mean.whole()) is not None:
+        if self._journals and (whole := mean.whole()) is not None:
             self._note_move([whole], place=place, idle=sorted(self._idle))
-            self._move(place, whole)
+        arrived = mean.arrived.mean if mean.arrived is not None else mean.whole()
+        if arrived is not None:
+            self._move(place, arrived)
 
     def _note_thrown_away(self) -> None:
         """Have the next exchange compare how many gradients were thrown away since the last step."""
@@ -499,18 +531,21 @@ class ExchangedSteps(StepMethod):
         _remember_all(self._scheme)
         try:
             with self._connection.step():
-                done = Reduced()
-                self._reduce(lambda place: self._weights.buckets[place].empty().zero_(), done, send_all=True)
+                means = [Mean(each.elements, each.part(self._idle)) for each in self._weights.buckets]
+                taking = [
+                    (mean, each) for mean, each in zip(means, self._weights.buckets, strict=True) if mean.part.layout
+                ]
+                reports = [self._reduce_one(mean, each.empty().zero_(), send_all=True) for mean, each in taking]
         finally:
             _forget(self._scheme, self.exchange)
-        self._count(done.reports)
+        self._count(reports)
         with self._applying():
-            for bucket, mean in zip(self._weights.buckets, done.means, strict=True):
+            for bucket, mean in zip(self._weights.buckets, means, strict=True):
                 if (whole := mean.whole()) is not None:
                     bucket.put_common(bucket.common.sub_(whole))
             self._stop_journals()
             self._write_own()
-        return done.reports
+        return reports
 
     def stats(self) -> dict[str, int | float]:
         common = self._shown is not None and self._shown.common
@@ -673,33 +708,28 @@ class ExchangedSteps(StepMethod):
     def _exchanged(self) -> tuple[list[Report], list[Mean] | None]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
         buckets, done = self._weights.buckets, Reduced()
-        ahead = [self._gradient(buckets[0])]
+        gradients = [self._gradients(place) for place in range(len(buckets))]
         # False also where squares overflow, which would stay in the second moments.
-        finite = self._replica.agreed(ahead[0][1] and _finite(buckets[1:], self._idle))
+        finite = self._replica.agreed(_finite(gradients))
 
-        def step_of(place: int) -> Tensor:
-            blocks, its_finite = ahead.pop() if ahead else self._gradient(buckets[place])
-            step = blocks.view(-1)[: buckets[place].elements]
-            self._to_step_(place, step) if finite and its_finite else step.fill_(torch.nan)
-            return step
+        def steps_of(place: int) -> StepsToMake | None:
+            return self._steps_to_make(place) if finite else None
 
         try:
             if self._comm.size == 1 or not self._ratios.due(self._step):
-                self._reduce(step_of, done)
+                self._reduce(steps_of, done)
             else:
-                gradients = (self._gradient(each) if place else ahead[0] for place, each in enumerate(buckets))
                 sketch = Measurement(self._ratios, self._keys, self._step, finite, gradients)
-                self._reduce_and_measure(sketch, step_of, done)
+                self._reduce_and_measure(sketch, steps_of, done)
         except BaseException:
             # After an overflow it has returned already, see Rollback. With `hold_steps` it depends on whether others have applied the step.
             returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
             for each in done.means if returns else ():
-                if each.bucket is not None:
-                    self._scheme.rollback(each.bucket)
+                each.rollback(self._scheme)
             raise
         return done.reports, None if done.skipped else done.means
 
-    def _reduce_and_measure(self, sketch: Measurement, own: Callable[[int], Tensor], done: Reduced) -> None:
+    def _reduce_and_measure(self, sketch: Measurement, own: Callable[[int], StepsToMake | None], done: Reduced) -> None:
         """Reduce as `_reduce` does, and measure the ratio: beside the steps, for the next one; the first time before them.
 
         What is exchanged is the same, because after a failure only some ranks may have measured it.
@@ -720,35 +750,37 @@ class ExchangedSteps(StepMethod):
             reduce()
         done.reports.insert(0, report)
 
-    def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
-        """Return this rank's gradient, padded to a multiple of the block size, [blocks, block], and whether its squares are finite."""
-        n, block = bucket.elements, self._ratios.block
-        blocks = torch.empty(-(-n // block), block, dtype=bucket.dtype, device=bucket.device)
-        flat = blocks.view(-1)
-        flat[n:].zero_()
-        gradients, starts, factors = list[Tensor](), list[int](), list[float]()
-        for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
-            gradient = parameter.grad
-            if gradient is None or entry.name in self._idle:
-                entry.span.of(flat).zero_()
-                continue
-            gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            starts.append(entry.span.start)
-            factors.append(self._divisor.undone(entry.name))
-        return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
-
-    def _reduce(self, own: Callable[[int], Tensor], done: Reduced, send_all: bool = False) -> None:
-        """Reduce `own` of each bucket, a vector that it makes when it is that one's turn, to the mean over ranks; note it in `done`."""
+    def _reduce(self, own: Callable[[int], StepsToMake | None], done: Reduced) -> None:
+        """Reduce this rank's steps of each bucket to the mean over ranks; note it in `done`."""
         for place, bucket in enumerate(self._weights.buckets):
-            done.means.append(Mean(bucket.elements, bucket.part(self._idle)))
-            if report := self._reduce_one(done.means[-1], own(place), send_all):
-                done.reports.append(report)
-                done.skipped |= bool(report.details["overflow"])
+            mean = Mean(bucket.elements, bucket.part(self._idle))
+            done.means.append(mean)
+            if not mean.part.layout:
+                continue
+            steps = own(place)
+            if (whole := self._whole_step(place, mean, steps)) is not None:
+                report = self._connection.reduce(*whole)
+            else:
+                made = bucket.empty().fill_(torch.nan) if steps is None else steps.make()
+                report = self._reduce_one(mean, made)
+            done.reports.append(report)
+            done.skipped |= bool(report.details["overflow"])
 
-    def _reduce_one(self, mean: Mean, own: Tensor, send_all: bool) -> Report | None:
-        """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; None where there is nothing to reduce."""
-        if not mean.part.layout:
+    def _whole_step(self, place: int, mean: Mean, steps: StepsToMake | None) -> tuple[Bucket, WholeStep] | None:
+        """Return what makes, encodes and sends all of a bucket in one pass, where scheme and parameters allow it; note it in `mean`."""
+        bucket = self._weights.buckets[place]
+        if mean.part.taking is not None or bucket.dtype != torch.float32:
             return None
+        like = bucket.bucket(self._vectors["square"][place], self._step)
+        if (form := self._scheme.whole_form(like, self._comm.rank)) is None:
+            return None
+        values, residual = form
+        mean.arrived = WholeStep(self._scheme.name, values, steps)
+        mean.bucket = bucket.bucket(residual, self._step)
+        return mean.bucket, mean.arrived
+
+    def _reduce_one(self, mean: Mean, own: Tensor, send_all: bool = False) -> Report:
+        """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"."""
         bucket, scheme = mean.part.bucket(own, self._step + send_all), self._scheme
         if send_all:
             bucket.key = f"unsent/{bucket.key}"  # another exchange than that of a step
@@ -818,11 +850,11 @@ def _remember_all(scheme: Scheme) -> None:
         each.forget(1.0)
 
 
-def _finite(buckets: Sequence[WeightBucket], idle: Collection[str]) -> bool:
-    """Return whether the norm of the gradients is finite. A host sync."""
-    taking = [each for bucket in buckets for name, each in bucket.parameters.items() if name not in idle]
-    gradients = [each.grad.to_dense() for each in taking if each.grad is not None]
-    return bool(nn.utils.get_total_norm(gradients).isfinite()) if gradients else True
+def _finite(gradients: Iterable[Gradients]) -> bool:
+    """Return whether the sum of the squares of all gradients is finite. A host sync."""
+    tensors = [each for given in gradients for each in given.tensors]
+    factors = [each for given in gradients for each in given.factors]
+    return bool(kernels.squares_fit(tensors, factors, torch.finfo(torch.float32).max))
 
 
 def _not_finite(trained: Mapping[str, nn.Parameter]) -> str | None:

@@ -4,6 +4,7 @@ Here: common and own weights, `averaged`, clipping, weights that are set from ou
 decides what is exchanged and when. The model is never wrapped.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.state_checks import check_alike, tensors_in
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
+_BUCKET_MB = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,9 @@ class StepOptions:
     keep: float | None = (
         0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights; None: see `keep_for`
     )
-    bucket_mb: float = 25.0  # megabytes of a bucket
+    bucket_mb: float | None = (
+        _BUCKET_MB  # megabytes of a bucket; None: all of the model, where a scheme sends every element, else 25
+    )
     check_weights_every: int = CHECK_WEIGHTS_EVERY  # steps between two comparisons of the common weights, 0: never
 
     def __post_init__(self) -> None:
@@ -53,12 +57,18 @@ class StepOptions:
             raise ValueError(
                 f"keep must be in [0, 1], the share of unsent changes that stays in a rank's own weights, got {self.keep}"
             )
-        if not self.bucket_mb > 0:
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0 megabytes, got {self.bucket_mb}")
 
     def keep_for(self, scheme: Scheme) -> float:
         """Return `keep`, or where it is None what suits the scheme."""
         return self.keep or 0.0
+
+    def megabytes_for(self, scheme: Scheme) -> float:
+        """Return `bucket_mb`, or where it is None what suits the scheme."""
+        if self.bucket_mb is not None:
+            return self.bucket_mb
+        return _BUCKET_MB if scheme.leaves_out or not scheme.has_residual else math.inf
 
     def described(self) -> dict[str, object]:
         """Return the options by name, as ranks compare them."""
@@ -98,7 +108,7 @@ class StepMethod(Handle):
         check_undriven(replica.owned.items(), replica.axis)
         model, self._replica = replica.module, replica
         shared = self.replaces_optimizer and options.keep == 0
-        self.model, self._weights = model, Weights(parameters, options.bucket_mb, fragments, shared)
+        self.model, self._weights = model, Weights(parameters, options.megabytes_for(scheme), fragments, shared)
         self._members = Members(model)
         self._types = {name: each.dtype for name, each in replica.owned.items()}
         names = {id(each): name for name, each in replica.owned.items()}

@@ -3,7 +3,8 @@
 Also what the reduction of a step leaves of each bucket.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.graph import increment_version
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, SpanSet, laid_out
+from sparsync.exchanges.whole_steps import WholeStep
 from sparsync.kernels import operations as kernels
 
 _MEGABYTE = 1 << 20
@@ -65,6 +67,17 @@ class WeightBucket:
     def common(self) -> Tensor:
         """[n] A, the same bits on all ranks. Call `put_common` with it after it was changed in place: if `shared`, it is a copy."""
         return self.own() if self._common is None else self._common
+
+    @contextmanager
+    def moved(self) -> Iterator[tuple[list[Tensor], list[int]]]:
+        """Give the common weights where they lie, to be moved in place, and the first element of each tensor."""
+        if self._common is not None:
+            yield [self._common], [0]
+            return
+        held = [each.detach() for each in self.parameters.values()]
+        yield held, [entry.span.start for entry in self.layout]
+        increment_version(held)  # which a kernel does not
+        torch.clear_autocast_cache()  # which has copies of what was there
 
     def hold_common(self) -> None:
         """Keep the common weights apart from now on, because own ones are to differ from them."""
@@ -397,10 +410,18 @@ class Mean:
     n: int
     part: Part
     bucket: Bucket | None = None
+    arrived: WholeStep | None = None  # in place of a bucket
 
     def whole(self) -> Tensor | None:
         """Return it as a vector, [n]; None where nothing was reduced."""
+        if self.arrived is not None and self.arrived.mean is not None:
+            return self.arrived.mean.decoded()
         return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
+
+    def rollback(self, scheme: Scheme) -> None:
+        """Return to the residual what was sent."""
+        if self.bucket is not None:
+            (self.arrived or scheme).rollback(self.bucket)
 
 
 @dataclass

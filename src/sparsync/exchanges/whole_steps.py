@@ -1,0 +1,152 @@
+"""A step of which every element is sent, in few bits: one pass makes and encodes it, one sums up, and one moves the weights.
+
+The packets are those of `quantized_all_reduce_`, and so are the bits of what arrives; nothing is kept between the passes but the residual.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparsync.collectives.values import QuantizedMean
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Comm, Report, Span, phase, spans
+from sparsync.kernels import operations as kernels
+from sparsync.kernels.step_reference import Spread, nan_packet
+from sparsync.kernels.value_reference import greatest_of
+from sparsync.runtime.connection import Reduction
+from sparsync.wire import ValueCodec, Values
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """This rank's gradients of a bucket, where they lie: each from an element on, and times a factor."""
+
+    tensors: Sequence[Tensor]
+    starts: Sequence[int]
+    factors: Sequence[float]
+
+
+@dataclass(frozen=True)
+class StepsToMake:
+    """What this rank's gradients become steps by; see `kernels.make_steps_`."""
+
+    gradients: Gradients
+    square: Tensor
+    ratio: Tensor
+    block: int
+    spans: Sequence[Span]
+    numbers: Sequence[Spread]
+
+    def make(self) -> Tensor:
+        """Return the steps, [n], after the gradients were added to the second moments."""
+        return self._made(self.numbers)
+
+    def again(self) -> Tensor:
+        """Return what `make` did, from second moments that have these gradients."""
+        return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
+
+    def encode(self, residual: Tensor, rank: int, P: int, bits: int) -> Tensor:
+        """Return the packets of all chunks but the own one; see `kernels.encode_steps_`."""
+        given = self.gradients
+        moments = self.square, self.ratio, self.block, self.spans, self.numbers
+        return kernels.encode_steps_(residual, given.tensors, given.starts, given.factors, *moments, rank, P, bits)
+
+    def _made(self, numbers: Sequence[Spread]) -> Tensor:
+        out, given = torch.empty_like(self.square), self.gradients
+        moments = self.square, self.ratio, self.block, self.spans, numbers
+        kernels.make_steps_(out, given.tensors, given.starts, given.factors, *moments)
+        return out
+
+
+@dataclass(eq=False)
+class WholeStep(Reduction):
+    """The reduction of one bucket's step; `steps` None: this rank's gradient is not finite, and it sends NaN."""
+
+    name: str  # of the scheme
+    values: tuple[Values, Values]  # up and down
+    steps: StepsToMake | None
+    mean: QuantizedMean | None = field(default=None, init=False)  # that has arrived, unless it is to be skipped
+    _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
+
+    @property
+    def has_residual(self) -> bool:
+        return True
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        """Exchange the step; `bucket.grad` is the residual, which keeps what is not sent. As it was where the report has "overflow"."""
+        comm, rank, P, residual, n = MeteredComm(comm), comm.rank, comm.size, bucket.grad, bucket.grad.numel()
+        up, down = map(ValueCodec, self.values)
+        chunks, dtype = spans(n, P), residual.dtype
+        sizes = [up.nbytes(len(chunk), dtype) * (owner != rank) for owner, chunk in enumerate(chunks)]
+        mine, bits, bits_down = chunks[rank], up.kernel_bits, down.kernel_bits
+        assert bits is not None and bits_down is not None
+        with phase("encode"):
+            if self.steps is None:
+                lengths = [len(chunk) for owner, chunk in enumerate(chunks) if owner != rank]
+                sent = [nan_packet(length, bits, residual.device) for length in lengths]
+                sent.insert(rank, residual.new_empty(0, dtype=torch.uint8))
+            else:
+                sent = list(self.steps.encode(residual, rank, P, bits).split(sizes))
+                self._undo.append(lambda: self._take_back(residual, chunks, rank, sent, up))
+        try:
+            size = up.nbytes(len(mine), dtype)
+            received = comm.all_to_all(sent, [size * (source != rank) for source in range(P)])
+            with phase("decode"):
+                others = [packet for source, packet in enumerate(received) if source != rank]
+                if self.steps is None or not _fit(others, len(mine), bits, P):
+                    packet = nan_packet(len(mine), bits_down, residual.device)
+                else:
+                    packet = kernels.reduce_shares_(mine.of(residual), others, bits, P, bits_down)
+                    self._undo.append(lambda: self._take_sum_back(mine.of(residual), packet, others, up, down, P))
+            mean = QuantizedMean(
+                comm.all_gather(packet, [down.nbytes(len(chunk), dtype) for chunk in chunks]), down, n, dtype
+            )
+            overflow = not mean.fits(P)
+        except BaseException:
+            self._forget(bucket)
+            raise
+        if overflow:
+            self._forget(bucket)
+        else:
+            self.mean = mean
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
+
+    def rollback(self, bucket: Bucket) -> None:
+        """Return to the residual what was sent."""
+        self.mean = None
+        while self._undo:
+            self._undo.pop()()
+
+    def _forget(self, bucket: Bucket) -> None:
+        """Leave the residual as it was before the step, up to rounding."""
+        made = bool(self._undo)
+        self.rollback(bucket)
+        if made and self.steps is not None:
+            bucket.grad.sub_(self.steps.again())
+
+    def _take_back(
+        self, residual: Tensor, chunks: Sequence[Span], rank: int, sent: Sequence[Tensor], codec: ValueCodec
+    ) -> None:
+        for owner, (chunk, packet) in enumerate(zip(chunks, sent, strict=True)):
+            if owner != rank:
+                chunk.of(residual).add_(codec.decode(packet, len(chunk), residual.dtype), alpha=len(chunks))
+
+    def _take_sum_back(
+        self, own: Tensor, packet: Tensor, others: Sequence[Tensor], up: ValueCodec, down: ValueCodec, P: int
+    ) -> None:
+        total = own.double().add_(down.decode(packet, len(own), own.dtype), alpha=P)
+        for each in others:
+            total.sub_(up.decode(each, len(own), own.dtype), alpha=P)
+        own.copy_(total)
+
+
+def _fit(packets: Sequence[Tensor], k: int, bits: int, times: int) -> bool:
+    """Return whether `times` all values of packets of `k` are finite."""
+    if not packets or not k:
+        return True
+    bounds = [greatest_of(each, k, bits) for each in packets]
+    return (
+        times * float(torch.stack(bounds).max()) <= torch.finfo(torch.float32).max
+    )  # a host sync: what is sent depends on it
