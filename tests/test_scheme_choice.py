@@ -86,9 +86,9 @@ def test_steps_are_described_with_what_their_defaults_are() -> None:
     assert described("steps/two_shot:density=1.0:values=sign")["keep"] == "0.5, with Muon 0.2"
     given = described("steps(keep=1.0:decay=0.5:beta2=0.75)/topk")
     assert (given["keep"], given["decay"], given["beta2"]) == (1.0, 0.5, 0.75)
-    whole = SchemeChoice("", "topk", {"density": 0.25}, {"bucket_mb": 25}, "adamw_steps")
-    assert whole.described() == one("steps/topk").described()  # 25 is 25.0, in JSON too
-    assert isinstance(whole.described()["adamw_steps"]["bucket_mb"], float)
+    whole = SchemeChoice("", "topk", {"density": 0.25}, {"decay": 1}, "adamw_steps")
+    assert whole.described() == one("steps(decay=1.0)/topk").described()  # 1 is 1.0, in JSON too
+    assert isinstance(whole.described()["adamw_steps"]["decay"], float)
 
 
 def test_a_file_may_be_called_as_steps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
