@@ -154,7 +154,8 @@ void expect_ranks(int64_t P) {
 }
 
 // Adds up what came from other ranks, see reduce_shares in shares.hpp.
-nb::object reduce_shares_in(nb::handle value, nb::handle packets, int64_t bits, int64_t P, int64_t bits_down) {
+nb::object reduce_shares_in(nb::handle value, nb::handle packets, int64_t bits, int64_t P, int64_t bits_down, nb::handle skip) {
+    if (!skip.is_none()) return not_taken();  // a flag on a device
     const Tensor content = read(value);
     if (!content.is(Element::float32)) return not_taken();
     expect_value_bits(bits);
@@ -193,7 +194,7 @@ void bind_shares(nb::module_ &m) {
         }
         return packet.object;
     });
-    m.def("reduce_shares_", reduce_shares_in);
+    m.def("reduce_shares_", reduce_shares_in, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("decode_over_", [](nb::handle packet, int64_t bits, nb::handle out, nb::handle kept) {
         const Tensor bytes = read(packet), to = read(out), before = kept.is_none() ? Tensor{} : read(kept);
         if (!bytes.is(Element::uint8) || !to.is(Element::float32)) return not_taken();

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
-from sparsync.exchanges.whole_steps import Gradients
+from sparsync.exchanges.whole_steps import Arriving, Gradients, Skip
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
@@ -40,7 +40,10 @@ class BlockRatios:
         self.of_own = [each.clone() for each in self.of_mean]
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
         self._known: dict[tuple[int, int, int], Tensor] = {}  # ratios of the last measurement
-        self._factor: dict[int, float] = {}
+        self._sums: list[float] | None = (
+            None  # of all blocks, of the mean and of the own gradient, as far as the host knows
+        )
+        self._arriving: Arriving | None = None
 
     def due(self, step: int) -> bool:
         """Return whether this step measures. It depends on the step number only, on which ranks agree after a failure too."""
@@ -61,22 +64,50 @@ class BlockRatios:
         found = self._known[place, P, self.measured] = found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
         return found
 
+    def settle(self) -> None:
+        """Learn what the last measurement has come to, where it was made on a device."""
+        if self._arriving is not None:
+            self._sums, self._arriving = self._arriving.read(), None
+
+    def forget_last(self) -> None:
+        """Count the last measurement no longer, which has changed nothing."""
+        self.measured -= 1
+
+    def _totals(self) -> Tensor:
+        device = self.of_mean[0].device
+        sums = [
+            torch.stack([each.sum().to(device) for each in squares]).sum() for squares in (self.of_mean, self.of_own)
+        ]
+        return torch.stack(sums)
+
     def _changed(self) -> None:
         self._known.clear()
-        self._factor.clear()
+        self._sums = self._arriving = None
 
-    def observe(self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
-        """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay."""
-        self._changed()
+    def observe(
+        self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]], skip: Tensor | None = None
+    ) -> None:
+        """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay.
+
+        With `skip`, [1], all stay where that is not zero, or any mean sum is not finite; nobody waits for it.
+        """
+        self._known.clear()
         self.measured += 1
         weight = max(1 - _MEMORY, 1 / self.measured)
+        usable = None if skip is None else (skip == 0) & of_mean.isfinite().all()
         found = of_mean.split([len(each) for each in of_own])
         for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
-            there, done = mean.to(own), 0
+            done = 0
             for span in spans:
                 blocks = slice(max(done, span.start // self.block), done := -(-span.stop // self.block))
-                self.of_mean[i][blocks].lerp_(there[blocks], weight)
-                self.of_own[i][blocks].lerp_(own[blocks], weight)
+                for kept, new in (
+                    (self.of_mean[i][blocks], mean[blocks].to(own)),
+                    (self.of_own[i][blocks], own[blocks]),
+                ):
+                    kept.lerp_(new if usable is None else torch.where(usable.to(new.device), new, kept), weight)
+        self._arriving = Arriving(self._totals())
+        if skip is None:
+            self.settle()
 
     def regrouped(self, step: int, before: int, ranks: int) -> None:
         """Expect what `ranks` ranks would measure where so many were there `before`; the `FIRST` steps from `step` on all measure.
@@ -92,10 +123,10 @@ class BlockRatios:
 
     def clip_factor(self, P: int) -> float:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
-        if P not in self._factor:
-            own, mean = (sum(float(each.sum()) for each in squares) for squares in (self.of_own, self.of_mean))
-            self._factor[P] = min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
-        return self._factor[P]
+        if self._sums is None:
+            self._sums = self._totals().tolist()
+        mean, own = self._sums
+        return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
 
     def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
         """Return the measurements, by the keys of the vectors."""
@@ -120,17 +151,25 @@ class BlockRatios:
 
 
 class MeanOfSketches(Reduction):
-    """The squares of the mean over ranks, which is sent in bfloat16. The report's "overflow" says whether they hold NaN or Inf."""
+    """The squares of the mean over ranks, which is sent in bfloat16.
+
+    The report's "overflow" says whether they hold NaN or Inf; not with `skip`, where it is found out on the device.
+    """
 
     name = "bf16"
 
+    def __init__(self, skip: Skip | None = None) -> None:
+        self._skip = skip
+
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         comm = MeteredComm(comm)
+        if self._skip is not None:
+            self._skip.agree(comm)
         total = comm.all_reduce(bucket.grad.bfloat16())
         total = total.to(bucket.grad.dtype)
         bucket.grad.copy_(total / exact_divisor(total, comm.size)).square_()
-        n, details = bucket.grad.numel(), {"overflow": not kernels.all_finite(bucket.grad)}
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details=details)
+        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
 
 class Measurement:
@@ -151,6 +190,9 @@ class Measurement:
         sums = torch.cat(found)
         self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
 
-    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
-        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket."""
-        self._ratios.observe(self.bucket.grad, self._own, [SpanSet.of(each).spans for each in taking])
+    def observe(self, taking: Iterable[Sequence[ParameterSpan]], skip: Tensor | None = None) -> None:
+        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket.
+
+        With `skip`, [1], it may hold them, and is taken in where `skip` is zero.
+        """
+        self._ratios.observe(self.bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], skip)

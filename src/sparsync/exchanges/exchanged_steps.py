@@ -34,17 +34,27 @@ from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
-from sparsync.exchanges.whole_steps import Gradients, StepsToMake, WholeStep
+from sparsync.exchanges.whole_steps import Gradients, Skip, StepsToMake, WholeStep
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.step_reference import Move, Spread
 from sparsync.recipes import Recipe
 from sparsync.runtime.findings import steps_in_backward, warn_of
 from sparsync.runtime.state_checks import check_form, check_version
+from sparsync.wire import Values
 
 _LOG = logging.getLogger("sparsync")
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
 _LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step of which a device knows whether it was skipped, and the host counts as if it was not."""
+
+    skip: Skip
+    counted: Collection[str]  # parameters that took part
+    measured: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +174,7 @@ class ExchangedSteps(StepMethod):
         self._shares = self._of_mean = False
         self._totals = {"skipped": 0, **self._totals}
         self._skipped = 0  # steps in a row
+        self._pending: Pending | None = None  # the last step, where it is not known yet whether it was skipped
         self._applied = -1  # the last step that was applied, or skipped
         self._catching_up = False  # since `start_from`: the common weights are ahead of the steps taken
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
@@ -270,8 +281,8 @@ class ExchangedSteps(StepMethod):
                 factors.append(self._divisor.undone(entry.name))
         return Gradients(tensors, starts, factors)
 
-    def _move(self, place: int, mean: Tensor | QuantizedMean) -> None:
-        """Move the common weights of bucket `place` by the mean step of all ranks, [n]."""
+    def _move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:
+        """Move the common weights of bucket `place` by the mean step of all ranks, [n], unless `skip`, [1], is not zero."""
         bucket, momentum = self._weights.buckets[place], self._vectors["momentum"][place]
 
         def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
@@ -288,7 +299,7 @@ class ExchangedSteps(StepMethod):
         with bucket.moved() as (targets, starts):
             bits = None if isinstance(mean, Tensor) or matrices else mean.kernel_bits
             if bits is not None and not isinstance(mean, Tensor):
-                kernels.apply_steps_(targets, starts, momentum, mean.packets, bits, spans, numbers)
+                kernels.apply_steps_(targets, starts, momentum, mean.packets, bits, spans, numbers, skip)
                 return
             mean = mean if isinstance(mean, Tensor) else mean.decoded()
             kernels.move_steps_(targets, starts, momentum, mean, spans, numbers)
@@ -324,6 +335,7 @@ class ExchangedSteps(StepMethod):
 
     def close(self) -> None:
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
+        self._settle()
         _remember_all(self._scheme)
         self._moments.leave()
         self._taken.release()
@@ -366,11 +378,11 @@ class ExchangedSteps(StepMethod):
             self._write_own(frozenset(self._weights.trained) - frozenset(loaded))
         return others
 
-    def _step_for_optimizer(self) -> bool:
-        """Take a step in place of the optimizer, and return whether all ranks skipped it."""
+    def _step_for_optimizer(self) -> bool | Tensor:
+        """Take a step in place of the optimizer, and return whether all ranks skipped it; [1], not zero if so, where a device knows."""
         self._check_caller("optimizer.step()")
         self._take_step()
-        return self._skipped > 0
+        return self._skipped > 0 if self._pending is None else self._pending.skip.flag
 
     def _check_caller(self, caller: str) -> None:
         if self._called not in (None, caller):
@@ -382,6 +394,7 @@ class ExchangedSteps(StepMethod):
 
     @torch.no_grad()
     def _take_step(self) -> list[Report]:
+        self._settle()
         # A failed step counts, for it may have failed on some ranks only.
         self._step += 1
         # torch's schedules warn where the optimizer they belong to has not stepped.
@@ -409,6 +422,8 @@ class ExchangedSteps(StepMethod):
             for place in range(len(to_apply)):
                 self._apply(place, to_apply.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
+        if self._pending is not None:
+            self._pending.skip.send_to_host()
         self._applied = self._step
         if not skipped:
             self._moments.follow_rates()
@@ -417,7 +432,8 @@ class ExchangedSteps(StepMethod):
         self._adopted.clear()
         self._loads.forget()
         self._divisor.next_step(self.clip_factor)
-        self._tell_skipped(skipped)
+        if self._pending is None:
+            self._tell_skipped(skipped, _where_not_finite(self._weights.trained) if skipped else "")
         if self._stopwatch is not None and self._stopwatch.note(reports):
             self._choose_bits()
         return reports
@@ -477,7 +493,7 @@ class ExchangedSteps(StepMethod):
             self._note_move([whole], place=place, idle=sorted(self._idle))
         arrived = mean.arrived.mean if mean.arrived is not None else mean.whole()
         if arrived is not None:
-            self._move(place, arrived)
+            self._move(place, arrived, None if self._pending is None else self._pending.skip.flag)
 
     def _note_thrown_away(self) -> None:
         """Have the next exchange compare how many gradients were thrown away since the last step."""
@@ -525,6 +541,7 @@ class ExchangedSteps(StepMethod):
         is unsent waits. An all-reduce of all parameters, of 4 bytes each, and nothing where the scheme holds nothing back.
         """
         self._check_own()
+        self._settle()
         if not self._scheme.has_residual:
             return []
         self._idle = frozenset(name for name, each in self._weights.trained.items() if not each.requires_grad)
@@ -548,6 +565,7 @@ class ExchangedSteps(StepMethod):
         return reports
 
     def stats(self) -> dict[str, int | float]:
+        self._settle()
         common = self._shown is not None and self._shown.common
         found = super().stats()
         if common:
@@ -583,6 +601,7 @@ class ExchangedSteps(StepMethod):
         return self._applied + 1
 
     def _regrouped(self, comm: Comm) -> None:
+        self._settle()
         before = self._comm.size
         super()._regrouped(comm)
         self._taken.forget_step()
@@ -675,6 +694,7 @@ class ExchangedSteps(StepMethod):
 
     def _load(self, state: State) -> None:
         saved, ratios = state[self.integration], self._ratios
+        self._pending = None
         loaded = {key: self._weights.from_saved(saved[key]) for key in self.vectors}
         super()._load(state)
         self._applied, self._catching_up = self._step, False
@@ -710,13 +730,19 @@ class ExchangedSteps(StepMethod):
         buckets, done = self._weights.buckets, Reduced()
         gradients = [self._gradients(place) for place in range(len(buckets))]
         # False also where squares overflow, which would stay in the second moments.
-        finite = self._replica.agreed(_finite(gradients))
+        finite = _finite(gradients)
+        if isinstance(finite, Tensor) and self._skips_on_device():
+            self._pending = Pending(
+                Skip(finite), [entry.name for each in buckets for entry in each.layout], self._measures()
+            )
+            finite = True
+        finite = self._replica.agreed(bool(finite))  # on a GPU a host sync, unless it skips there
 
         def steps_of(place: int) -> StepsToMake | None:
             return self._steps_to_make(place) if finite else None
 
         try:
-            if self._comm.size == 1 or not self._ratios.due(self._step):
+            if not self._measures():
                 self._reduce(steps_of, done)
             else:
                 sketch = Measurement(self._ratios, self._keys, self._step, finite, gradients)
@@ -726,8 +752,36 @@ class ExchangedSteps(StepMethod):
             returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
             for each in done.means if returns else ():
                 each.rollback(self._scheme)
+            self._pending = None
             raise
         return done.reports, None if done.skipped else done.means
+
+    def _measures(self) -> bool:
+        return self._comm.size > 1 and self._ratios.due(self._step)
+
+    def _skips_on_device(self) -> bool:
+        """Return whether this step may be skipped without a word to the host: where nothing else depends on it."""
+        adamw = all(isinstance(rule, AdamWRule) for rule in self._groups.rules)
+        alone = type(self._replica).agreed is Replica.agreed
+        plain = adamw and alone and not (self._idle or self._journals or self._rescaler.takes_back or self._of_mean)
+        buckets = self._weights.buckets
+        return plain and all(self._whole_form(place) is not None for place in range(len(buckets)))
+
+    def _settle(self) -> None:
+        """Learn whether the last step was skipped, where only a device knew: then it does not count."""
+        if (pending := self._pending) is None:
+            return
+        self._ratios.settle()
+        self._pending = None
+        if skipped := pending.skip.seen:
+            for key in self.counts:
+                for name in pending.counted:
+                    self._counts[key][name] -= 1
+            self._groups.recount()
+            self._moments.count()
+            if pending.measured:
+                self._ratios.forget_last()
+        self._tell_skipped(skipped)
 
     def _reduce_and_measure(self, sketch: Measurement, own: Callable[[int], StepsToMake | None], done: Reduced) -> None:
         """Reduce as `_reduce` does, and measure the ratio: beside the steps, for the next one; the first time before them.
@@ -735,13 +789,14 @@ class ExchangedSteps(StepMethod):
         What is exchanged is the same, because after a failure only some ranks may have measured it.
         """
         reduce, first = partial(self._reduce, own, done), self._ratios.measured == 0
+        skip = None if self._pending is None else self._pending.skip
         if first:
-            report = self._connection.reduce(sketch.bucket, MeanOfSketches())
+            report = self._connection.reduce(sketch.bucket, MeanOfSketches(skip))
         else:
-            report = self._connection.reduce_beside(sketch.bucket, MeanOfSketches(), reduce)
+            report = self._connection.reduce_beside(sketch.bucket, MeanOfSketches(skip), reduce)
         done.skipped |= (overflow := bool(report.details["overflow"]))
         if not overflow:
-            sketch.observe(map(self._taking, self._weights.buckets))
+            sketch.observe(map(self._taking, self._weights.buckets), None if skip is None else skip.flag)
             if self._of_mean:
                 for each in self._vectors["square"]:
                     each.mul_(self.clip_factor**2)
@@ -767,17 +822,21 @@ class ExchangedSteps(StepMethod):
             done.skipped |= bool(report.details["overflow"])
 
     def _whole_step(self, place: int, mean: Mean, steps: StepsToMake | None) -> tuple[Bucket, WholeStep] | None:
-        """Return what makes, encodes and sends all of a bucket in one pass, where scheme and parameters allow it; note it in `mean`."""
-        bucket = self._weights.buckets[place]
-        if mean.part.taking is not None or bucket.dtype != torch.float32:
-            return None
-        like = bucket.bucket(self._vectors["square"][place], self._step)
-        if (form := self._scheme.whole_form(like, self._comm.rank)) is None:
+        """Return what makes, encodes and sends all of a bucket in one pass, where that is possible; note it in `mean`."""
+        if mean.part.taking is not None or (form := self._whole_form(place)) is None:
             return None
         values, residual = form
-        mean.arrived = WholeStep(self._scheme.name, values, steps)
-        mean.bucket = bucket.bucket(residual, self._step)
+        skip = None if self._pending is None else self._pending.skip
+        mean.arrived = WholeStep(self._scheme.name, values, steps, skip)
+        mean.bucket = self._weights.buckets[place].bucket(residual, self._step)
         return mean.bucket, mean.arrived
+
+    def _whole_form(self, place: int) -> tuple[tuple[Values, Values], Tensor] | None:
+        """Return the formats and the residual of a bucket that is sent as a whole; see `Scheme.whole_form`."""
+        bucket = self._weights.buckets[place]
+        if bucket.dtype != torch.float32:
+            return None
+        return self._scheme.whole_form(bucket.bucket(self._vectors["square"][place], self._step), self._comm.rank)
 
     def _reduce_one(self, mean: Mean, own: Tensor, send_all: bool = False) -> Report:
         """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"."""
@@ -816,14 +875,15 @@ class ExchangedSteps(StepMethod):
         taking = self._taking(self._weights.buckets[place])
         return self._groups.counted((key, place), taking, self._counts[key], value_of)
 
-    def _tell_skipped(self, skipped: bool) -> None:
-        """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks."""
+    def _tell_skipped(self, skipped: bool, where: str = "of a rank") -> None:
+        """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks.
+
+        `where` says which gradient is not finite.
+        """
         self._totals["skipped"] += skipped
         self._skipped = self._skipped + 1 if skipped else 0
         if not skipped:
             return
-        own = _not_finite(self._weights.trained)
-        where = f"of {own} on this rank" if own else "on another rank, or the mean step,"
         found = f"the gradient {where} holds NaN or Inf, or is too long for its squares to be summed"
         if self._skipped == _MOST_SKIPPED:
             raise RuntimeError(
@@ -850,16 +910,16 @@ def _remember_all(scheme: Scheme) -> None:
         each.forget(1.0)
 
 
-def _finite(gradients: Iterable[Gradients]) -> bool:
-    """Return whether the sum of the squares of all gradients is finite. A host sync."""
+def _finite(gradients: Iterable[Gradients]) -> bool | Tensor:
+    """Return whether the sum of the squares of all gradients is finite; on a GPU a tensor [] that says so."""
     tensors = [each for given in gradients for each in given.tensors]
     factors = [each for given in gradients for each in given.factors]
-    return bool(kernels.squares_fit(tensors, factors, torch.finfo(torch.float32).max))
+    return kernels.squares_fit(tensors, factors, torch.finfo(torch.float32).max)
 
 
-def _not_finite(trained: Mapping[str, nn.Parameter]) -> str | None:
-    """Return the name of the first parameter whose gradient has no finite square norm on this rank."""
+def _where_not_finite(trained: Mapping[str, nn.Parameter]) -> str:
+    """Return where the first gradient without a finite square norm is, in words."""
     for name, each in trained.items():
         if each.grad is not None and not bool(each.grad.to_dense().square().sum().isfinite()):
-            return name
-    return None
+            return f"of {name} on this rank"
+    return "on another rank, or the mean step,"

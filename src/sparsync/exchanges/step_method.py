@@ -144,6 +144,10 @@ class StepMethod(Handle):
     def step(self) -> list[Report]:
         """Count a step, and exchange what is due; return the reports of it. Call it on every rank."""
 
+    def _settle(self) -> None:
+        """Learn what the host does not know yet of the last step."""
+        return
+
     @property
     @abstractmethod
     def clip_factor(self) -> float:
@@ -185,6 +189,7 @@ class StepMethod(Handle):
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
         """Return this rank's state, with weights and buffers. Save each rank's; see Handle."""
         self._check_own()
+        self._settle()
         own = {
             "common": {name: each.clone() for name, each in self._weights.common()},
             "buffers": {name: each.detach().clone() for name, each in self.model.named_buffers()},

@@ -29,12 +29,12 @@ Arguments = tuple[
 class TakenOptimizer:
     """Calls `take_step` in place of the `step` of these optimizers, until `release`: once for all, before the first of them steps.
 
-    `take_step` returns whether all ranks skipped the step. `scaler` is the one that scales the loss, where there is one: it learns what
+    `take_step` returns whether all ranks skipped the step: a tensor, not zero if so, where only a device knows. `scaler` is the one that scales the loss, where there is one: it learns what
     other ranks found.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], take_step: Callable[[], bool], scaler: GradScaler | None = None
+        self, optimizers: Sequence[Optimizer], take_step: Callable[[], bool | Tensor], scaler: GradScaler | None = None
     ) -> None:
         self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
         self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
@@ -108,8 +108,8 @@ class TakenOptimizer:
                 id(each) for each in self._optimizers if any(x.grad is not None for x in _parameters(each))
             }
             skipped = self._take_step()
-            if skipped and self._scaler is not None and self._scaler.is_enabled():
-                self._tell_scaler(self._scaler, optimizer)
+            if skipped is not False and self._scaler is not None and self._scaler.is_enabled():
+                self._tell_scaler(self._scaler, optimizer, skipped)
         elif self._late and id(optimizer) in self._waiting:
             raise RuntimeError(
                 f"a backward pass came before the step of {self._named(optimizer)} and after that of another one, which has taken the step "
@@ -166,11 +166,11 @@ class TakenOptimizer:
             )
         unscale_(optimizer)
 
-    def _tell_scaler(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+    def _tell_scaler(self, scaler: GradScaler, optimizer: Optimizer, skipped: bool | Tensor) -> None:
         """Have the scaler lower its scale on all ranks, also where this rank's gradient was finite."""
         # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            found.fill_(1.0)
+            found.copy_(torch.maximum(found, torch.as_tensor(skipped).to(found).view(found.shape)))
 
 
 class Scaled:

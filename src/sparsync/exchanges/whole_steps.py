@@ -13,8 +13,8 @@ from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report, Span, phase, spans
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.step_reference import Spread, nan_packet
-from sparsync.kernels.value_reference import greatest_of
+from sparsync.kernels.step_reference import Spread
+from sparsync.kernels.value_reference import greatest_of, nan_packet
 from sparsync.runtime.connection import Reduction
 from sparsync.wire import ValueCodec, Values
 
@@ -47,11 +47,11 @@ class StepsToMake:
         """Return what `make` did, from second moments that have these gradients."""
         return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
 
-    def encode(self, residual: Tensor, rank: int, P: int, bits: int) -> Tensor:
+    def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
         """Return the packets of all chunks but the own one; see `kernels.encode_steps_`."""
         given = self.gradients
-        moments = self.square, self.ratio, self.block, self.spans, self.numbers
-        return kernels.encode_steps_(residual, given.tensors, given.starts, given.factors, *moments, rank, P, bits)
+        made = given.tensors, given.starts, given.factors, self.square, self.ratio, self.block, self.spans, self.numbers
+        return kernels.encode_steps_(residual, *made, rank, P, bits, skip)
 
     def _made(self, numbers: Sequence[Spread]) -> Tensor:
         out, given = torch.empty_like(self.square), self.gradients
@@ -60,13 +60,57 @@ class StepsToMake:
         return out
 
 
+class Arriving:
+    """A few numbers on their way from a device to the host, which reads them a step later, when they are there."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        on_gpu = numbers.is_cuda
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
+        self._host.copy_(numbers, non_blocking=True)
+        self._there = torch.cuda.current_stream(numbers.device).record_event() if on_gpu else None
+
+    def read(self) -> list[float]:
+        """Return the numbers."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host.tolist()
+
+
+class Skip:
+    """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
+
+    def __init__(self, fits: Tensor) -> None:
+        """Skip if not `fits` [], on this rank; see `agree`."""
+        self.flag = fits.logical_not().to(torch.float32).view(1)  # [1], not zero where it is to be skipped
+        self._agreed = False
+
+    def agree(self, comm: Comm) -> None:
+        """Skip if any rank does: 4 bytes, before the first bucket."""
+        if not self._agreed and comm.size > 1:
+            self.flag = comm.all_reduce(self.flag)
+        self._agreed = True
+
+    def send_to_host(self) -> None:
+        """Begin to copy it to this machine's memory, after the step."""
+        self._arriving = Arriving(self.flag)
+
+    @property
+    def seen(self) -> bool:
+        """Return what came to the host."""
+        return self._arriving.read() != [0.0]
+
+
 @dataclass(eq=False)
 class WholeStep(Reduction):
-    """The reduction of one bucket's step; `steps` None: this rank's gradient is not finite, and it sends NaN."""
+    """The reduction of one bucket's step; `steps` None: this rank's gradient is not finite, and it sends NaN.
+
+    With `skip` that is decided on the device: nothing changes there where a rank's gradient is not finite, and the host does not know.
+    """
 
     name: str  # of the scheme
     values: tuple[Values, Values]  # up and down
     steps: StepsToMake | None
+    skip: Skip | None = None
     mean: QuantizedMean | None = field(default=None, init=False)  # that has arrived, unless it is to be skipped
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
 
@@ -82,30 +126,34 @@ class WholeStep(Reduction):
         sizes = [up.nbytes(len(chunk), dtype) * (owner != rank) for owner, chunk in enumerate(chunks)]
         mine, bits, bits_down = chunks[rank], up.kernel_bits, down.kernel_bits
         assert bits is not None and bits_down is not None
+        if self.skip is not None:
+            self.skip.agree(comm)
+        flag = None if self.skip is None else self.skip.flag
         with phase("encode"):
             if self.steps is None:
                 lengths = [len(chunk) for owner, chunk in enumerate(chunks) if owner != rank]
                 sent = [nan_packet(length, bits, residual.device) for length in lengths]
                 sent.insert(rank, residual.new_empty(0, dtype=torch.uint8))
             else:
-                sent = list(self.steps.encode(residual, rank, P, bits).split(sizes))
+                sent = list(self.steps.encode(residual, rank, P, bits, flag).split(sizes))
                 self._undo.append(lambda: self._take_back(residual, chunks, rank, sent, up))
         try:
             size = up.nbytes(len(mine), dtype)
             received = comm.all_to_all(sent, [size * (source != rank) for source in range(P)])
             with phase("decode"):
                 others = [packet for source, packet in enumerate(received) if source != rank]
-                if self.steps is None or not _fit(others, len(mine), bits, P):
+                if self.steps is None or (flag is None and not _fit(others, len(mine), bits, P)):
                     packet = nan_packet(len(mine), bits_down, residual.device)
                 else:
-                    packet = kernels.reduce_shares_(mine.of(residual), others, bits, P, bits_down)
+                    packet = kernels.reduce_shares_(mine.of(residual), others, bits, P, bits_down, flag)
                     self._undo.append(lambda: self._take_sum_back(mine.of(residual), packet, others, up, down, P))
             mean = QuantizedMean(
                 comm.all_gather(packet, [down.nbytes(len(chunk), dtype) for chunk in chunks]), down, n, dtype
             )
-            overflow = not mean.fits(P)
+            overflow = flag is None and not mean.fits(P)
         except BaseException:
-            self._forget(bucket)
+            if self.skip is None:  # else the connection is lost, and with it whether there is anything to return
+                self._forget(bucket)
             raise
         if overflow:
             self._forget(bucket)

@@ -288,15 +288,20 @@ def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor
 
 
 def reduce_shares_(
-    value: Float[Tensor, " k"], packets: Sequence[Tensor], bits: int, P: int, bits_down: int
+    value: Float[Tensor, " k"],
+    packets: Sequence[Tensor],
+    bits: int,
+    P: int,
+    bits_down: int,
+    skip: Tensor | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
     """Return the packet, in `bits_down` bits, of the mean of `value` and what other ranks sent by `encode_share_` in `bits` bits.
 
     The mean is (value + P * the sum of the decoded `packets`) / P; finite ones beyond float32 become its largest number. `value` becomes
     what P times the decoded mean lacks of the sum. Sums are made in float64, in the order of the packets. Raises RuntimeError for a
-    packet of another length.
+    packet of another length. If `skip`, one number, is not zero, nothing changes, and the packet is of NaN.
     """
-    return run("reduce_shares_", value, packets, bits, P, bits_down)
+    return run("reduce_shares_", value, packets, bits, P, bits_down, skip)
 
 
 def decode_over_(packet: UInt8[Tensor, " nbytes"], bits: int, out: Vector, kept: Vector | None = None) -> None:

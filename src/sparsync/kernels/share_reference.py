@@ -10,7 +10,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sparsync.core import exact_divisor
-from sparsync.kernels.value_reference import values_decode, values_encode
+from sparsync.kernels.value_reference import nan_packet, values_decode, values_encode
 
 Encode = Callable[[Tensor, int], Tensor]
 Decode = Callable[[Tensor, int, int], Tensor]
@@ -21,8 +21,15 @@ def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor
 
 
 def reduce_shares_(
-    value: Float[Tensor, " k"], packets: Sequence[Tensor], bits: int, P: int, bits_down: int
+    value: Float[Tensor, " k"],
+    packets: Sequence[Tensor],
+    bits: int,
+    P: int,
+    bits_down: int,
+    skip: Tensor | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
+    if skip is not None and bool(skip):
+        return nan_packet(value.numel(), bits_down, value.device)
     return reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
 
 

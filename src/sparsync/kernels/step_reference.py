@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 
 from sparsync.core import Span, spans
 from sparsync.kernels.share_reference import encode_share_
-from sparsync.kernels.value_reference import BLOCK as VALUES
-from sparsync.kernels.value_reference import NAN_SCALE, SCALE_NBYTES, values_decode, values_nbytes
+from sparsync.kernels.value_reference import nan_packet, values_decode
 
 HASH = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # an odd number near 2^32 over the golden ratio, and those of MurmurHash3
 _WORD = 0xFFFFFFFF
@@ -134,14 +133,6 @@ def signs(n: int, key: int, device: torch.device) -> Tensor:
     for shift, factor in zip((16, 13), factors, strict=True):
         word = ((word ^ word >> shift) * factor) & _WORD
     return ((word ^ word >> 16) & 1).bool()
-
-
-def nan_packet(k: int, bits: int, device: torch.device) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet of `k` values that are all NaN."""
-    packet = torch.zeros(values_nbytes(k, bits), dtype=torch.uint8, device=device)
-    scales = packet[: SCALE_NBYTES * -(-k // VALUES)]
-    scales[::2], scales[1::2] = NAN_SCALE & 0xFF, NAN_SCALE >> 8
-    return packet
 
 
 def gathered(gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Tensor) -> Tensor:

@@ -27,6 +27,14 @@ def values_nbytes(k: int, bits: int) -> int:
     return -(-k // BLOCK) * SCALE_NBYTES + codes
 
 
+def nan_packet(k: int, bits: int, device: torch.device) -> UInt8[Tensor, " nbytes"]:
+    """Return the packet of `k` values that are all NaN."""
+    packet = torch.zeros(values_nbytes(k, bits), dtype=torch.uint8, device=device)
+    scales = packet[: SCALE_NBYTES * -(-k // BLOCK)]
+    scales[::2], scales[1::2] = NAN_SCALE & 0xFF, NAN_SCALE >> 8
+    return packet
+
+
 def values_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
     """Return the packet of `value`: the scales of all blocks, then all codes."""
     if bits == TERNARY:
