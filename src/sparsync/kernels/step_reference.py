@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from sparsync.core import Span, spans
 from sparsync.kernels.share_reference import encode_share_
-from sparsync.kernels.value_reference import NAN_SCALE, SCALE_NBYTES, values_decode, values_nbytes
 from sparsync.kernels.value_reference import BLOCK as VALUES
+from sparsync.kernels.value_reference import NAN_SCALE, SCALE_NBYTES, values_decode, values_nbytes
 
 HASH = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # an odd number near 2^32 over the golden ratio, and those of MurmurHash3
 _WORD = 0xFFFFFFFF
