@@ -9,12 +9,31 @@
 #include <string>
 #include <vector>
 
+#include "bindings.hpp"
 #include "kernels/level.hpp"
 #include "kernels/packets.hpp"
 #include "tensors.hpp"
 
 namespace nb = nanobind;
 using namespace sparsync;
+
+void sparsync::expect_value_bits(int64_t bits) {
+    if (!is_rounded(bits))
+        throw nb::value_error(("values are rounded to 8, 4, 3 or 1 bits, or five to a byte (" + std::to_string(ternary) + "), got " +
+                               std::to_string(bits)).c_str());
+}
+
+void sparsync::expect_nbytes(int64_t nbytes, int64_t k, int bits) {
+    const int64_t wanted = level().codecs->values_nbytes(k, bits);
+    if (k < 0 || nbytes != wanted)
+        throw std::runtime_error(std::to_string(k) + " values of " + (bits == ternary ? "8/5" : std::to_string(bits)) + " bits take " +
+                                 std::to_string(wanted) + " bytes with their scales, the packet has " + std::to_string(nbytes) +
+                                 "; sender and receiver must agree on codec and count");
+}
+
+void sparsync::expect_ranks(int64_t P) {
+    if (P < 1) throw nb::value_error(("a mean is over 1 rank or more, got " + std::to_string(P)).c_str());
+}
 
 namespace {
 
@@ -31,12 +50,6 @@ void expect_span(int64_t span) {
     if (span < 0 || span > kMaxSpan)
         throw nb::value_error(("positions are encoded inside spans of at most " + std::to_string(kMaxSpan) +
                                " elements, got " + std::to_string(span) + "; use smaller buckets").c_str());
-}
-
-void expect_value_bits(int64_t bits) {
-    if (!is_rounded(bits))
-        throw nb::value_error(("values are rounded to 8, 4, 3 or 1 bits, or five to a byte (" + std::to_string(ternary) + "), got " +
-                               std::to_string(bits)).c_str());
 }
 
 // Raises ValueError for the first of k positions that does not ascend inside the span.
@@ -56,14 +69,6 @@ template <class Index>
                                                      : "it has positions outside [0, " + std::to_string(span - 1) + "]";
     throw std::runtime_error("a packet of positions cannot be decoded: " + what +
                              "; sender and receiver must agree on codec, span and count");
-}
-
-void expect_nbytes(int64_t nbytes, int64_t k, int bits) {
-    const int64_t wanted = level().codecs->values_nbytes(k, bits);
-    if (k < 0 || nbytes != wanted)
-        throw std::runtime_error(std::to_string(k) + " values of " + (bits == ternary ? "8/5" : std::to_string(bits)) + " bits take " +
-                                 std::to_string(wanted) + " bytes with their scales, the packet has " + std::to_string(nbytes) +
-                                 "; sender and receiver must agree on codec and count");
 }
 
 // Positions as int32: those of 64 bits copied, where one that does not fit becomes -1, which no encoder takes.
@@ -143,14 +148,10 @@ void bind_values(nb::module_ &m) {
         const Made value = make(k, Element::float32);
         {
             const nb::gil_scoped_release release;
-            level().codecs->decode_over(bytes.as<uint8_t>(), k, static_cast<int>(bits), value.as<float>(), nullptr);
+            level().codecs->decode_over(bytes.as<uint8_t>(), 0, k, k, static_cast<int>(bits), value.as<float>(), nullptr);
         }
         return value.object;
     });
-}
-
-void expect_ranks(int64_t P) {
-    if (P < 1) throw nb::value_error(("a mean is over 1 rank or more, got " + std::to_string(P)).c_str());
 }
 
 // Adds up what came from other ranks, see reduce_shares in shares.hpp.
@@ -190,7 +191,7 @@ void bind_shares(nb::module_ &m) {
         const Made packet = make(level().codecs->values_nbytes(content.length, width), Element::uint8);
         {
             const nb::gil_scoped_release release;
-            level().codecs->encode_share(content.as<float>(), content.length, width, P, packet.as<uint8_t>());
+            level().codecs->encode_share(content.as<float>(), 0, content.length, content.length, width, P, packet.as<uint8_t>());
         }
         return packet.object;
     });
@@ -206,7 +207,7 @@ void bind_shares(nb::module_ &m) {
                                    std::to_string(before.length)).c_str());
         {
             const nb::gil_scoped_release release;
-            level().codecs->decode_over(bytes.as<uint8_t>(), to.length, static_cast<int>(bits), to.as<float>(),
+            level().codecs->decode_over(bytes.as<uint8_t>(), 0, to.length, to.length, static_cast<int>(bits), to.as<float>(),
                                         before.as<float>());
         }
         return nb::object(nb::none());

@@ -19,7 +19,6 @@
 
 #include "bindings.hpp"
 #include "kernels/core.hpp"
-#include "kernels/digest.hpp"
 #include "kernels/level.hpp"
 #include "kernels/move.hpp"
 #include "kernels/sparse.hpp"
@@ -61,12 +60,6 @@ nb::object sparse_of(Found &found, int64_t length) {
     return sparse(index, value.object, length);
 }
 
-void expect_equal(int64_t one, int64_t other, const char *what) {
-    if (one != other)
-        throw nb::value_error((std::string(what) + " must have one length, got " + std::to_string(one) + " and " +
-                               std::to_string(other)).c_str());
-}
-
 [[noreturn]] void refuse_positions(int64_t n, int64_t low, int64_t high) {
     const std::string count = std::to_string(n);
     throw nb::index_error(("positions must be in [0, " + count + ") for " + count + " elements, got " + std::to_string(low) +
@@ -77,16 +70,6 @@ void expect_equal(int64_t one, int64_t other, const char *what) {
 int64_t at_most(int64_t k, int64_t n) {
     if (k < 0) throw nb::value_error(("k must be 0 or more, got " + std::to_string(k)).c_str());
     return std::min(k, n);
-}
-
-// [n, n) for None.
-Span span_of(nb::handle skip, int64_t n) {
-    if (skip.is_none()) return {n, n};
-    const Span span{nb::cast<int64_t>(skip.attr("start")), nb::cast<int64_t>(skip.attr("stop"))};
-    if (span.start < 0 || span.stop < span.start || span.stop > n)
-        throw nb::value_error(("a span must lie in [0, " + std::to_string(n) + "], got [" + std::to_string(span.start) +
-                               ", " + std::to_string(span.stop) + ")").c_str());
-    return span;
 }
 
 // The bits of the float32 nearest to the magnitude, 0 for a negative one; not for NaN.
@@ -102,18 +85,11 @@ Top wanted(int64_t k, int32_t lowest, std::optional<double> bound) {
     return {k, Order::magnitude, lowest, true, static_cast<int32_t>(std::min(magnitude_bits(*bound), kInfinity))};
 }
 
-Gradient gradient(const Tensor &grad) {
-    const Type type = grad.element == Element::float32    ? Type::float32
-                      : grad.element == Element::bfloat16 ? Type::bfloat16
-                                                          : Type::float16;
-    return {grad.data, type};
-}
-
 nb::object select_top(nb::handle x, int64_t k, nb::handle skip, int32_t lowest, std::optional<double> bound) {
     const Tensor vector = read(x);
     if (!vector.is(Element::float32)) return not_taken();
     const int64_t n = vector.length, count = at_most(k, n);
-    const Span span = span_of(skip, n);
+    const Span span = skip.is_none() ? Span{n, n} : span_in(skip, n);
     Found &found = buffer();
     unlocked([&] {
         top(*level().passes, vector.as<float>(), {{0, span.start}, {span.stop, n}}, wanted(count, lowest, bound), found);
@@ -129,7 +105,7 @@ nb::object accumulate_top(nb::handle residual, nb::handle grad, int64_t k, nb::h
     expect_equal(before.length, n, "residual and result");
     expect_equal(added.length, n, "gradient and result");
     const int64_t count = at_most(k, n);
-    const Span span = span_of(skip, n);
+    const Span span = skip.is_none() ? Span{n, n} : span_in(skip, n);
     Found &found = buffer();
     const uint32_t greatest = unlocked([&] {
         return add_top(*level().passes, before.as<float>(), gradient(added), sum.as<float>(), n, span,
@@ -149,7 +125,7 @@ nb::object accumulate_select(nb::handle residual, nb::handle grad, double thresh
     const int64_t n = sum.length;
     expect_equal(before.length, n, "residual and result");
     expect_equal(added.length, n, "gradient and result");
-    const Span searched = span_of(span, n);
+    const Span searched = span_in(span, n);
     Found &found = buffer();
     const uint32_t greatest = unlocked([&] {
         return add_select(*level().passes, before.as<float>(), gradient(added), sum.as<float>(), n, searched,
@@ -323,126 +299,6 @@ void bind_passes(nb::module_ &m) {
     });
 }
 
-// Tensors of any shape, contiguous, each with its place in a vector.
-struct Placed {
-    std::vector<Tensor> tensors;
-    std::vector<nb::object> held;  // whoever drops the sequence meanwhile
-    const std::vector<int64_t> &starts;
-    bool taken = true;
-
-    Placed(nb::handle sequence, const std::vector<int64_t> &at) : starts(at) {
-        for (const nb::handle each : nb::borrow<nb::sequence>(sequence)) {
-            tensors.push_back(read(each));
-            held.push_back(nb::borrow(each));
-            taken = taken && tensors.back().nbytes >= 0;
-        }
-        expect_equal(static_cast<int64_t>(starts.size()), static_cast<int64_t>(tensors.size()), "tensors and their places");
-    }
-
-    bool are(Element element) const {
-        return std::all_of(tensors.begin(), tensors.end(), [=](const Tensor &each) { return each.element == element; });
-    }
-
-    int64_t count(size_t i) const { return tensors[i].nbytes / (tensors[i].element == Element::float32 ? 4 : 2); }
-
-    // Raises ValueError where one does not lie in [0, n).
-    void expect_inside(int64_t n) const {
-        for (size_t i = 0; i < tensors.size(); ++i)
-            if (starts[i] < 0 || count(i) > n || starts[i] > n - count(i))
-                throw nb::value_error((std::to_string(count(i)) + " elements from " + std::to_string(starts[i]) +
-                                       " on do not lie in [0, " + std::to_string(n) + ")").c_str());
-    }
-};
-
-void bind_steps(nb::module_ &m) {
-    m.def("collect_", [](nb::handle out, nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors) {
-        const Tensor to = read(out);
-        const Placed from(tensors, starts);
-        const bool float32 = from.are(Element::float32);
-        if (!to.is(Element::float32) || !from.taken) return not_taken();
-        if (!float32 && !from.are(Element::bfloat16) && !from.are(Element::float16)) return not_taken();
-        expect_equal(static_cast<int64_t>(factors.size()), static_cast<int64_t>(starts.size()), "tensors and factors");
-        from.expect_inside(to.length);
-        const double squares = unlocked([&] {
-            double total = 0.0;
-            for (size_t i = 0; i < starts.size(); ++i) {
-                const Gradient typed = gradient(from.tensors[i]);
-                total += level().passes->scaled(to.as<float>() + starts[i], typed.data, typed.type, from.count(i),
-                                                static_cast<float>(factors[i]));
-            }
-            return total;
-        });
-        return nb::object(nb::bool_(squares <= static_cast<double>(std::numeric_limits<float>::max())));
-    });
-    m.def("adam_step_", [](nb::handle grad, nb::handle square, nb::handle scale, int64_t start, int64_t block, double beta2,
-                           double eps, double rate) {
-        const Tensor g = read(grad), v = read(square), scales = read(scale);
-        if (!g.is(Element::float32) || !v.is(Element::float32) || !scales.is(Element::float32)) return not_taken();
-        expect_equal(g.length, v.length, "gradient and second moments");
-        if (start < 0 || block < 1 || (g.length && (start + g.length - 1) / block >= scales.length))
-            throw nb::value_error(("elements " + std::to_string(start) + " to " + std::to_string(start + g.length) +
-                                   " do not lie in " + std::to_string(scales.length) + " blocks of " + std::to_string(block)).c_str());
-        const AdamStep step{static_cast<float>(beta2), static_cast<float>(1.0 - beta2), static_cast<float>(eps),
-                            static_cast<float>(rate)};
-        unlocked([&] {
-            level().passes->adam_step(g.as<float>(), v.as<float>(), scales.as<float>(), start, block, g.length, step);
-        });
-        return nb::object(nb::none());
-    });
-    m.def("momentum_step_", [](nb::handle weights, nb::handle momentum, nb::handle mean, double beta1, double decay, double length) {
-        const Tensor a = read(weights), moment = read(momentum), from = read(mean);
-        if (!a.is(Element::float32) || !moment.is(Element::float32) || !from.is(Element::float32)) return not_taken();
-        expect_equal(a.length, moment.length, "weights and momentum");
-        expect_equal(a.length, from.length, "weights and mean");
-        const MomentumStep step{static_cast<float>(beta1), static_cast<float>(1.0 - beta1), static_cast<float>(decay),
-                                static_cast<float>(length)};
-        unlocked([&] {
-            level().passes->momentum_step(a.as<float>(), moment.as<float>(), from.as<float>(), a.length, step);
-        });
-        return nb::object(nb::none());
-    });
-    m.def("write_own_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle weights, nb::handle unsent,
-                           nb::handle rows, double divisor, double share) {
-        const Tensor from = read(weights), less = read(unsent);
-        if (!from.is(Element::float32) || !less.is(Element::float32)) return not_taken();
-        expect_equal(from.length, less.length, "weights and what is unsent");
-        const Placed written(targets, starts);
-        if (!written.taken || !written.are(Element::float32)) return not_taken();
-        written.expect_inside(from.length);
-        std::optional<Read> region;
-        if (!rows.is_none()) {
-            region.emplace(rows);
-            if (!region->taken()) return not_taken();
-            region->expect_enough();
-            region->expect_inside(from.length);
-        }
-        const Made found = make(static_cast<int64_t>(starts.size()), Element::int64);
-        unlocked([&] {
-            for (size_t i = 0; i < starts.size(); ++i) {
-                write_own(*level().passes, written.tensors[i].as<float>(), from.as<float>(), less.as<float>(), starts[i],
-                          written.count(i), region ? region->rows : Rows{nullptr, 1, 0}, static_cast<float>(divisor),
-                          static_cast<float>(share));
-                found.as<int64_t>()[i] = digest(written.tensors[i].data, written.tensors[i].nbytes);
-            }
-        });
-        return found.object;
-    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
-    m.def("digests", [](nb::handle tensors) {
-        std::vector<Tensor> contents;
-        std::vector<nb::object> held;  // whoever drops the sequence meanwhile
-        for (const nb::handle each : nb::borrow<nb::sequence>(tensors)) {
-            contents.push_back(read(each));
-            if (contents.back().nbytes < 0) return not_taken();
-            held.push_back(nb::borrow(each));
-        }
-        const Made found = make(static_cast<int64_t>(contents.size()), Element::int64);
-        unlocked([&] {
-            for (size_t i = 0; i < contents.size(); ++i) found.as<int64_t>()[i] = digest(contents[i].data, contents[i].nbytes);
-        });
-        return found.object;
-    });
-}
-
 void bind_selection(nb::module_ &m) {
     m.def("select_ge", [](nb::handle x, double threshold) {
         const Tensor vector = read(x);
@@ -611,7 +467,6 @@ void bind_kernels(nb::module_ &m) {
         if (!set_level(name)) throw nb::value_error(("this machine has no kernels for " + name).c_str());
     });
     bind_passes(m);
-    bind_steps(m);
     bind_selection(m);
     bind_positions(m);
     bind_sparse(m);

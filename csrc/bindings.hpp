@@ -18,6 +18,33 @@ auto unlocked(Work work) {
     return work();
 }
 
+inline void expect_equal(int64_t one, int64_t other, const char *what) {
+    if (one != other)
+        throw nb::value_error((std::string(what) + " must have one length, got " + std::to_string(one) + " and " +
+                               std::to_string(other)).c_str());
+}
+
+inline Gradient gradient(const Tensor &grad) {
+    const Type type = grad.element == Element::float32    ? Type::float32
+                      : grad.element == Element::bfloat16 ? Type::bfloat16
+                                                          : Type::float16;
+    return {grad.data, type};
+}
+
+// Raises ValueError where it does not lie in [0, n].
+inline Span span_in(nb::handle span, int64_t n) {
+    const Span found{nb::cast<int64_t>(span.attr("start")), nb::cast<int64_t>(span.attr("stop"))};
+    if (found.start < 0 || found.stop < found.start || found.stop > n)
+        throw nb::value_error(("a span must lie in [0, " + std::to_string(n) + "], got [" + std::to_string(found.start) +
+                               ", " + std::to_string(found.stop) + ")").c_str());
+    return found;
+}
+
+// In bind_codecs.cpp: raise where values cannot have these bits, a mean these ranks, or k values these bytes.
+void expect_value_bits(int64_t bits);
+void expect_ranks(int64_t P);
+void expect_nbytes(int64_t nbytes, int64_t k, int bits);
+
 // A sparsync.core.Sparse.
 nb::object sparse(const nb::object &index, const nb::object &value, int64_t length);
 

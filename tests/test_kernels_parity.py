@@ -17,8 +17,8 @@ from helpers.quick import one_in
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
-from sparsync.kernels import operations, reference, share_reference
-from sparsync.kernels.value_reference import TERNARY
+from sparsync.kernels import dispatch, operations, reference, share_reference, step_reference
+from sparsync.kernels.value_reference import TERNARY, values_encode
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values
 
@@ -462,44 +462,157 @@ def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) 
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("kind", one_in(2, ["normal", "special", "zeros", "denormal", "heavy-tailed"]))
-@pytest.mark.parametrize(("block", "start"), [(64, 0), (64, 37), (7, 3)])
-def test_a_step_of_adam_is_the_reference(kind: str, block: int, start: int) -> None:
-    for n in SOME:
-        grad, square, scale = (
-            made(kind, n),
-            made("normal", n, 1).abs(),
-            made("normal", (start + n) // block + 1, 2).abs(),
-        )
-        expected = grad.clone(), square.clone()
-        operations.adam_step_(grad, square, scale, start, block, 0.95, 1e-8, 3e-4)
-        reference.adam_step_(*expected, scale, start, block, 0.95, 1e-8, 3e-4)
-        assert torch.equal(bits(grad), bits(expected[0]))
-        assert torch.equal(bits(square), bits(expected[1]))
-    with pytest.raises(ValueError, match=r"elements 60 to 70 do not lie in 1 blocks of 64"):
-        operations.adam_step_(torch.ones(10), torch.ones(10), torch.ones(1), 60, 64, 0.95, 1e-8, 1.0)
+def steps_of(n: int, kind: str, dtype: torch.dtype, block: int) -> dict[str, Any]:  # Any: arguments of several types
+    """Gradients that begin anywhere, with gaps between them, and the state and numbers of three spans."""
+    sizes = [n // 7, 0, n // 3, 1, n // 3] if n > 20 else [n // 2]
+    starts = [sum(sizes[:i]) + i for i in range(len(sizes))] if n > 20 else [n - n // 2]
+    gradients = [made(kind, size, i).to(dtype) for i, size in enumerate(sizes)]
+    third = n // 3
+    return {
+        "gradients": [each.view(1, -1) if i == 2 else each for i, each in enumerate(gradients)],
+        "starts": starts,
+        "factors": [1.0, 0.5, 1.7, 1.0, 0.3][: len(sizes)],
+        "square": made("normal", n, 1).abs(),
+        "ratio": made("normal", n // block + 1, 2).abs(),
+        "block": block,
+        "spans": [Span(0, third), Span(third, third), Span(third, n)],
+        "numbers": [(3e-4, 0.95, 1e-8, 0.4), (1.0, 0.5, 1.0, 1.0), (1e-3, 0.99, 1e-6, 0.9)],
+    }
+
+
+def taken(operation: str, *arguments: Any) -> Any:  # Any: as for `dispatch.run`
+    """Return what the C++ backend itself returns: the reference would agree with itself."""
+    result = getattr(dispatch._cpu, operation)(*arguments)
+    assert result is not NotImplemented
+    return result
+
+
+MOVES = [(0.9, 0.9997, 1.1), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0)]
+STEPPED = [0, 3, 300, 4003]  # elements: fewer than ranks, and chunks and tensors that begin inside of blocks
+
+
+@pytest.mark.parametrize("kind", one_in(3, ["normal", "special", "zeros", "denormal", "heavy-tailed"]))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [64, 7])
+def test_steps_out_of_gradients_are_the_reference(kind: str, dtype: torch.dtype, block: int) -> None:
+    for n in STEPPED:
+        given, expected_given = steps_of(n, kind, dtype, block), steps_of(n, kind, dtype, block)
+        for each in (given, expected_given):
+            first, _, last = each["spans"]  # nothing is done outside of them
+            each |= {"spans": [first, Span(last.start + n // 9, last.stop)], "numbers": each["numbers"][::2]}
+        out, expected = made("normal", n), made("normal", n).clone()
+        taken("make_steps_", out, *given.values())
+        step_reference.make_steps_(expected, **expected_given)
+        assert torch.equal(bits(out), bits(expected))
+        assert torch.equal(bits(given["square"]), bits(expected_given["square"]))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block"),
+    [
+        ("normal", torch.float32, 64),
+        ("normal", torch.bfloat16, 64),
+        ("heavy-tailed", torch.float16, 7),
+        ("special", torch.float32, 300),
+    ],
+)
+def test_steps_that_are_encoded_and_applied_are_the_reference(
+    kind: str, dtype: torch.dtype, block: int, width: int
+) -> None:
+    for n, P in product(STEPPED, (1, 3, 4)):
+        for rank in {0, P - 1}:
+            given, expected_given = steps_of(n, kind, dtype, block), steps_of(n, kind, dtype, block)
+            residual, expected = made("normal", n, 3) * 1e-3, made("normal", n, 3) * 1e-3
+            for skip in (torch.tensor(True), None, torch.zeros(1, dtype=torch.int64), torch.tensor(0.0)):
+                packets = taken("encode_steps_", residual, *given.values(), rank, P, width, skip)
+                right = step_reference.encode_steps_(expected, **expected_given, rank=rank, P=P, bits=width, skip=skip)
+                assert torch.equal(packets, right)
+                assert torch.equal(bits(residual), bits(expected))
+                assert torch.equal(bits(given["square"]), bits(expected_given["square"]))
+        given = steps_of(n, kind, dtype, block)
+        lengths = [len(chunk) for chunk in step_reference.chunks_of(n, P)]
+        packets = [values_encode(made(kind, length, 4), width) for length in lengths]
+        targets = [made("normal", each.numel(), 5).clone().view(each.shape) for each in given["gradients"]]
+        moved, momentum, expected = [each.clone() for each in targets], made("normal", n), made("normal", n).clone()
+        for skip in (torch.tensor(1), None, torch.tensor(False)):
+            taken("apply_steps_", moved, given["starts"], momentum, packets, width, given["spans"], MOVES, skip)
+            step_reference.apply_steps_(targets, given["starts"], expected, packets, width, given["spans"], MOVES, skip)
+            assert all(torch.equal(bits(one), bits(other)) for one, other in zip(moved, targets, strict=True))
+            assert torch.equal(bits(momentum), bits(expected))
 
 
 @pytest.mark.parametrize("kind", one_in(2, ["special", "normal", "denormal", "heavy-tailed"]))
-def test_a_step_of_momentum_is_the_reference(kind: str) -> None:
-    for n, beta1 in product(SOME, (0.0, 0.9)):
-        weights, momentum, mean = made("normal", n), made("normal", n, 1), made(kind, n, 2)
-        expected = weights.clone(), momentum.clone()
-        operations.momentum_step_(weights, momentum, mean, beta1, 0.9997, 1.1)
-        reference.momentum_step_(*expected, mean, beta1, 0.9997, 1.1)
-        assert torch.equal(bits(weights), bits(expected[0]))
-        assert torch.equal(bits(momentum), bits(expected[1]))
+def test_moving_weights_is_the_reference(kind: str) -> None:
+    for n in STEPPED:
+        given = steps_of(n, "normal", torch.float32, 64)
+        spans = [given["spans"][0], Span(n // 2, n - n // 9)]
+        targets, moved = given["gradients"], [each.clone() for each in given["gradients"]]
+        momentum, expected, mean = made("normal", n, 1), made("normal", n, 1).clone(), made(kind, n, 2)
+        taken("move_steps_", moved, given["starts"], momentum, mean, spans, MOVES[::2])
+        step_reference.move_steps_(targets, given["starts"], expected, mean, spans, MOVES[::2])
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(moved, targets, strict=True))
+        assert torch.equal(bits(momentum), bits(expected))
+
+
+@pytest.mark.parametrize("kind", one_in(2, ["normal", "special", "heavy-tailed"]))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sketch_is_the_reference(kind: str, dtype: torch.dtype) -> None:
+    for n, block, key in product(STEPPED, (16, 64, 4096), (0, 2**32 - 1)):
+        given = steps_of(n, kind, dtype, 64)
+        gradients = given["gradients"], given["starts"], given["factors"]
+        found = taken("sketch", *gradients, torch.empty(n), block, key)
+        expected = step_reference.sketch(*gradients, torch.empty(n), block, key)
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_that_are_too_large_or_not_numbers_do_not_fit(dtype: torch.dtype) -> None:
+    assert taken("squares_fit", [], [], 0.0)
+    for n in (1, 70, 5000):
+        tensors = [torch.full((n,), 2.0, dtype=dtype), torch.full((2, n), -4.0, dtype=dtype)]
+        assert taken("squares_fit", tensors, [1.0, 0.25], 6.0 * n)
+        assert not taken("squares_fit", tensors, [1.0, 0.25], 6.0 * n - 1)
+        tensors[1][1, n - 1] = math.nan
+        assert not taken("squares_fit", tensors, [1.0, 0.25], math.inf)
+    assert not taken("squares_fit", [torch.full((2,), 1.7e19)], [1.0], torch.finfo(torch.float32).max)
+    assert taken("squares_fit", [torch.full((2,), 1.7e19)], [1.0], 1e39)  # beyond float32
+
+
+def test_steps_in_other_types_layouts_and_orders_are_done_by_the_reference() -> None:
+    n = 300
+    wide, apart, backwards = (
+        steps_of(n, "normal", dtype, 64) for dtype in (torch.float64, torch.float32, torch.float32)
+    )
+    wide |= {"square": wide["square"].double(), "ratio": wide["ratio"].double()}
+    apart |= {"gradients": [torch.randn(10, 3).t()], "starts": [5], "factors": [1.0]}
+    backwards |= {name: value[::-1] for name, value in backwards.items() if isinstance(value, list)}
+    for one in (wide, apart, backwards):
+        other = one | {"square": one["square"].clone()}
+        out, expected = (torch.zeros_like(one["square"]) for _ in range(2))
+        packet = operations.encode_steps_(out, **one, rank=0, P=3, bits=3)
+        assert torch.equal(packet, step_reference.encode_steps_(expected, **other, rank=0, P=3, bits=3))
+        assert torch.equal(out, expected)
+
+
+def test_steps_outside_of_a_vector_are_refused() -> None:
+    outside: dict[str, Any] = {"gradients": [torch.ones(2)], "starts": [299], "factors": [1.0]}
+    few: dict[str, Any] = {"ratio": torch.ones(1)}
+    for wrong, message in (
+        (outside, r"2 elements from 299 on do not lie in \[0, 300\)"),
+        (few, "300 elements do not lie in 1 blocks of 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operations.make_steps_(torch.zeros(300), **steps_of(300, "normal", torch.float32, 64) | wrong)
+    with pytest.raises(RuntimeError, match="100 values of 3 bits take 40 bytes with their scales, the packet has 39"):
+        operations.apply_steps_([], [], torch.zeros(300), [torch.zeros(39, dtype=torch.uint8)] * 3, 3, [], [])
 
 
 @pytest.mark.parametrize("kind", one_in(2, ["special", "normal", "heavy-tailed"]))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_collected_and_written_is_the_reference(kind: str, dtype: torch.dtype) -> None:
+def test_what_is_written_is_the_reference(kind: str, dtype: torch.dtype) -> None:
     for n in SOME:
         parts = [made(kind, n).to(dtype), made("normal", n, 1).to(dtype).view(1, n)]
-        out, expected = torch.zeros(2 * n + 1), torch.zeros(2 * n + 1)
-        finite = operations.collect_(out, parts, [0, n + 1], [1.0, 1.7])
-        assert finite == reference.collect_(expected, parts, [0, n + 1], [1.0, 1.7])
-        assert torch.equal(bits(out), bits(expected))
         weights, unsent = made("normal", 2 * n + 1), made("normal", 2 * n + 1, 1)
         found, others = [each.clone() for each in parts], [each.clone() for each in parts]
         starts = torch.arange(0, 2 * n + 1, 6, dtype=torch.int32)
@@ -509,17 +622,7 @@ def test_what_is_collected_and_written_is_the_reference(kind: str, dtype: torch.
             assert torch.equal(digests, reference.digests(found))
             assert all(map(torch.equal, found, others))
     with pytest.raises(ValueError, match=r"2 elements from 2 on do not lie in \[0, 3\)"):
-        operations.collect_(torch.zeros(3), [torch.zeros(2)], [2], [1.0])
-
-
-def test_squares_that_cannot_be_summed_are_not_finite() -> None:
-    for value in (1.7e19, -1.7e19):  # of which two have a square that is too large
-        for n, place in product((2, 70, 5000), (0, 1)):
-            x = torch.zeros(n)
-            x[place] = value
-            assert operations.collect_(torch.zeros(n), [x], [0], [1.0])
-            x[n - 1 - place] = value
-            assert not operations.collect_(torch.zeros(n), [x], [0], [1.0])
+        operations.write_own_([torch.zeros(2)], [2], torch.zeros(3), torch.zeros(3), None, 1, 1.0)
 
 
 @pytest.mark.parametrize("kind", one_in(3, ["special", "normal", "denormal"]))

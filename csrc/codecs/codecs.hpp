@@ -20,10 +20,10 @@ struct Codecs {
     int64_t (*values_nbytes)(int64_t k, int bits);
     void (*encode_values)(const float *value, int64_t k, int bits, uint8_t *out);
     // shares.hpp says what these do.
-    void (*encode_share)(float *value, int64_t k, int bits, int64_t P, uint8_t *out);
+    void (*encode_share)(float *value, int64_t from, int64_t count, int64_t k, int bits, int64_t P, uint8_t *out);
     void (*reduce_shares)(float *value, int64_t k, const uint8_t *const *packets, int64_t sources, int bits, int64_t P,
                           int bits_down, uint8_t *out);
-    void (*decode_over)(const uint8_t *packet, int64_t k, int bits, float *out, float *kept);
+    void (*decode_over)(const uint8_t *packet, int64_t from, int64_t count, int64_t k, int bits, float *out, float *kept);
 };
 
 // Null where this build or this processor lacks the instructions.

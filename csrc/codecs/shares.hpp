@@ -41,19 +41,20 @@ SPARSYNC_INLINE void subtract(float *value, const float *received, int64_t count
     std::memcpy(value, error, static_cast<size_t>(count) * sizeof *value);
 }
 
-// The packet of value / P, and in the place of the values what P times the decoded packet lacks of them.
-void encode_share(float *value, int64_t k, int bits, int64_t P, uint8_t *out) {
+// The packet of value / P, and in the place of the values what P times the decoded packet lacks of them. The values are `count` of k,
+// those from number `from` on, which begins a block; blocks must be encoded in their order.
+void encode_share(float *value, int64_t from, int64_t count, int64_t k, int bits, int64_t P, uint8_t *out) {
     const Divisor<float> divisor(P);
     const Packet<uint8_t> packet{out, k, bits};
     alignas(64) float share[value_block], received[value_block];
-    for (int64_t i = 0; i < k; i += value_block) {
-        const int64_t count = least(value_block, k - i);
+    for (int64_t i = 0; i < count; i += value_block) {
+        const int64_t some = least(value_block, count - i);
         if (divisor.exact)
-            for (int64_t j = 0; j < count; ++j) share[j] = value[i + j] * divisor.factor;
+            for (int64_t j = 0; j < some; ++j) share[j] = value[i + j] * divisor.factor;
         else
-            for (int64_t j = 0; j < count; ++j) share[j] = value[i + j] / divisor.by;
-        round_some(packet, i, count, share, received);
-        subtract(value + i, received, count, divisor.by);
+            for (int64_t j = 0; j < some; ++j) share[j] = value[i + j] / divisor.by;
+        round_some(packet, from + i, some, share, received);
+        subtract(value + i, received, some, divisor.by);
     }
 }
 
@@ -89,13 +90,13 @@ void reduce_shares(
     }
 }
 
-// The values of a packet to `out`; what stood there before goes to `kept`, unless that is null.
-void decode_over(const uint8_t *bytes, int64_t k, int bits, float *out, float *kept) {
+// The values of a packet, as above, to `out`; what stood there before goes to `kept`, unless that is null.
+void decode_over(const uint8_t *bytes, int64_t from, int64_t count, int64_t k, int bits, float *out, float *kept) {
     const Packet<const uint8_t> packet{bytes, k, bits};
-    for (int64_t i = 0; i < k; i += value_block) {
-        const int64_t count = least(value_block, k - i);
-        if (kept) std::memcpy(kept + i, out + i, static_cast<size_t>(count) * sizeof *out);
-        decode_some(packet, i, count, out + i);
+    for (int64_t i = 0; i < count; i += value_block) {
+        const int64_t some = least(value_block, count - i);
+        if (kept) std::memcpy(kept + i, out + i, static_cast<size_t>(some) * sizeof *out);
+        decode_some(packet, from + i, some, out + i);
     }
 }
 

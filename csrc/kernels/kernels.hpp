@@ -25,7 +25,7 @@ struct Range {
 };
 constexpr Range kNone{kInfinity, 0};
 
-// v = beta2 v + rest2 g^2; g = rate g / (sqrt(scale v) + eps), each operation rounded; rest2 is 1 - beta2, rounded once.
+// v = beta2 v + rest2 g^2; step = rate g / (sqrt(scale v) + eps), each operation rounded; rest2 is 1 - beta2, rounded once.
 struct AdamStep {
     float beta2, rest2, eps, rate;
 };
@@ -51,15 +51,22 @@ struct Passes {
     uint32_t (*max_magnitude)(const float *x, int64_t n);
     // b += a: reads and writes 12 bytes an element and does nothing else; what the other passes are measured against.
     void (*plain)(const float *a, float *b, int64_t n);
-    // out = factor * grad; the sum of squares of out, which is not finite where one of its elements is not.
-    double (*scaled)(float *out, const void *grad, Type type, int64_t n, float factor);
+    // The sum of the squares of factor * grad.
+    double (*squares)(const void *grad, Type type, int64_t n, float factor);
+    // out = factor * grad.
+    void (*scaled)(float *out, const void *grad, Type type, int64_t n, float factor);
     // out = grad / divisor.
     void (*divided)(float *out, const void *grad, Type type, int64_t n, float divisor);
-    // Element i has the scale of its block, scale[(start + i) / block].
-    void (*adam_step)(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step);
+    // out = the step of g = factor * grad, or what was there and the step, if it `adds`; each element has its scale.
+    void (*adam_step)(float *out, bool adds, const void *grad, Type type, float factor, float *v, const float *scale, int64_t n,
+                      AdamStep step);
     // to = weights - share unsent, each operation rounded.
     void (*less)(float *to, const float *weights, const float *unsent, int64_t n, float share);
     void (*momentum_step)(float *a, float *m, const float *mean, int64_t n, MomentumStep step);
+    // Of each of n / block blocks of x, of which `count` elements are not padding, the sum with the signs of the places from `first` on,
+    // and the sum of squares; halves are added. `block` is a power of two from 16 on. Overwrites x, and `square`, which is as long.
+    void (*sketch)(float *x, int64_t count, float *square, int64_t n, int64_t block, int64_t first, uint32_t key, float *sums,
+                   float *squares);
 };
 
 // Null where this build or this processor lacks the instructions.

@@ -63,7 +63,7 @@ void decode_packet_values(const Codecs &codecs, const PacketForm &form, const ui
     if (form.bits == 32)
         copy(value, packet, form.k * static_cast<int64_t>(sizeof(float)));
     else
-        codecs.decode_over(packet, form.k, form.bits, value, nullptr);
+        codecs.decode_over(packet, 0, form.k, form.k, form.bits, value, nullptr);
 }
 
 void lacking(const float *value, const float *received, int64_t k, int64_t times, float *error) {

@@ -33,7 +33,6 @@ int32_t number_of(float value) {
 // The next page's lines: what the processor fetches ahead by itself ends with the page, and passes that do more than add wait for it.
 constexpr int64_t kAhead = 1024;
 constexpr uintptr_t kLine = 64;
-constexpr int64_t kChunk = 4096;  // elements whose squares are added in float32
 
 template <class T>
 void fetch(const T *p, int64_t elements) {
@@ -253,32 +252,44 @@ void plain(const float *a, float *b, int64_t n) {
     for (; i < n; ++i) b[i] = a[i] + b[i];
 }
 
-double scaled(float *out, const void *grad, Type type, int64_t n, float factor) {
+// Doubles, and the floats that they are made of.
+typedef double Doubles __attribute__((vector_size(8 * Vec::kWidth)));
+typedef float Floats __attribute__((vector_size(4 * Vec::kWidth)));
+
+double squares(const void *grad, Type type, int64_t n, float factor) {
     return with_type(grad, type, [=](auto source) {
         const Vec::F factors = Vec::all(factor);
-        double total = 0.0;
+        Doubles sums[2] = {};
         int64_t i = 0;
-        while (i < n) {
-            Vec::F sums[4] = {Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f)};
-            const int64_t stop = n - i > kChunk ? i + kChunk : n;
-            for (; i + 4 * Vec::kWidth <= stop; i += 4 * Vec::kWidth) {
-                source.ahead(i, 4 * Vec::kWidth);
-                fetch(out + i, 4 * Vec::kWidth);
-                for (int v = 0; v < 4; ++v) {
-                    const Vec::F value = Vec::multiply(source.many(i + v * Vec::kWidth), factors);
-                    Vec::store(out + i + v * Vec::kWidth, value);
-                    sums[v] = Vec::add(sums[v], Vec::multiply(value, value));
-                }
+        for (; i + 2 * Vec::kWidth <= n; i += 2 * Vec::kWidth) {
+            source.ahead(i, 2 * Vec::kWidth);
+            for (int v = 0; v < 2; ++v) {
+                const Vec::F value = Vec::multiply(source.many(i + v * Vec::kWidth), factors);
+                const Doubles wide = __builtin_convertvector(reinterpret_cast<const Floats &>(value), Doubles);
+                sums[v] += wide * wide;
             }
-            for (; i < stop; ++i) {
-                out[i] = source.one(i) * factor;
-                total += static_cast<double>(out[i]) * static_cast<double>(out[i]);
-            }
-            float lanes[Vec::kWidth];
-            Vec::store(lanes, Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
-            for (const float lane : lanes) total += static_cast<double>(lane);
         }
+        double total = 0.0;
+        for (; i < n; ++i) {
+            const double value = static_cast<double>(source.one(i) * factor);
+            total += value * value;
+        }
+        const Doubles both = sums[0] + sums[1];
+        for (int lane = 0; lane < Vec::kWidth; ++lane) total += both[lane];
         return total;
+    });
+}
+
+void scaled(float *out, const void *grad, Type type, int64_t n, float factor) {
+    with_type(grad, type, [=](auto source) {
+        const Vec::F factors = Vec::all(factor);
+        int64_t i = 0;
+        for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+            source.ahead(i, Vec::kWidth);
+            Vec::store(out + i, Vec::multiply(source.many(i), factors));
+        }
+        for (; i < n; ++i) out[i] = source.one(i) * factor;
+        return 0;
     });
 }
 
@@ -296,32 +307,38 @@ void divided(float *out, const void *grad, Type type, int64_t n, float divisor) 
     });
 }
 
-void adam_step_of_block(float *g, float *v, float scale, int64_t n, AdamStep step) {
+template <bool adds, class Grad>
+void adam_step_of(float *out, Grad grad, float factor, float *v, const float *scale, int64_t n, AdamStep step) {
     const Vec::F beta2 = Vec::all(step.beta2), rest2 = Vec::all(step.rest2), eps = Vec::all(step.eps), rate = Vec::all(step.rate);
-    const Vec::F scales = Vec::all(scale);
-    fetch(g, n);
-    fetch(v, n);
+    const Vec::F factors = Vec::all(factor);
     int64_t i = 0;
     for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
-        const Vec::F gradient = Vec::load(g + i), square = Vec::multiply(Vec::multiply(gradient, gradient), rest2);
+        grad.ahead(i, Vec::kWidth);
+        fetch(v + i, Vec::kWidth);
+        fetch(out + i, Vec::kWidth);
+        const Vec::F g = Vec::multiply(grad.many(i), factors), square = Vec::multiply(Vec::multiply(g, g), rest2);
         const Vec::F moment = Vec::add(Vec::multiply(Vec::load(v + i), beta2), square);
         Vec::store(v + i, moment);
-        const Vec::F length = Vec::add(Vec::root(Vec::multiply(moment, scales)), eps);
-        Vec::store(g + i, Vec::divide(Vec::multiply(gradient, rate), length));
+        const Vec::F length = Vec::add(Vec::root(Vec::multiply(moment, Vec::load(scale + i))), eps);
+        const Vec::F taken = Vec::divide(Vec::multiply(g, rate), length);
+        Vec::store(out + i, adds ? Vec::add(Vec::load(out + i), taken) : taken);
     }
     for (; i < n; ++i) {
-        const float square = g[i] * g[i] * step.rest2;
+        const float g = grad.one(i) * factor, square = g * g * step.rest2;
         v[i] = v[i] * step.beta2 + square;
-        g[i] = g[i] * step.rate / (std::sqrt(v[i] * scale) + step.eps);
+        const float taken = g * step.rate / (std::sqrt(v[i] * scale[i]) + step.eps);
+        out[i] = adds ? out[i] + taken : taken;
     }
 }
 
-void adam_step(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step) {
-    for (int64_t i = 0; i < n;) {
-        const int64_t number = (start + i) / block, stop = (number + 1) * block - start, length = (stop < n ? stop : n) - i;
-        adam_step_of_block(g + i, v + i, scale[number], length, step);
-        i += length;
-    }
+void adam_step(float *out, bool adds, const void *grad, Type type, float factor, float *v, const float *scale, int64_t n, AdamStep step) {
+    with_type(grad, type, [=](auto source) {
+        if (adds)
+            adam_step_of<true>(out, source, factor, v, scale, n, step);
+        else
+            adam_step_of<false>(out, source, factor, v, scale, n, step);
+        return 0;
+    });
 }
 
 void momentum_step(float *a, float *m, const float *mean, int64_t n, MomentumStep step) {
@@ -354,8 +371,47 @@ void less(float *to, const float *weights, const float *unsent, int64_t n, float
     for (; i < n; ++i) to[i] = weights[i] - unsent[i] * share;
 }
 
-constexpr Passes table{add,    select,  select_rows, select_number, add_select, max_magnitude,
-                       plain,  scaled,  divided,     adam_step,     less,       momentum_step};
+// Adds halves until `width` of each block of `block` are left.
+void fold(float *x, int64_t n, int64_t block, int64_t width) {
+    for (float *row = x; row < x + n; row += block)
+        for (int64_t half = block / 2; half >= width; half /= 2)
+            for (int64_t i = 0; i < half; i += Vec::kWidth) Vec::store(row + i, Vec::add(Vec::load(row + i), Vec::load(row + half + i)));
+}
+
+// The sum of the first 16 of a block.
+float folded(const float *row) {
+    float eight[8], four[4];
+    for (int i = 0; i < 8; ++i) eight[i] = row[i] + row[i + 8];
+    for (int i = 0; i < 4; ++i) four[i] = eight[i] + eight[i + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+constexpr int64_t kFolded = 16;
+typedef uint32_t Words __attribute__((vector_size(4 * Vec::kWidth)));
+
+void sketch(float *x, int64_t count, float *square, int64_t n, int64_t block, int64_t first, uint32_t key, float *sums, float *squares) {
+    Words place, value;
+    for (int lane = 0; lane < Vec::kWidth; ++lane) place[lane] = static_cast<uint32_t>(first + lane) * 0x9E3779B1u + key;
+    for (int64_t i = 0; i < n; i += Vec::kWidth, place += static_cast<uint32_t>(Vec::kWidth) * 0x9E3779B1u) {
+        Words word = (place ^ place >> 16) * 0x85EBCA6Bu;
+        word = (word ^ word >> 13) * 0xC2B2AE35u;
+        const Vec::F number = Vec::load(x + i);
+        Vec::store(square + i, Vec::multiply(number, number));
+        std::memcpy(&value, x + i, sizeof value);
+        value ^= (word ^ word >> 16) << 31;
+        std::memcpy(x + i, &value, sizeof value);
+    }
+    for (int64_t i = count; i < n; ++i) x[i] = 0.0f;  // the signs of nothing do not count
+    fold(x, n, block, kFolded);
+    fold(square, n, block, kFolded);
+    for (int64_t i = 0; i < n; i += block) {
+        *sums++ = folded(x + i);
+        *squares++ = folded(square + i);
+    }
+}
+
+constexpr Passes table{add,     select, select_rows, select_number, add_select, max_magnitude, plain,
+                       squares, scaled, divided,     adam_step,     less,       momentum_step, sketch};
 
 }  // namespace
 }  // namespace sparsync

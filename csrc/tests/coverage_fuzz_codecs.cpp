@@ -10,12 +10,12 @@ void decode_values(const Codecs &codecs, const uint8_t *data, size_t size, int64
     const std::unique_ptr<uint8_t[]> packet(new uint8_t[nbytes]);
     if (nbytes) std::memcpy(packet.get(), data, nbytes);
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
-    codecs.decode_over(packet.get(), k, bits, out.get(), nullptr);
+    codecs.decode_over(packet.get(), 0, k, k, bits, out.get(), nullptr);
     const std::unique_ptr<float[]> again(new float[static_cast<size_t>(k)]);
-    codecs.decode_over(packet.get(), k, bits, again.get(), nullptr);
+    codecs.decode_over(packet.get(), 0, k, k, bits, again.get(), nullptr);
     const uint8_t *const packets[] = {packet.get()};
     const std::unique_ptr<uint8_t[]> sent(new uint8_t[nbytes]), mean(new uint8_t[nbytes]);
-    codecs.encode_share(again.get(), k, bits, 1 + k % 5, sent.get());
+    codecs.encode_share(again.get(), 0, k, k, bits, 1 + k % 5, sent.get());
     codecs.reduce_shares(out.get(), k, packets, 1, bits, 1 + k % 5, bits, mean.get());
 }
 

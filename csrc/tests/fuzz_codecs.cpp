@@ -71,7 +71,7 @@ void decode_values(Random &random, const Codecs &codecs) {
     for (size_t i = 0; i < nbytes; ++i) packet[i] = static_cast<uint8_t>(random.source());
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
     const std::unique_ptr<uint8_t[]> again(new uint8_t[nbytes]);
-    codecs.decode_over(packet.get(), k, used, out.get(), nullptr);
+    codecs.decode_over(packet.get(), 0, k, k, used, out.get(), nullptr);
     codecs.encode_values(out.get(), k, used, again.get());
 }
 
@@ -115,9 +115,9 @@ void reduce_values(Random &random) {
         for (float *value : {share.get(), sum.get(), out.get()})
             if (k) std::memcpy(value, content.data(), length * sizeof *value);
         Bytes sent(nbytes), mean(static_cast<size_t>(codecs->values_nbytes(k, down)));
-        codecs->encode_share(share.get(), k, up, P, sent.data());
+        codecs->encode_share(share.get(), 0, k, k, up, P, sent.data());
         codecs->reduce_shares(sum.get(), k, arrived.data(), static_cast<int64_t>(arrived.size()), up, P, down, mean.data());
-        codecs->decode_over(mean.data(), k, down, out.get(), random.one_in(2) ? kept.get() : nullptr);
+        codecs->decode_over(mean.data(), 0, k, k, down, out.get(), random.one_in(2) ? kept.get() : nullptr);
         made.push_back({sent, mean, plain_bits(share.get(), k), plain_bits(sum.get(), k), plain_bits(out.get(), k)});
         if (!(made.back() == made.front())) broken("shares differ between instruction sets", Positions::packed, k, P, up);
     }

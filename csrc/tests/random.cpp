@@ -13,6 +13,7 @@
 #include "../kernels/level.hpp"
 #include "../kernels/packets.hpp"
 #include "../kernels/sparse.hpp"
+#include "../kernels/steps.hpp"
 
 using namespace sparsync;
 
@@ -121,13 +122,7 @@ bool alike(float one, float other) { return one == other || (std::isnan(one) && 
 void check_steps(const Passes &passes, int64_t n, int kind) {
     const auto length = static_cast<size_t>(n);
     const std::vector<float> x = vector_of(n, kind), y = vector_of(n, 0), z = vector_of(n, 2);
-    const int64_t block = 1 + below(70), start = below(200);
-    std::vector<float> g = x, v = z, scale(static_cast<size_t>(n ? (start + n - 1) / block + 1 : 0), 0.5f);
-    const AdamStep adam{0.95f, 0.05f, 1e-8f, 1e-3f};
-    passes.adam_step(g.data(), v.data(), scale.data(), start, block, n, adam);
-    std::vector<float> a = x, m = y, to(length), out(length);
-    const MomentumStep step{0.9f, 0.1f, 0.99f, 1.5f};
-    passes.momentum_step(a.data(), m.data(), z.data(), n, step);
+    std::vector<float> to(length), out(length);
     passes.divided(out.data(), x.data(), Type::float32, n, 3.0f);
     for (size_t i = 0; i < length; ++i) expect(alike(out[i], x[i] / 3.0f), "divided");
     passes.less(to.data(), x.data(), y.data(), n, 0.35f);
@@ -142,20 +137,116 @@ void check_steps(const Passes &passes, int64_t n, int kind) {
     std::vector<bool> divided(length);
     for (const int32_t at : starts)
         for (int64_t i = at; i < at + row; ++i) divided[static_cast<size_t>(i)] = true;
-    passes.scaled(out.data(), x.data(), Type::float32, n, 1.5f);
     for (size_t i = 0; i < length; ++i) {
-        const float moment = z[i] * adam.beta2 + x[i] * x[i] * adam.rest2;
-        expect(alike(v[i], moment), "second moments");
-        expect(alike(g[i], x[i] * adam.rate / (std::sqrt(moment * 0.5f) + adam.eps)), "adam_step");
-        const float momentum = y[i] * step.beta1 + z[i] * step.rest1;
-        expect(alike(m[i], momentum), "momentum");
-        expect(alike(a[i], x[i] * step.decay - momentum * step.length), "momentum_step");
         expect(alike(to[i], x[i] - y[i] * 0.35f), "less");
         expect(alike(own[i], x[i] - (divided[i] ? y[i] / 3.0f : y[i]) * 0.35f), "write_own");
-        expect(alike(out[i], x[i] * 1.5f), "scaled");
     }
-    const std::vector<uint16_t> halves(length, 0x3c00);
-    for (const Type type : {Type::float16, Type::bfloat16}) passes.scaled(out.data(), halves.data(), type, n, 1.0f);
+}
+
+float folded(std::vector<float> x) {
+    for (size_t half = x.size() / 2; half; half /= 2)
+        for (size_t i = 0; i < half; ++i) x[i] += x[i + half];
+    return x[0];
+}
+
+// Gradients in parts that lie anywhere, their steps, packets and sketches, and weights that are moved, against plain loops.
+void check_exchanged(const Level &level, int64_t n, int kind) {
+    constexpr int widths[] = {8, 4, 3, 1, ternary};
+    const auto length = static_cast<size_t>(n);
+    const Type type = static_cast<Type>(below(3));
+    std::vector<std::vector<float>> values, weights;
+    std::vector<std::vector<uint16_t>> halves;
+    std::vector<float> gradient(length), start = vector_of(n, 0), before = vector_of(n, 2), target(length);
+    Gradients given{{}, nullptr, nullptr, 1 + below(300), {}};
+    std::vector<TargetPart> targets;
+    for (int64_t from = below(40), to; from < n; from = to + below(2) * below(40)) {
+        to = std::min(n, from + 1 + below(n));
+        values.push_back(vector_of(to - from, kind));
+        halves.emplace_back(values.back().size(), static_cast<uint16_t>(0x3c00));  // 1.0, and 0.0078125
+        weights.push_back(vector_of(to - from, 0));
+        std::copy(weights.back().begin(), weights.back().end(), target.begin() + from);
+        const void *data = type == Type::float32 ? static_cast<const void *>(values.back().data()) : halves.back().data();
+        given.parts.push_back({from, to, data, type, 1.5f});
+        targets.push_back({from, to, weights.back().data()});
+        for (int64_t i = from; i < to; ++i) {
+            const float whole = values.back()[static_cast<size_t>(i - from)];
+            gradient[static_cast<size_t>(i)] = (type == Type::float32 ? whole : type == Type::float16 ? 1.0f : 0.0078125f) * 1.5f;
+        }
+    }
+    const std::vector<float> ratio(static_cast<size_t>(n / given.block + 1), 0.5f);
+    std::vector<float> square = before, sums = start, momentum = start;
+    given.square = square.data();
+    given.ratio = ratio.data();
+    const int64_t cut = below(n + 1);
+    const AdamStep adam{0.95f, 0.05f, 1e-8f, 1e-3f};
+    given.spans = {{0, cut, adam, 0.25f}, {cut, n, adam, 0.25f}};
+    std::vector<float> expected(length);
+    for (size_t i = 0; i < length; ++i) {
+        const float moment = before[i] * adam.beta2 + gradient[i] * gradient[i] * adam.rest2;
+        expected[i] = start[i] + gradient[i] * adam.rate / (std::sqrt(moment * 2.0f) + adam.eps);
+    }
+    const int64_t P = 1 + below(5), rank = below(P);
+    const int bits = widths[below(5)];
+    std::vector<std::vector<uint8_t>> packets;
+    std::vector<uint8_t> wanted;
+    std::vector<float> error = expected, decoded(length);
+    for (int64_t owner = 0; owner < P; ++owner) {
+        const Chunk chunk(n, P, owner);
+        packets.emplace_back(static_cast<size_t>(level.codecs->values_nbytes(chunk.length, bits)));
+        if (owner != rank) {
+            level.codecs->encode_share(error.data() + chunk.start, 0, chunk.length, chunk.length, bits, P, packets.back().data());
+            wanted.insert(wanted.end(), packets.back().begin(), packets.back().end());
+        }
+        level.codecs->decode_over(packets.back().data(), 0, chunk.length, chunk.length, bits, decoded.data() + chunk.start, nullptr);
+    }
+    std::vector<uint8_t> sent(wanted.size());
+    encode_steps(level, given, sums.data(), n, rank, P, bits, sent.data());
+    expect(sent == wanted, "packets of steps");
+    for (size_t i = 0; i < length; ++i) expect(alike(sums[i], error[i]), "what packets of steps lack");
+    encode_nan(level, n, rank, P, bits, sent.data());
+    square = before;
+    std::vector<float> out(length);
+    make_steps(level, given, out.data());
+    for (size_t i = 0; i < length; ++i) expect(alike(start[i] + out[i], expected[i]), "make_steps");
+
+    const MomentumStep step{0.9f, 0.1f, 0.99f, 1.5f};
+    const std::vector<MomentumSpan> moves{{0, cut, step}, {cut, n, step}};
+    std::vector<const uint8_t *> arrived;
+    for (const auto &packet : packets) arrived.push_back(packet.data());
+    apply_steps(level, targets, momentum.data(), n, arrived, bits, moves);
+    std::vector<float> again = start;
+    move_steps(level, {}, again.data(), decoded.data(), moves);
+    for (const TargetPart &part : targets)
+        for (int64_t at = part.start; at < part.stop; ++at) {
+            const auto i = static_cast<size_t>(at);
+            const float moment = start[i] * step.beta1 + decoded[i] * step.rest1;
+            expect(alike(momentum[i], moment) && alike(again[i], moment), "momentum");
+            expect(alike(part.data[at - part.start], target[i] * step.decay - moment * step.length), "weights");
+        }
+
+    const int64_t block = int64_t{16} << below(9), blocks = (n + block - 1) / block;
+    const auto key = static_cast<uint32_t>(randomness());
+    std::vector<float> projected(static_cast<size_t>(blocks)), norms(static_cast<size_t>(blocks));
+    sketch(level, given.parts, n, block, key, projected.data(), norms.data());
+    for (int64_t number = 0; number < blocks; ++number) {
+        std::vector<float> sum(static_cast<size_t>(block)), squares(static_cast<size_t>(block));
+        for (int64_t i = 0; i < block && number * block + i < n; ++i) {
+            const auto at = static_cast<uint32_t>(number * block + i);
+            uint32_t word = at * 0x9E3779B1u + key;
+            word = (word ^ word >> 16) * 0x85EBCA6Bu;
+            word = (word ^ word >> 13) * 0xC2B2AE35u;
+            const float g = gradient[at];
+            sum[static_cast<size_t>(i)] = (word ^ word >> 16) & 1 ? -g : g;
+            squares[static_cast<size_t>(i)] = g * g;
+        }
+        expect(alike(projected[static_cast<size_t>(number)], folded(sum)), "sums of a sketch");
+        expect(alike(norms[static_cast<size_t>(number)], folded(squares)), "squares of a sketch");
+    }
+    double total = 0.0;
+    for (const GradientPart &part : given.parts) total += level.passes->squares(part.data, part.type, part.stop - part.start, part.factor);
+    double right = 0.0;
+    for (const float g : gradient) right += static_cast<double>(g) * static_cast<double>(g);
+    expect(total == right || std::isnan(right) || std::abs(total - right) <= 1e-12 * right, "squares");
 }
 
 void check_digest(int64_t n) {
@@ -235,18 +326,18 @@ void check_packets(const Codecs &codecs, int64_t length) {
 void check_shares(const Codecs &codecs, int64_t n, int kind) {
     constexpr int widths[] = {8, 4, 3, 1, ternary};
     const auto length = static_cast<size_t>(n);
-    const int up = widths[below(6)], down = widths[below(6)];
+    const int up = widths[below(5)], down = widths[below(5)];
     const int64_t P = 1 + below(5);
     const float times = static_cast<float>(P);
     const std::vector<float> x = vector_of(n, kind), own = vector_of(n, 0);
     std::vector<float> error = x, sum = own, decoded(length), mean(length), kept(length);
     std::vector<uint8_t> packet(static_cast<size_t>(codecs.values_nbytes(n, up))), sent(static_cast<size_t>(codecs.values_nbytes(n, down)));
-    codecs.encode_share(error.data(), n, up, P, packet.data());
-    codecs.decode_over(packet.data(), n, up, decoded.data(), nullptr);
+    codecs.encode_share(error.data(), 0, n, n, up, P, packet.data());
+    codecs.decode_over(packet.data(), 0, n, n, up, decoded.data(), nullptr);
     const uint8_t *const packets[] = {packet.data(), packet.data()};
     codecs.reduce_shares(sum.data(), n, packets, 2, up, P, down, sent.data());
     mean = own;
-    codecs.decode_over(sent.data(), n, down, mean.data(), kept.data());
+    codecs.decode_over(sent.data(), 0, n, n, down, mean.data(), kept.data());
     expect(kept == own, "decode_over keeps");
     for (size_t i = 0; i < length; ++i) {
         const double product = static_cast<double>(times) * static_cast<double>(decoded[i]);
@@ -266,6 +357,8 @@ int main() {
             check_selection(*level.passes, round % 20 ? below(200) : 60000 + below(20000), round % 3);
     for (const Level &level : levels())
         for (int round = 0; round < 300; ++round) check_steps(*level.passes, round % 20 ? below(200) : 5000 + below(9000), round % 3);
+    for (const Level &level : levels())
+        for (int round = 0; round < 300; ++round) check_exchanged(level, 1 + (round % 20 ? below(600) : below(9000)), round % 3);
     for (const Level &level : levels())
         for (int round = 0; round < 300; ++round) check_packets(*level.codecs, round % 20 ? below(300) : below(60000));
     for (const Level &level : levels())

@@ -103,31 +103,6 @@ def divide_rows_(x: Tensor, rows: Rows, divisor: int) -> None:
     put_(x, at, gather(x, at) / exact_divisor(x, divisor))
 
 
-def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
-    squares = torch.zeros((), dtype=torch.float64, device=out.device)
-    for each, start, factor in zip(tensors, starts, factors, strict=True):
-        part = Span(start, start + each.numel()).of(out)
-        part.copy_(each.reshape(-1)).mul_(factor)
-        squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    return bool(squares <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
-
-
-def adam_step_(
-    grad: Tensor, square: Tensor, scale: Tensor, start: int, block: int, beta2: float, eps: float, rate: float
-) -> None:
-    square.mul_(beta2).add_(grad.square().mul_(1 - beta2))
-    first, last = start // block, -(-(start + grad.numel()) // block)
-    scales = scale[first:last].repeat_interleave(block)[start - first * block :][: grad.numel()]
-    # In float64 and back: torch's own root of float32 is not the nearest number on every machine.
-    root = scales.mul_(square).double().sqrt_().to(grad.dtype)
-    grad.mul_(rate).div_(root.add_(eps))
-
-
-def momentum_step_(weights: Tensor, momentum: Tensor, mean: Tensor, beta1: float, decay: float, length: float) -> None:
-    momentum.mul_(beta1).add_(mean * (1 - beta1))
-    weights.mul_(decay).sub_(momentum * length)
-
-
 def write_own_(
     targets: Sequence[Tensor],
     starts: Sequence[int],
