@@ -5,6 +5,7 @@ The packets are those of `quantized_all_reduce_`, and so are the bits of what ar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -112,6 +113,7 @@ class WholeStep(Reduction):
     steps: StepsToMake | None
     skip: Skip | None = None
     mean: QuantizedMean | None = field(default=None, init=False)  # that has arrived, unless it is to be skipped
+    # Not in a cycle with this, which would keep gradients.
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     @property
@@ -136,7 +138,7 @@ class WholeStep(Reduction):
                 sent.insert(rank, residual.new_empty(0, dtype=torch.uint8))
             else:
                 sent = list(self.steps.encode(residual, rank, P, bits, flag).split(sizes))
-                self._undo.append(lambda: self._take_back(residual, chunks, rank, sent, up))
+                self._undo.append(partial(_take_back, residual, chunks, rank, sent, up))
         try:
             size = up.nbytes(len(mine), dtype)
             received = comm.all_to_all(sent, [size * (source != rank) for source in range(P)])
@@ -146,7 +148,7 @@ class WholeStep(Reduction):
                     packet = nan_packet(len(mine), bits_down, residual.device)
                 else:
                     packet = kernels.reduce_shares_(mine.of(residual), others, bits, P, bits_down, flag)
-                    self._undo.append(lambda: self._take_sum_back(mine.of(residual), packet, others, up, down, P))
+                    self._undo.append(partial(_take_sum_back, mine.of(residual), packet, others, up, down, P))
             mean = QuantizedMean(
                 comm.all_gather(packet, [down.nbytes(len(chunk), dtype) for chunk in chunks]), down, n, dtype
             )
@@ -174,20 +176,20 @@ class WholeStep(Reduction):
         if made and self.steps is not None:
             bucket.grad.sub_(self.steps.again())
 
-    def _take_back(
-        self, residual: Tensor, chunks: Sequence[Span], rank: int, sent: Sequence[Tensor], codec: ValueCodec
-    ) -> None:
-        for owner, (chunk, packet) in enumerate(zip(chunks, sent, strict=True)):
-            if owner != rank:
-                chunk.of(residual).add_(codec.decode(packet, len(chunk), residual.dtype), alpha=len(chunks))
 
-    def _take_sum_back(
-        self, own: Tensor, packet: Tensor, others: Sequence[Tensor], up: ValueCodec, down: ValueCodec, P: int
-    ) -> None:
-        total = own.double().add_(down.decode(packet, len(own), own.dtype), alpha=P)
-        for each in others:
-            total.sub_(up.decode(each, len(own), own.dtype), alpha=P)
-        own.copy_(total)
+def _take_back(residual: Tensor, chunks: Sequence[Span], rank: int, sent: Sequence[Tensor], codec: ValueCodec) -> None:
+    for owner, (chunk, packet) in enumerate(zip(chunks, sent, strict=True)):
+        if owner != rank:
+            chunk.of(residual).add_(codec.decode(packet, len(chunk), residual.dtype), alpha=len(chunks))
+
+
+def _take_sum_back(
+    own: Tensor, packet: Tensor, others: Sequence[Tensor], up: ValueCodec, down: ValueCodec, P: int
+) -> None:
+    total = own.double().add_(down.decode(packet, len(own), own.dtype), alpha=P)
+    for each in others:
+        total.sub_(up.decode(each, len(own), own.dtype), alpha=P)
+    own.copy_(total)
 
 
 def _fit(packets: Sequence[Tensor], k: int, bits: int, times: int) -> bool:
