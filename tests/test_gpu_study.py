@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sparsync_lab import cli
 from studies.gpu import command, goals
 from studies.gpu.launched import METHODS, of_ranks
 from studies.gpu.measured import STEP, Measured
@@ -57,10 +58,18 @@ def test_what_fails_is_told_and_the_rest_is_measured(
     assert "- step, no_such_scheme: ValueError: unknown scheme 'no_such_scheme'" in capsys.readouterr().out
 
 
+def test_the_training_of_quality_is_a_study_that_the_lab_takes(tmp_path: Path) -> None:
+    given = command._options(["--quality", "--device", "cpu", "--width", "64", "--data", "src", "--out", str(tmp_path)])
+    words = command._of_quality(given)
+    options = cli._parser().parse_args(words)
+    assert options.workload == "code-86m"
+    assert {"heads=1", "width=64", "layers=10", "data=src"} <= set(words)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_several_ranks_take_the_steps_of_each_method_and_end_with_the_same_bits() -> None:
     rows = {row["method"]: row for row in of_ranks(2, "none", TINY, 1, trained=10)}
     assert set(METHODS) <= set(rows)
-    assert {"bits=4.6", "bits=0.2"} <= set(rows)
+    assert {"bits=3.1", "bits=0.2"} <= set(rows)
     assert [name for name, row in rows.items() if row["same bits"] is not True] == ["bf16 hook"]  # which needs NCCL

@@ -6,8 +6,8 @@
 
 step: one rank exchanges gradients that are given. whole: training steps of one rank. ranks: training steps of 2 and 4 ranks, which share
 the GPU and talk by NCCL over sockets, each behind its own link where the machine can limit links; and whether their weights have the same
-bits after 200 steps. It is meant for five minutes of one GPU; what cannot be measured is listed at the end. The model is GPT-2 with 124 M
-parameters.
+bits after 200 steps, 20 on a CPU. The model is GPT-2 with 124 M parameters. It is meant for five minutes of one GPU; what cannot be
+measured is listed at the end.
 
 --quality trains a byte-level model of 126 M parameters on the C source of Linux, all ranks in one process, by `sparsync frontier`. What was
 interrupted goes on with the same command. --counts counts launches and waits on a CPU, and writes tests/counts.json.
@@ -32,14 +32,11 @@ from studies import parts
 from studies.gpu import counts, goals
 from studies.gpu.launched import LINKS, of_ranks
 from studies.gpu.measured import STEP, WHOLE, Measured, copy_bytes_per_s, measured
-from studies.gpu.methods import ADAMW, Shape, given_gradients, training
+from studies.gpu.methods import ADAMW, Shape, given_gradients, heads, training
 
 PAGE, PART = "docs/gpu.md", "gpu"
-TRAINED = 200  # steps after which the ranks must have the same bits
-QUALITY = (
-    "frontier --workload code-86m --option layers=10 --option width=1024 --option heads=16 --option batch_size=16 --ranks 4 "
-    "--schemes dense,default,bits=0.8 --steps 1000 --rates 1 --checkpoint-every 250"
-)
+TRAINED = {"cuda": 200, "cpu": 20}  # steps after which the ranks must have the same bits
+QUALITY = "frontier --workload code-86m --ranks 4 --schemes dense,default,bits=0.8 --rates 1"
 
 
 @dataclass
@@ -68,9 +65,7 @@ def main(argv: Sequence[str]) -> None:
     if given.counts:
         counts.write()
     elif given.quality:
-        data = ["--option", f"data={given.data}"] if given.data else []
-        out = ["--device", given.device, "--out", str(given.out / "quality")]
-        cli.main([*shlex.split(QUALITY), *data, *out])
+        cli.main(_of_quality(given))
     else:
         check_file(given.out / "gpu.json")
         found = _measure(given)
@@ -92,16 +87,35 @@ def _options(argv: Sequence[str]) -> Any:  # Any: argparse's
     add("--quality", action="store_true", help="train, and compare qualities")
     add("--data", default="", help="of --quality: a folder of C source; default: that of Linux")
     add("--counts", action="store_true", help="count launches and waits on a CPU")
-    add("--layers", type=int, default=12)
-    add("--width", type=int, default=768)
+    add("--layers", type=int, default=None, help="default: 12; of --quality 10")
+    add("--width", type=int, default=None, help="default: 768; of --quality 1024")
     add("--batch", type=int, default=None, help="sequences of a rank (default: 8, with several ranks 2)")
     add("--rounds", type=int, default=None, help="default: 24, on a CPU 8")
     add("--links", default=None, help=f"of several ranks (default: {','.join(LINKS)}; on a CPU {LINKS[0]})")
     return parser.parse_args(argv)
 
 
+def _of_quality(given: Any) -> list[str]:  # Any: argparse's
+    """Return the words of `sparsync frontier` that train, and that go on where they were interrupted."""
+    width = given.width or 1024
+    options = {
+        "layers": given.layers or 10,
+        "width": width,
+        "heads": heads(width),
+        "batch_size": 16,
+        "data": given.data,
+    }
+    steps, every = 1000, 250
+    if given.device == "cpu":
+        options |= {"batch_size": 4, "context": 64, "windows": 8}
+        steps, every = 20, 10
+    said = [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
+    said += ["--steps", str(steps), "--checkpoint-every", str(every), "--device", given.device]
+    return [*shlex.split(QUALITY), *said, "--out", str(given.out / "quality")]
+
+
 def _measure(given: Any) -> Found:  # Any: argparse's
-    shape = Shape.on(given.device, given.layers, given.width)
+    shape = Shape.on(given.device, given.layers or 12, given.width or 768)
     rounds = given.rounds or (24 if given.device == "cuda" else 8)
     found = Found(torch.cuda.get_device_name() if given.device == "cuda" else "cpu", parameters=shape.parameters)
     wanted = given.only.split(",")
@@ -134,7 +148,7 @@ def _measure(given: Any) -> Found:  # Any: argparse's
     if "ranks" in wanted:
         links = (given.links or ",".join(LINKS if given.device == "cuda" else LINKS[:1])).split(",")
         for P, link in [(2, LINKS[0]), *((4, link) for link in links)]:
-            trained = TRAINED if link == LINKS[0] else 0
+            trained = TRAINED[given.device] if link == LINKS[0] else 0
             measure = partial(of_ranks, P, link, shape, given.batch or 2, trained)
             found.ranks += tried(f"{P} ranks, link {link}", measure) or []
     return found
@@ -151,7 +165,7 @@ def page(found: Found) -> str:
         cells = [_cells(each, found, own) for each in rows]
         said += [f"Settled / measuring steps:\n\n{parts.table(heads, cells)}"] if rows else []
     if found.ranks:
-        heads = ["ranks", "link of a rank", "method", "step, ms", f"same bits after {TRAINED} steps"]
+        heads = ["ranks", "link of a rank", "method", "step, ms", "same bits after training"]
         said.append(parts.table(heads, [[str(each) for each in row.values()] for row in found.ranks]))
     beside = parts.table(["goal: measured", *goals.KINDS], goals.table(_of_goals(found)))
     said.append(f"Goals at 124 M parameters on an H100, any step:\n\n{beside}")

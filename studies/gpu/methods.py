@@ -23,9 +23,14 @@ VECTORS = 12  # bytes per parameter of weights, gradients, and those that are gi
 MOMENTS = 8  # bytes per parameter of AdamW's state
 
 
+def heads(width: int) -> int:
+    """Return the number of heads of 64 elements, one in a narrower model."""
+    return max(1, width // 64)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """The model, and where it is. Heads have 64 elements."""
+    """The model, and where it is."""
 
     device: str
     layers: int
@@ -41,12 +46,12 @@ class Shape:
     def model(self) -> Decoder:
         torch.manual_seed(0)
         with torch.device(self.device):
-            return Decoder(self.vocabulary, self.context, self.width, self.layers, max(1, self.width // 64))
+            return Decoder(self.vocabulary, self.context, self.width, self.layers, heads(self.width))
 
     @cached_property
     def parameters(self) -> int:
         with torch.device("meta"):
-            model = Decoder(self.vocabulary, self.context, self.width, self.layers, max(1, self.width // 64))
+            model = Decoder(self.vocabulary, self.context, self.width, self.layers, heads(self.width))
         return sum(each.numel() for each in model.parameters())
 
 
