@@ -53,6 +53,7 @@ def main(task: Row) -> None:
     """Measure as one rank; rank 0 writes the file."""
     rank = int(os.environ["RANK"])
     shape = Shape(**task["shape"])
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     # NCCL has several ranks on one GPU if each takes itself for another machine.
     os.environ |= {
         "NCCL_HOSTID": f"node{rank}",

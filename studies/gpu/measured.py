@@ -49,6 +49,7 @@ class Measured:
 
 def measured(base: Steps, text: str, shape: Shape, make: Callable[[], Steps], rounds: int) -> Measured:
     """Measure the method that `make` makes beside `base`, and close it."""
+    _wall_s(base, shape.device)  # from here on it has all its memory
     before = _allocated(shape.device)
     steps = make()
     try:
