@@ -28,6 +28,7 @@ PARTS = {
     "flush": "the quality of a model before and after `handle.flush()`: a table of docs/adamw_steps.md",
     "fsdp_parameters": "what compressing FSDP2's shard axis does to a training: a table of docs/attach.md",
     "goodput": "what kills and joins cost a training that goes on: tables of docs/elastic.md",
+    "gpu": "what the library costs on a GPU, and launches counted on a CPU: tables of docs/gpu.md",
     "integrations": "what works where: a table of docs/attach.md",
     "kernels_table": "every backend of the kernels of this machine: the table of docs/kernels.md",
     "mutations": "faults put into the library, and the tests that must find them",

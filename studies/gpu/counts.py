@@ -1,0 +1,101 @@
+"""Launches and host syncs of every recipe and every scheme, counted on a CPU: tests/counts.json, which only ever falls."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from sparsync import Bucket, LocalWorld, recipes, schemes
+from sparsync.base import registry
+from sparsync.comm.local import LocalComm
+from sparsync.core import generator, laid_out
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync_lab.workloads.gpt import Decoder, Gpt
+from studies import parts
+from studies.gpu.goals import LAUNCHES, SYNCS, kind_of
+from studies.gpu.launches import Counts, counted
+
+FILE = parts.ROOT / "tests" / "counts.json"
+RANKS = (1, 4)
+STEPS = 10  # numbers 0 to 8 measure the ratio of AdamW steps, where that is measured, and 9 does not
+COUNTED = 5  # the last ones: whoever takes turns has had all of them
+DENSITY = 0.01  # of schemes that do not say theirs
+Pair = list[int]  # launches and syncs
+
+
+def texts() -> list[str]:
+    """Return every recipe, "muon " in front of those for Muon alone, and every scheme with its default settings."""
+    steps = [f"muon {each.text}" if each.family == "muon" else each.text for each in recipes.TABLE]
+    own = [name for name in schemes.names() if registry.where(name).startswith("sparsync.")]
+    return list(dict.fromkeys([*steps, *own]))
+
+
+def count(text: str) -> dict[str, dict[str, Pair]]:
+    """Return for each number of ranks what a settled step of rank 0 takes, and the most that it or a step before it does."""
+    muon, method = text.startswith("muon "), text.removeprefix("muon ")
+    choice = parse_schemes(method, DENSITY)[0]
+    return {f"P={P}": LocalWorld(P).run(lambda comm: _of_rank(choice, muon, comm))[0] for P in RANKS}
+
+
+def goal(text: str) -> list[float | None]:
+    """Return the goals of a method: launches and syncs of any step."""
+    kind = kind_of(text)
+    return [LAUNCHES.of(kind), SYNCS.of(kind)]
+
+
+def write() -> None:
+    """Count everything, write the file, and print it as a table."""
+    found: dict[str, dict[str, Any]] = {text: {"goal": goal(text), **count(text)} for text in texts()}  # Any: JSON
+    lines = [f"{json.dumps(text)}: {json.dumps(each)}" for text, each in found.items()]
+    FILE.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+    heads = ["method", "goal", *(f"P={P}, {which}" for P in RANKS for which in ("settled", "heaviest"))]
+    rows = [
+        [f"`{text}`", _shown(each["goal"]), *(_shown(pair) for P in RANKS for pair in each[f"P={P}"].values())]
+        for text, each in found.items()
+    ]
+    print(f"Launches / host syncs of a step of rank 0:\n\n{parts.table(heads, rows)}\n\nWritten: {FILE}")
+
+
+def _shown(pair: Sequence[float | None]) -> str:
+    return " / ".join("-" if each is None else f"{each:g}" for each in pair)
+
+
+def _of_rank(choice: SchemeChoice, muon: bool, comm: LocalComm) -> dict[str, Pair]:
+    step = _step_of(choice, muon, comm)
+    found: list[Counts] = []
+    for number in range(STEPS):
+        take = step(number)
+        with counted() if comm.rank == 0 and number >= STEPS - COUNTED else nullcontext(Counts()) as counts:
+            take()
+        found.append(counts)
+    heaviest, last = [max(each.launches for each in found), max(each.syncs for each in found)], found[-1]
+    return {"settled": [last.launches, last.syncs], "heaviest": heaviest}
+
+
+def _step_of(choice: SchemeChoice, muon: bool, comm: LocalComm) -> Callable[[int], Callable[[], object]]:
+    """Return a function that prepares the step with a number, and returns what takes it."""
+    job = Gpt(width=64, layers=2, context=32, optimizer_name="muon" if muon else "adamw")
+    torch.manual_seed(0)
+    model = Decoder(65, job.context, job.width, job.layers, job.heads)
+    parameters = list(model.named_parameters())
+    drawn = generator(0, "counts", comm.rank)
+    if choice.local is None:
+        scheme, layout = choice.make(), laid_out((name, each.shape) for name, each in parameters)
+        n = layout[-1].span.stop
+
+        def reduce(number: int) -> Callable[[], object]:
+            bucket = Bucket("counts", torch.randn(n, generator=drawn), number, layout)
+            return lambda: scheme.reduce(bucket, comm)
+
+        return reduce
+    optimizer = job.optimizer(model, STEPS)[0]
+    handle = choice.make_local(model, optimizer, comm=comm)
+
+    def exchange(number: int) -> Callable[[], object]:
+        for _, parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=drawn)
+        return handle.step
+
+    return exchange

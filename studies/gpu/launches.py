@@ -1,0 +1,147 @@
+"""Counts on a CPU what a piece of work would launch on a GPU, and how often it would wait for one.
+
+A launch is a call of a kernel, a call of a communicator, or a torch operation on at least one element; views and metadata are none. What a
+kernel or a communicator does inside is not looked at. A wait is an operation whose result the host needs: a number, a size that depends
+on the data, a copy to the host. Work that a GPU would leave to the host counts too, since on a CPU nothing tells them apart: counts are
+upper bounds.
+"""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from inspect import signature
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsync import wire
+from sparsync.comm.local import LocalComm
+from sparsync.kernels import dispatch, operations
+
+WAITS = {"_local_scalar_dense", "equal", "nonzero", "nonzero_static", "masked_select", "bincount", "_unique2"}
+WAITS |= {"unique_dim", "unique_consecutive"}
+# Kernels whose results have sizes that depend on the data.
+SIZED_BY_DATA = {"select_ge", "accumulate_select_ge", "top_k_nonzero", "accumulate_top_k_nonzero", "coalesce", "split"}
+METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view"}
+TO_HOST = ("tolist", "numpy", "cpu")  # methods that the dispatcher does not show on a CPU
+COLLECTIVES = ("send_recv", "all_gather", "all_to_all", "all_reduce")
+
+
+@dataclass
+class Counts:
+    launches: int = 0
+    syncs: int = 0
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.inside = Counts(), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not self.inside and not func.is_view and name not in METADATA:
+            by_mask = name.startswith("index") and _has_mask(args[1:])
+            self.counts.syncs += name in WAITS or by_mask
+            self.counts.launches += name != "_local_scalar_dense" and _has_elements((args, kwargs, result))
+        return result
+
+
+_counting = threading.local()  # one rank of a LocalWorld is counted, and the others run between its calls
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count what this thread does until the end of the with statement."""
+    with ExitStack() as stack:
+        if gc.isenabled():  # a collection would close in this thread what others have dropped
+            gc.disable()
+            stack.callback(gc.enable)
+        for module in (operations, wire):  # which call kernels
+            for function in (dispatch.run, dispatch.fused):
+                stack.enter_context(patch.object(module, function.__name__, _as_launch(function, _kernel_waits)))
+        for name in COLLECTIVES:
+            stack.enter_context(patch.object(LocalComm, name, _as_launch(getattr(LocalComm, name), _never)))
+        for name in TO_HOST:
+            stack.enter_context(patch.object(Tensor, name, _as_wait(getattr(Tensor, name))))
+        _counting.counter = stack.enter_context(_Counter())
+        stack.callback(vars(_counting).clear)
+        yield _counting.counter.counts
+
+
+def _as_launch(function: Callable[..., Any], waits: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    """Return `function` as one launch, with what it does inside left out. `waits(first argument, result)` says whether it is a wait too."""
+
+    def launched(*args: Any, **kwargs: Any) -> Any:  # Any: as the function has them
+        counter = getattr(_counting, "counter", None)
+        if counter is None or counter.inside:
+            return function(*args, **kwargs)
+        counter.inside = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            counter.inside = False
+        if result is not NotImplemented and _has_elements((args, result)):
+            counter.counts.launches += 1
+            counter.counts.syncs += waits(args[0], result)
+        return result
+
+    return launched
+
+
+def _as_wait(function: Callable[..., Any]) -> Callable[..., Any]:
+    def waited(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # Any: as the method has them
+        counter = getattr(_counting, "counter", None)
+        if counter is None or counter.inside:
+            return function(tensor, *args, **kwargs)
+        counter.counts.syncs += tensor.numel() > 0
+        counter.inside = True
+        try:
+            return function(tensor, *args, **kwargs)
+        finally:
+            counter.inside = False
+
+    return waited
+
+
+def _never(_: Any, __: Any) -> bool:
+    return False
+
+
+def _kernel_waits(operation: str, result: Any) -> bool:  # Any: as the kernel returns it
+    """Return whether the host waits for the result; not where a kernel may return its number as a tensor, as it does on a GPU."""
+    numbers = any(isinstance(each, bool | int | float) for each in _leaves(result, into_objects=False))
+    return operation in SIZED_BY_DATA or (numbers and not (isinstance(result, bool) and _may_be_tensor(operation)))
+
+
+@cache
+def _may_be_tensor(operation: str) -> bool:
+    function = getattr(operations, operation, None)
+    return function is not None and "Tensor" in str(signature(function).return_annotation)
+
+
+def _has_elements(found: Any) -> bool:  # Any: arguments
+    return any(isinstance(each, Tensor) and each.numel() > 0 for each in _leaves(found))
+
+
+def _has_mask(found: Any) -> bool:  # Any: arguments
+    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in _leaves(found))
+
+
+def _leaves(found: Any, into_objects: bool = True) -> Iterator[Any]:  # Any: nested arguments
+    if isinstance(found, dict):
+        found = list(found.values())
+    elif into_objects and is_dataclass(found) and not isinstance(found, type):
+        found = [getattr(found, each.name) for each in fields(found)]
+    if isinstance(found, list | tuple):
+        for each in found:
+            yield from _leaves(each, into_objects)
+    else:
+        yield found
