@@ -1,4 +1,4 @@
-"""A communicator over a torch.distributed process group (gloo on CPU, NCCL on GPUs)."""
+"""A communicator over a torch.distributed process group: gloo for what is on the CPU, and for what ranks compare; NCCL on GPUs."""
 
 import os
 import threading
@@ -90,6 +90,11 @@ class GroupComm:
 
     def __post_init__(self) -> None:
         self.group = _existing(self.group)
+        if "cpu" not in (config := dist.get_backend_config(self.group)):
+            raise ValueError(
+                f"a communicator needs a group that sends CPU tensors too, which ranks compare, but its backends are {config}; "
+                "use GroupComm.private(), which adds gloo, or make the group with backend='cpu:gloo,cuda:nccl'"
+            )
         self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -99,7 +104,7 @@ class GroupComm:
     def private(
         cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, fingerprint: str = "", agreed: str = ""
     ) -> "GroupComm":
-        """Return a communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
+        """Return a communicator on a new group with the ranks and backend of `group`, and gloo for the CPU. Collective over its ranks.
 
         A rank that waits longer than `timeout_s` seconds, in here or in one operation, raises RuntimeError. So do all ranks when
         their `fingerprint` differs; the error names the lines in which it does. Where they know that it does not, and that all come, they
@@ -131,7 +136,9 @@ class GroupComm:
         ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
         # The first meeting is number 1.
         name = f"{meeting.name}/0" if agreed else meeting.meet(fingerprint, timeout_s, cure)
-        backend = dist.get_backend(base)
+        backend, config = dist.get_backend(base), dist.get_backend_config(base)
+        if "cpu" not in config:
+            backend = f"cpu:gloo,{config}"
 
         # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to; where that
         # differs between ranks, they wait for each other without end. Price: a function that torch may change.
@@ -150,7 +157,7 @@ class GroupComm:
         doing = f"rank {rank} of {len(ranks)} connects to the other ranks"
         try:
             # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no timeout if the store hangs.
-            made = make() if "nccl" in backend else within(timeout_s + GRACE_S, make, doing)
+            made = make() if "nccl" in config else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
             others = "" if agreed else _reports(meeting, name, "", min(REPORTS_S, timeout_s))
             raise RanksMissingError(
@@ -311,6 +318,10 @@ class GroupComm:
             return self._again
         self._announcements = self._announcements or Announcements(group, self.rank, self.size)
         return self._announcements
+
+    def collective(self, x: Tensor) -> bool:
+        """Return whether `x` travels by collectives of a backend for its device, such as NCCL; otherwise by gloo's messages."""
+        return x.device.type != "cpu" and self.open()._get_backend(x.device).name() != "gloo"
 
     def channels(self) -> Channels:
         """Return the channels of the group, which lanes use."""
