@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from helpers.distributed import case, run
+from helpers.distributed import case, join_again, run
 from helpers.known_gradients import FEW, row, schemes, whole_numbers
 from invariants.world import flat_residual, layout, same_bits
 from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm
@@ -502,9 +502,8 @@ def test_parts_that_follow_each_other_in_memory_are_sent_from_there() -> None:
 
 def beside_a_backend_for_gpus_alone() -> tuple[set[str], str]:
     """On a group that sends no CPU tensors."""
-    rank, P, store = dist.get_rank(), dist.get_world_size(), c10d._get_default_store()
-    dist.destroy_process_group()
-    dist.init_process_group("cuda:fake", store=dist.PrefixStore("again", store), rank=rank, world_size=P)  # pyright: ignore[reportPrivateImportUsage]
+    rank = dist.get_rank()
+    join_again("cuda:fake")
     with pytest.raises(ValueError, match=r"its backends are cuda:fake; use GroupComm\.private\(\)"):
         GroupComm()
     comm = GroupComm.private(timeout_s=120)
