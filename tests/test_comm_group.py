@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from helpers.distributed import case, run
+from helpers.distributed import case, join_again, run
 from helpers.known_gradients import FEW, row, schemes, whole_numbers
 from invariants.world import flat_residual, layout, same_bits
 from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm
-from sparsync.comm import group
+from sparsync.comm import group, lane
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told
 from sparsync.comm.lane import Lane
 from sparsync.core import Comm, ParameterSpan, generator
@@ -126,10 +127,20 @@ def staged() -> tuple[int, dict[str, list[Tensor]]]:
     return comm.rank, every_operation(comm)
 
 
+def collected() -> tuple[int, dict[str, list[Tensor]]]:
+    """Everything by collectives, as of CUDA tensors over NCCL; gloo has none that adds int16."""
+    GroupComm.collective = lambda self, x: x.dtype != torch.int16
+    comm = GroupComm.private(timeout_s=120)
+    return comm.rank, every_operation(comm)
+
+
 @pytest.mark.slow
-def test_tensors_that_travel_as_copies_arrive_as_others_do() -> None:
+@pytest.mark.parametrize("travel", [staged, collected])
+def test_tensors_that_travel_as_those_of_a_gpu_arrive_as_others_do(
+    travel: Callable[[], tuple[int, dict[str, list[Tensor]]]],
+) -> None:
     wanted = LocalWorld(2).run(every_operation)
-    for rank, found in run(staged, 2, fresh=True):
+    for rank, found in run(travel, 2, fresh=True):
         assert differing(found, wanted[rank]) == []
 
 
@@ -397,6 +408,10 @@ def test_what_a_scheme_says_it_sends_is_what_is_counted(traces: list[dict[tuple[
 def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(
     traces: list[dict[tuple[str, bool], list[Traced]]],
 ) -> None:
+    check_as_in_a_local_world(traces)
+
+
+def check_as_in_a_local_world(traces: Sequence[dict[tuple[str, bool], list[Traced]]]) -> None:
     P = len(traces)
     for id, whole in traces[0]:
         wanted = LocalWorld(P).run(lambda comm, id=id, whole=whole: traced(comm, id, whole))
@@ -406,6 +421,103 @@ def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(
                     assert (found.cost, found.counted) == (due.cost, due.counted)
                     assert same_bits(found.grad, due.grad)
                     assert same_bits(found.residual, due.residual)
+
+
+def all_traced_by_collectives(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
+    with mock.patch.object(GroupComm, "collective", lambda self, x: True):
+        return all_traced(ids)
+
+
+@pytest.mark.parametrize("P", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
+def test_by_collectives_schemes_do_what_they_do_by_messages(P: int) -> None:
+    ids = ["two-shot-int3", "oktopk-0.1", "dense-ring", "skip-default"]
+    check_as_in_a_local_world(run(all_traced_by_collectives, P, ids=ids))
+
+
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+COLLECTIVES = (GATHER, "all_to_all_single", "all_reduce", "batch_isend_irecv", "send", "recv")
+
+
+def issued() -> tuple[dict[str, list[str]], dict[str, int]]:
+    """The functions of torch.distributed that each operation calls, and how many copies one makes in this machine's memory."""
+    comm = GroupComm.private(timeout_s=120)
+    P, rank = comm.size, comm.rank
+    x, uneven, alone = torch.arange(4 * P).float() + rank, torch.ones(5 + rank), torch.ones(3 * (rank == 1))
+    operations: dict[str, Callable[[Lane], list[Tensor]]] = {
+        "all_gather": lambda lane: lane.all_gather(x, [4 * P] * P),
+        "all_gather of chunks": lambda lane: lane.all_gather(uneven, [5 + other for other in range(P)]),
+        "all_gather of one rank's": lambda lane: lane.all_gather(alone, [0, 3, 0]),
+        "all_gather of nothing": lambda lane: lane.all_gather(x[:0], [0] * P),
+        "all_gather of unknown lengths": lambda lane: lane.all_gather(uneven),
+        "all_to_all": lambda lane: lane.all_to_all(x.split(4), [4] * P),
+        "all_to_all of unknown lengths": lambda lane: lane.all_to_all([x[:other] for other in range(P)]),
+        "all_reduce": lambda lane: [lane.all_reduce(x)],
+    }
+    called, copies = dict[str, list[str]](), dict[str, int]()
+    announced = Announcement((0, 0, 0, 0), lambda: [Told(["the same"], "")])
+    for name, operation in operations.items():
+        wanted = operation(comm.announce(announced))
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(GroupComm, "collective", lambda self, x: True))
+            watched = {each: mock.Mock(wraps=getattr(dist, each)) for each in COLLECTIVES}
+            for each, function in watched.items():
+                patches.enter_context(mock.patch.object(dist, each, function))
+            found = operation(comm.announce(announced))
+        called[name] = [each for each, function in watched.items() for _ in range(function.call_count)]
+        rooms = mock.Mock(wraps=lane._on_host)
+        once = mock.Mock(side_effect=[True, False])
+        with mock.patch.object(Lane, "_is_staged", once), mock.patch.object(lane, "_on_host", rooms):
+            copied = operation(comm.announce(announced))
+        copies[name] = rooms.call_count
+        with case(name):
+            assert all(map(same_bits, found, wanted))
+            assert all(map(same_bits, copied, wanted))
+            assert len({part.untyped_storage().data_ptr() for part in found if part.numel()}) <= 1
+    return called, copies
+
+
+def test_an_exchange_of_a_gpu_is_one_collective_or_one_copy_each_way() -> None:
+    for called, copies in run(issued, 3):
+        assert called == {
+            "all_gather": [GATHER],
+            "all_gather of chunks": [GATHER],
+            "all_gather of one rank's": ["all_to_all_single"],
+            "all_gather of nothing": [],
+            "all_gather of unknown lengths": [GATHER],
+            "all_to_all": ["all_to_all_single"],
+            "all_to_all of unknown lengths": ["all_to_all_single"],
+            "all_reduce": ["all_reduce"],
+        }
+        assert set(copies.values()) == {2}
+
+
+def test_parts_that_follow_each_other_in_memory_are_sent_from_there() -> None:
+    x = torch.arange(10.0)
+    flat = lane._flat(x.split([3, 0, 5, 2]))
+    assert flat.data_ptr() == x.data_ptr()
+    assert torch.equal(flat.view(torch.float32), x)
+    for parts in ([x[:3], x[4:]], [x[5:], x[:5]], [x, x], [x[:5], x.clone()[5:]]):
+        assert torch.equal(lane._flat(parts).view(torch.float32), torch.cat(parts))
+
+
+def beside_a_backend_for_gpus_alone() -> tuple[set[str], str]:
+    """On a group that sends no CPU tensors."""
+    rank = dist.get_rank()
+    join_again("cuda:fake")
+    with pytest.raises(ValueError, match=r"its backends are cuda:fake; use GroupComm\.private\(\)"):
+        GroupComm()
+    comm = GroupComm.private(timeout_s=120)
+    found = comm.any_of([str(rank)], ["0", "1", "2"], 0, -1)
+    comm.announce(Announcement((0, rank, 0, 0), lambda: [Told([f"rank {rank}"], "do the same")]))
+    with pytest.raises(RanksDifferError) as caught:
+        comm.settle()
+    return found, str(caught.value)
+
+
+def test_what_ranks_compare_travels_over_gloo_though_their_group_is_for_gpus_alone() -> None:
+    for found, told in run(beside_a_backend_for_gpus_alone, 2, fresh=True):
+        assert found == {"0", "1"}
+        assert told == "ranks differ: rank 0 has rank 0, rank 1 has rank 1; do the same"
 
 
 def agreeing() -> tuple[list[set[str]], list[int]]:

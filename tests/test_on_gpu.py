@@ -1,4 +1,4 @@
-"""The library on a GPU: one rank and two by NCCL; two and three that share the GPU, by gloo; the same bits and bytes as on the CPU.
+"""The library on a GPU: one rank, two and four by NCCL; two and three that share the GPU, by gloo; the same bits and bytes as on the CPU.
 
 NCCL takes two ranks on one GPU if each takes itself for another machine; they talk over sockets then.
 Without a GPU all is on the CPU, to test the tests.
@@ -14,6 +14,7 @@ from helpers.on_devices import (
     STEPS,
     Record,
     cases_between_nodes,
+    cases_of_closing,
     cases_of_means,
     cases_of_overlap,
     cases_of_scaling,
@@ -187,6 +188,19 @@ def test_two_ranks_on_one_gpu_train_the_same_weights_by_nccl(wrapper: str) -> No
     names = schemes_of(wrapper)
     options = {"device": DEVICE, "wrapper": wrapper, "schemes": names, "backend": NCCL}
     check(problems_of_training(run(cases_between_nodes, 2, within_s=WITHIN_S, fresh=True, **options), names))
+
+
+@pytest.mark.parametrize("P", [2, 4])
+def test_ranks_on_one_gpu_take_the_same_steps_by_nccl_and_lose_none_where_they_close_at_once(P: int) -> None:
+    ranks = run(cases_of_closing, P, within_s=WITHIN_S, fresh=True, device=DEVICE, backend=NCCL)
+    wrong = raised(ranks)
+    settled = records(ranks, "settled")
+    for rank, (one, other) in enumerate(zip(settled, records(ranks, "at once"), strict=False)):
+        common, first = ({"common": each.tensors["common weights"]} for each in (one, settled[0]))
+        wrong += differences(f"rank {rank} and rank 0", common, first)
+        own, closed = ({"own": each.tensors["own weights"]} for each in (one, other))
+        wrong += differences(f"rank {rank}, closed at once", own, closed)
+    check(wrong)
 
 
 @pytest.mark.parametrize("scheme", ["dense", "topk", "two_shot int4"])

@@ -79,6 +79,15 @@ def end_live() -> None:
     LIVE.end()
 
 
+def join_again(backend: str) -> None:
+    """Join these ranks to a group with this backend, in place of the one they are in. For fresh processes."""
+    rank, P, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {each}" for each in range(P)])  # where one leaves while another connects, that fails
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=P)  # pyright: ignore[reportPrivateImportUsage]
+
+
 @contextmanager
 def case(name: object) -> Iterator[None]:
     """Names the case in every error raised inside, so that one start of processes can serve many cases."""

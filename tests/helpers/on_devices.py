@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import sparsync
+from helpers.distributed import join_again
 from helpers.known_gradients import BucketsNoted
 from sparsync import Bucket, Dense, LocalSteps, MiCRO, OkTopk, Report, SkipReduce, TopK, TwoShot
 from sparsync.base.scheme import Scheme
@@ -80,11 +81,10 @@ def alone(backend: str | None) -> None:
 
 def as_nodes(backend: str) -> None:
     """Join these ranks to a group with this backend. Each takes itself for a machine, so that NCCL has several of them on one GPU."""
-    rank, P, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
     os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("P2P", "SHM", "IB")}
     os.environ |= {"NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-    dist.destroy_process_group()
-    dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=P)  # pyright: ignore[reportPrivateImportUsage]
+    join_again(backend)
 
 
 def costs(reports: Sequence[Report]) -> list[Cost]:
@@ -337,6 +337,34 @@ def cases_between_nodes(device: str, wrapper: str, schemes: Sequence[str], backe
     _repeatable()
     as_nodes(backend)
     return each_case({name: lambda name=name: trained(device, wrapper, SCHEMES[name]) for name in schemes})
+
+
+def cases_of_closing(device: str, backend: str) -> dict[str, Record | str]:
+    """Exchange AdamW steps by default, and close while the GPU may be several steps behind, or when it has done them."""
+    _repeatable()
+    as_nodes(backend)
+
+    def train(settled: bool) -> Record:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8)).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+        handle: Any = sparsync.attach(net, optimizer=optimizer, options=sparsync.Options(timeout_s=TIMEOUT_S))
+        batches = [torch.randn(BATCH, 16, generator=generator(dist.get_rank(), "batch", step)) for step in range(LONG)]
+        for x in [batch.to(device) for batch in batches]:
+            optimizer.zero_grad()
+            (net(x) - x[:, :8].sin()).square().mean().backward()
+            optimizer.step()
+        record = Record()
+        if settled:
+            with handle.averaged():
+                record.tensors["common weights"] = torch.cat(
+                    [each.detach().flatten().cpu() for each in net.parameters()]
+                )
+        handle.close()
+        record.tensors["own weights"] = torch.cat([each.detach().flatten().cpu() for each in net.parameters()])
+        return record
+
+    return each_case({"settled": lambda: train(True), "at once": lambda: train(False)})
 
 
 def cases_of_overlap(device: str, scheme: str) -> dict[str, Record | str]:

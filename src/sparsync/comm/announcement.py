@@ -101,7 +101,9 @@ class Announced:
 class Announcements:
     """The announcements of the ranks of a group, each in the order in which it is made. Several may be on their way.
 
-    Receives are posted for as many steps ahead as those of channels. `again`: those that are made again have an order of their own.
+    They travel over gloo, also where the tensors of the group travel over NCCL: to compare them a rank waits for the others' hosts, and not
+    for its device. Receives are posted for as many steps ahead as those of channels. `again`: those that are made again have an order of
+    their own.
     """
 
     group: dist.ProcessGroup
@@ -116,17 +118,11 @@ class Announcements:
 
     def __post_init__(self) -> None:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._on_gpu = dist.get_backend(self.group) == "nccl"
         self._tag = _AGAIN_TAG if self.again else _TAG
 
     def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
         own = torch.tensor(announcement.numbers)
-        if self._on_gpu:
-            gathered = torch.empty((self.size, NUMBERS), dtype=torch.int64, device="cuda")
-            work = all_gather_single(gathered, own.cuda(), self.group, async_op=True)
-            assert work is not None
-            return Announced(announcement, self, list(gathered), [(work, self.rank)])
         with self._posting:
             self._post(self._on_their_way)
             self._on_their_way += 1
@@ -141,27 +137,25 @@ class Announcements:
         """Wait for the announcements of the other ranks, and return those of all, in rank order. Raises RuntimeError as the group does."""
         works, announced.works = announced.works, []
         for work, other in works:
-            wait_for(work, "all ranks" if self._on_gpu else f"rank {other}")
-        if not self._on_gpu:
-            with self._posting:
-                self._on_their_way -= 1
-                with suppress(
-                    RuntimeError
-                ):  # another rank has ended after this step; where it has not, the next one raises
-                    self._post(self._on_their_way)
-        return [row.tolist() for row in announced.rows]  # a host sync on a GPU: nothing may be sent before it
+            wait_for(work, f"rank {other}")
+        with self._posting:
+            self._on_their_way -= 1
+            with suppress(
+                RuntimeError
+            ):  # another rank has ended after this step; where it has not, the next one raises
+                self._post(self._on_their_way)
+        return [row.tolist() for row in announced.rows]
 
     def exchange_texts(self, own: str) -> list[str]:
         """Return what each rank passes, in rank order. For errors: it takes two more exchanges, of messages as long as the longest."""
-        device = "cuda" if self._on_gpu else "cpu"
         encoded = own.encode()
-        lengths = torch.empty(self.size, dtype=torch.int64, device=device)
-        all_gather_single(lengths, torch.tensor([len(encoded)], device=device), self.group)
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        all_gather_single(lengths, torch.tensor([len(encoded)]), self.group)
         longest = max(int(lengths.max()), 1)
-        padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8).to(device)
-        texts = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
+        padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)
+        texts = torch.empty(self.size * longest, dtype=torch.uint8)
         all_gather_single(texts, padded, self.group)
-        rows = texts.cpu().view(self.size, longest)
+        rows = texts.view(self.size, longest)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def _post(self, on_their_way: int) -> None:
@@ -172,23 +166,10 @@ class Announcements:
             self._ahead.append((rows, works))
 
 
-def all_gather_single(
-    out: Tensor, own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False
-) -> dist.Work | None:
+def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `out` with what each rank passes as `own`, in rank order: the function of torch, which before 2.13 has an older name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, own, group=group, async_op=async_op)
-
-
-def wait_each(works: Sequence[dist.Work | None], peers: Sequence[int]) -> None:
-    """Wait for operations in their order; an error says which rank was waited for: `peers[i]` with work i, if there are as many works.
-
-    NCCL has one work for all peers.
-    """
-    names = [f"rank {peer}" for peer in peers] if len(works) == len(peers) else ["all ranks"] * len(works)
-    for work, name in zip(works, names, strict=True):
-        if work is not None:  # None only for a rank outside the group
-            wait_for(work, name)
+    gather(out, own, group=group)
 
 
 def differences(here: Sequence[str], there: Sequence[str], rank: int, other: int) -> str:

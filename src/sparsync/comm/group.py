@@ -1,4 +1,4 @@
-"""A communicator over a torch.distributed process group (gloo on CPU, NCCL on GPUs)."""
+"""A communicator over a torch.distributed process group: gloo for what is on the CPU, and for what ranks compare; NCCL on GPUs."""
 
 import os
 import threading
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
@@ -33,6 +35,7 @@ class ConnectionLostError(RuntimeError):
 
 
 REPORTS_S = 3.0  # how long a rank waits, after a failure, for the others to report theirs
+FINISH_S = 30.0  # how long a rank that closes without one waits for its device
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class GroupComm:
 
     def __post_init__(self) -> None:
         self.group = _existing(self.group)
+        if "cpu" not in (config := dist.get_backend_config(self.group)):
+            raise ValueError(
+                f"a communicator needs a group that sends CPU tensors too, which ranks compare, but its backends are {config}; "
+                "use GroupComm.private(), which adds gloo, or make the group with backend='cpu:gloo,cuda:nccl'"
+            )
         self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -99,7 +107,7 @@ class GroupComm:
     def private(
         cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, fingerprint: str = "", agreed: str = ""
     ) -> "GroupComm":
-        """Return a communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
+        """Return a communicator on a new group with the ranks and backend of `group`, and gloo for the CPU. Collective over its ranks.
 
         A rank that waits longer than `timeout_s` seconds, in here or in one operation, raises RuntimeError. So do all ranks when
         their `fingerprint` differs; the error names the lines in which it does. Where they know that it does not, and that all come, they
@@ -131,7 +139,9 @@ class GroupComm:
         ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
         # The first meeting is number 1.
         name = f"{meeting.name}/0" if agreed else meeting.meet(fingerprint, timeout_s, cure)
-        backend = dist.get_backend(base)
+        backend, config = dist.get_backend(base), dist.get_backend_config(base)
+        if "cpu" not in config:
+            backend = f"cpu:gloo,{config}"
 
         # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to; where that
         # differs between ranks, they wait for each other without end. Price: a function that torch may change.
@@ -150,7 +160,7 @@ class GroupComm:
         doing = f"rank {rank} of {len(ranks)} connects to the other ranks"
         try:
             # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no timeout if the store hangs.
-            made = make() if "nccl" in backend else within(timeout_s + GRACE_S, make, doing)
+            made = make() if "nccl" in config else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
             others = "" if agreed else _reports(meeting, name, "", min(REPORTS_S, timeout_s))
             raise RanksMissingError(
@@ -179,6 +189,15 @@ class GroupComm:
         assert self._base is not None and self._meeting is not None, "only a private communicator can reconnect"
         self.origin.check()
         return GroupComm._connected(self._base, self._meeting, self._timeout_s, fingerprint, cure)
+
+    def finish(self) -> None:
+        """Wait until the device has done what was enqueued over NCCL, for 30 s at most. Call it before `close` where nothing has failed.
+
+        The host may be steps ahead of the device, and what is on its way when connections close leaves tensors written in part.
+        """
+        if self.group is not None and "nccl" in dist.get_backend_config(self.group) and torch.cuda.is_initialized():
+            doing = f"rank {self.rank} of {self.size} waits for its GPU"
+            within(FINISH_S, partial(torch.cuda.synchronize, torch.cuda.current_device()), doing)
 
     def close(self) -> None:
         """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout.
@@ -311,6 +330,10 @@ class GroupComm:
             return self._again
         self._announcements = self._announcements or Announcements(group, self.rank, self.size)
         return self._announcements
+
+    def collective(self, x: Tensor) -> bool:
+        """Return whether `x` travels by collectives of a backend for its device, such as NCCL; otherwise by gloo's messages."""
+        return x.device.type != "cpu" and self.open()._get_backend(x.device).name() != "gloo"
 
     def channels(self) -> Channels:
         """Return the channels of the group, which lanes use."""

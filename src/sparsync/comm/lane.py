@@ -1,19 +1,27 @@
-"""The exchanges of one bucket over a group: the operations of a communicator, whose receives over gloo are posted a step ahead.
+"""The exchanges of one bucket over a group: the operations of a communicator, in one of three ways.
+
+CPU tensors travel over gloo on channels, whose receives are posted a step ahead.
+
+CUDA tensors travel by one collective of NCCL for each exchange, enqueued on the current stream: the host does not wait for the device.
+What it waits for, before it enqueues anything, is what other ranks announce, which they do over gloo. So a rank that is missing, or at
+another step, is found there, within the timeout and by its number, and no device waits for it.
 
 Gloo sends no message of CUDA tensors from one rank to another. Where it is the backend for CUDA, such tensors travel as copies in this
-machine's memory, on the same channels: the same bits and bytes as on the CPU.
+machine's memory, on the same channels: the same bits and bytes as on the CPU. All parts of an exchange are copied at once, each way.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sparsync.comm.announcement import Announced, wait_each
-from sparsync.comm.channels import MOST_AHEAD, Incoming, Outgoing, Waits, channel
+from sparsync.comm.announcement import Announced, all_gather_single
+from sparsync.comm.channels import LENGTH_NBYTES, MOST_AHEAD, Incoming, Outgoing, Waits, channel
 from sparsync.comm.pieces import all_reduce_in_pieces
 from sparsync.core import spans, sum_in_rank_order
 
@@ -60,20 +68,28 @@ class Lane:
         if not out.numel() and not into.numel():
             return
         if self._is_staged(out):
-            arrived = torch.empty_like(into, device="cpu")
-            self.send_recv(out.cpu(), to, arrived, source)
-            into.copy_(arrived)
+            arrived = _on_host(into.nbytes).view(into.dtype)
+            self.send_recv(_to_host([out])[0], to, arrived, source)
+            into.copy_(arrived, non_blocking=True)
             return
         with self._comm.named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
             self._check_pair(out, to, into, source)
-            self._transfer([(into, source)], [(out, to)])
+            if not self._comm.collective(out):
+                self._transfer(out, to, into, source)
+                return
+            self.settle()
+            group, ranks = self._comm.open(), self._comm.ranks
+            operations = [dist.P2POp(dist.irecv, into.view(torch.uint8), ranks[source], group)] if into.numel() else []
+            operations += [dist.P2POp(dist.isend, out.view(torch.uint8), ranks[to], group)] if out.numel() else []
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         known = self._known("all_gather", counts, x.numel())
         if self.size == 1:
             return [x]
         if self._is_staged(x):
-            return self._returned(self.all_gather(x.cpu(), counts), x)
+            return self._returned(self.all_gather(_to_host([x])[0], counts), x)
         self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
         return self._exchange("all_gather", [x] * self.size, known)
 
@@ -85,7 +101,7 @@ class Lane:
         if self.size == 1:
             return [parts[0]]
         if self._is_staged(parts[0]):
-            return self._returned(self.all_to_all([part.cpu() for part in parts], counts), parts[self.rank])
+            return self._returned(self.all_to_all(_to_host(parts), counts), parts[self.rank])
         if known is None:
             self._compare(f"all_to_all of unknown elements of {parts[0].dtype}")
         else:
@@ -95,11 +111,11 @@ class Lane:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum chunk r of all ranks on rank r, in rank order, and gather the sums: as many bytes as a ring sends, in two exchanges."""
         if self._is_staged(x):
-            return self.all_reduce(x.cpu()).to(x.device)
+            return _to_device([self.all_reduce(_to_host([x])[0])], x)[0]
         self._compare(f"all_reduce of {x.numel()} elements of {x.dtype}")
         if self.size == 1 or not x.numel():
             return x.clone()
-        if x.device.type != "cpu":
+        if self._comm.collective(x):
             total = x.clone()
             self.settle()
             with self._comm.named("all_reduce"):
@@ -118,13 +134,13 @@ class Lane:
 
     def _is_staged(self, x: Tensor) -> bool:
         """Return whether `x` travels as a copy in this machine's memory. To make the copy is a host sync."""
-        if self.size == 1 or x.device.type == "cpu":
-            return False
-        return self._comm.open()._get_backend(x.device).name() == "gloo"
+        return self.size > 1 and x.device.type != "cpu" and not self._comm.collective(x)
 
     def _returned(self, arrived: list[Tensor], own: Tensor) -> list[Tensor]:
         """Return what arrived in this machine's memory on the device of `own`, which has not travelled."""
-        return [own if rank == self.rank else part.to(own.device) for rank, part in enumerate(arrived)]
+        returned = _to_device([part[:0] if rank == self.rank else part for rank, part in enumerate(arrived)], own)
+        returned[self.rank] = own
+        return returned
 
     def _compare(self, line: str) -> None:
         if self._number is None:
@@ -142,10 +158,9 @@ class Lane:
         """Where nothing was announced, compare the length that arrives from `source` with the one expected."""
         if self._number is not None:
             return
-        device = "cuda" if dist.get_backend(self._comm.open()) == "nccl" else "cpu"
-        sent, arriving = (torch.tensor([part.nbytes], device=device) for part in (out, into))
+        sent, arriving = torch.tensor([out.nbytes]), torch.tensor([into.nbytes])
         empty = sent[:0]
-        self._transfer([(arriving if into.numel() else empty, source)], [(sent if out.numel() else empty, to)])
+        self._transfer(sent if out.numel() else empty, to, arriving if into.numel() else empty, source)
         if int(arriving) != into.nbytes:
             raise ValueError(
                 f"rank {self.rank} expects {into.nbytes} bytes from rank {source}, which sends {int(arriving)}; "
@@ -154,8 +169,8 @@ class Lane:
 
     def _exchange(self, name: str, parts: Sequence[Tensor], counts: list[int] | None) -> list[Tensor]:
         """Send `parts[r]` to rank r and return what each rank sent here, of lengths that are known or travel with it."""
-        if parts[0].device.type != "cpu":
-            return self._moved(
+        if self._comm.collective(parts[0]):
+            return self._collected(
                 name, parts, self._counts([part.numel() for part in parts]) if counts is None else counts
             )
         if counts is not None:
@@ -179,14 +194,6 @@ class Lane:
     ) -> list[Tensor]:
         """Send `parts[r]` to rank r and return what each rank sent here: every rank sends to the next one, then to the one after it, ..."""
         received, dtype = [parts[self.rank]] * self.size, parts[0].dtype
-        if parts[0].device.type != "cpu":
-            received = [parts[0].new_empty(count) for count in counts]
-            received[self.rank] = parts[self.rank]
-            with self._comm.named(name):
-                self._transfer(
-                    [(received[source], source) for source in self._sources], [(parts[to], to) for to in self._targets]
-                )
-            return received
         arriving = [(source, self._tag(self._arrived, source)) for source in self._sources]
         leaving = [(to, self._tag(self._sent, to)) for to in self._targets]
         incoming = [
@@ -209,26 +216,37 @@ class Lane:
                 received[source] = parts[0].new_empty(0)
         return received
 
-    def _transfer(self, incoming: list[tuple[Tensor, int]], outgoing: list[tuple[Tensor, int]]) -> None:
-        """Fill each tensor of `incoming` from its rank and send each of `outgoing` to its rank; empty ones take no message."""
-        receives = [(part.view(torch.uint8), rank) for part, rank in incoming if part.numel()]
-        sends = [(part.view(torch.uint8), rank) for part, rank in outgoing if part.numel()]
-        if all(part.device.type == "cpu" for part, _ in receives + sends):
-            wanted = [Incoming(rank, self._tag(self._arrived, rank), part.numel(), part) for part, rank in receives]
-            leaving = [Outgoing(rank, self._tag(self._sent, rank), part) for part, rank in sends]
-            received = self._through_channel(wanted, leaving)
-            for each, arrived in zip(wanted, received, strict=True):
-                assert each.into is not None
-                if arrived.data_ptr() != each.into.data_ptr():
-                    each.into.copy_(arrived)
-            return
-        # Nothing is sent before ranks have announced the same.
+    def _collected(self, name: str, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+        """Send `parts[r]` to rank r by one collective, and return what each rank sent here: views of one buffer.
+
+        Nothing is copied before where parts follow each other in memory. All-gathers of lengths that are nearly equal are padded.
+        """
         self.settle()
-        group, ranks = self._comm.open(), self._comm.ranks
-        operations = [dist.P2POp(dist.irecv, part, ranks[rank], group) for part, rank in receives]
-        operations += [dist.P2POp(dist.isend, part, ranks[rank], group) for part, rank in sends]
-        with self._waits():
-            wait_each(dist.batch_isend_irecv(operations), [rank for _, rank in receives + sends])
+        x, group, longest, itemsize = parts[0], self._comm.open(), max(counts), parts[0].element_size()
+        if name == "all_gather" and self.size * longest <= 2 * sum(counts):
+            received, own = x.new_empty(self.size * longest), x.view(torch.uint8)
+            if x.numel() < longest:
+                own = pad(own, (0, (longest - x.numel()) * itemsize))
+            if longest:
+                with self._comm.named(name):
+                    all_gather_single(received.view(torch.uint8), own, group)
+            return [row[:count] for row, count in zip(received.view(self.size, longest), counts, strict=True)]
+        received = x.new_empty(sum(counts))
+        arriving, leaving = [count * itemsize for count in counts], [part.nbytes for part in parts]
+        with self._comm.named(name):
+            dist.all_to_all_single(received.view(torch.uint8), _flat(parts), arriving, leaving, group)
+        return list(received.split(list(counts)))
+
+    def _transfer(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        """Send `out` and fill `into`, on channels; an empty one takes no message."""
+        incoming, outgoing = list[Incoming](), list[Outgoing]()
+        if into.numel():
+            incoming.append(Incoming(source, self._tag(self._arrived, source), into.nbytes, into.view(torch.uint8)))
+        if out.numel():
+            outgoing.append(Outgoing(to, self._tag(self._sent, to), out.view(torch.uint8)))
+        for arrived in self._through_channel(incoming, outgoing):
+            if arrived.data_ptr() != into.data_ptr():
+                into.view(torch.uint8).copy_(arrived)
 
     def _tag(self, places: list[int], rank: int, sized: bool = False) -> int | None:
         """Return the tag of the next message to or from a rank; None where nothing is posted ahead."""
@@ -252,11 +270,46 @@ class Lane:
 
     def _counts(self, outgoing: list[int]) -> list[int]:
         """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
-        group = self._comm.open()
-        self.settle()
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
-        received = torch.empty_like(sent)
+        numbers, counts = torch.tensor(outgoing).view(torch.uint8).split(LENGTH_NBYTES), list(outgoing)
+        incoming = [Incoming(source, self._tag(self._arrived, source), LENGTH_NBYTES) for source in self._sources]
+        leaving = [Outgoing(to, self._tag(self._sent, to), numbers[to]) for to in self._targets]
         with self._comm.named("exchange of lengths"):
-            dist.all_to_all_single(received, sent, group=group)
-        return received.tolist()  # a host sync: the sizes of the receive buffers depend on it
+            arrived = self._through_channel(incoming, leaving)
+        for source, number in zip(self._sources, arrived, strict=True):
+            counts[source] = int(number.view(torch.int64))
+        return counts
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of all parts, one after the other; as a view where they follow each other in memory."""
+    filled = [part.view(torch.uint8) for part in parts if part.numel()]
+    if not filled:
+        return parts[0].new_empty(0, dtype=torch.uint8)
+    begins = accumulate((part.numel() for part in filled), initial=filled[0].data_ptr())
+    storages = {part.untyped_storage().data_ptr() for part in filled}
+    if len(storages) == 1 and all(part.data_ptr() == begin for part, begin in zip(filled, begins, strict=False)):
+        return filled[0].as_strided((sum(part.numel() for part in filled),), (1,))
+    return torch.cat(filled)
+
+
+def _on_host(nbytes: int) -> Tensor:
+    """Return room in this machine's memory, from which and to which a GPU copies without an intermediate copy."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of all parts in this machine's memory, by one copy, which is waited for."""
+    flat = _flat(parts)
+    copied = _on_host(flat.numel())
+    copied.copy_(flat, non_blocking=True)
+    if flat.is_cuda:
+        torch.cuda.current_stream(flat.device).synchronize()  # a host sync: gloo reads it
+    return [part.view(parts[0].dtype) for part in copied.split([part.nbytes for part in parts])]
+
+
+def _to_device(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    """Return copies of all parts on the device of `like`, by one copy, which the current stream waits for."""
+    lengths = [part.nbytes for part in parts]
+    flat = torch.cat([part.view(torch.uint8) for part in parts], out=_on_host(sum(lengths)))
+    copied = flat.to(like.device, non_blocking=True)
+    return [part.view(like.dtype) for part in copied.split(lengths)]

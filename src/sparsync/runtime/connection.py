@@ -423,6 +423,8 @@ class Connection:
         """Close for good. Safe to call again, while the process ends, and in a fork."""
         self._shut = self._broken = True
         if isinstance(self._group, GroupComm) and self._group.origin.is_here:
+            with suppress(Exception):
+                self._group.finish()
             with suppress(Exception):  # the process group may be gone already
                 if self._group.group is not None:
                     abort(self._group.group)  # wakes another thread that waits
