@@ -195,9 +195,9 @@ def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each:
         assert torch.equal(bits(decoded), bits(wanted))
 
 
-@pytest.mark.parametrize("bits_each", [4, 1, TERNARY])
-def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> None:
-    n, P = 517, 3
+@pytest.mark.parametrize(("bits_each", "P"), [(8, 3), (4, 4), (3, 1), (1, 3), (TERNARY, 4)])
+def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int, P: int) -> None:
+    n, down = 517, abs(bits_each) % 5 or TERNARY
     values = [made("normal", n) * (rank + 1) for rank in range(P)]
     own = values.pop()
     wanted = own.clone()
@@ -207,9 +207,18 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> No
         packets.append(cuda.encode_share_(value, bits_each, P))
         assert torch.equal(packets[-1], share_reference.encode_share_(expected, bits_each, P))
         assert torch.equal(bits(value), bits(expected))
-    packet = cuda.reduce_shares_(own, packets, bits_each, P, 4)
-    assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, 4))
+    packet = cuda.reduce_shares_(own, packets, bits_each, P, down)
+    assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, down))
     assert torch.equal(bits(own), bits(wanted))
+    # Means beyond float32 have its largest number, and a block with NaN is NaN.
+    large = made("normal", n).sign() * 3e38
+    large[400] = torch.nan
+    packets = [value_reference.values_encode(each, bits_each) for each in (large, large)]
+    found, expected = large.clone(), large.clone()
+    packet = cuda.reduce_shares_(found, packets, bits_each, P, 4)
+    assert torch.equal(packet, share_reference.reduce_shares_(expected, packets, bits_each, P, 4))
+    assert torch.equal(bits(found), bits(expected))
+    assert cuda.reduce_shares_(found, [packets[0][1:]], bits_each, P, 4) is NotImplemented
     out, kept, found = own.clone(), torch.empty_like(own), torch.empty_like(own)
     cuda.decode_over_(packet, 4, out, kept)
     share_reference.decode_over_(packet, 4, found)
@@ -405,12 +414,25 @@ def test_steps_of_gradients_where_they_lie_are_the_reference(kind: str, dtype: t
     square, ratio = made("normal", n, 1).abs(), made("normal", -(-n // block), 2).abs()
     about = (*gradients, square, ratio, block, three_spans(n), SPREADS)
     both("make_steps_", made("normal", n), *about)
-    both("make_steps_", made("normal", n), [], [], [], square, ratio, block, [Span(7, 9), Span(1030, 1031)], SPREADS[:2])
+    both(
+        "make_steps_", made("normal", n), [], [], [], square, ratio, block, [Span(7, 9), Span(1030, 1031)], SPREADS[:2]
+    )
     off, on = torch.zeros(1, device=DEVICE), torch.ones((), dtype=torch.bool, device=DEVICE)
-    cases = [(3, -5, off), (4, 8, None), (1, 3, None), (3, 4, on), (3, TERNARY, on), (4, 3, None), (4, 1, on), (4, 1, None)]
+    cases = [
+        (3, -5, off),
+        (4, 8, None),
+        (1, 3, None),
+        (3, 4, on),
+        (3, TERNARY, on),
+        (4, 3, None),
+        (4, 1, on),
+        (4, 1, None),
+    ]
     for P, width, skip in cases if kind == "normal" else cases[:5]:  # which sign a NaN has is open
         both("encode_steps_", made(kind, n), *about, P - 1, P, width, skip)
-    both("encode_steps_", made("equal", n) * 1.7e38, *about, 1, 4, 3, None)  # 4 times what is received is beyond float32
+    both(
+        "encode_steps_", made("equal", n) * 1.7e38, *about, 1, 4, 3, None
+    )  # 4 times what is received is beyond float32
     assert cuda.make_steps_(square, [square[::2]], [0], [1.0], square, ratio, 1, [], []) is NotImplemented
     mixed = [square[:2], square[2:4].half()]
     assert cuda.make_steps_(square, mixed, [0, 2], [1.0, 1.0], square, ratio, 1, [], []) is NotImplemented
@@ -438,7 +460,9 @@ def test_sketches_and_sums_of_squares_are_the_reference(kind: str, dtype: torch.
     for block in (1, 64, 1024):
         both("sketch", *laid(2600, kind, dtype), made("zero", 2600), block, 0xFFFFFFFE)
     tensors, _, factors = laid(2600, kind, dtype)
-    most = sum(float((each.float() * factor).double().square().sum()) for each, factor in zip(tensors, factors, strict=True))
+    most = sum(
+        float((each.float() * factor).double().square().sum()) for each, factor in zip(tensors, factors, strict=True)
+    )
     for limit in (most * 0.999, most * 1.001, float("inf")):
         assert bool(cuda.squares_fit(tensors, factors, limit)) == step_reference.squares_fit(tensors, factors, limit)
     assert not operations.squares_fit([tensors[0] * torch.nan], [1.0], float("inf"))
@@ -451,14 +475,18 @@ def test_a_settled_step_takes_five_launches_and_asks_nothing(monkeypatch: pytest
     from triton.runtime.interpreter import InterpretedFunction  # once the interpreter is on
 
     n, P = 3000, 3
-    gradients, square, ratio = laid(n, "normal", torch.float32), torch.ones(n, device=DEVICE), torch.ones(3, device=DEVICE)
+    gradients, square, ratio = (
+        laid(n, "normal", torch.float32),
+        torch.ones(n, device=DEVICE),
+        torch.ones(3, device=DEVICE),
+    )
     residual, momentum = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
     skip, whole = torch.zeros(1, device=DEVICE), [Span(0, n)]
     launched: list[str] = []
     asked: list[str] = []
 
     class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN202  # torch calls it
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # torch calls it
             asked.append(function.overloadpacket.__name__)
             return function(*args, **(kwargs or {}))
 
@@ -469,18 +497,15 @@ def test_a_settled_step_takes_five_launches_and_asks_nothing(monkeypatch: pytest
 
     run = InterpretedFunction.run
     monkeypatch.setattr(InterpretedFunction, "run", counted)
-    for _ in range(2):
-        asked.clear()
-        launched.clear()
-        with Seen():
-            fits = cuda.squares_fit(gradients[0], gradients[2], 1e30)
-            sent = cuda.encode_steps_(residual, *gradients, square, ratio, 1024, whole, SPREADS[:1], 1, P, 3, skip)
-            own = Span(1000, 2000).of(residual)
-            packet = cuda.reduce_shares_(own, list(sent.chunk(2)), 3, P, 3)
-            cuda.apply_steps_(gradients[0], gradients[1], momentum, [packet] * P, 3, whole, MOVES[:1], skip)
-        assert bool(fits)
-    assert launched == ["_squares_kernel", "_fit_kernel", "_encode_kernel", "_reduce_kernel", "_move_kernel"]
-    # Memory, views, and tables of where packets lie: no work, and no question to the device.
+    with Seen():
+        fits = cuda.squares_fit(gradients[0], gradients[2], 1e30)
+        sent = cuda.encode_steps_(residual, *gradients, square, ratio, 1024, whole, SPREADS[:1], 1, P, 3, skip)
+        own = Span(1000, 2000).of(residual)
+        packet = cuda.reduce_shares_(own, list(sent.chunk(2)), 3, P, 3)
+        cuda.apply_steps_(gradients[0], gradients[1], momentum, [packet] * P, 3, whole, MOVES[:1], skip)
+    assert bool(fits)
+    assert launched == ["_squares_kernel", "_fit_kernel", "_encode_steps_kernel", "_reduce_kernel", "_move_kernel"]
+    # Memory, views, and tables of what lies where: no work, and no question to the device.
     assert set(asked) <= {"empty", "new_empty", "slice", "split", "lift_fresh", "detach"}, asked
 
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,8 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Span
-from sparsync.kernels.cuda.launch import on_one_device, programs, stream_of, table, takes_all
-from sparsync.kernels.cuda.values import BLOCK, BLOCKS, ROUNDED, decoded, encode_share_, fold, grid_of, places, share, store_packet
+from sparsync.kernels.cuda.launch import local, on_one_device, programs, stream_of, table, takes_all
+from sparsync.kernels.cuda.values import (
+    ROUNDED,
+    decoded,
+    encode_share_,
+    fold,
+    grid_of,
+    places,
+    share,
+    store_packet,
+)
 from sparsync.kernels.step_reference import HASH, Move, Spread, chunks_of, nan_packet
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 
@@ -30,14 +39,13 @@ SPREAD: tl.constexpr = tl.constexpr(5)  # numbers of a span: rate, beta2, 1 - be
 MOVE: tl.constexpr = tl.constexpr(4)  # beta1, 1 - beta1, kept, length
 FIRST, SECOND, THIRD = (tl.constexpr(each) for each in HASH)
 NOWHERE = 2**62
+EXACT = {"enable_fp_fusion": False}
 PARTIAL = 1024  # sums of squares, and the elements of a program that makes sketches
 
 # Any: what the signature in `operations` says, or NotImplemented for what is not taken.
 
 
-class _Pieces(NamedTuple):
-    where: Tensor
-    count: int
+_Pieces = tuple[Tensor, int]  # the table, and how many there are
 
 
 def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> Any:
@@ -166,9 +174,6 @@ def sketch(
     return sums, squares
 
 
-EXACT = {"enable_fp_fusion": False}
-
-
 def _move(
     targets: Sequence[Tensor],
     starts: Sequence[int],
@@ -234,7 +239,7 @@ def _pieces(
     stream: int,  # not read: a part of the key
 ) -> _Pieces:
     rows: list[tuple[int, ...]] = []
-    ahead = sorted((*each, number) for number, each in enumerate(lie)) + [(NOWHERE, NOWHERE, 0, len(lie))]
+    ahead = [*sorted((*each, number) for number, each in enumerate(lie)), (NOWHERE, NOWHERE, 0, len(lie))]
     at = 0
     for span, (start, stop) in sorted(enumerate(spans), key=lambda each: each[1]):
         at = max(at, start)
@@ -248,7 +253,7 @@ def _pieces(
                 rows.append((at, min(first, stop), 0, span, len(lie)))
             at = rows[-1][1]
     numbers = [number for row in [*rows, (NOWHERE, NOWHERE, 0, 0, 0)] for number in row]
-    return _Pieces(table(numbers, torch.int64, device), len(rows))
+    return table(numbers, torch.int64, device), len(rows)
 
 
 @triton.jit
@@ -277,52 +282,43 @@ def _nbytes(k, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gathered(at, first, last, where, pieces, factors, TYPE: tl.constexpr):
-    """Return gradients times their factors at places in [first, last), zeros where there are none, float32."""
-    g = tl.zeros_like(at).to(tl.float32)
-    piece = _piece_at(where, pieces, first)
-    while tl.load(where + ROW * piece) < last:
-        row = where + ROW * piece
-        start, address = tl.load(row), tl.load(row + 2)
-        inside = (at >= start) & (at < tl.where(address != 0, tl.minimum(tl.load(row + 1), last), 0))
-        part = tl.load(address.to(tl.pointer_type(TYPE)) + (at - start), mask=inside, other=0).to(tl.float32)
-        g = tl.where(inside, part * tl.load(factors + tl.load(row + 4)), g)
+def _piece(where, piece, base, left, lane, TYPE: tl.constexpr):
+    """Return which places of the block at `base` a piece has, those with a tensor, their addresses, and the numbers of span and tensor."""
+    row = where + ROW * piece
+    start, address = tl.load(row), tl.load(row + 2)
+    begin, end = local(start, base, left), local(tl.load(row + 1), base, left)
+    inside = (lane >= begin) & (lane < end)
+    there = (lane >= begin) & (lane < tl.where(address != 0, end, 0))
+    return inside, there, address.to(tl.pointer_type(TYPE)) + (base - start) + lane, tl.load(row + 3), tl.load(row + 4)
+
+
+@triton.jit
+def _gathered(base, left, lane, where, pieces, factors, TYPE: tl.constexpr):
+    """Return gradients times their factors at `left` places from `base` on, zeros where there are none, float32."""
+    g = tl.zeros_like(lane).to(tl.float32)
+    piece = _piece_at(where, pieces, base)
+    while tl.load(where + ROW * piece) < base + left:
+        _, there, source, _, tensor = _piece(where, piece, base, left, lane, TYPE)
+        part = tl.load(source, mask=there, other=0).to(tl.float32)
+        g = tl.where(there, part * tl.load(factors + tensor), g)
         piece += 1
     return g
 
 
 @triton.jit
-def _made(
-    at,
-    there,
-    first,
-    last,
-    square,
-    ratio,
-    where,
-    pieces,
-    floats,
-    spans,
-    RATIO: tl.constexpr,
-    TYPE: tl.constexpr,
-):
-    """Add gradients to second moments, and return steps, and where there are any: in spans."""
-    step, reached = tl.zeros_like(at).to(tl.float32), at < 0
-    piece = _piece_at(where, pieces, first)
-    while tl.load(where + ROW * piece) < last:
-        row = where + ROW * piece
-        start, address = tl.load(row), tl.load(row + 2)
-        number = floats + SPREAD * tl.load(row + 3)
-        stop = tl.load(row + 1)
-        inside = there & (at >= start) & (at < stop)
-        source = address.to(tl.pointer_type(TYPE)) + (at - start)
-        g = tl.load(source, mask=inside & (at < tl.where(address != 0, stop, 0)), other=0).to(tl.float32)
-        g *= tl.load(floats + SPREAD * spans + tl.load(row + 4))
-        v = tl.load(square + at, mask=inside, other=0.0) * tl.load(number + 1) + g * g * tl.load(number + 2)
-        tl.store(square + at, v, mask=inside)
-        r = tl.load(ratio + at // RATIO, mask=inside, other=0.0)
-        unbiased = tl.zeros_like(r) + tl.load(number + 4)
-        root = tl.sqrt_rn(tl.div_rn(r, unbiased) * v) + tl.load(number + 3)
+def _made(base, left, lane, square, ratio, where, pieces, floats, spans, RATIO: tl.constexpr, TYPE: tl.constexpr):
+    """Add gradients to second moments at `left` places from `base` on, and return steps, and where there are any: in spans."""
+    step, reached = tl.zeros_like(lane).to(tl.float32), lane < 0
+    ratios = ratio + base // RATIO + ((base % RATIO).to(tl.int32) + lane) // RATIO
+    piece = _piece_at(where, pieces, base)
+    while tl.load(where + ROW * piece) < base + left:
+        inside, there, source, span, tensor = _piece(where, piece, base, left, lane, TYPE)
+        number = floats + SPREAD * span
+        g = tl.load(source, mask=there, other=0).to(tl.float32) * tl.load(floats + SPREAD * spans + tensor)
+        v = tl.load(square + base + lane, mask=inside, other=0.0) * tl.load(number + 1) + g * g * tl.load(number + 2)
+        tl.store(square + base + lane, v, mask=inside)
+        r = tl.load(ratios, mask=inside, other=0.0)
+        root = tl.sqrt_rn(tl.div_rn(r, tl.zeros_like(r) + tl.load(number + 4)) * v) + tl.load(number + 3)
         step = tl.where(inside, tl.div_rn(g * tl.load(number), root), step)
         reached = reached | inside
         piece += 1
@@ -344,12 +340,9 @@ def _make_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, place = places(BLOCKS, BLOCK)
-    at = block * BLOCK + place
-    first = tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
-    last = tl.minimum(first + BLOCKS * BLOCK, n)
-    step, reached = _made(at, at < n, first, last, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
-    tl.store(out + at, step, mask=reached)
+    first, left, lane = places(n.to(tl.int64), BLOCKS, BLOCK)
+    step, reached = _made(first, left, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
+    tl.store(out + first + lane, step, mask=reached)
 
 
 @triton.jit(do_not_specialize=["pieces", "spans", "n", "chunks", "own", "P"])
@@ -374,27 +367,23 @@ def _encode_steps_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    chunk = tl.program_id(1)
-    start, k = _chunk_of(chunk, n.to(tl.int64), chunks)
-    block, place = places(BLOCKS, BLOCK)
-    lane = block * BLOCK + place
+    chunk, n = tl.program_id(1), n.to(tl.int64)
+    start, k = _chunk_of(chunk, n, chunks)
+    first, left, lane = places(k, BLOCKS, BLOCK)
     live = tl.load(skip) == 0 if SKIPS else True
-    at, there = start + lane, lane < tl.where(live, k, 0)
-    first = start + tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
-    last = tl.minimum(first + BLOCKS * BLOCK, start + k)
-    acc = tl.load(residual + at, mask=there, other=0.0)
-    step, _ = _made(at, there, first, last, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
+    base, taken = start + first, tl.where(live, left, 0)
+    acc = tl.load(residual + base + lane, mask=lane < taken, other=0.0)
+    step, _ = _made(base, taken, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
     acc += step
-    upper, code, error = share(acc, P, k - block * BLOCK, BITS, BLOCKS, BLOCK)
-    tl.store(residual + at, tl.where(chunk == own, acc, error), mask=there)
-    _, mine = _chunk_of(own, n.to(tl.int64), chunks)
-    _, longest = _chunk_of(0, n.to(tl.int64), chunks)
-    longer, short = n % chunks, n.to(tl.int64) // chunks
-    offset = chunk * _nbytes(short, BITS, BLOCK)
-    offset += tl.minimum(chunk, longer) * (_nbytes(longest, BITS, BLOCK) - _nbytes(short, BITS, BLOCK))
+    upper, code, error = share(acc, P, left, BITS, BLOCKS, BLOCK)
+    tl.store(residual + base + lane, tl.where(chunk == own, acc, error), mask=lane < taken)
+    _, longest = _chunk_of(0, n, chunks)
+    _, mine = _chunk_of(own, n, chunks)
+    short = _nbytes(n // chunks, BITS, BLOCK)
+    offset = chunk * short + tl.minimum(chunk, n % chunks) * (_nbytes(longest, BITS, BLOCK) - short)
     offset -= tl.where(chunk > own, _nbytes(mine, BITS, BLOCK), 0)
     upper = tl.where(live, upper, 0x7FC0)  # a skipped packet is NaN
-    store_packet(packets + offset, upper, code, block, tl.where(chunk == own, 0, k), BITS, BLOCKS, BLOCK)
+    store_packet(packets + offset, upper, code, first, tl.where(chunk == own, 0, left), k, BITS, BLOCKS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["pieces", "n", "chunks"])
@@ -417,30 +406,23 @@ def _move_kernel(
 ):
     chunk = tl.program_id(1)
     start, k = _chunk_of(chunk, n.to(tl.int64), chunks)
-    block, place = places(BLOCKS, BLOCK)
-    lane = block * BLOCK + place
-    live = tl.load(skip) == 0 if SKIPS else True
-    at, there = start + lane, lane < tl.where(live, k, 0)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    if SKIPS:
+        left = tl.where(tl.load(skip) == 0, left, 0)
+    base = start + first
     if PACKED:
         packet = tl.load(packets + chunk).to(tl.pointer_type(tl.uint8))
-        taken = decoded(packet, block, place, k, BITS, BLOCKS, BLOCK)
+        taken = decoded(packet, first, left, lane, k, BITS, BLOCKS, BLOCK)
     else:
-        taken = tl.load(mean + at, mask=there, other=0.0)
-    first = start + tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
-    last = tl.minimum(first + BLOCKS * BLOCK, start + k)
-    piece = _piece_at(where, pieces, first)
-    while tl.load(where + ROW * piece) < last:
-        row = where + ROW * piece
-        begin, address = tl.load(row), tl.load(row + 2)
-        number = floats + MOVE * tl.load(row + 3)
-        stop = tl.load(row + 1)
-        inside = there & (at >= begin) & (at < stop)
-        m = tl.load(momentum + at, mask=inside, other=0.0) * tl.load(number) + taken * tl.load(number + 1)
-        tl.store(momentum + at, m, mask=inside)
-        target, inside = address.to(tl.pointer_type(TYPE)) + (at - begin), inside & (at < tl.where(address != 0, stop, 0))
-        weight = tl.load(target, mask=inside, other=0).to(tl.float32)
-        moved = weight * tl.load(number + 2) - m * tl.load(number + 3)
-        tl.store(target, moved.to(TYPE), mask=inside)
+        taken = tl.load(mean + base + lane, mask=lane < left, other=0.0)
+    piece = _piece_at(where, pieces, base)
+    while tl.load(where + ROW * piece) < base + left:
+        inside, there, target, span, _ = _piece(where, piece, base, left, lane, TYPE)
+        number = floats + MOVE * span
+        m = tl.load(momentum + base + lane, mask=inside, other=0.0) * tl.load(number) + taken * tl.load(number + 1)
+        tl.store(momentum + base + lane, m, mask=inside)
+        weight = tl.load(target, mask=there, other=0).to(tl.float32)
+        tl.store(target, (weight * tl.load(number + 2) - m * tl.load(number + 3)).to(TYPE), mask=there)
         piece += 1
 
 
@@ -449,8 +431,8 @@ def _squares_kernel(where, pieces, factors, partial, n, programs, TYPE: tl.const
     total = tl.zeros((BLOCK,), tl.float64)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     while first < n:
-        last = tl.minimum(first + BLOCK, n)
-        g = _gathered(first + tl.arange(0, BLOCK), first, last, where, pieces, factors, TYPE).to(tl.float64)
+        left = tl.minimum(n - first, BLOCK).to(tl.int32)
+        g = _gathered(first, left, tl.arange(0, BLOCK), where, pieces, factors, TYPE).to(tl.float64)
         total += g * g
         first += programs.to(tl.int64) * BLOCK
     tl.store(partial + tl.program_id(0), tl.sum(total))
@@ -477,17 +459,17 @@ def _sketch_kernel(
     HALVINGS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = row * WIDTH + tl.arange(0, WIDTH)[None, :]
-    first = tl.program_id(0).to(tl.int64) * ROWS * WIDTH
-    g = _gathered(at, first, tl.minimum(first + ROWS * WIDTH, n), where, pieces, factors, TYPE)
-    word = at.to(tl.uint32) * FIRST + key.to(tl.uint32)
+    first = tl.program_id(0).to(tl.int64) * (ROWS * WIDTH)
+    left = tl.minimum(n - first, ROWS * WIDTH).to(tl.int32)
+    row = tl.arange(0, ROWS)[:, None]
+    lane = row * WIDTH + tl.arange(0, WIDTH)[None, :]
+    g = _gathered(first, left, lane, where, pieces, factors, TYPE)
+    word = (first + lane).to(tl.uint32) * FIRST + key.to(tl.uint32)
     word = (word ^ word >> 16) * SECOND
     word = (word ^ word >> 13) * THIRD
-    negative = (word ^ word >> 16) & 1
-    sign = tl.where(at < n, negative.to(tl.int32) << 31, 0)
-    # By its bit, as compiled -g is 0 - g.
+    sign = tl.where(lane < left, ((word ^ word >> 16) & 1).to(tl.int32) << 31, 0)
+    # By its bit: compiled, -g is 0 - g.
     signed = (g.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-    inside = row * WIDTH < n
-    tl.store(sums + row, fold(signed, ROWS, WIDTH, HALVINGS), mask=inside)
-    tl.store(squares + row, fold(g * g, ROWS, WIDTH, HALVINGS), mask=inside)
+    at, inside = first // WIDTH + row, row * WIDTH < left
+    tl.store(sums + at, fold(signed, ROWS, WIDTH, HALVINGS), mask=inside)
+    tl.store(squares + at, fold(g * g, ROWS, WIDTH, HALVINGS), mask=inside)

@@ -95,10 +95,14 @@ def _reduce_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, 
 
 
 @triton.jit
-def places(BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the numbers of this program's blocks, [BLOCKS, 1], and the places in a block, [1, BLOCK]."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    return block[:, None], tl.arange(0, BLOCK)[None, :]
+def places(k, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where this program's blocks of `k` values begin, how many of their values are there, and which each is, [BLOCKS, BLOCK].
+
+    The last are of 32 bits: addresses are then a number for all and a small one for each, which takes far fewer registers.
+    """
+    first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
+    left = tl.maximum(tl.minimum(k - first, BLOCKS * BLOCK), 0).to(tl.int32)
+    return first, left, tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
@@ -143,10 +147,11 @@ def _mean_scale(mean):
 
 @triton.jit
 def scales_and_codes(x, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the upper halves of the scales of blocks, [BLOCKS, 1], and their codes; `left` of a block's values on are not zeros."""
+    """Return the upper halves of the scales of blocks, [BLOCKS, 1], and codes; `left` values are there, with zeros behind them."""
     if BITS == 1:
         size = magnitude(x).to(tl.float32, bitcast=True)
-        upper = _mean_scale(_mean(size, tl.minimum(tl.maximum(left, 1), BLOCK), BLOCKS, BLOCK))
+        present = tl.minimum(tl.maximum(left - tl.arange(0, BLOCKS)[:, None] * BLOCK, 1), BLOCK)
+        upper = _mean_scale(_mean(size, present, BLOCKS, BLOCK))
         code = (x.to(tl.int32, bitcast=True) < 0).to(tl.int32)
     else:
         MAX: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -194,12 +199,10 @@ def share(acc, P, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def store_packet(
-    packet, upper, code, block, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write scales, and the low BITS of each code one after the other, the first in the lowest bits; nothing where k is 0."""
-    count = tl.cdiv(k, BLOCK)
-    _store_scale(packet, block, upper, block < count)
+def store_packet(packet, upper, code, first, left, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write scales, and the low BITS of each code one after the other, the first in the lowest bits, into a packet of `k` values."""
+    number = tl.arange(0, BLOCKS)[:, None]
+    _store_scale(packet + 2 * (first // BLOCK), number, upper, number * BLOCK < left)
     GROUP: tl.constexpr = 1 if BITS == 8 else 8  # codes that become a few bytes
     NBYTES: tl.constexpr = 1 if BITS == 8 else BITS
     SLOTS: tl.constexpr = 4 if NBYTES == 3 else NBYTES  # the power of two that holds these bytes
@@ -208,27 +211,29 @@ def store_packet(
     word = tl.sum(tl.reshape(code & (1 << BITS) - 1, (BLOCKS, groups, GROUP)) << shift, axis=2)  # no bit twice
     slot = tl.arange(0, SLOTS)[None, None, :]
     byte = word[:, :, None] >> 8 * slot & 0xFF
-    at = (block * groups + tl.arange(0, groups)[None, :])[:, :, None] * NBYTES + slot
-    tl.store(packet + 2 * count + at, byte.to(tl.uint8), mask=(slot < NBYTES) & (at < (k * BITS + 7) // 8))
+    at = (number * groups + tl.arange(0, groups)[None, :])[:, :, None] * NBYTES + slot
+    stream = packet + 2 * tl.cdiv(k, BLOCK) + first // 8 * BITS
+    tl.store(stream + at, byte.to(tl.uint8), mask=(slot < NBYTES) & (at < (left * BITS + 7) // 8))
 
 
 @triton.jit
-def decoded(packet, block, place, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def decoded(packet, first, left, lane, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the values of some blocks of a packet of `k` values."""
-    lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
-    inside = lane < k
-    stream = packet + 2 * count
-    upper = _load_upper(packet, block, block < count)
+    number, inside = tl.arange(0, BLOCKS)[:, None], lane < left
+    upper = _load_upper(packet + 2 * (first // BLOCK), number, number * BLOCK < left)
+    stream = packet + 2 * tl.cdiv(k, BLOCK)
     if BITS < 0:  # five values a byte
-        byte, trit = tl.load(stream + lane // 5, mask=inside, other=0).to(tl.int32), lane % 5
+        place = (first % 5).to(tl.int32) + lane
+        byte, trit = tl.load(stream + first // 5 + place // 5, mask=inside, other=0).to(tl.int32), place % 5
         power = tl.where(trit < 2, tl.where(trit < 1, 1, 3), tl.where(trit < 3, 9, tl.where(trit < 4, 27, 81)))
         code = (byte // power + 1) % 3 - 1
     else:
-        bit = place * BITS
-        at = block * (BLOCK // 8 * BITS) + bit // 8
+        stream += first // 8 * BITS
+        bit = lane * BITS
+        at = bit // 8
         word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
         if BITS == 3:  # a code may continue in the next byte
-            more = inside & (at + 1 < (k * BITS + 7) // 8)
+            more = inside & (at + 1 < (left * BITS + 7) // 8)
             word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
         code = word >> bit % 8
         if BITS > 1:
@@ -241,21 +246,19 @@ def _encode_kernel(
     value, packet, k, P, ERRORS: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     k = k.to(tl.int64)
-    block, place = places(BLOCKS, BLOCK)
-    lane = block * BLOCK + place
-    x = tl.load(value + lane, mask=lane < k, other=0.0)
-    upper, code, error = share(x, P, k - block * BLOCK, BITS, BLOCKS, BLOCK)
-    store_packet(packet, upper, code, block, k, BITS, BLOCKS, BLOCK)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    x = tl.load(value + first + lane, mask=lane < left, other=0.0)
+    upper, code, error = share(x, P, left, BITS, BLOCKS, BLOCK)
+    store_packet(packet, upper, code, first, left, k, BITS, BLOCKS, BLOCK)
     if ERRORS:
-        tl.store(value + lane, error, mask=lane < k)
+        tl.store(value + first + lane, error, mask=lane < left)
 
 
 @triton.jit(do_not_specialize=["k"])
 def _decode_kernel(packet, value, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     k = k.to(tl.int64)
-    block, place = places(BLOCKS, BLOCK)
-    lane = block * BLOCK + place
-    tl.store(value + lane, decoded(packet, block, place, k, BITS, BLOCKS, BLOCK), mask=lane < k)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    tl.store(value + first + lane, decoded(packet, first, left, lane, k, BITS, BLOCKS, BLOCK), mask=lane < left)
 
 
 @triton.jit(do_not_specialize=["k", "P", "packets"])
@@ -273,35 +276,38 @@ def _reduce_kernel(
     BLOCK: tl.constexpr,
 ):
     k = k.to(tl.int64)
-    block, place = places(BLOCKS, BLOCK)
-    lane = block * BLOCK + place
+    first, left, lane = places(k, BLOCKS, BLOCK)
     times = P.to(tl.float64)
-    total = tl.load(value + lane, mask=lane < k, other=0.0).to(tl.float64)
+    total = tl.load(value + first + lane, mask=lane < left, other=0.0).to(tl.float64)
     for number in range(packets):
         received = tl.load(where + number).to(tl.pointer_type(tl.uint8))
-        total += times * decoded(received, block, place, k, BITS, BLOCKS, BLOCK).to(tl.float64)
+        total += times * decoded(received, first, left, lane, k, BITS, BLOCKS, BLOCK).to(tl.float64)
     exact = total * (1.0 / times) if HALVES else total / times
     mean = exact.to(tl.float32)
     # A finite mean beyond float32 becomes its largest number, with the sign of the mean.
     sign = mean.to(tl.int32, bitcast=True) & -0x80000000
     largest = (sign | FLOAT32_MAX).to(tl.float32, bitcast=True)
     mean = tl.where((magnitude(mean) == INFINITE) & (tl.abs(exact) < float("inf")), largest, mean)
-    mean = tl.where(lane < k, mean, 0.0)  # signs are decoded behind the end too
-    upper, code = scales_and_codes(mean, k - block * BLOCK, DOWN, BLOCKS, BLOCK)
-    store_packet(packet, upper, code, block, k, DOWN, BLOCKS, BLOCK)
+    mean = tl.where(lane < left, mean, 0.0)  # signs are decoded behind the end too
+    upper, code = scales_and_codes(mean, left, DOWN, BLOCKS, BLOCK)
+    store_packet(packet, upper, code, first, left, k, DOWN, BLOCKS, BLOCK)
     lacks = total - times * _values(upper, code, DOWN, BLOCKS, BLOCK).to(tl.float64)
-    tl.store(value + lane, lacks.to(tl.float32), mask=lane < k)
+    tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < left)
 
 
 @triton.jit
 def _ternary_scale_kernel(value, packet, k, LEVEL: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    block, place = places(BLOCKS, BLOCK)
-    lane = block * BLOCK + place
-    x = tl.load(value + lane, mask=lane < k, other=0.0).to(tl.float64)
-    inside = block < tl.cdiv(k, BLOCK)
-    present = tl.where(inside, tl.minimum(k - block * BLOCK, BLOCK), 1)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    x = tl.load(value + first + lane, mask=lane < left, other=0.0).to(tl.float64)
+    number = tl.arange(0, BLOCKS)[:, None]
+    inside, present = number * BLOCK < left, tl.minimum(tl.maximum(left - number * BLOCK, 1), BLOCK)
     level = tl.full((BLOCKS, 1), LEVEL, tl.float64)
-    _store_scale(packet, block, _mean_scale(tl.sqrt(_mean(x * x, present, BLOCKS, BLOCK)) * level), inside)
+    _store_scale(
+        packet + 2 * (first // BLOCK),
+        number,
+        _mean_scale(tl.sqrt(_mean(x * x, present, BLOCKS, BLOCK)) * level),
+        inside,
+    )
 
 
 @triton.jit
