@@ -114,13 +114,13 @@ def encode_steps_(
     with torch.cuda.device_of(residual):
         pieces = _pieces_of(gradients, starts, spans, residual)
         floats = table([*_spread(spans, numbers), *factors, 1.0], torch.float32, residual.device)
-        form = {"SKIPS": skip is not None, "TYPE": kind, "RATIO": block, **ROUNDED}
+        form = {"P": P, "SKIPS": skip is not None, "TYPE": kind, "RATIO": block, **ROUNDED}
         given = (residual, square, ratio, packets, residual if skip is None else skip, *pieces, floats, len(spans), n)
         if bits != TERNARY:
-            _encode_steps_kernel[grid_of(triton.cdiv(n, P), P)](*given, P, rank, P, BITS=bits, **form)
+            _encode_steps_kernel[grid_of(triton.cdiv(n, P), P)](*given, P, rank, BITS=bits, **form)
             return packets
         before = residual if skip is None else residual.clone()
-        _encode_steps_kernel[grid_of(n)](*given, 1, 0, P, BITS=8, **form)  # all of it is an own chunk, without a packet
+        _encode_steps_kernel[grid_of(n)](*given, 1, 0, BITS=8, **form)  # all of it is an own chunk, without a packet
         sent = [chunk for owner, chunk in enumerate(chunks) if owner != rank]
         found = [encode_share_(chunk.of(residual), bits, P) for chunk in sent]
         if skip is not None:
@@ -345,7 +345,7 @@ def _make_kernel(
     tl.store(out + first + lane, step, mask=reached)
 
 
-@triton.jit(do_not_specialize=["pieces", "spans", "n", "chunks", "own", "P"])
+@triton.jit(do_not_specialize=["pieces", "spans", "n", "chunks", "own"])
 def _encode_steps_kernel(
     residual,
     square,
@@ -359,7 +359,7 @@ def _encode_steps_kernel(
     n,
     chunks,
     own,
-    P,
+    P: tl.constexpr,
     SKIPS: tl.constexpr,
     TYPE: tl.constexpr,
     RATIO: tl.constexpr,
@@ -375,7 +375,7 @@ def _encode_steps_kernel(
     acc = tl.load(residual + base + lane, mask=lane < taken, other=0.0)
     step, _ = _made(base, taken, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
     acc += step
-    upper, code, error = share(acc, P, left, BITS, BLOCKS, BLOCK)
+    upper, code, error = share(acc, left, P, BITS, BLOCKS, BLOCK)
     tl.store(residual + base + lane, tl.where(chunk == own, acc, error), mask=lane < taken)
     _, longest = _chunk_of(0, n, chunks)
     _, mine = _chunk_of(own, n, chunks)

@@ -37,7 +37,7 @@ def values_encode(value: Tensor, bits: int) -> Tensor:
         fives = triton.cdiv(k, len(POWERS))
         _ternary_codes_kernel[grid_of(fives)](value, packet, k, BLOCK=BLOCK, FIVES=BLOCKS * BLOCK)
     else:
-        _encode_kernel[grid_of(k)](value, packet, k, 1, ERRORS=False, BITS=bits, **ROUNDED)
+        _encode_kernel[grid_of(k)](value, packet, k, P=1, ERRORS=False, BITS=bits, **ROUNDED)
     return packet
 
 
@@ -58,7 +58,7 @@ def encode_share_(value: Tensor, bits: int, P: int) -> Tensor:
     k = value.numel()
     packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
     if k:
-        _encode_kernel[grid_of(k)](value, packet, k, P, ERRORS=True, BITS=bits, **ROUNDED)
+        _encode_kernel[grid_of(k)](value, packet, k, P=P, ERRORS=True, BITS=bits, **ROUNDED)
     return packet
 
 
@@ -87,10 +87,8 @@ def _reduce_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, 
     packet = torch.empty(values_nbytes(k, bits_down), dtype=torch.uint8, device=value.device)
     if k:
         where = table([each.data_ptr() for each in packets], torch.int64, value.device)
-        halves = P & (P - 1) == 0
-        _reduce_kernel[grid_of(k)](
-            value, where, packet, k, P, len(packets), HALVES=halves, BITS=bits, DOWN=bits_down, **ROUNDED
-        )
+        form = {"P": P, "BITS": bits, "DOWN": bits_down, **ROUNDED}
+        _reduce_kernel[grid_of(k)](value, where, packet, k, len(packets), **form)
     return packet
 
 
@@ -185,15 +183,16 @@ def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def share(acc, P, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def share(acc, left, P: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the scales and the codes of acc / P, and what P times these lack of it."""
-    times = tl.broadcast_to(P.to(tl.float32), (BLOCKS, BLOCK))
-    upper, code = scales_and_codes(tl.div_rn(acc, times), left, BITS, BLOCKS, BLOCK)
+    times = tl.full((BLOCKS, BLOCK), P, tl.float32)
+    part = acc * (1.0 / P) if P & (P - 1) == 0 else tl.div_rn(acc, times)  # the reciprocal of a power of two is exact
+    upper, code = scales_and_codes(part, left, BITS, BLOCKS, BLOCK)
     received = _values(upper, code, BITS, BLOCKS, BLOCK)
-    error = acc - times * received
+    error = acc - P * received
     if tl.max(magnitude(error)) >= INFINITE:
         # Where P times what was received is beyond float32, the difference may still be inside.
-        wide = (acc.to(tl.float64) - P.to(tl.float64) * received.to(tl.float64)).to(tl.float32)
+        wide = (acc.to(tl.float64) - P * received.to(tl.float64)).to(tl.float32)
         error = tl.where(magnitude(error) < INFINITE, error, wide)
     return upper, code, error
 
@@ -241,14 +240,21 @@ def decoded(packet, first, left, lane, k, BITS: tl.constexpr, BLOCKS: tl.constex
     return _values(upper, code, BITS, BLOCKS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["k", "P"])
+@triton.jit(do_not_specialize=["k"])
 def _encode_kernel(
-    value, packet, k, P, ERRORS: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    value,
+    packet,
+    k,
+    P: tl.constexpr,
+    ERRORS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     k = k.to(tl.int64)
     first, left, lane = places(k, BLOCKS, BLOCK)
     x = tl.load(value + first + lane, mask=lane < left, other=0.0)
-    upper, code, error = share(x, P, left, BITS, BLOCKS, BLOCK)
+    upper, code, error = share(x, left, P, BITS, BLOCKS, BLOCK)
     store_packet(packet, upper, code, first, left, k, BITS, BLOCKS, BLOCK)
     if ERRORS:
         tl.store(value + first + lane, error, mask=lane < left)
@@ -261,15 +267,14 @@ def _decode_kernel(packet, value, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, B
     tl.store(value + first + lane, decoded(packet, first, left, lane, k, BITS, BLOCKS, BLOCK), mask=lane < left)
 
 
-@triton.jit(do_not_specialize=["k", "P", "packets"])
+@triton.jit(do_not_specialize=["k", "packets"])
 def _reduce_kernel(
     value,
     where,
     packet,
     k,
-    P,
     packets,
-    HALVES: tl.constexpr,  # P is a power of two, and its reciprocal exact
+    P: tl.constexpr,
     BITS: tl.constexpr,
     DOWN: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -277,12 +282,11 @@ def _reduce_kernel(
 ):
     k = k.to(tl.int64)
     first, left, lane = places(k, BLOCKS, BLOCK)
-    times = P.to(tl.float64)
     total = tl.load(value + first + lane, mask=lane < left, other=0.0).to(tl.float64)
     for number in range(packets):
         received = tl.load(where + number).to(tl.pointer_type(tl.uint8))
-        total += times * decoded(received, first, left, lane, k, BITS, BLOCKS, BLOCK).to(tl.float64)
-    exact = total * (1.0 / times) if HALVES else total / times
+        total += P * decoded(received, first, left, lane, k, BITS, BLOCKS, BLOCK).to(tl.float64)
+    exact = total * (1.0 / P) if P & (P - 1) == 0 else total / P
     mean = exact.to(tl.float32)
     # A finite mean beyond float32 becomes its largest number, with the sign of the mean.
     sign = mean.to(tl.int32, bitcast=True) & -0x80000000
@@ -291,7 +295,7 @@ def _reduce_kernel(
     mean = tl.where(lane < left, mean, 0.0)  # signs are decoded behind the end too
     upper, code = scales_and_codes(mean, left, DOWN, BLOCKS, BLOCK)
     store_packet(packet, upper, code, first, left, k, DOWN, BLOCKS, BLOCK)
-    lacks = total - times * _values(upper, code, DOWN, BLOCKS, BLOCK).to(tl.float64)
+    lacks = total - P * _values(upper, code, DOWN, BLOCKS, BLOCK).to(tl.float64)
     tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < left)
 
 
