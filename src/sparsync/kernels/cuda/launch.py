@@ -111,7 +111,7 @@ def stream_of(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

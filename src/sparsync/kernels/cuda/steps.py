@@ -42,10 +42,9 @@ NOWHERE = 2**62
 EXACT = {"enable_fp_fusion": False}
 PARTIAL = 1024  # sums of squares, and the elements of a program that makes sketches
 
-# Any: what the signature in `operations` says, or NotImplemented for what is not taken.
-
-
 _Pieces = tuple[Tensor, int]  # the table, and how many there are
+
+# Any: what the signature in `operations` says, or NotImplemented for what is not taken.
 
 
 def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> Any:
@@ -230,7 +229,7 @@ def _pieces_of(
     return _pieces(lie, nbytes, tuple((each.start, each.stop) for each in spans), device, stream_of(device))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _pieces(
     lie: tuple[tuple[int, int, int], ...],
     nbytes: int,
