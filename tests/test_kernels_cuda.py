@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from json import loads
 from pathlib import Path
 
@@ -12,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from helpers.on_triton import CUDA, DEVICE, KINDS, SPECIAL, made
 from helpers.quick import one_in
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import Bucket, Rows, Sparse
-from sparsync.kernels import cuda, operations, reference, share_reference, value_reference
+from sparsync.core import Bucket, Rows, Sparse, spans
+from sparsync.kernels import cuda, operations, reference, share_reference, step_reference, value_reference
 from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.kernels.value_reference import TERNARY
 from sparsync.selection.exclusive import BlockCyclic
@@ -193,9 +195,9 @@ def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each:
         assert torch.equal(bits(decoded), bits(wanted))
 
 
-@pytest.mark.parametrize("bits_each", [4, 1, TERNARY])
-def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> None:
-    n, P = 517, 3
+@pytest.mark.parametrize(("bits_each", "P"), [(8, 3), (4, 4), (3, 1), (1, 3), (TERNARY, 4)])
+def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int, P: int) -> None:
+    n, down = 517, abs(bits_each) % 5 or TERNARY
     values = [made("normal", n) * (rank + 1) for rank in range(P)]
     own = values.pop()
     wanted = own.clone()
@@ -205,9 +207,18 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> No
         packets.append(cuda.encode_share_(value, bits_each, P))
         assert torch.equal(packets[-1], share_reference.encode_share_(expected, bits_each, P))
         assert torch.equal(bits(value), bits(expected))
-    packet = cuda.reduce_shares_(own, packets, bits_each, P, 4)
-    assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, 4))
+    packet = cuda.reduce_shares_(own, packets, bits_each, P, down)
+    assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, down))
     assert torch.equal(bits(own), bits(wanted))
+    # Means beyond float32 have its largest number, and a block with NaN is NaN.
+    large = made("normal", n).sign() * 3e38
+    large[400] = torch.nan
+    packets = [value_reference.values_encode(each, bits_each) for each in (large, large)]
+    found, expected = large.clone(), large.clone()
+    packet = cuda.reduce_shares_(found, packets, bits_each, P, 4)
+    assert torch.equal(packet, share_reference.reduce_shares_(expected, packets, bits_each, P, 4))
+    assert torch.equal(bits(found), bits(expected))
+    assert cuda.reduce_shares_(found, [packets[0][1:]], bits_each, P, 4) is NotImplemented
     out, kept, found = own.clone(), torch.empty_like(own), torch.empty_like(own)
     cuda.decode_over_(packet, 4, out, kept)
     share_reference.decode_over_(packet, 4, found)
@@ -336,23 +347,6 @@ def test_every_kernel_compiles_for_a_gpu_with_wide_loads_and_exact_arithmetic(tm
             assert row["shared_nbytes"] < 1024, row  # elements stay with the thread that loaded them
 
 
-@pytest.mark.parametrize("kind", ["normal", "special"])
-def test_steps_of_adam_and_of_momentum_are_the_reference(kind: str) -> None:
-    for n, start in ((0, 0), (1, 63), (BLOCK + 5, 37)):
-        grad, square, scale = made(kind, n), made("normal", n, 1).abs(), made("normal", (start + n) // 64 + 1, 2).abs()
-        expected = grad.clone(), square.clone()
-        operations.adam_step_(grad, square, scale, start, 64, 0.95, 1e-8, 3e-4)
-        reference.adam_step_(*expected, scale, start, 64, 0.95, 1e-8, 3e-4)
-        assert torch.equal(bits(grad), bits(expected[0]))
-        assert torch.equal(bits(square), bits(expected[1]))
-        weights, momentum, mean = made("normal", n), made("normal", n, 1), made(kind, n, 2)
-        moved = weights.clone(), momentum.clone()
-        operations.momentum_step_(weights, momentum, mean, 0.9, 0.9997, 1.1)
-        reference.momentum_step_(*moved, mean, 0.9, 0.9997, 1.1)
-        assert torch.equal(bits(weights), bits(moved[0]))
-        assert torch.equal(bits(momentum), bits(moved[1]))
-
-
 DIGESTED = (0, 1, 508, 1017, 1018, 1019, 1526, 2036, 20_003, 40_000)
 
 
@@ -379,33 +373,135 @@ def test_own_weights_are_written_as_the_reference_does(dtype: torch.dtype) -> No
         assert torch.equal(digests, reference.write_own_(others, [1, n + 1], weights, unsent, divided, 4, 0.35))
         assert all(map(torch.equal, found, others))
     assert operations.write_own_([], [], weights, unsent, rows, 4, 0.35).tolist() == []
-    gradients = [made("special", n).to(dtype), made("normal", n).view(n // 3, 3).t()]
-    out, expected = torch.zeros(2 * n + 1, device=DEVICE), torch.zeros(2 * n + 1, device=DEVICE)
-    for which in (gradients, gradients[1:], []):
-        starts, factors = [0, n + 1][: len(which)], [1.0, 1.7][: len(which)]
-        finite = operations.collect_(out, which, starts, factors)
-        assert finite == reference.collect_(expected, which, starts, factors)
-        assert torch.equal(bits(out), bits(expected))
 
 
-def test_momentum_steps_of_several_parameters_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsync.kernels.cuda.steps.SPLIT", 2)
-    n = 5 * BLOCK + 77
-    spans = [Span(1, 2), Span(2, 3 * BLOCK + 9), Span(4 * BLOCK, 4 * BLOCK), Span(4 * BLOCK + 3, n)]
-    factors = [(0.9, 0.9997, 1.1), (0.95, 1.0, 1.0), (0.5, 1.0, 1.0), (0.9, 0.99, 3.0)]
-    weights, momentum, mean = made("normal", n), made("special", n, 1), made("normal", n, 2)
-    expected = weights.clone(), momentum.clone()
-    operations.momentum_steps_(weights, momentum, mean, spans, factors)
-    for span, each in zip(spans, factors, strict=True):
-        w, m, x = (span.of(each) for each in (*expected, mean))
-        reference.momentum_step_(w, m, x, *each)
-    assert torch.equal(bits(weights), bits(expected[0]))
-    assert torch.equal(bits(momentum), bits(expected[1]))
-    operations.momentum_steps_(weights, momentum, mean, [], [])
-    with pytest.raises(ValueError, match="zip"):
-        operations.momentum_steps_(weights, momentum, mean, spans, factors[1:])
-    inside = weights[:4]
-    assert cuda.momentum_steps_(inside, momentum[:4], mean[:4], [Span(0, 6)], factors[:1]) is NotImplemented
+def laid(n: int, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], list[int], list[float]]:
+    """Tensors that begin anywhere in a vector of `n` elements, and leave gaps, with their starts and factors."""
+    vector = made(kind, n, 3)
+    ends = [(n // 2 + 3, n - 7), (5, 5), (1, n // 3), (n // 3, n // 3 + 2)]  # in no order, one of them empty
+    return [vector[start:stop].to(dtype) for start, stop in ends], [start for start, _ in ends], [0.5, 1.0, -1.7, 3.0]
+
+
+SPREADS = [(3e-4, 0.95, 1e-8, 0.3), (1e-3, 0.99, 1e-6, 0.7), (2.0, 0.5, 1.0, 1.0)]
+MOVES = [(0.9, 0.9997, 1.1), (0.95, 1.0, 1.0), (0.5, 0.9, 3.0)]
+BITS = (8, 4, 3, 1, TERNARY)
+
+
+def three_spans(n: int) -> list[Span]:
+    return [Span(0, n // 4), Span(n // 4, n // 2 + 10), Span(n // 2 + 10, n)]
+
+
+def both(name: str, *arguments: object) -> None:
+    """Call an operation of both with copies of all arguments, and compare what they return, and what all their tensors have become."""
+
+    def called(module: object) -> list[Tensor]:
+        copied = deepcopy(arguments)
+        found = getattr(module, name)(*copied)
+        assert found is not NotImplemented
+        listed = [found, *copied]
+        flat = [each for one in listed for each in (one if isinstance(one, list | tuple) else [one])]
+        return [each for each in flat if isinstance(each, Tensor)]
+
+    for found, expected in zip(called(cuda), called(step_reference), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(bits(found.float()), bits(expected.float()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("normal", torch.float32), ("normal", torch.bfloat16), ("special", torch.float32)]
+)
+def test_steps_of_gradients_where_they_lie_are_the_reference(kind: str, dtype: torch.dtype) -> None:
+    n, block = 1300, 96
+    square, ratio = made("normal", n, 1).abs(), made("normal", -(-n // block), 2).abs()
+    about = (*laid(n, kind, dtype), square, ratio, block, three_spans(n), SPREADS)
+    off, on = torch.zeros(1, device=DEVICE), torch.ones((), dtype=torch.bool, device=DEVICE)
+    both("make_steps_", made("normal", n), *about)
+    cases = [(4, 3, None), (1, 4, off), (3, 3, on)]
+    if kind == "normal" and dtype == torch.float32:  # which sign a NaN has is open
+        cases += [(3, 8, None), (4, 4, on), (4, 1, off), (3, TERNARY, off), (3, TERNARY, on)]
+    for P, width, skip in cases:
+        both("encode_steps_", made(kind, n), *about, P - 1, P, width, skip)
+
+
+def test_steps_in_few_spans_and_beyond_float32_are_the_reference() -> None:
+    square, ratio = made("normal", 1300, 1).abs(), made("normal", 5, 2).abs()
+    both("make_steps_", square, [], [], [], square, ratio, 300, [Span(7, 9), Span(1030, 1031)], SPREADS[:2])
+    large = made("equal", 1300) * 1.7e38  # 4 times what is received is infinite
+    both("encode_steps_", large, [], [], [], square, ratio, 300, three_spans(1300), SPREADS, 1, 4, 3)
+    assert cuda.make_steps_(square, [square[::2]], [0], [1.0], square, ratio, 1, [], []) is NotImplemented
+    mixed = [square[:2], square[2:4].half()]
+    assert cuda.make_steps_(square, mixed, [0, 2], [1.0, 1.0], square, ratio, 1, [], []) is NotImplemented
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("special", torch.float16), ("normal", torch.float32)])
+def test_moves_of_weights_where_they_lie_are_the_reference(kind: str, dtype: torch.dtype) -> None:
+    n = 1300
+    weights, starts, _ = laid(n, "normal", dtype)
+    weights[0] = weights[0][:640].view(2, 320)
+    about = (weights, starts, made("normal", n, 1))
+    both("move_steps_", *about, made(kind, n, 2), three_spans(n), MOVES)
+    both("move_steps_", *about, made(kind, n, 2), [Span(7, 9), Span(20, 1031)], MOVES[:2])
+    on = torch.ones(1, device=DEVICE)
+    for P, width, skip in ((3, 8, None), (4, 4, None), (1, 3, on * 0), (4, 3, None), (3, 1, None), (4, TERNARY, on)):
+        parts = spans(n, P)
+        packets = [value_reference.values_encode(part.of(made(kind, n, 5)), width) for part in parts]
+        both("apply_steps_", *about, packets, width, three_spans(n), MOVES, skip)
+    with pytest.raises(RuntimeError):
+        operations.apply_steps_(*about, [packet[:1] for packet in packets], TERNARY, three_spans(n), MOVES)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("normal", torch.bfloat16), ("zero", torch.float32)])
+def test_sketches_and_sums_of_squares_are_the_reference(kind: str, dtype: torch.dtype) -> None:
+    for block in (1, 64, 1024):
+        both("sketch", *laid(1300, kind, dtype), made("zero", 1300), block, 0xFFFFFFFE)
+    tensors, _, factors = laid(1300, kind, dtype)
+    most = sum(
+        float((each.float() * factor).double().square().sum()) for each, factor in zip(tensors, factors, strict=True)
+    )
+    for limit in (most * 0.999, most * 1.001, float("inf")):
+        assert bool(cuda.squares_fit(tensors, factors, limit)) == step_reference.squares_fit(tensors, factors, limit)
+    assert not operations.squares_fit([tensors[0] * torch.nan], [1.0], float("inf"))
+    large = [torch.full((1,), 3e38, device=DEVICE)] * 2
+    assert operations.squares_fit(large, [1.0, 1.0], 1.8001e77)
+    assert not operations.squares_fit(large, [1.0, 1.0], 1.7999e77)
+
+
+def test_a_settled_step_takes_five_launches_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpretedFunction  # once the interpreter is on
+
+    n, P = 900, 3
+    gradients, square, ratio = (
+        laid(n, "normal", torch.float32),
+        torch.ones(n, device=DEVICE),
+        torch.ones(3, device=DEVICE),
+    )
+    residual, momentum = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
+    skip, whole = torch.zeros(1, device=DEVICE), [Span(0, n)]
+    launched: list[str] = []
+    asked: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # torch calls it
+            asked.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    def counted(kernel: InterpretedFunction, *args: object, **named: object) -> object:
+        launched.append(kernel.fn.__name__)
+        with _disable_current_modes():  # the interpreter computes with torch
+            return run(kernel, *args, **named)
+
+    run = InterpretedFunction.run
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    with Seen():
+        fits = cuda.squares_fit(gradients[0], gradients[2], 1e30)
+        sent = cuda.encode_steps_(residual, *gradients, square, ratio, 1024, whole, SPREADS[:1], 1, P, 3, skip)
+        own = Span(300, 600).of(residual)
+        packet = cuda.reduce_shares_(own, list(sent.chunk(2)), 3, P, 3)
+        cuda.apply_steps_(gradients[0], gradients[1], momentum, [packet] * P, 3, whole, MOVES[:1], skip)
+    assert bool(fits)
+    assert launched == ["_squares_kernel", "_fit_kernel", "_encode_steps_kernel", "_reduce_kernel", "_move_kernel"]
+    # Memory, views, and tables of what lies where: no work, and no question to the device.
+    assert set(asked) <= {"empty", "new_empty", "slice", "split", "lift_fresh", "detach"}, asked
 
 
 @pytest.mark.slow

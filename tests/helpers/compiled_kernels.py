@@ -5,7 +5,7 @@ A program of its own, because where Triton's interpreter is on there is no compi
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from sparsync.selection.exclusive import BlockCyclic
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTHS = (8, 4, 3, 1, TERNARY)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
+TYPES |= {torch.bool: "i1", torch.float64: "fp64"}
 MODULES = (exact_top_k, many_tensors, passes, radix_select, rows, scatter, steps, values)
 seen: set[str] = set()
 
@@ -96,10 +97,35 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.digests([x[:5].bfloat16()]),
         lambda: cuda.top_k_of_rows(x, BlockCyclic(n, 4, 128).rows(1, x.device), 5),
         lambda: cuda.divide_rows_(x, BlockCyclic(n, 4, 128).rows(1, x.device), 4),
-        lambda: cuda.adam_step_(x, out, x[:5], 0, 1024, 0.99, 1e-8, 1e-3),
-        lambda: cuda.momentum_steps_(x, out, x.clone(), [Span(0, n)], [(0.9, 0.999, 1e-3)]),
+        *steps_of(x, x, packet, WIDTHS, torch.zeros(1)),
+        *steps_of(x, x.bfloat16(), packet, (3,), None),
         *(lambda bits=bits: cuda.values_encode(x, bits) for bits in WIDTHS),
         *(lambda bits=bits: cuda.values_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in WIDTHS),
+        *(lambda bits=bits: cuda.encode_share_(x, bits, 4) for bits in WIDTHS),
+        *(
+            lambda bits=bits, P=P: cuda.reduce_shares_(x, [packet[: values_nbytes(n, bits)]], bits, P, max(bits, 1))
+            for bits, P in zip(WIDTHS, (4, 4, 3, 4, 3), strict=True)
+        ),
+    ]
+
+
+def steps_of(
+    x: Tensor, each: Tensor, packet: Tensor, widths: Sequence[int], skip: Tensor | None
+) -> list[Callable[[], object]]:
+    """Return calls of the passes of steps with gradients and weights of a type."""
+    n, spans = x.numel(), [Span(0, x.numel())]
+    about = ([each], [0], [1.0], x.clone(), x[:5], 1024, spans, [(1e-3, 0.99, 1e-8, 0.5)])
+    place, move = ([each], [0], x.clone()), (spans, [(0.9, 0.999, 1e-3)])
+    return [
+        lambda: cuda.squares_fit([each], [1.0], 3e38),
+        lambda: cuda.make_steps_(x, *about),
+        *(lambda bits=bits: cuda.encode_steps_(x, *about, 0, 2, bits, skip) for bits in widths),
+        lambda: cuda.move_steps_(*place, x, *move),
+        *(
+            lambda bits=bits: cuda.apply_steps_(*place, [packet[: values_nbytes(n, bits)]], bits, *move, skip)
+            for bits in widths
+        ),
+        *(lambda block=block: cuda.sketch([each], [0], [1.0], x, block, 7) for block in (1, 64)),
     ]
 
 

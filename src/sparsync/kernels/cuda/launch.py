@@ -4,7 +4,7 @@
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import cycle
 from typing import Any, TypeVar
 
@@ -99,6 +99,22 @@ def bits_of(threshold: float) -> int | None:
 def programs(n: int, block: int = BLOCK) -> tuple[int]:
     """Return a grid of one program for each block of `n` elements."""
     return (triton.cdiv(n, block),)
+
+
+def table(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a vector of numbers that a kernel reads on `device`, for whose copy nobody waits. The same numbers are copied once."""
+    return _table(tuple(values), dtype, device, stream_of(device))
+
+
+def stream_of(device: torch.device) -> int:
+    """Return which stream is the current one of a device: what was copied on one stream may not be there on others."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@lru_cache(maxsize=256)
+def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 @triton.jit

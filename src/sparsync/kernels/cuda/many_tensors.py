@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsync.core import Rows, Span
 from sparsync.kernels import reference
-from sparsync.kernels.cuda.launch import on_one_device, takes_all
+from sparsync.kernels.cuda.launch import on_one_device, table, takes_all
 from sparsync.kernels.cuda.rows import divide_rows_
 from sparsync.kernels.reference import COLUMNS, MIX, WORDS
 
@@ -24,17 +24,6 @@ FOLDED = {"COLUMNS": COLUMNS, "WIDTH": triton.next_power_of_2(COLUMNS)}
 assert TYPES.keys() == WORDS.keys()
 
 # Any: what the signature in `operations` says, or NotImplemented for what is not taken.
-
-
-def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> Any:
-    if not tensors or not on_one_device([out, *tensors]):
-        return NotImplemented
-    spans = [Span(start, start + each.numel()) for each, start in zip(tensors, starts, strict=True)]
-    parts = [span.of(out) for span in spans]
-    torch._foreach_copy_([part.view(each.shape) for part, each in zip(parts, tensors, strict=True)], list(tensors))
-    torch._foreach_mul_(parts, list(factors))
-    norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))
-    return bool(norms.square_().sum() <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
 
 
 def write_own_(
@@ -77,7 +66,7 @@ def _digests(flat: Sequence[Tensor]) -> Tensor:
     found = torch.empty(len(flat), dtype=torch.int64, device=flat[0].device)
     for nbytes, members in by_word.items():
         described = [[each.data_ptr(), each.nbytes // nbytes, place] for place, each in members]
-        about = torch.tensor(described, dtype=torch.int64).to(found.device)
+        about = table([number for row in described for number in row], torch.int64, found.device)
         sums = torch.zeros(len(members), FOLDED["WIDTH"], dtype=torch.int64, device=found.device)
         if any(count >= 2 * COLUMNS for _, count, _ in described):
             most = max(count for _, count, _ in described) // COLUMNS

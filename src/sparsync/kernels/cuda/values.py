@@ -1,22 +1,27 @@
 """Rounding values to few bits, and back: the bytes of `value_reference`, several blocks of 256 values in each program."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.kernels.cuda.launch import FLOAT32, magnitude, takes
+from sparsync.kernels.cuda.launch import FLOAT32, magnitude, table, takes
 from sparsync.kernels.share_reference import decode_over_by, encode_share_by, reduce_shares_by
-from sparsync.kernels.value_reference import BLOCK, LEVEL, MAX_CODE, POWERS, TERNARY, values_nbytes
+from sparsync.kernels.value_reference import BLOCK, LEVEL, POWERS, TERNARY, values_nbytes
 
 BYTES = frozenset({torch.uint8})
 BLOCKS = 4  # of 256 values, that one program works on
+SIZES = {"BLOCKS": BLOCKS, "BLOCK": BLOCK}
+ROUNDED = {**SIZES, "enable_fp_fusion": False}  # each operation is rounded, as in torch
 FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
+INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
 
 
 @takes(FLOAT32)
@@ -27,14 +32,12 @@ def values_encode(value: Tensor, bits: int) -> Tensor:
     if not k:
         return packet
     if bits == TERNARY:
-        _ternary_scale_kernel[_programs(k)](value, packet, k, LEVEL=LEVEL, BLOCKS=BLOCKS, BLOCK=BLOCK)
+        _ternary_scale_kernel[grid_of(k)](value, packet, k, LEVEL=LEVEL, **SIZES)
         # Blocks do not end with a byte, so that bytes are written when the scales of all blocks are there.
         fives = triton.cdiv(k, len(POWERS))
-        _ternary_codes_kernel[_programs(fives)](value, packet, k, BLOCK=BLOCK, FIVES=BLOCKS * BLOCK)
-    elif bits == 1:
-        _signs_encode_kernel[_programs(k)](value, packet, k, **_form(bits))
+        _ternary_codes_kernel[grid_of(fives)](value, packet, k, BLOCK=BLOCK, FIVES=BLOCKS * BLOCK)
     else:
-        _scaled_encode_kernel[_programs(k)](value, packet, k, MAX=MAX_CODE[bits], **_form(bits))
+        _encode_kernel[grid_of(k)](value, packet, k, P=1, ERRORS=False, BITS=bits, **ROUNDED)
     return packet
 
 
@@ -43,18 +46,26 @@ def values_decode(packet: Tensor, k: int, bits: int) -> Tensor:
     """Return the `k` values of a packet, float32, as the reference."""
     value = torch.empty(k, dtype=torch.float32, device=packet.device)
     if k:
-        _decode_kernel[_programs(k)](packet, value, k, BITS=bits, TERNARY=bits == TERNARY, BLOCKS=BLOCKS, BLOCK=BLOCK)
+        _decode_kernel[grid_of(k)](packet, value, k, BITS=bits, **SIZES)
     return value
 
 
 @takes(FLOAT32)
 def encode_share_(value: Tensor, bits: int, P: int) -> Tensor:
-    """Return the packet of value / P, and leave what it lacks, as the reference."""
-    return encode_share_by(values_encode, values_decode, value, bits, P)
+    """Return the packet of value / P, and leave what it lacks, as the reference, in one launch; ternary values in several."""
+    if bits == TERNARY:
+        return encode_share_by(values_encode, values_decode, value, bits, P)
+    k = value.numel()
+    packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
+    if k:
+        _encode_kernel[grid_of(k)](value, packet, k, P=P, ERRORS=True, BITS=bits, **ROUNDED)
+    return packet
 
 
-def reduce_shares_(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
-    """Return the packet of the mean of the values and those in packets, and leave what it lacks, as the reference."""
+def reduce_shares_(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Any:
+    """Return the packet of the mean of the values and those in packets, and leave what it lacks, in one launch; ternary ones in several."""
+    if any(each.numel() != values_nbytes(value.numel(), bits) for each in packets):
+        return NotImplemented  # the reference says what is wrong
     return takes(FLOAT32, *[BYTES] * len(packets))(_reduce_shares)(value, packets, bits, P, bits_down)
 
 
@@ -64,29 +75,32 @@ def decode_over_(packet: Tensor, bits: int, out: Tensor, kept: Tensor | None = N
     decode_over_by(values_decode, packet, bits, out, kept)
 
 
-# Around the codecs torch's own operations do what is left.
+def grid_of(k: int, chunks: int = 1) -> tuple[int, int]:
+    """Return the grid of programs for each of `chunks` of at most `k` values."""
+    return triton.cdiv(k, BLOCK * BLOCKS), chunks
 
 
 def _reduce_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
-    return reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
-
-
-def _programs(k: int) -> tuple[int]:
-    return (triton.cdiv(k, BLOCK * BLOCKS),)
-
-
-def _form(bits: int) -> dict[str, int]:
-    """Return how codes become bytes: 8 of them a few bytes, or one of 8 bits one; SLOTS is the power of two that holds those bytes."""
-    group, nbytes = (1, 1) if bits == 8 else (8, bits)
-    slots = triton.next_power_of_2(nbytes)
-    return {"BITS": bits, "GROUP": group, "NBYTES": nbytes, "SLOTS": slots, "BLOCKS": BLOCKS, "BLOCK": BLOCK}
+    if bits_down == TERNARY:
+        return reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
+    k = value.numel()
+    packet = torch.empty(values_nbytes(k, bits_down), dtype=torch.uint8, device=value.device)
+    if k:
+        where = table([each.data_ptr() for each in packets], torch.int64, value.device)
+        form = {"P": P, "BITS": bits, "DOWN": bits_down, **ROUNDED}
+        _reduce_kernel[grid_of(k)](value, where, packet, k, len(packets), **form)
+    return packet
 
 
 @triton.jit
-def _places(BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the numbers of this program's blocks, [BLOCKS, 1], and the places in a block, [1, BLOCK]."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    return block[:, None], tl.arange(0, BLOCK)[None, :]
+def places(k, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where this program's blocks of `k` values begin, how many of their values are there, and which each is, [BLOCKS, BLOCK].
+
+    The last are of 32 bits: addresses are then a number for all and a small one for each, which takes far fewer registers.
+    """
+    first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
+    left = tl.maximum(tl.minimum(k - first, BLOCKS * BLOCK), 0).to(tl.int32)
+    return first, left, tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
@@ -97,84 +111,28 @@ def _store_scale(packet, number, upper, inside):
 
 
 @triton.jit
-def _load_scale(packet, number, inside):
+def _load_upper(packet, number, inside):
     low = tl.load(packet + 2 * number, mask=inside, other=0).to(tl.int32)
-    high = tl.load(packet + 2 * number + 1, mask=inside, other=0).to(tl.int32)
-    return ((high << 8 | low) << 16).to(tl.float32, bitcast=True)
+    return tl.load(packet + 2 * number + 1, mask=inside, other=0).to(tl.int32) << 8 | low
 
 
 @triton.jit
-def _store_codes(
-    stream,
-    code,
-    block,
-    k,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NBYTES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the low BITS of each code [BLOCKS, BLOCK] one after the other, the first in the lowest bits."""
-    groups: tl.constexpr = BLOCK // GROUP
-    shift = BITS * tl.arange(0, GROUP)[None, None, :]
-    word = tl.sum(tl.reshape(code & (1 << BITS) - 1, (BLOCKS, groups, GROUP)) << shift, axis=2)  # no bit twice
-    slot = tl.arange(0, SLOTS)[None, None, :]
-    byte = word[:, :, None] >> 8 * slot & 0xFF
-    at = (block * groups + tl.arange(0, groups)[None, :])[:, :, None] * NBYTES + slot
-    there = (slot < NBYTES) & (at < (k * BITS + 7) // 8)
-    tl.store(stream + at, byte.to(tl.uint8), mask=there)
+def _scale(upper):
+    return (upper << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _scaled_encode_kernel(
-    value,
-    packet,
-    k,
-    MAX: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NBYTES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    block, place = _places(BLOCKS, BLOCK)
-    lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
-    x = tl.load(value + lane, mask=lane < k, other=0.0)
-    greatest = tl.max(magnitude(x), axis=1)[:, None]
-    lowest: tl.constexpr = -MAX - (BITS == 3)
-    most = tl.full((BLOCKS, 1), -lowest, tl.float32)
-    largest = tl.full((BLOCKS, 1), FLOAT32_MAX, tl.int32).to(tl.float32, bitcast=True)
-    top = tl.div_rn(largest, most).to(tl.int32, bitcast=True) >> 16  # of the scales that times `most` are finite
-    share = tl.div_rn(greatest.to(tl.float32, bitcast=True), most)  # of IEEE, which `/` is not
-    upper = tl.minimum(share.to(tl.int32, bitcast=True) + 0xFFFF >> 16, top)
-    finite, used = greatest < 0x7F800000, (greatest < 0x7F800000) & (upper > 0)
-    if BITS == 3:
-        upper |= tl.where((tl.max(x, axis=1) > -tl.min(x, axis=1))[:, None] & (upper > 0), 0x8000, 0)
-    _store_scale(packet, block, tl.where(finite, upper, 0x7FC0), block < count)
-    scale = tl.where(used, upper << 16, 0x3F800000).to(tl.float32, bitcast=True)
-    quotient = tl.div_rn(tl.where(used, x, 0.0), tl.broadcast_to(scale, (BLOCKS, BLOCK)))
-    rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
-    code = tl.minimum(tl.maximum(rounded, lowest), MAX).to(tl.int32)
-    _store_codes(packet + 2 * count, tl.where(used, code, 0), block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
+def fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr):
+    """Return the sums of rows, [ROWS, 1]. Halves are added: a fixed order."""
+    for done in tl.static_range(HALVINGS):
+        x = tl.sum(tl.reshape(x, (ROWS, 2, WIDTH >> (done + 1))), axis=1)
+    return x
 
 
 @triton.jit
 def _mean(number, count, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mean of `count` numbers of each block, of which the others are zero, [BLOCKS, 1]. Halves are added: a fixed order."""
-    total = number.to(tl.float64)
-    half: tl.constexpr = BLOCK // 2
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half)), axis=1)
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 2)), axis=1)
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 4)), axis=1)
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 8)), axis=1)
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 16)), axis=1)
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 32)), axis=1)
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 64)), axis=1)
-    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 128)), axis=1)
-    return total / count.to(tl.float64)
+    """Return the mean of `count` numbers of each block, of which the others are zero, [BLOCKS, 1]."""
+    return fold(number.to(tl.float64), BLOCKS, BLOCK, 8) / count.to(tl.float64)
 
 
 @triton.jit
@@ -186,37 +144,174 @@ def _mean_scale(mean):
 
 
 @triton.jit
-def _signs_encode_kernel(
+def scales_and_codes(x, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the upper halves of the scales of blocks, [BLOCKS, 1], and codes; `left` values are there, with zeros behind them."""
+    if BITS == 1:
+        size = magnitude(x).to(tl.float32, bitcast=True)
+        present = tl.minimum(tl.maximum(left - tl.arange(0, BLOCKS)[:, None] * BLOCK, 1), BLOCK)
+        upper = _mean_scale(_mean(size, present, BLOCKS, BLOCK))
+        code = (x.to(tl.int32, bitcast=True) < 0).to(tl.int32)
+    else:
+        MAX: tl.constexpr = (1 << (BITS - 1)) - 1
+        lowest: tl.constexpr = -MAX - (BITS == 3)
+        greatest = tl.max(magnitude(x), axis=1)[:, None]
+        most = tl.full((BLOCKS, 1), -lowest, tl.float32)
+        largest = tl.full((BLOCKS, 1), FLOAT32_MAX, tl.int32).to(tl.float32, bitcast=True)
+        top = tl.div_rn(largest, most).to(tl.int32, bitcast=True) >> 16  # of the scales that times `most` are finite
+        part = tl.div_rn(greatest.to(tl.float32, bitcast=True), most)  # of IEEE, which `/` is not
+        upper = tl.minimum(part.to(tl.int32, bitcast=True) + 0xFFFF >> 16, top)
+        used = (greatest < INFINITE) & (upper > 0)
+        if BITS == 3:
+            upper |= tl.where((tl.max(x, axis=1) > -tl.min(x, axis=1))[:, None] & (upper > 0), 0x8000, 0)
+        scale = _scale(tl.where(used, upper, 0x3F80))
+        quotient = tl.div_rn(tl.where(used, x, 0.0), tl.broadcast_to(scale, (BLOCKS, BLOCK)))
+        rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
+        code = tl.where(used, tl.minimum(tl.maximum(rounded, lowest), MAX).to(tl.int32), 0)
+        upper = tl.where(greatest < INFINITE, upper, 0x7FC0)
+    return upper, code
+
+
+@triton.jit
+def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return what codes stand for, float32."""
+    if BITS == 1:
+        # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
+        value = (tl.broadcast_to(upper << 16, (BLOCKS, BLOCK)) ^ code << 31).to(tl.float32, bitcast=True)
+    else:
+        value = code.to(tl.float32) * _scale(upper)
+    return value
+
+
+@triton.jit
+def share(acc, left, P: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the scales and the codes of acc / P, and what P times these lack of it."""
+    times = tl.full((BLOCKS, BLOCK), P, tl.float32)
+    part = acc * (1.0 / P) if P & (P - 1) == 0 else tl.div_rn(acc, times)  # the reciprocal of a power of two is exact
+    upper, code = scales_and_codes(part, left, BITS, BLOCKS, BLOCK)
+    received = _values(upper, code, BITS, BLOCKS, BLOCK)
+    error = acc - P * received
+    if tl.max(magnitude(error)) >= INFINITE:
+        # Where P times what was received is beyond float32, the difference may still be inside.
+        wide = (acc.to(tl.float64) - P * received.to(tl.float64)).to(tl.float32)
+        error = tl.where(magnitude(error) < INFINITE, error, wide)
+    return upper, code, error
+
+
+@triton.jit
+def store_packet(packet, upper, code, first, left, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write scales, and the low BITS of each code one after the other, the first in the lowest bits, into a packet of `k` values."""
+    number = tl.arange(0, BLOCKS)[:, None]
+    _store_scale(packet + 2 * (first // BLOCK), number, upper, number * BLOCK < left)
+    GROUP: tl.constexpr = 1 if BITS == 8 else 8  # codes that become a few bytes
+    NBYTES: tl.constexpr = 1 if BITS == 8 else BITS
+    SLOTS: tl.constexpr = 4 if NBYTES == 3 else NBYTES  # the power of two that holds these bytes
+    groups: tl.constexpr = BLOCK // GROUP
+    shift = BITS * tl.arange(0, GROUP)[None, None, :]
+    word = tl.sum(tl.reshape(code & (1 << BITS) - 1, (BLOCKS, groups, GROUP)) << shift, axis=2)  # no bit twice
+    slot = tl.arange(0, SLOTS)[None, None, :]
+    byte = word[:, :, None] >> 8 * slot & 0xFF
+    at = (number * groups + tl.arange(0, groups)[None, :])[:, :, None] * NBYTES + slot
+    stream = packet + 2 * tl.cdiv(k, BLOCK) + first // 8 * BITS
+    tl.store(stream + at, byte.to(tl.uint8), mask=(slot < NBYTES) & (at < (left * BITS + 7) // 8))
+
+
+@triton.jit
+def decoded(packet, first, left, lane, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the values of some blocks of a packet of `k` values."""
+    number, inside = tl.arange(0, BLOCKS)[:, None], lane < left
+    upper = _load_upper(packet + 2 * (first // BLOCK), number, number * BLOCK < left)
+    stream = packet + 2 * tl.cdiv(k, BLOCK)
+    if BITS < 0:  # five values a byte
+        place = (first % 5).to(tl.int32) + lane
+        byte, trit = tl.load(stream + first // 5 + place // 5, mask=inside, other=0).to(tl.int32), place % 5
+        power = tl.where(trit < 2, tl.where(trit < 1, 1, 3), tl.where(trit < 3, 9, tl.where(trit < 4, 27, 81)))
+        code = (byte // power + 1) % 3 - 1
+    else:
+        stream += first // 8 * BITS
+        bit = lane * BITS
+        at = bit // 8
+        word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
+        if BITS == 3:  # a code may continue in the next byte
+            more = inside & (at + 1 < (left * BITS + 7) // 8)
+            word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
+        code = word >> bit % 8
+        if BITS > 1:
+            code = (code << 32 - BITS) >> 32 - BITS
+    return _values(upper, code, BITS, BLOCKS, BLOCK)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _encode_kernel(
     value,
     packet,
     k,
+    P: tl.constexpr,
+    ERRORS: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NBYTES: tl.constexpr,
-    SLOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, place = _places(BLOCKS, BLOCK)
-    lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
-    x = tl.load(value + lane, mask=lane < k, other=0.0)
-    size = magnitude(x).to(tl.float32, bitcast=True)
-    inside = block < count
-    present = tl.where(inside, tl.minimum(k - block * BLOCK, BLOCK), 1)
-    _store_scale(packet, block, _mean_scale(_mean(size, present, BLOCKS, BLOCK)), inside)
-    code = (x.to(tl.int32, bitcast=True) < 0).to(tl.int32)
-    _store_codes(packet + 2 * count, code, block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
+    k = k.to(tl.int64)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    x = tl.load(value + first + lane, mask=lane < left, other=0.0)
+    upper, code, error = share(x, left, P, BITS, BLOCKS, BLOCK)
+    store_packet(packet, upper, code, first, left, k, BITS, BLOCKS, BLOCK)
+    if ERRORS:
+        tl.store(value + first + lane, error, mask=lane < left)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _decode_kernel(packet, value, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    k = k.to(tl.int64)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    tl.store(value + first + lane, decoded(packet, first, left, lane, k, BITS, BLOCKS, BLOCK), mask=lane < left)
+
+
+@triton.jit(do_not_specialize=["k", "packets"])
+def _reduce_kernel(
+    value,
+    where,
+    packet,
+    k,
+    packets,
+    P: tl.constexpr,
+    BITS: tl.constexpr,
+    DOWN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    k = k.to(tl.int64)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    total = tl.load(value + first + lane, mask=lane < left, other=0.0).to(tl.float64)
+    for number in range(packets):
+        received = tl.load(where + number).to(tl.pointer_type(tl.uint8))
+        total += P * decoded(received, first, left, lane, k, BITS, BLOCKS, BLOCK).to(tl.float64)
+    exact = total * (1.0 / P) if P & (P - 1) == 0 else total / P
+    mean = exact.to(tl.float32)
+    # A finite mean beyond float32 becomes its largest number, with the sign of the mean.
+    sign = mean.to(tl.int32, bitcast=True) & -0x80000000
+    largest = (sign | FLOAT32_MAX).to(tl.float32, bitcast=True)
+    mean = tl.where((magnitude(mean) == INFINITE) & (tl.abs(exact) < float("inf")), largest, mean)
+    mean = tl.where(lane < left, mean, 0.0)  # signs are decoded behind the end too
+    upper, code = scales_and_codes(mean, left, DOWN, BLOCKS, BLOCK)
+    store_packet(packet, upper, code, first, left, k, DOWN, BLOCKS, BLOCK)
+    lacks = total - P * _values(upper, code, DOWN, BLOCKS, BLOCK).to(tl.float64)
+    tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < left)
 
 
 @triton.jit
 def _ternary_scale_kernel(value, packet, k, LEVEL: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    block, place = _places(BLOCKS, BLOCK)
-    lane = block * BLOCK + place
-    x = tl.load(value + lane, mask=lane < k, other=0.0).to(tl.float64)
-    inside = block < tl.cdiv(k, BLOCK)
-    present = tl.where(inside, tl.minimum(k - block * BLOCK, BLOCK), 1)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    x = tl.load(value + first + lane, mask=lane < left, other=0.0).to(tl.float64)
+    number = tl.arange(0, BLOCKS)[:, None]
+    inside, present = number * BLOCK < left, tl.minimum(tl.maximum(left - number * BLOCK, 1), BLOCK)
     level = tl.full((BLOCKS, 1), LEVEL, tl.float64)
-    _store_scale(packet, block, _mean_scale(tl.sqrt(_mean(x * x, present, BLOCKS, BLOCK)) * level), inside)
+    _store_scale(
+        packet + 2 * (first // BLOCK),
+        number,
+        _mean_scale(tl.sqrt(_mean(x * x, present, BLOCKS, BLOCK)) * level),
+        inside,
+    )
 
 
 @triton.jit
@@ -226,39 +321,7 @@ def _ternary_codes_kernel(value, packet, k, BLOCK: tl.constexpr, FIVES: tl.const
     for trit in range(5):
         lane = five * 5 + trit
         x = tl.load(value + lane, mask=lane < k, other=0.0)
-        half = _load_scale(packet, lane // BLOCK, lane < k) * 0.5
+        half = _scale(_load_upper(packet, lane // BLOCK, lane < k)) * 0.5
         byte += tl.where(x > half, power, tl.where(x < -half, 2 * power, 0))
         power *= 3
     tl.store(packet + 2 * tl.cdiv(k, BLOCK) + five, byte.to(tl.uint8), mask=five * 5 < k)
-
-
-@triton.jit
-def _decode_kernel(
-    packet, value, k, BITS: tl.constexpr, TERNARY: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    block, place = _places(BLOCKS, BLOCK)
-    lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
-    inside = lane < k
-    stream = packet + 2 * count
-    scale = _load_scale(packet, block, block < count)
-    if TERNARY:
-        byte, trit = tl.load(stream + lane // 5, mask=inside, other=0).to(tl.int32), lane % 5
-        power = tl.where(trit < 2, tl.where(trit < 1, 1, 3), tl.where(trit < 3, 9, tl.where(trit < 4, 27, 81)))
-        code = (byte // power + 1) % 3 - 1
-        tl.store(value + lane, code.to(tl.float32) * scale, mask=inside)
-    else:
-        bit = place * BITS
-        at = block * (BLOCK // 8 * BITS) + bit // 8
-        word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
-        if BITS == 3:  # a code may continue in the next byte
-            more = inside & (at + 1 < (k * BITS + 7) // 8)
-            word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
-        code = word >> bit % 8
-        if BITS == 1:
-            size = tl.broadcast_to(scale, (BLOCKS, BLOCK))
-            # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
-            signed = size.to(tl.int32, bitcast=True) ^ (code & 1) << 31
-            tl.store(value + lane, signed.to(tl.float32, bitcast=True), mask=inside)
-        else:
-            signed = (code << 32 - BITS) >> 32 - BITS
-            tl.store(value + lane, signed.to(tl.float32) * scale, mask=inside)
