@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -39,8 +40,12 @@ def count(text: str) -> dict[str, dict[str, Pair]]:
     muon, method = text.startswith("muon "), text.removeprefix("muon ")
     choice = parse_schemes(method, DENSITY)[0]
     fits = operations.squares_fit
-    # As on a GPU, where whether a step is to be skipped stays on the device.
-    with patch.object(operations, "squares_fit", lambda *given: torch.as_tensor(fits(*given))):
+
+    @wraps(fits)
+    def as_on_a_gpu(*given: Any) -> Any:  # Any: as the kernel
+        return torch.as_tensor(fits(*given))  # so that whether a step is to be skipped stays on the device
+
+    with patch.object(operations, "squares_fit", as_on_a_gpu):
         return {f"P={P}": LocalWorld(P).run(lambda comm: _of_rank(choice, muon, comm))[0] for P in RANKS}
 
 

@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsync import wire
 from sparsync.comm.local import LocalComm
+from sparsync.exchanges.whole_steps import Arriving
 from sparsync.kernels import dispatch, operations
+from sparsync.runtime.connection import Connection
 
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "nonzero_static", "masked_select", "bincount", "_unique2"}
 WAITS |= {"unique_dim", "unique_consecutive"}
@@ -30,6 +32,7 @@ WAITS |= {"unique_dim", "unique_consecutive"}
 SIZED_BY_DATA = {"select_ge", "accumulate_select_ge", "top_k_nonzero", "accumulate_top_k_nonzero", "coalesce", "split"}
 METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view"}
 TO_HOST = ("tolist", "numpy", "cpu")  # methods that the dispatcher does not show on a CPU
+HOSTS = ((Connection, "any_of"), (Arriving, "read"))  # what the host does with its own memory
 COLLECTIVES = ("send_recv", "all_gather", "all_to_all", "all_reduce")
 
 
@@ -71,6 +74,8 @@ def counted() -> Iterator[Counts]:
             stack.enter_context(patch.object(LocalComm, name, _as_launch(getattr(LocalComm, name), _never)))
         for name in TO_HOST:
             stack.enter_context(patch.object(Tensor, name, _as_wait(getattr(Tensor, name))))
+        for owner, name in HOSTS:
+            stack.enter_context(patch.object(owner, name, _uncounted(getattr(owner, name))))
         _counting.counter = stack.enter_context(_Counter())
         stack.callback(vars(_counting).clear)
         yield _counting.counter.counts
@@ -83,11 +88,7 @@ def _as_launch(function: Callable[..., Any], waits: Callable[[Any, Any], bool]) 
         counter = getattr(_counting, "counter", None)
         if counter is None or counter.inside:
             return function(*args, **kwargs)
-        counter.inside = True
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            counter.inside = False
+        result = _uncounted(function)(*args, **kwargs)
         if result is not NotImplemented and _has_elements((args, result)):
             counter.counts.launches += 1
             counter.counts.syncs += waits(args[0], result)
@@ -96,17 +97,26 @@ def _as_launch(function: Callable[..., Any], waits: Callable[[Any, Any], bool]) 
     return launched
 
 
+def _uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:  # Any: as the function has them
+        counter = getattr(_counting, "counter", None)
+        if counter is None or counter.inside:
+            return function(*args, **kwargs)
+        counter.inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            counter.inside = False
+
+    return called
+
+
 def _as_wait(function: Callable[..., Any]) -> Callable[..., Any]:
     def waited(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # Any: as the method has them
         counter = getattr(_counting, "counter", None)
-        if counter is None or counter.inside:
-            return function(tensor, *args, **kwargs)
-        counter.counts.syncs += tensor.numel() > 0
-        counter.inside = True
-        try:
-            return function(tensor, *args, **kwargs)
-        finally:
-            counter.inside = False
+        if counter is not None and not counter.inside:
+            counter.counts.syncs += tensor.numel() > 0
+        return _uncounted(function)(tensor, *args, **kwargs)
 
     return waited
 

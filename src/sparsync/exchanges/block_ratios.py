@@ -41,7 +41,7 @@ class BlockRatios:
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
         self._known: dict[tuple[int, int, int], Tensor] = {}  # ratios of the last measurement
         self._sums: list[float] | None = (
-            None  # of all blocks, of the mean and of the own gradient, as far as the host knows
+            None  # over the blocks of each vector, of the mean and then the own gradient, as far as the host knows
         )
         self._arriving: Arriving | None = None
 
@@ -60,7 +60,7 @@ class BlockRatios:
         mean, own, lengths = self.of_mean[place], self.of_own[place], self._lengths[place]
         whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, own)]
         of_parameter = (whole[0] / whole[1]).repeat_interleave(lengths, output_size=len(own))
-        found = (mean / own).mul_(self.measured).add_(of_parameter, alpha=_SHARED).div_(self.measured + _SHARED)
+        found = of_parameter.lerp_(mean / own, self.measured / (self.measured + _SHARED))
         found = self._known[place, P, self.measured] = found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
         return found
 
@@ -89,12 +89,13 @@ class BlockRatios:
     ) -> None:
         """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay.
 
-        With `skip`, [1], all stay where that is not zero, or any mean sum is not finite; nobody waits for it.
+        With `skip`, [1], all stay where that is not zero, and a mean sum that is not finite counts as zero; nobody waits for it.
         """
         self._known.clear()
         self.measured += 1
         weight = max(1 - _MEMORY, 1 / self.measured)
-        usable = None if skip is None else (skip == 0) & of_mean.isfinite().all()
+        counts = None if skip is None else skip == 0
+        of_mean = of_mean if skip is None else of_mean.nan_to_num(0.0, 0.0, 0.0)
         found = of_mean.split([len(each) for each in of_own])
         for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
             done = 0
@@ -104,7 +105,7 @@ class BlockRatios:
                     (self.of_mean[i][blocks], mean[blocks].to(own)),
                     (self.of_own[i][blocks], own[blocks]),
                 ):
-                    kept.lerp_(new if usable is None else torch.where(usable.to(new.device), new, kept), weight)
+                    kept.lerp_(new if counts is None else torch.where(counts.to(new.device), new, kept), weight)
         self._arriving = Arriving(self._totals())
         if skip is None:
             self.settle()
@@ -125,7 +126,7 @@ class BlockRatios:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
         if self._sums is None:
             self._sums = self._totals().tolist()
-        mean, own = self._sums
+        mean, own = sum(self._sums[: len(self.of_mean)]), sum(self._sums[len(self.of_mean) :])
         return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
 
     def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
@@ -165,9 +166,8 @@ class MeanOfSketches(Reduction):
         comm = MeteredComm(comm)
         if self._skip is not None:
             self._skip.agree(comm)
-        total = comm.all_reduce(bucket.grad.bfloat16())
-        total = total.to(bucket.grad.dtype)
-        bucket.grad.copy_(total / exact_divisor(total, comm.size)).square_()
+        total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
+        total.div_(exact_divisor(total, comm.size)).square_()
         n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
@@ -187,7 +187,7 @@ class Measurement:
             sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
             found.append(sums.to(found[0].device) if found else sums)
             self._own.append(own)
-        sums = torch.cat(found)
+        sums = torch.cat(found) if len(found) > 1 else found[0]
         self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]], skip: Tensor | None = None) -> None:

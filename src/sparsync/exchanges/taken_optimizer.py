@@ -29,8 +29,8 @@ Arguments = tuple[
 class TakenOptimizer:
     """Calls `take_step` in place of the `step` of these optimizers, until `release`: once for all, before the first of them steps.
 
-    `take_step` returns whether all ranks skipped the step: a tensor, not zero if so, where only a device knows. `scaler` is the one that scales the loss, where there is one: it learns what
-    other ranks found.
+    `take_step` returns whether all ranks skipped the step: a tensor, not zero if so, where only a device knows. `scaler` is the one that
+    scales the loss, where there is one: it learns what other ranks found.
     """
 
     def __init__(

@@ -289,8 +289,7 @@ class LastWritten:
 
         What is loaded may have the bits that a parameter had on this rank, and not those that it had on another.
         """
-        now = self._now()
-        if torch.equal(now, self._digests):
+        if not self._parameters or torch.equal(now := self._now(), self._digests):
             return []
         other = (now != self._digests).tolist()
         written = map(int.__ne__, self._versions_now(), self._versions)
