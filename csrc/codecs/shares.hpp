@@ -10,12 +10,6 @@
 namespace sparsync {
 namespace {
 
-// Encodes a block, and decodes it again.
-void round_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, float *decoded) {
-    encode_some(packet, i, count, value);
-    decode_some({packet.bytes, packet.k, packet.bits}, i, count, decoded);
-}
-
 // The constant by which all numbers of a pass are divided: by a power of two they are multiplied, which rounds the same number.
 template <class Number>
 struct Divisor {
@@ -53,7 +47,7 @@ void encode_share(float *value, int64_t from, int64_t count, int64_t k, int bits
             for (int64_t j = 0; j < some; ++j) share[j] = value[i + j] * divisor.factor;
         else
             for (int64_t j = 0; j < some; ++j) share[j] = value[i + j] / divisor.by;
-        round_some(packet, from + i, some, share, received);
+        encode_some(packet, from + i, some, share, received);
         subtract(value + i, received, some, divisor.by);
     }
 }
@@ -84,7 +78,7 @@ void reduce_shares(
             for (int64_t j = 0; j < count; ++j) mean[j] = rounded(total[j] * divisor.factor);
         else
             for (int64_t j = 0; j < count; ++j) mean[j] = rounded(total[j] / divisor.by);
-        round_some(packet, i, count, mean, decoded);
+        encode_some(packet, i, count, mean, decoded);
         for (int64_t j = 0; j < count; ++j)
             value[i + j] = static_cast<float>(total[j] - divisor.by * static_cast<double>(decoded[j]));
     }
