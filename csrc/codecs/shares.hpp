@@ -20,19 +20,20 @@ struct Divisor {
 
 // value -= times * received, which is computed in double where float32 does not hold the product.
 SPARSYNC_INLINE void subtract(float *value, const float *received, int64_t count, float times) {
-    alignas(64) float error[value_block];
     uint32_t greatest = 0;
     for (int64_t j = 0; j < count; ++j) {
-        error[j] = value[j] - times * received[j];
-        const uint32_t magnitude = bits_of(error[j]) & 0x7FFFFFFF;
+        const uint32_t magnitude = bits_of(value[j] - times * received[j]) & 0x7FFFFFFF;
         greatest = magnitude > greatest ? magnitude : greatest;
     }
-    if (greatest >= infinite_bits)
-        for (int64_t j = 0; j < count; ++j)
-            if ((bits_of(error[j]) & 0x7FFFFFFF) >= infinite_bits)
-                error[j] = static_cast<float>(static_cast<double>(value[j]) -
-                                              static_cast<double>(times) * static_cast<double>(received[j]));
-    std::memcpy(value, error, static_cast<size_t>(count) * sizeof *value);
+    if (greatest < infinite_bits) {
+        for (int64_t j = 0; j < count; ++j) value[j] = value[j] - times * received[j];
+        return;
+    }
+    for (int64_t j = 0; j < count; ++j) {
+        const float error = value[j] - times * received[j];
+        const double wide = static_cast<double>(value[j]) - static_cast<double>(times) * static_cast<double>(received[j]);
+        value[j] = (bits_of(error) & 0x7FFFFFFF) < infinite_bits ? error : static_cast<float>(wide);
+    }
 }
 
 // The packet of value / P, and in the place of the values what P times the decoded packet lacks of them. The values are `count` of k,

@@ -196,9 +196,10 @@ SPARSYNC_INLINE void pack(const int8_t *code, int64_t count, int bits, uint8_t *
 }
 
 // The scale and the codes of a block of at most 256; `bits` is 8, 4 or 3. And what they are decoded to, unless that is null.
-SPARSYNC_INLINE void scaled_encode_block(const float *value, int64_t count, int bits, uint8_t *scale, uint8_t *stream, float *decoded) {
-    const float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
-    const Codes codes = {bits == 3 ? -greatest - 1.0f : -greatest, greatest};
+template <int bits>
+SPARSYNC_INLINE void scaled_encode_block(const float *value, int64_t count, uint8_t *scale, uint8_t *stream, float *decoded) {
+    constexpr float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
+    constexpr Codes codes = {bits == 3 ? -greatest - 1.0f : -greatest, greatest};
     alignas(32) int8_t code[value_block];
     const uint32_t upper = scale_of(value, count, codes);
     put_scale(scale, upper);
@@ -369,7 +370,9 @@ void decode_some(const Packet<const uint8_t> &packet, int64_t i, int64_t count, 
 // Blocks must be encoded in their order. What they are decoded to goes to `decoded`, unless that is null.
 void encode_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, float *decoded) {
     uint8_t *scale = packet.scale(i), *stream = packet.stream(i);
-    if (packet.bits > 1) scaled_encode_block(value, count, packet.bits, scale, stream, decoded);
+    if (packet.bits == 8) scaled_encode_block<8>(value, count, scale, stream, decoded);
+    if (packet.bits == 4) scaled_encode_block<4>(value, count, scale, stream, decoded);
+    if (packet.bits == 3) scaled_encode_block<3>(value, count, scale, stream, decoded);
     if (packet.bits == 1) signs_encode_block(value, count, scale, stream);
     if (packet.bits == ternary) ternary_encode_block(value, count, i % trits, scale, stream);
     if (decoded && packet.bits <= 1) decode_some({packet.bytes, packet.k, packet.bits}, i, count, decoded);
