@@ -136,7 +136,7 @@ SPARSYNC_INLINE int64_t pack_many(const int8_t *code, int64_t count, int bits, u
     return i;
 }
 
-// Of 3 bits. A code lies in two of the twelve bytes.
+// Of 3 bits.
 SPARSYNC_INLINE int64_t decode_many(const uint8_t *stream, int64_t count, float scale, float *out) {
     const __m256 size = _mm256_set1_ps(scale);
     const __m256i shift = _mm256_setr_epi32(29, 26, 23, 20, 17, 14, 11, 8);
@@ -151,7 +151,7 @@ SPARSYNC_INLINE int64_t decode_many(const uint8_t *stream, int64_t count, float 
         const __m256i both = _mm256_broadcastsi128_si256(twelve);
 #pragma GCC unroll 4
         for (int octet = 0; octet < 4; ++octet) {
-            // What is added makes no byte of a place beyond the last one, because those that are to become zero stay negative.
+            // The fourth byte of each word is none of these: it stays zero.
             const __m256i word = _mm256_shuffle_epi8(both, _mm256_add_epi8(bytes, _mm256_set1_epi32(0x00010101 * 3 * octet)));
             const __m256i code = _mm256_srai_epi32(_mm256_sllv_epi32(word, shift), 29);
             _mm256_storeu_ps(out + i + 8 * octet, _mm256_mul_ps(_mm256_cvtepi32_ps(code), size));
