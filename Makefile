@@ -105,7 +105,7 @@ docs: $(READY)
 CXX        ?= g++
 EXECUTIONS ?= 10000000
 SEED       ?= 1
-AVX2       := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mbmi -mbmi2 -mpopcnt)
+AVX2       := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mbmi -mbmi2 -mpopcnt)
 FUZZED     := -std=c++17 -g -Wall -Wextra -Icsrc
 FUZZ_CHECKS := address,undefined -fno-sanitize-recover=all
 fuzz:

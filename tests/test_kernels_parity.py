@@ -17,8 +17,8 @@ from helpers.quick import one_in
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
-from sparsync.kernels import dispatch, operations, reference, share_reference, step_reference
-from sparsync.kernels.value_reference import TERNARY, values_encode
+from sparsync.kernels import dispatch, operations, reference, share_reference, step_reference, value_reference
+from sparsync.kernels.value_reference import MAX_CODE, TERNARY, values_encode
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values
 
@@ -485,6 +485,38 @@ def taken(operation: str, *arguments: Any) -> Any:  # Any: as for `dispatch.run`
     result = getattr(dispatch._cpu, operation)(*arguments)
     assert result is not NotImplemented
     return result
+
+
+@pytest.mark.parametrize("width", [8, 4, 3])
+def test_values_next_to_the_middle_between_two_codes_are_rounded_as_the_reference_does(width: int) -> None:
+    lowest = -4 if width == 3 else -MAX_CODE[width]
+    middle = torch.arange(lowest, MAX_CODE[width]) + 0.5
+    for exponent in (
+        -140,
+        -104,
+        -103,
+        -101,
+        -100,
+        -99,
+        -20,
+        0,
+        89,
+        90,
+        91,
+        110,
+    ):  # of scales that are divided by, and others
+        scale = (
+            torch.arange(128, 256).to(torch.float64)[:, None] * 2.0**exponent
+        )  # all that a scale's significand can be
+        between = (middle * scale).to(torch.float32).view(-1)
+        near = [between, *(torch.nextafter(between, torch.full_like(between, end)) for end in (-math.inf, math.inf))]
+        rest = torch.cat([each.view(128, -1) for each in near], 1)
+        rest = torch.nn.functional.pad(rest, (0, -rest.shape[1] % 255)).view(128, -1, 255)
+        first = (
+            (lowest * scale).to(torch.float32)[:, None].expand(-1, rest.shape[1], -1)
+        )  # makes this the scale of its block
+        x = torch.cat([first, rest], 2).view(-1)
+        assert torch.equal(taken("values_encode", x, width), value_reference.values_encode(x, width))
 
 
 MOVES = [(0.9, 0.9997, 1.1), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0)]

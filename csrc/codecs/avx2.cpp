@@ -14,7 +14,7 @@ const Codecs *codecs_avx2() {
     static constexpr Codecs codecs{encoded_nbytes, encode,       decode,        values_nbytes,
                                    encode_values,  encode_share, reduce_shares, decode_over};
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
         __builtin_cpu_supports("popcnt"))
         return &codecs;
 #endif

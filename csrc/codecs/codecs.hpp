@@ -29,5 +29,6 @@ struct Codecs {
 // Null where this build or this processor lacks the instructions.
 const Codecs *codecs_scalar();
 const Codecs *codecs_avx2();
+const Codecs *codecs_avx512();
 
 }  // namespace sparsync

@@ -10,12 +10,6 @@
 namespace sparsync {
 namespace {
 
-// Encodes a block, and decodes it again.
-void round_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, float *decoded) {
-    encode_some(packet, i, count, value);
-    decode_some({packet.bytes, packet.k, packet.bits}, i, count, decoded);
-}
-
 // The constant by which all numbers of a pass are divided: by a power of two they are multiplied, which rounds the same number.
 template <class Number>
 struct Divisor {
@@ -26,19 +20,20 @@ struct Divisor {
 
 // value -= times * received, which is computed in double where float32 does not hold the product.
 SPARSYNC_INLINE void subtract(float *value, const float *received, int64_t count, float times) {
-    alignas(64) float error[value_block];
     uint32_t greatest = 0;
     for (int64_t j = 0; j < count; ++j) {
-        error[j] = value[j] - times * received[j];
-        const uint32_t magnitude = bits_of(error[j]) & 0x7FFFFFFF;
+        const uint32_t magnitude = bits_of(value[j] - times * received[j]) & 0x7FFFFFFF;
         greatest = magnitude > greatest ? magnitude : greatest;
     }
-    if (greatest >= infinite_bits)
-        for (int64_t j = 0; j < count; ++j)
-            if ((bits_of(error[j]) & 0x7FFFFFFF) >= infinite_bits)
-                error[j] = static_cast<float>(static_cast<double>(value[j]) -
-                                              static_cast<double>(times) * static_cast<double>(received[j]));
-    std::memcpy(value, error, static_cast<size_t>(count) * sizeof *value);
+    if (greatest < infinite_bits) {
+        for (int64_t j = 0; j < count; ++j) value[j] = value[j] - times * received[j];
+        return;
+    }
+    for (int64_t j = 0; j < count; ++j) {
+        const float error = value[j] - times * received[j];
+        const double wide = static_cast<double>(value[j]) - static_cast<double>(times) * static_cast<double>(received[j]);
+        value[j] = (bits_of(error) & 0x7FFFFFFF) < infinite_bits ? error : static_cast<float>(wide);
+    }
 }
 
 // The packet of value / P, and in the place of the values what P times the decoded packet lacks of them. The values are `count` of k,
@@ -53,7 +48,7 @@ void encode_share(float *value, int64_t from, int64_t count, int64_t k, int bits
             for (int64_t j = 0; j < some; ++j) share[j] = value[i + j] * divisor.factor;
         else
             for (int64_t j = 0; j < some; ++j) share[j] = value[i + j] / divisor.by;
-        round_some(packet, from + i, some, share, received);
+        encode_some(packet, from + i, some, share, received);
         subtract(value + i, received, some, divisor.by);
     }
 }
@@ -84,7 +79,7 @@ void reduce_shares(
             for (int64_t j = 0; j < count; ++j) mean[j] = rounded(total[j] * divisor.factor);
         else
             for (int64_t j = 0; j < count; ++j) mean[j] = rounded(total[j] / divisor.by);
-        round_some(packet, i, count, mean, decoded);
+        encode_some(packet, i, count, mean, decoded);
         for (int64_t j = 0; j < count; ++j)
             value[i + j] = static_cast<float>(total[j] - divisor.by * static_cast<double>(decoded[j]));
     }

@@ -75,6 +75,96 @@ SPARSYNC_INLINE float clamped(float x, Codes codes) {
     return below > codes.lowest ? below : codes.lowest;
 }
 
+// The part of `quantize`, `pack` and `decode_block` that is done for 32 values at once; each returns how many it has done.
+#ifdef __AVX2__
+constexpr int64_t many = 32;
+
+SPARSYNC_INLINE __m256i quantized(const float *value, __m256 high, __m256 low) {
+    const __m256 x = _mm256_loadu_ps(value);
+    return _mm256_cvtps_epi32(_mm256_fmadd_ps(x, high, _mm256_mul_ps(x, low)));
+}
+
+// By a multiplication with 1 / scale in two floats, whose product is within 2^-47 of the quotient before it is rounded. That rounds to the
+// same code: a scale has a significand of 8 bits, so the middle between two codes, times the scale, is a float32, whose quotient is that
+// middle, and the quotients of all other float32 are farther from it than a half and 2^-9 of the distance of float32 there.
+SPARSYNC_INLINE int64_t quantize_many(const float *value, int64_t count, float scale, Codes codes, int8_t *code) {
+    const uint32_t exponent = bits_of(scale) >> 23 & 0xFF;
+    if (exponent < 27 || exponent > 217) return 0;  // from 2^-100 to 2^90 both floats are normal numbers
+    const double inverse = 1.0 / static_cast<double>(scale);
+    const auto first = static_cast<float>(inverse);
+    const __m256 high = _mm256_set1_ps(first), low = _mm256_set1_ps(static_cast<float>(inverse - static_cast<double>(first)));
+    const __m256i lowest = _mm256_set1_epi8(static_cast<char>(codes.lowest)), greatest = _mm256_set1_epi8(static_cast<char>(codes.greatest));
+    const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    int64_t i = 0;
+    for (; i + many <= count; i += many) {
+        const __m256i one = _mm256_packs_epi32(quantized(value + i, high, low), quantized(value + i + 8, high, low));
+        const __m256i other = _mm256_packs_epi32(quantized(value + i + 16, high, low), quantized(value + i + 24, high, low));
+        const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(one, other), in_order);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(code + i), _mm256_max_epi8(_mm256_min_epi8(all, greatest), lowest));
+    }
+    return i;
+}
+
+SPARSYNC_INLINE int64_t pack_many(const int8_t *code, int64_t count, int bits, uint8_t *out) {
+    if (bits != 3 && bits != 4) return 0;
+    const __m256i mask = _mm256_set1_epi8(static_cast<char>((1 << bits) - 1));
+    const __m256i pairs = _mm256_set1_epi16(static_cast<int16_t>(1 << (8 + bits) | 1)), quads = _mm256_set1_epi32(1 << (16 + 2 * bits) | 1);
+    const __m256i low = _mm256_set1_epi64x((int64_t{1} << 4 * bits) - 1);
+    const __m128i to_quad = _mm_cvtsi32_si128(32 - 4 * bits);
+    const __m256i whole = bits == 3 ? _mm256_setr_epi8(0, 1, 2, 8, 9, 10, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 8, 9, 10, -1, -1,
+                                                       -1, -1, -1, -1, -1, -1, -1, -1)
+                                    : _mm256_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 3, 8, 9, 10, 11,
+                                                       -1, -1, -1, -1, -1, -1, -1, -1);
+    int64_t i = 0;
+    for (; i + many <= count; i += many, out += 4 * bits) {
+        const __m256i each = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(code + i)), mask);
+        const __m256i four = _mm256_madd_epi16(_mm256_maddubs_epi16(each, pairs), quads);
+        const __m256i eight = _mm256_or_si256(_mm256_and_si256(four, low), _mm256_andnot_si256(low, _mm256_srl_epi64(four, to_quad)));
+        const __m256i bytes = _mm256_shuffle_epi8(eight, whole);
+        const auto first = static_cast<uint64_t>(_mm_cvtsi128_si64(_mm256_castsi256_si128(bytes)));
+        const auto second = static_cast<uint64_t>(_mm_cvtsi128_si64(_mm256_extracti128_si256(bytes, 1)));
+        if (bits == 4) {
+            std::memcpy(out, &first, sizeof first);
+            std::memcpy(out + 8, &second, sizeof second);
+        } else {
+            const uint64_t start = first | second << 48;
+            const auto end = static_cast<uint32_t>(second >> 16);
+            std::memcpy(out, &start, sizeof start);
+            std::memcpy(out + 8, &end, sizeof end);
+        }
+    }
+    return i;
+}
+
+// Of 3 bits.
+SPARSYNC_INLINE int64_t decode_many(const uint8_t *stream, int64_t count, float scale, float *out) {
+    const __m256 size = _mm256_set1_ps(scale);
+    const __m256i shift = _mm256_setr_epi32(29, 26, 23, 20, 17, 14, 11, 8);
+    const __m256i bytes = _mm256_setr_epi8(0, 1, 2, -1, 0, 1, 2, -1, 0, 1, 2, -1, 0, 1, 2, -1, 0, 1, 2, -1, 0, 1, 2, -1, 0, 1, 2, -1, 0, 1, 2, -1);
+    int64_t i = 0;
+    for (; i + many <= count; i += many, stream += 12) {
+        uint64_t start;
+        uint32_t end;
+        std::memcpy(&start, stream, sizeof start);
+        std::memcpy(&end, stream + 8, sizeof end);
+        const __m128i twelve = _mm_insert_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(start)), static_cast<int32_t>(end), 2);
+        const __m256i both = _mm256_broadcastsi128_si256(twelve);
+#pragma GCC unroll 4
+        for (int octet = 0; octet < 4; ++octet) {
+            // The fourth byte of each word is none of these: it stays zero.
+            const __m256i word = _mm256_shuffle_epi8(both, _mm256_add_epi8(bytes, _mm256_set1_epi32(0x00010101 * 3 * octet)));
+            const __m256i code = _mm256_srai_epi32(_mm256_sllv_epi32(word, shift), 29);
+            _mm256_storeu_ps(out + i + 8 * octet, _mm256_mul_ps(_mm256_cvtepi32_ps(code), size));
+        }
+    }
+    return i;
+}
+#else
+SPARSYNC_INLINE int64_t quantize_many(const float *, int64_t, float, Codes, int8_t *) { return 0; }
+SPARSYNC_INLINE int64_t pack_many(const int8_t *, int64_t, int, uint8_t *) { return 0; }
+SPARSYNC_INLINE int64_t decode_many(const uint8_t *, int64_t, float, float *) { return 0; }
+#endif
+
 // value / scale, rounded, among the codes; zero where the scale is zero or NaN.
 SPARSYNC_INLINE void quantize(const float *value, int64_t count, uint32_t upper, Codes codes, int8_t *code) {
     if (upper == 0 || upper == nan_scale) {
@@ -82,13 +172,15 @@ SPARSYNC_INLINE void quantize(const float *value, int64_t count, uint32_t upper,
         return;
     }
     const float scale = float_of(upper << 16);
-    for (int64_t i = 0; i < count; ++i)
+    int64_t i = quantize_many(value, count, scale, codes, code);
+    for (; i < count; ++i)
         code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(nearest(value[i] / scale), codes)));
 }
 
 // The codes of a block of at most 256, one after the other, the first in the lowest bits.
 SPARSYNC_INLINE void pack(const int8_t *code, int64_t count, int bits, uint8_t *out) {
-    int64_t j = 0;
+    int64_t j = pack_many(code, count, bits, out);
+    out += j / 8 * bits;
     if (bits == 4)
         for (; j + 1 < count; j += 2) *out++ = static_cast<uint8_t>((code[j] & 15) | (code[j + 1] & 15) << 4);
     if (bits == 3)
@@ -103,10 +195,11 @@ SPARSYNC_INLINE void pack(const int8_t *code, int64_t count, int bits, uint8_t *
     for (int64_t b = 0; b < nbytes_of(left, bits); ++b) out[b] = static_cast<uint8_t>(rest >> 8 * b);
 }
 
-// The scale and the codes of a block of at most 256; `bits` is 8, 4 or 3.
-SPARSYNC_INLINE void scaled_encode_block(const float *value, int64_t count, int bits, uint8_t *scale, uint8_t *stream) {
-    const float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
-    const Codes codes = {bits == 3 ? -greatest - 1.0f : -greatest, greatest};
+// The scale and the codes of a block of at most 256; `bits` is 8, 4 or 3. And what they are decoded to, unless that is null.
+template <int bits>
+SPARSYNC_INLINE void scaled_encode_block(const float *value, int64_t count, uint8_t *scale, uint8_t *stream, float *decoded) {
+    constexpr float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
+    constexpr Codes codes = {bits == 3 ? -greatest - 1.0f : -greatest, greatest};
     alignas(32) int8_t code[value_block];
     const uint32_t upper = scale_of(value, count, codes);
     put_scale(scale, upper);
@@ -115,6 +208,9 @@ SPARSYNC_INLINE void scaled_encode_block(const float *value, int64_t count, int 
         std::memcpy(stream, code, static_cast<size_t>(count));
     else
         pack(code, count, bits, stream);
+    const float size = float_of(upper << 16);
+    if (decoded)
+        for (int64_t j = 0; j < count; ++j) decoded[j] = static_cast<float>(code[j]) * size;
 }
 
 // The mean of `count` of the 256 numbers, of which the others are zero. Halves are added to each other, so the order is fixed.
@@ -232,6 +328,10 @@ SPARSYNC_INLINE void decode_block(const uint8_t *scale, const uint8_t *stream, i
     if constexpr (bits == 8) {
         for (; j < count; ++j) out[j] = static_cast<float>(static_cast<int8_t>(stream[j])) * size;
     } else {
+        if constexpr (bits == 3) {
+            j = decode_many(stream, count, size, out);
+            stream += j / 8 * bits;
+        }
         for (; j + 8 <= count; j += 8, stream += bits) {
             decode_octet<bits>(size, word_of<bits>(stream), out + j);
         }
@@ -267,17 +367,20 @@ void decode_some(const Packet<const uint8_t> &packet, int64_t i, int64_t count, 
     if (packet.bits == ternary) ternary_decode_block(scale, stream, i % trits, count, out);
 }
 
-// Blocks must be encoded in their order.
-void encode_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value) {
+// Blocks must be encoded in their order. What they are decoded to goes to `decoded`, unless that is null.
+void encode_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, float *decoded) {
     uint8_t *scale = packet.scale(i), *stream = packet.stream(i);
-    if (packet.bits > 1) scaled_encode_block(value, count, packet.bits, scale, stream);
+    if (packet.bits == 8) scaled_encode_block<8>(value, count, scale, stream, decoded);
+    if (packet.bits == 4) scaled_encode_block<4>(value, count, scale, stream, decoded);
+    if (packet.bits == 3) scaled_encode_block<3>(value, count, scale, stream, decoded);
     if (packet.bits == 1) signs_encode_block(value, count, scale, stream);
     if (packet.bits == ternary) ternary_encode_block(value, count, i % trits, scale, stream);
+    if (decoded && packet.bits <= 1) decode_some({packet.bytes, packet.k, packet.bits}, i, count, decoded);
 }
 
 // The packet of k values.
 void encode_values(const float *value, int64_t k, int bits, uint8_t *out) {
-    for (int64_t i = 0; i < k; i += value_block) encode_some({out, k, bits}, i, least(value_block, k - i), value + i);
+    for (int64_t i = 0; i < k; i += value_block) encode_some({out, k, bits}, i, least(value_block, k - i), value + i, nullptr);
 }
 
 }  // namespace

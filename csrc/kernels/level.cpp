@@ -7,8 +7,7 @@ namespace sparsync {
 namespace {
 
 std::vector<Level> available() {
-    // Streams of bits have no use for 16 numbers at once: AVX-512 takes the codecs of AVX2, which its processors have, too.
-    const Level all[] = {{"avx512", passes_avx512(), codecs_avx2()},
+    const Level all[] = {{"avx512", passes_avx512(), codecs_avx512()},
                          {"avx2", passes_avx2(), codecs_avx2()},
                          {"scalar", passes_scalar(), codecs_scalar()}};
     std::vector<Level> found;

@@ -252,21 +252,25 @@ void plain(const float *a, float *b, int64_t n) {
     for (; i < n; ++i) b[i] = a[i] + b[i];
 }
 
-// Doubles, and the floats that they are made of.
-typedef double Doubles __attribute__((vector_size(8 * Vec::kWidth)));
-typedef float Floats __attribute__((vector_size(4 * Vec::kWidth)));
+// Half a vector of floats, and the doubles that it becomes.
+typedef float Half __attribute__((vector_size(2 * Vec::kWidth)));
+typedef double Doubles __attribute__((vector_size(4 * Vec::kWidth)));
 
 double squares(const void *grad, Type type, int64_t n, float factor) {
     return with_type(grad, type, [=](auto source) {
         const Vec::F factors = Vec::all(factor);
-        Doubles sums[2] = {};
+        Doubles sums[4] = {};
         int64_t i = 0;
         for (; i + 2 * Vec::kWidth <= n; i += 2 * Vec::kWidth) {
             source.ahead(i, 2 * Vec::kWidth);
             for (int v = 0; v < 2; ++v) {
                 const Vec::F value = Vec::multiply(source.many(i + v * Vec::kWidth), factors);
-                const Doubles wide = __builtin_convertvector(reinterpret_cast<const Floats &>(value), Doubles);
-                sums[v] += wide * wide;
+                Half halves[2];
+                std::memcpy(halves, &value, sizeof value);
+                for (int half = 0; half < 2; ++half) {
+                    const Doubles wide = __builtin_convertvector(halves[half], Doubles);
+                    sums[2 * v + half] += wide * wide;
+                }
             }
         }
         double total = 0.0;
@@ -274,8 +278,8 @@ double squares(const void *grad, Type type, int64_t n, float factor) {
             const double value = static_cast<double>(source.one(i) * factor);
             total += value * value;
         }
-        const Doubles both = sums[0] + sums[1];
-        for (int lane = 0; lane < Vec::kWidth; ++lane) total += both[lane];
+        const Doubles all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        for (int lane = 0; lane < Vec::kWidth / 2; ++lane) total += all[lane];
         return total;
     });
 }
