@@ -502,6 +502,8 @@ def test_parts_that_follow_each_other_in_memory_are_sent_from_there() -> None:
 
 def beside_a_backend_for_gpus_alone() -> tuple[set[str], str]:
     """On a group that sends no CPU tensors."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
+
     rank = dist.get_rank()
     join_again("cuda:fake")
     with pytest.raises(ValueError, match=r"its backends are cuda:fake; use GroupComm\.private\(\)"):

@@ -140,9 +140,8 @@ class Announcements:
             wait_for(work, f"rank {other}")
         with self._posting:
             self._on_their_way -= 1
-            with suppress(
-                RuntimeError
-            ):  # another rank has ended after this step; where it has not, the next one raises
+            # Another rank may have ended after this step; where it has not, the next one raises.
+            with suppress(RuntimeError):
                 self._post(self._on_their_way)
         return [row.tolist() for row in announced.rows]
 

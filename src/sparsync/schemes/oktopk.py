@@ -282,7 +282,7 @@ class OkTopkReduceScatter(ReduceScatterScheme):
         comm = MeteredComm(comm)
         reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
         share = P if average else 1
-        out.copy_(rounded(region / share, out.dtype))
+        out.copy_(rounded(region / exact_divisor(region, share), out.dtype))
         if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
             return self.found_inf(bucket, out, comm.sent)
         with phase("apply"):

@@ -136,7 +136,7 @@ class SkipReduce(Scheme):
         if acc is not None and acc.values.dtype != sent.dtype:
             # In 16 bits, shares of the mean, whose sums overflow no sooner than the mean does.
             shares = P
-            sent.copy_(rounded(acc.values / shares, sent.dtype))
+            sent.copy_(rounded(acc.values / exact_divisor(acc.values, shares), sent.dtype))
         mine = order.take(sent)  # [n], in the order of the chunks
         unsent = _Unsent(acc, order, mine, shares) if acc is not None else None
         self._all_reduce_(mine, comm, plan, unsent.omitted if unsent else None, len(dense))

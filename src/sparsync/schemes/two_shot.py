@@ -43,6 +43,7 @@ from sparsync.core import (
     check_density,
     check_one_of,
     count_for,
+    exact_divisor,
     phase,
     spans,
 )
@@ -297,7 +298,7 @@ class TwoShotReduceScatter(ReduceScatterScheme):
             if source != comm.rank:
                 kernels.scatter_add_(region, codec.decode(packet, count, m, dtype))
         share = P if average else 1
-        out.copy_(rounded(region / share, out.dtype))
+        out.copy_(rounded(region / exact_divisor(region, share), out.dtype))
         if not acc.finite or not kernels.all_finite(out):
             return self.found_inf(bucket, out, comm.sent)
         with phase("apply"):
