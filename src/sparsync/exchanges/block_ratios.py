@@ -75,10 +75,7 @@ class BlockRatios:
 
     def _totals(self) -> Tensor:
         device = self.of_mean[0].device
-        sums = [
-            torch.stack([each.sum().to(device) for each in squares]).sum() for squares in (self.of_mean, self.of_own)
-        ]
-        return torch.stack(sums)
+        return torch.stack([each.sum().to(device) for each in (*self.of_mean, *self.of_own)])
 
     def _changed(self) -> None:
         self._known.clear()
