@@ -40,9 +40,8 @@ class BlockRatios:
         self.of_own = [each.clone() for each in self.of_mean]
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
         self._known: dict[tuple[int, int, int], Tensor] = {}  # ratios of the last measurement
-        self._sums: list[float] | None = (
-            None  # over the blocks of each vector, of the mean and then the own gradient, as far as the host knows
-        )
+        # Of the blocks of each vector, those of the mean gradients first, as far as the host knows.
+        self._sums: list[float] | None = None
         self._arriving: Arriving | None = None
 
     def due(self, step: int) -> bool:
