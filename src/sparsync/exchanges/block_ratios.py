@@ -169,26 +169,35 @@ class MeanOfSketches(Reduction):
 
 
 class Measurement:
-    """A measurement of the ratio in one step: `bucket` holds the sums of all blocks, and once it was reduced the squares of their means.
-
-    `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN.
-    """
+    """A measurement of the ratio in one step. `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN."""
 
     def __init__(
-        self, ratios: BlockRatios, keys: Sequence[str], step: int, finite: bool, gradients: Sequence[Gradients]
+        self,
+        ratios: BlockRatios,
+        keys: Sequence[str],
+        step: int,
+        finite: bool,
+        gradients: Sequence[Gradients],
+        skip: Skip | None = None,
     ) -> None:
-        self._ratios, self._own, found = ratios, list[Tensor](), list[Tensor]()
+        self._ratios, self._own, self._skip, found = ratios, list[Tensor](), skip, list[Tensor]()
         for key, like, given in zip(keys, ratios.like, gradients, strict=True):
             seed = digest(f"ratio/{key}/{step}") & _SEED
             sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
             found.append(sums.to(found[0].device) if found else sums)
             self._own.append(own)
         sums = torch.cat(found) if len(found) > 1 else found[0]
-        self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
+        self._bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
 
-    def observe(self, taking: Iterable[Sequence[ParameterSpan]], skip: Tensor | None = None) -> None:
+    @property
+    def reduction(self) -> tuple[Bucket, MeanOfSketches]:
+        """What is to be reduced: the sums of all blocks, which become the squares of their means; and how."""
+        return self._bucket, MeanOfSketches(self._skip)
+
+    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
         """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket.
 
-        With `skip`, [1], it may hold them, and is taken in where `skip` is zero.
+        With `skip` it may hold them, and is taken in unless the step is skipped.
         """
-        self._ratios.observe(self.bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], skip)
+        flag = None if self._skip is None else self._skip.flag
+        self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)

@@ -24,7 +24,7 @@ from sparsync.collectives.values import QuantizedMean
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.agreement import FirstRanks, Gathered
 from sparsync.exchanges.auto_bits import STEPS, Stopwatch
-from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
+from sparsync.exchanges.block_ratios import BlockRatios, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights, frozen_and_copies
@@ -38,6 +38,7 @@ from sparsync.exchanges.whole_steps import Gradients, Skip, StepsToMake, WholeSt
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.step_reference import Move, Spread
 from sparsync.recipes import Recipe
+from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 from sparsync.runtime.state_checks import check_form, check_version
 from sparsync.wire import Values
@@ -738,15 +739,20 @@ class ExchangedSteps(StepMethod):
             finite = True
         finite = self._replica.agreed(bool(finite))  # on a GPU a host sync, unless it skips there
 
-        def steps_of(place: int) -> StepsToMake | None:
-            return self._steps_to_make(place) if finite else None
-
+        skip = None if self._pending is None else self._pending.skip
+        sketch = (
+            Measurement(self._ratios, self._keys, self._step, finite, gradients, skip) if self._measures() else None
+        )
+        first = sketch is not None and self._ratios.measured == 0
         try:
-            if not self._measures():
-                self._reduce(steps_of, done)
-            else:
-                sketch = Measurement(self._ratios, self._keys, self._step, finite, gradients)
-                self._reduce_and_measure(sketch, steps_of, done)
+            # The first time before the steps, for which there is no ratio yet; later beside them, for the next ones. What is exchanged is
+            # the same, because after a failure only some ranks may have measured it.
+            if sketch is not None and first:
+                self._observe(sketch, self._connection.reduce(*sketch.reduction), done)
+            beside = [] if sketch is None or first else [sketch.reduction]
+            reports = self._reduce(finite, done, beside)
+            if sketch is not None and not first:
+                self._observe(sketch, reports[0], done)
         except BaseException:
             # After an overflow it has returned already, see Rollback. With `hold_steps` it depends on whether others have applied the step.
             returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
@@ -783,50 +789,53 @@ class ExchangedSteps(StepMethod):
                 self._ratios.forget_last()
         self._tell_skipped(skipped)
 
-    def _reduce_and_measure(self, sketch: Measurement, own: Callable[[int], StepsToMake | None], done: Reduced) -> None:
-        """Reduce as `_reduce` does, and measure the ratio: beside the steps, for the next one; the first time before them.
-
-        What is exchanged is the same, because after a failure only some ranks may have measured it.
-        """
-        reduce, first = partial(self._reduce, own, done), self._ratios.measured == 0
-        skip = None if self._pending is None else self._pending.skip
-        if first:
-            report = self._connection.reduce(sketch.bucket, MeanOfSketches(skip))
-        else:
-            report = self._connection.reduce_beside(sketch.bucket, MeanOfSketches(skip), reduce)
+    def _observe(self, sketch: Measurement, report: Report, done: Reduced) -> None:
+        """Take a measurement in that was reduced."""
         done.skipped |= (overflow := bool(report.details["overflow"]))
         if not overflow:
-            sketch.observe(map(self._taking, self._weights.buckets), None if skip is None else skip.flag)
+            sketch.observe(map(self._taking, self._weights.buckets))
             if self._of_mean:
                 for each in self._vectors["square"]:
                     each.mul_(self.clip_factor**2)
                 self._of_mean = False
-        if first:
-            reduce()
         done.reports.insert(0, report)
 
-    def _reduce(self, own: Callable[[int], StepsToMake | None], done: Reduced) -> None:
-        """Reduce this rank's steps of each bucket to the mean over ranks; note it in `done`."""
+    def _reduce(self, finite: bool, done: Reduced, beside: Sequence[tuple[Bucket, Reduction]]) -> list[Report]:
+        """Reduce this rank's steps of each bucket to the mean over ranks, NaN if they are not `finite`; note it in `done`.
+
+        Returns the reports of what is reduced `beside` them. What is sent as a whole is on its way at once.
+        """
+        pairs, others = list(beside), list[tuple[int, Mean]]()
         for place, bucket in enumerate(self._weights.buckets):
             mean = Mean(bucket.elements, bucket.part(self._idle))
             done.means.append(mean)
-            if not mean.part.layout:
-                continue
-            steps = own(place)
-            if (whole := self._whole_step(place, mean, steps)) is not None:
-                report = self._connection.reduce(*whole)
-            else:
-                made = bucket.empty().fill_(torch.nan) if steps is None else steps.make()
-                report = self._reduce_one(mean, made)
-            done.reports.append(report)
-            done.skipped |= bool(report.details["overflow"])
+            form = None if mean.part.taking is not None else self._whole_form(place)
+            if mean.part.layout and form is not None:
+                pairs.append(self._whole_step(place, mean, form, finite))
+            elif mean.part.layout:
+                others.append((place, mean))
 
-    def _whole_step(self, place: int, mean: Mean, steps: StepsToMake | None) -> tuple[Bucket, WholeStep] | None:
-        """Return what makes, encodes and sends all of a bucket in one pass, where that is possible; note it in `mean`."""
-        if mean.part.taking is not None or (form := self._whole_form(place)) is None:
-            return None
+        def reduce_others() -> None:
+            for place, mean in others:
+                made = (
+                    self._steps_to_make(place).make()
+                    if finite
+                    else self._weights.buckets[place].empty().fill_(torch.nan)
+                )
+                done.note(self._reduce_one(mean, made))
+
+        reports = self._connection.reduce_together(pairs, reduce_others if others else None)
+        for each in reports[len(beside) :]:
+            done.note(each)
+        return reports[: len(beside)]
+
+    def _whole_step(
+        self, place: int, mean: Mean, form: tuple[tuple[Values, Values], Tensor], finite: bool
+    ) -> tuple[Bucket, WholeStep]:
+        """Return what makes, encodes and sends all of a bucket in one pass; note it in `mean`."""
         values, residual = form
         skip = None if self._pending is None else self._pending.skip
+        steps = self._steps_to_make(place) if finite else None
         mean.arrived = WholeStep(self._scheme.name, values, steps, skip)
         mean.bucket = self._weights.buckets[place].bucket(residual, self._step)
         return mean.bucket, mean.arrived

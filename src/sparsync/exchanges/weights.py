@@ -430,3 +430,8 @@ class Reduced:
     reports: list[Report] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
     skipped: bool = False
+
+    def note(self, report: Report) -> None:
+        """Note a report with "overflow"."""
+        self.reports.append(report)
+        self.skipped |= bool(report.details["overflow"])

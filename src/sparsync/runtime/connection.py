@@ -238,45 +238,49 @@ class Connection:
         self.exchange(reducing)
         return self.end(reducing, written)
 
-    def reduce_beside(self, bucket: Bucket, scheme: Reduction, others: Callable[[], None]) -> Report:
-        """Reduce a bucket while `others` reduces others of the same step; return its report.
+    def reduce_together(
+        self, pairs: Sequence[tuple[Bucket, Reduction]], others: Callable[[], None] | None = None
+    ) -> list[Report]:
+        """Reduce buckets of one step, and do `others`, which reduces others of it, at once; return the reports of `pairs`.
 
-        It begins first and ends last. Where buckets cannot overlap, its exchanges come first. Where it fails, `others` may have returned.
+        While one waits for other ranks the next one is computed. All begin first and end last. Where buckets cannot overlap, they are
+        reduced one after the other, and then `others`. Where one fails, `others` may have returned.
         """
-        if not self.overlaps(bucket, scheme):
-            reducing = self.begin(bucket, scheme)
-            self.exchange(reducing)
-            others()
-            return self.end(reducing)
+        if not all(self.overlaps(*each) for each in pairs):
+            one_by_one = [self.begin(*each) for each in pairs]
+            for each in one_by_one:
+                self.exchange(each)
+            if others is not None:
+                others()
+            return [self.end(each) for each in one_by_one]
         baton, failed = Baton(), list[BaseException]()
-        reducing = self.begin(bucket, scheme, waits=partial(baton.lent, 0))
-        for number in range(2):
+        begun = [self.begin(*each, waits=partial(baton.lent, number)) for number, each in enumerate(pairs)]
+        jobs: list[Callable[[], None]] = [partial(self.exchange, each) for each in begun]
+        if others is not None:
+            jobs.append(others)
+            self._waits = partial(baton.lent, len(begun))
+        for number in range(len(jobs)):
             baton.want(number)
 
-        def exchange() -> None:
+        def do(number: int) -> None:
             try:
-                with baton.held(0):
-                    self.exchange(reducing)
-            except BaseException as error:
+                with baton.held(number):
+                    jobs[number]()
+            except BaseException as error:  # raised again below, the first one, which is why the others failed
                 failed.append(error)
                 self.abort()
 
-        thread = threading.Thread(target=exchange, name="sparsync-beside", daemon=True)
-        thread.start()
-        self._waits = partial(baton.lent, 1)
-        try:
-            with baton.held(1):
-                others()
-        except BaseException as error:
-            first = failed.pop() if failed else error  # what failed there before is why this failed
-            self.abort()
-            raise first from None
-        finally:
-            self._waits = nullcontext
-            thread.join()
+        *beside, last = range(len(jobs))
+        threads = [threading.Thread(target=do, args=(each,), name="sparsync-beside", daemon=True) for each in beside]
+        for each in threads:
+            each.start()
+        do(last)
+        for each in threads:
+            each.join()
+        self._waits = nullcontext
         if failed:
-            raise failed.pop()
-        return self.end(reducing)
+            raise failed[0] from None
+        return [self.end(each) for each in begun]
 
     def begin(
         self,
