@@ -246,7 +246,7 @@ class Connection:
         While one waits for other ranks the next one is computed. All begin first and end last. Where buckets cannot overlap, they are
         reduced one after the other, and then `others`. Where one fails, `others` may have returned.
         """
-        if not all(self.overlaps(*each) for each in pairs):
+        if not pairs or not all(self.overlaps(*each) for each in pairs):
             one_by_one = [self.begin(*each) for each in pairs]
             for each in one_by_one:
                 self.exchange(each)
