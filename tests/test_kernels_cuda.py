@@ -210,6 +210,10 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int, P: in
     packet = cuda.reduce_shares_(own, packets, bits_each, P, down)
     assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, down))
     assert torch.equal(bits(own), bits(wanted))
+    for flag in (torch.zeros(1), torch.ones(1)):  # the second one leaves everything as it is
+        packet = cuda.reduce_shares_(own, packets, bits_each, P, down, flag)
+        assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, down, flag))
+        assert torch.equal(bits(own), bits(wanted))
     # Means beyond float32 have its largest number, and a block with NaN is NaN.
     large = made("normal", n).sign() * 3e38
     large[400] = torch.nan
@@ -496,7 +500,7 @@ def test_a_settled_step_takes_five_launches_and_asks_nothing(monkeypatch: pytest
         fits = cuda.squares_fit(gradients[0], gradients[2], 1e30)
         sent = cuda.encode_steps_(residual, *gradients, square, ratio, 1024, whole, SPREADS[:1], 1, P, 3, skip)
         own = Span(300, 600).of(residual)
-        packet = cuda.reduce_shares_(own, list(sent.chunk(2)), 3, P, 3)
+        packet = cuda.reduce_shares_(own, list(sent.chunk(2)), 3, P, 3, skip)
         cuda.apply_steps_(gradients[0], gradients[1], momentum, [packet] * P, 3, whole, MOVES[:1], skip)
     assert bool(fits)
     assert launched == ["_squares_kernel", "_fit_kernel", "_encode_steps_kernel", "_reduce_kernel", "_move_kernel"]

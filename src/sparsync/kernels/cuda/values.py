@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsync.kernels.cuda.launch import FLOAT32, magnitude, table, takes
 from sparsync.kernels.share_reference import decode_over_by, encode_share_by, reduce_shares_by
-from sparsync.kernels.value_reference import BLOCK, LEVEL, POWERS, TERNARY, values_nbytes
+from sparsync.kernels.value_reference import BLOCK, LEVEL, POWERS, TERNARY, nan_packet, values_nbytes
 
 BYTES = frozenset({torch.uint8})
 BLOCKS = 4  # of 256 values, that one program works on
@@ -62,11 +62,16 @@ def encode_share_(value: Tensor, bits: int, P: int) -> Tensor:
     return packet
 
 
-def reduce_shares_(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Any:
+def reduce_shares_(
+    value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int, skip: Tensor | None = None
+) -> Any:
     """Return the packet of the mean of the values and those in packets, and leave what it lacks, in one launch; ternary ones in several."""
     if any(each.numel() != values_nbytes(value.numel(), bits) for each in packets):
         return NotImplemented  # the reference says what is wrong
-    return takes(FLOAT32, *[BYTES] * len(packets))(_reduce_shares)(value, packets, bits, P, bits_down)
+    if skip is not None and (skip.dtype != torch.float32 or skip.device != value.device):
+        return NotImplemented
+    kinds = FLOAT32, *[BYTES] * len(packets), FLOAT32
+    return takes(*kinds)(_reduce_shares)(value, packets, bits, P, bits_down, skip)
 
 
 @takes(BYTES, FLOAT32, FLOAT32)
@@ -80,15 +85,22 @@ def grid_of(k: int, chunks: int = 1) -> tuple[int, int]:
     return triton.cdiv(k, BLOCK * BLOCKS), chunks
 
 
-def _reduce_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
-    if bits_down == TERNARY:
-        return reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
+def _reduce_shares(
+    value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int, skip: Tensor | None
+) -> Tensor:
     k = value.numel()
+    if bits_down == TERNARY:
+        before = value if skip is None else value.clone()
+        found = reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
+        if skip is None:
+            return found
+        value.copy_(torch.where(skip != 0, before, value))
+        return torch.where(skip != 0, nan_packet(k, bits_down, value.device), found)
     packet = torch.empty(values_nbytes(k, bits_down), dtype=torch.uint8, device=value.device)
     if k:
         where = table([each.data_ptr() for each in packets], torch.int64, value.device)
-        form = {"P": P, "BITS": bits, "DOWN": bits_down, **ROUNDED}
-        _reduce_kernel[grid_of(k)](value, where, packet, k, len(packets), **form)
+        form = {"P": P, "BITS": bits, "DOWN": bits_down, "SKIPS": skip is not None, **ROUNDED}
+        _reduce_kernel[grid_of(k)](value, where, packet, value if skip is None else skip, k, len(packets), **form)
     return packet
 
 
@@ -272,11 +284,13 @@ def _reduce_kernel(
     value,
     where,
     packet,
+    skip,
     k,
     packets,
     P: tl.constexpr,
     BITS: tl.constexpr,
     DOWN: tl.constexpr,
+    SKIPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -292,11 +306,14 @@ def _reduce_kernel(
     sign = mean.to(tl.int32, bitcast=True) & -0x80000000
     largest = (sign | FLOAT32_MAX).to(tl.float32, bitcast=True)
     mean = tl.where((magnitude(mean) == INFINITE) & (tl.abs(exact) < float("inf")), largest, mean)
-    mean = tl.where(lane < left, mean, 0.0)  # signs are decoded behind the end too
+    live = tl.load(skip) == 0 if SKIPS else True
+    taken = tl.where(live, left, 0)
+    mean = tl.where(lane < taken, mean, 0.0)  # signs are decoded behind the end too
     upper, code = scales_and_codes(mean, left, DOWN, BLOCKS, BLOCK)
-    store_packet(packet, upper, code, first, left, k, DOWN, BLOCKS, BLOCK)
     lacks = total - P * _values(upper, code, DOWN, BLOCKS, BLOCK).to(tl.float64)
-    tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < left)
+    tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < taken)
+    upper = tl.where(live, upper, 0x7FC0)  # a skipped packet is NaN
+    store_packet(packet, upper, code, first, left, k, DOWN, BLOCKS, BLOCK)
 
 
 @triton.jit
