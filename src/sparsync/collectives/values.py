@@ -147,11 +147,9 @@ class QuantizedMean:
     def fits(self, times: int) -> bool:
         """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
         bits = self.kernel_bits
-        if bits is not None and self.length:
-            bounds = [greatest_of(packet, len(chunk), bits) for packet, chunk in self._chunks() if len(chunk)]
-            # A host sync: what is kept depends on it. NaN is not below anything.
-            if times * float(torch.stack(bounds).max()) <= torch.finfo(self.dtype).max:
-                return True
+        lengths = [len(chunk) for _, chunk in self._chunks()]
+        if bits is not None and packets_fit(self.packets, lengths, bits, times):
+            return True
         return all(
             kernels.all_finite(self.quantizer.decode(packet, len(chunk), self.dtype) * times)
             for packet, chunk in self._chunks()
@@ -164,6 +162,14 @@ class QuantizedMean:
 
     def _chunks(self) -> Iterator[tuple[Tensor, Span]]:
         return zip(self.packets, spans(self.length, len(self.packets)), strict=True)
+
+
+def packets_fit(packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int) -> bool:
+    """Return whether the scales of packets of so many values tell that `times` each value is finite, in float32."""
+    if not packets or not any(lengths):
+        return True
+    # A host sync: what is kept depends on it. NaN is not below anything.
+    return times * float(greatest_of(packets, lengths, bits)) <= torch.finfo(torch.float32).max
 
 
 def takes_little_more(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> bool:

@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsync.collectives.values import QuantizedMean
+from sparsync.collectives.values import QuantizedMean, packets_fit
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report, Span, phase, spans
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.step_reference import Spread
-from sparsync.kernels.value_reference import greatest_of, nan_packet
+from sparsync.kernels.value_reference import nan_packet
 from sparsync.runtime.connection import Reduction
 from sparsync.wire import ValueCodec, Values
 
@@ -144,7 +144,7 @@ class WholeStep(Reduction):
             received = comm.all_to_all(sent, [size * (source != rank) for source in range(P)])
             with phase("decode"):
                 others = [packet for source, packet in enumerate(received) if source != rank]
-                if self.steps is None or (flag is None and not _fit(others, len(mine), bits, P)):
+                if self.steps is None or (flag is None and not packets_fit(others, [len(mine)] * len(others), bits, P)):
                     packet = nan_packet(len(mine), bits_down, residual.device)
                 else:
                     packet = kernels.reduce_shares_(mine.of(residual), others, bits, P, bits_down, flag)
@@ -190,13 +190,3 @@ def _take_sum_back(
     for each in others:
         total.sub_(up.decode(each, len(own), own.dtype), alpha=P)
     own.copy_(total)
-
-
-def _fit(packets: Sequence[Tensor], k: int, bits: int, times: int) -> bool:
-    """Return whether `times` all values of packets of `k` are finite."""
-    if not packets or not k:
-        return True
-    bounds = [greatest_of(each, k, bits) for each in packets]
-    return (
-        times * float(torch.stack(bounds).max()) <= torch.finfo(torch.float32).max
-    )  # a host sync: what is sent depends on it

@@ -5,6 +5,8 @@ without rounding, so what is decoded, and the error against it, are exact. A blo
 decoded as NaN.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -106,9 +108,10 @@ def _powers_on(device: torch.device) -> Tensor:
     return torch.tensor(POWERS, dtype=torch.uint8, device=device)
 
 
-def greatest_of(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, ""]:
-    """Return a bound of the magnitudes in a packet of `k` values, at least 1, out of its scales alone; NaN where a block is NaN."""
-    scales = packet[: SCALE_NBYTES * -(-k // BLOCK)].clone().view(torch.bfloat16)
+def greatest_of(packets: Sequence[Tensor], lengths: Sequence[int], bits: int) -> Float[Tensor, ""]:
+    """Return a bound of the magnitudes in packets of so many values, out of their scales alone; NaN where a block is NaN. Not of none."""
+    each = zip(packets, lengths, strict=True)
+    scales = torch.cat([packet[: SCALE_NBYTES * -(-k // BLOCK)] for packet, k in each]).view(torch.bfloat16)
     # 2^(bits - 1) is the greatest magnitude of a code.
     return scales.abs().max().to(torch.float32) * (1 if bits < 3 else 2 ** (bits - 1))
 
