@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsync import Bucket, SkipReduce, Span, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import ParameterSpan
+from sparsync.core import ParameterSpan, Sparse
 from sparsync.feedback import ErrorFeedback, redistributed, state_from
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
@@ -232,3 +232,12 @@ def test_beginning_anew_keeps_residuals_and_nothing_that_ranks_must_agree_on(mak
         assert after == {field: kept for field, kept in blank.items() if field != "residual"}
 
     LocalWorld(2).run(body)
+
+
+def test_on_a_device_nothing_is_read_for_the_next_selection() -> None:
+    elsewhere = torch.zeros(4, device="meta")  # whose numbers cannot be read
+    feedback = ErrorFeedback()
+    acc = feedback.accumulate(Bucket("w", elsewhere, 0), 0)
+    found = Sparse(torch.zeros(2, dtype=torch.int32, device="meta"), elsewhere[:2], 4)
+    assert acc._noted(found) is found
+    assert acc._hint() is None

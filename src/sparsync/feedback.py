@@ -98,16 +98,14 @@ class Accumulator:
             kinds = [f"{kind}{number}" for number in range(len(regions))]
             bounds = [self._hint(each) for each in kinds]
             if self._added:
-                found = [
-                    kernels.top_k_of_rows(self._sum, rows, k, bound)
-                    for rows, k, bound in zip(regions, counts, bounds, strict=True)
-                ]
+                found = kernels.top_k_of_each(self._sum, regions, counts, bounds)
             else:
                 found, self._finite = kernels.accumulate_top_k_of_rows(
                     self._wide, self._narrow, regions, counts, self._sum, bounds
                 )
-            for its_kind, smallest in zip(kinds, kernels.smallest_each(found), strict=True):
-                self._hints[f"{self._bucket.key}/{its_kind}"] = _WARM * smallest
+            if self._hinted:
+                for its_kind, smallest in zip(kinds, kernels.smallest_each(found), strict=True):
+                    self._hints[f"{self._bucket.key}/{its_kind}"] = _WARM * smallest
             return found
 
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
@@ -146,8 +144,14 @@ class Accumulator:
     def _hint(self, kind: str = "") -> float | None:
         return self._hints.get(f"{self._bucket.key}/{kind}")
 
+    @property
+    def _hinted(self) -> bool:
+        """Whether hints are kept: on a GPU they are of no use, and the host would wait for them."""
+        return self._sum.device.type == "cpu"
+
     def _noted(self, found: Sparse, kind: str = "") -> Sparse:
-        self._hints[f"{self._bucket.key}/{kind}"] = _WARM * smallest_magnitude(found.value)
+        if self._hinted:
+            self._hints[f"{self._bucket.key}/{kind}"] = _WARM * smallest_magnitude(found.value)
         return found
 
     def _add(self) -> bool:

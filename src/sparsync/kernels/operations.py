@@ -116,6 +116,16 @@ def top_k_of_rows(x: Vector, rows: Rows, k: int, bound: float | None = None) -> 
     return run("top_k_of_rows", x, rows, k, bound)
 
 
+def top_k_of_each(
+    x: Vector, regions: Sequence[Rows], counts: Sequence[int], bounds: Sequence[float | None]
+) -> list[Sparse]:
+    """Return the `top_k_of_rows` of each region. Raises as that does."""
+    found = fused("top_k_of_each", x, regions, counts)
+    if found is not NotImplemented:
+        return found
+    return [top_k_of_rows(x, *each) for each in zip(regions, counts, bounds, strict=True)]
+
+
 def locate(rows: Rows, place: Positions) -> Positions:
     """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
     return run("locate", rows, place)

@@ -8,10 +8,18 @@ Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), o
 
 # ruff: noqa: F401  # looked up by name
 
-from sparsync.kernels.cuda.exact_top_k import accumulate_top_k, accumulate_top_k_nonzero, argtopk, top_k, top_k_nonzero
+from sparsync.kernels.cuda.exact_top_k import (
+    accumulate_top_k,
+    accumulate_top_k_nonzero,
+    accumulate_top_k_of_rows,
+    top_k,
+    top_k_nonzero,
+    top_k_of_each,
+    top_k_of_rows,
+)
 from sparsync.kernels.cuda.many_tensors import digests, write_own_
 from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
-from sparsync.kernels.cuda.rows import accumulate_top_k_of_rows, divide_rows_, top_k_of_rows
+from sparsync.kernels.cuda.rows import divide_rows_
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.steps import apply_steps_, encode_steps_, make_steps_, move_steps_, sketch, squares_fit
 from sparsync.kernels.cuda.values import decode_over_, encode_share_, reduce_shares_, values_decode, values_encode

@@ -1,290 +1,402 @@
-"""Exact top-k: the elements that reach a bound are collected in one pass, and the k largest chosen among those.
+"""Exact top-k of regions of a vector: one chain of launches for all regions, whatever the data, and nothing is asked of the device.
 
-The bound is the caller's; where it has none, or fewer than k reach it, or far more, a sample's. Where that is no better, the k largest of
-the whole vector are found by the digits of its rank keys, in a fixed number of passes: a bad bound costs time and never changes the result.
+A sample gives a window of rank keys in which a region's k-th largest is expected. A round counts the keys in parts of the window, and the
+part that holds the k-th is the next window: after two rounds that is one key. Where the sample has misled, it is so after three; a third
+round reads nothing otherwise. Then each block knows how many of its elements are chosen, and writes these. Positions are then in order.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.core import Span, Sparse
-from sparsync.kernels.candidates import MARGIN, SAMPLE
+from sparsync.core import Rows, Span, Sparse
+from sparsync.kernels.candidates import MARGIN
 from sparsync.kernels.cuda.launch import (
     BLOCK,
     FLOAT32,
     GRADIENT,
-    INFINITY,
-    bits_of,
+    PASS,
+    POSITIONS,
+    lanes,
+    loaded,
     local,
-    programs,
+    magnitude,
     rank_key,
+    store,
+    table,
     takes,
+    takes_all,
 )
-from sparsync.kernels.cuda.passes import Pool, accumulate, collect, pool_for
-from sparsync.kernels.cuda.radix_select import ordered, ranked
+from sparsync.kernels.cuda.passes import added
+from sparsync.kernels.cuda.rows import check
 
-STEP = 128  # elements of a range of the pool that are looked at once
-FEW = 32 * BLOCK  # elements that are not worth a search for candidates
-MANY = 4  # if one in MANY elements or more is selected, candidates would be most of the vector
-LOWEST = -(2**31) + 1  # the rank key that none is below, where numbers have signs
+SAMPLE = 8192  # elements of a region that are looked at to guess where its k-th largest lies
+ROUNDS = 3
+SEARCH = {"CHUNK": 4096, "num_warps": 8}  # how the counts of a window are searched, by one program for each region
+BINS: tl.constexpr = tl.constexpr(65536)  # parts of a window: 2^31 keys take two rounds
+LARGEST: tl.constexpr = tl.constexpr(0x7F800000)  # the rank key of infinity and NaN
+ROW: tl.constexpr = tl.constexpr(10)  # numbers that describe a region: see `_described`
+STATE: tl.constexpr = tl.constexpr(
+    3
+)  # of its window: the lowest key, how many keys, and how many elements are above its only key
 
 NOWHERE = Span(0, 0)
+_Region = tuple[int, int, int, int, Span]  # the address of the starts of its rows, row, length, k, and what is skipped
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """The k elements to select: those of the largest rank keys, of `least` or more, outside of `skip`."""
-
-    k: int
-    least: int = 0
-    skip: Span = NOWHERE
-    signed: bool = False
-    bound: float | None = None
+# Any: what the signature in `operations` says, or NotImplemented for what Triton does not take.
 
 
 @takes(FLOAT32)
-def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
-    """Do as the reference's `top_k`. One host sync, two where the bound was no good."""
-    return _selected(x, None, x, Wanted(k, bound=bound))[0]
+def top_k(x: Tensor, k: int, bound: float | None = None) -> Any:
+    return _largest(x, k)
 
 
 @takes(FLOAT32)
-def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
-    """Do as the reference's. Syncs as `top_k`."""
+def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | None = None) -> Any:
+    """Do as the reference's. A host sync: how many are not zero depends on the data."""
     skip = skip or NOWHERE
-    return _selected(x, None, x, Wanted(min(k, x.numel() - len(skip)), 1, skip, bound=bound))[0]
+    return _nonzero(_largest(x, min(k, x.numel() - len(skip)), skip))
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
-def accumulate_top_k(
-    residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None
-) -> tuple[Sparse, bool]:
-    """Do as the reference's. Syncs as `top_k`."""
-    return _accumulated(residual, grad, out, Wanted(k, bound=bound))
+def accumulate_top_k(residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None) -> Any:
+    """Do as the reference's. A host sync: whether all is finite is a number on the host."""
+    bad = torch.zeros(1, dtype=torch.int32, device=out.device)
+    found = _largest(residual, k, NOWHERE, grad, out, bad)
+    return found if found is NotImplemented else (found, not int(bad))
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k_nonzero(
     residual: Tensor, grad: Tensor, k: int, out: Tensor, skip: Span | None = None, bound: float | None = None
-) -> tuple[Sparse, bool]:
-    """Do as the reference's. Syncs as `top_k`."""
-    skip = skip or NOWHERE
-    return _accumulated(residual, grad, out, Wanted(min(k, residual.numel() - len(skip)), 1, skip, bound=bound))
+) -> Any:
+    """Do as the reference's. Two host syncs: as `accumulate_top_k` and `top_k_nonzero`."""
+    skip, bad = skip or NOWHERE, torch.zeros(1, dtype=torch.int32, device=out.device)
+    found = _nonzero(_largest(residual, min(k, out.numel() - len(skip)), skip, grad, out, bad))
+    return found, not int(bad)
 
 
-@takes(FLOAT32)
-def argtopk(magnitude: Tensor, k: int) -> Tensor:
-    """Do as the reference's. Syncs as `top_k`."""
-    return _selected(magnitude, None, magnitude, Wanted(k, LOWEST, signed=True))[0].index.long()
+def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Any:
+    found = top_k_of_each(x, [rows], [k])
+    return found if found is NotImplemented else found[0]
 
 
-def _accumulated(residual: Tensor, grad: Tensor, out: Tensor, wanted: Wanted) -> tuple[Sparse, bool]:
-    """Write residual + grad to `out`, and return what is wanted of it and whether it is finite everywhere."""
-    if _has_candidates(residual.numel(), wanted.k):
-        return _selected(residual, grad, out, wanted)
-    finite = accumulate(residual, grad, out)
-    return _selected(out, None, out, wanted)[0], finite
+def top_k_of_each(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> Any:
+    """Return the `top_k_of_rows` of each region. Raises IndexError for rows outside of `x`; a host sync where rows are new."""
+    return _of_each(x, regions, counts) if _taken(x, regions, counts) else NotImplemented
 
 
-def _selected(x: Tensor, grad: Tensor | None, out: Tensor, wanted: Wanted) -> tuple[Sparse, bool]:
-    """Return what is wanted of x [n], or of x + grad, which is written to `out`; and whether that is finite, for a sum only."""
-    n, k, finite = x.numel(), wanted.k, True
-    if k == 0:
-        return Sparse(torch.empty(0, dtype=torch.int32, device=x.device), x[:0], n), finite
-    if _has_candidates(n, k):
-        low = _bound(x, grad, wanted)
-        complete = not isinstance(low, Tensor) and low <= wanted.least
-        pool = pool_for(x, 2 * k + BLOCK)
-        collect(x, grad, out, pool, low, least=wanted.least, skip=wanted.skip, signed=wanted.signed)
-        index, value = _chosen_of_pool(pool, wanted)
-        total, finite = pool.outcome()
-        if total <= pool.capacity and (total >= k or complete):
-            return Sparse(index[:total], value[:total], n), finite
-        if not isinstance(low, Tensor):  # what the caller knew was no good; a sample is worth another pass over `out`
-            return _selected(out, None, out, replace(wanted, bound=None))[0], finite
-    index, value, count = _chosen_of_all(out, wanted)
-    if wanted.least == 1:  # there may be fewer that are not zero
-        k = int(count)  # a host sync
-    return Sparse(index[:k], value[:k], n), finite
+def accumulate_top_k_of_rows(
+    residual: Tensor,
+    grad: Tensor,
+    regions: Sequence[Rows],
+    counts: Sequence[int],
+    out: Tensor,
+    bounds: Sequence[float | None],
+) -> Any:
+    bad = added(residual, grad, out) if _taken(out, regions, counts) else NotImplemented
+    if bad is NotImplemented:
+        return NotImplemented
+    return _of_each(out, regions, counts), not int(bad)  # a host sync: what is sent depends on it
 
 
-def _has_candidates(n: int, k: int) -> bool:
-    """Return whether a bound is of use: not where nothing is wanted, or much of what there is, or all is soon read several times."""
-    return k > 0 and MANY * k <= n and n > FEW
+def _taken(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> bool:
+    starts = [each.starts.contiguous() for each in regions]
+    fit = all(k <= rows.length for rows, k in zip(regions, counts, strict=True))
+    return fit and x.dtype in FLOAT32 and all(each.dtype in POSITIONS for each in starts) and takes_all([x, *starts])
 
 
-def _bound(x: Tensor, grad: Tensor | None, wanted: Wanted) -> int | Tensor:
-    """Return a rank key that k elements, and not many more, are expected to reach: the caller's, or one from a sample, on the device."""
-    known = None if wanted.bound is None else bits_of(wanted.bound)
-    if known is not None:
-        return max(wanted.least, min(known, INFINITY))
-    stride = x.numel() // SAMPLE | 1  # odd, so that it does not walk down one column of a matrix
-    sample = _every(stride, x, wanted.skip)
-    if grad is not None:
-        sample += _every(stride, grad, wanted.skip)
-    bits = sample.view(torch.int32)
-    size = bits & 0x7FFFFFFF
-    key = torch.where(bits < 0, -size, size) if wanted.signed else size
-    expected = key.numel() * wanted.k / (x.numel() - len(wanted.skip))
-    place = min(key.numel(), int(expected + MARGIN * math.sqrt(expected) + 1))
-    return key.topk(place, sorted=False).values.min().clamp(max=INFINITY)
+def _of_each(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> list[Sparse]:
+    with torch.cuda.device_of(x):
+        check(x, regions)
+        starts = [each.starts.to(torch.int32).contiguous() for each in regions]  # kept until all is launched
+        about = [
+            (first.data_ptr(), rows.row, rows.length, k, NOWHERE)
+            for first, rows, k in zip(starts, regions, counts, strict=True)
+        ]
+        return _chosen(x, about, True)
 
 
-def _every(stride: int, x: Tensor, skip: Span) -> Tensor:
-    """Return one in `stride` elements of what lies outside `skip`, copied."""
-    return torch.cat([x[: skip.start : stride], x[skip.stop :: stride]])
+def _largest(
+    x: Tensor, k: int, skip: Span = NOWHERE, grad: Tensor | None = None, out: Tensor | None = None, bad: Any = None
+) -> Any:
+    """Return the k largest of `x` [n], or of x + grad, which is written to `out`, outside of `skip`; note in `bad` what is not finite."""
+    if k > x.numel() - len(skip):
+        return NotImplemented
+    if not k and grad is not None:
+        bad += added(x, grad, out)
+    return _chosen(x, [(0, 1, x.numel(), k, skip)], False, grad, out, bad)[0]
 
 
-def _chosen_of_pool(pool: Pool, wanted: Wanted) -> tuple[Tensor, Tensor]:
-    """Return the k largest in the pool, or all where there are fewer; only if all that was found is in it, does this mean something."""
-    level = ranked(pool.value, pool.state, pool.capacity, wanted.k, wanted.least, (0, 0), wanted.signed)
-    return _chosen(pool.value, pool.index, (pool.counts, pool.offsets), level, pool.capacity, wanted, (0, 0))[:2]
+def _nonzero(found: Sparse) -> Sparse:
+    kept = found.value.nonzero().view(-1)  # a host sync
+    return Sparse(found.index[kept], found.value[kept], found.length)
 
 
-def _chosen_of_all(x: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the k largest of `x` [n], or all where there are fewer that count, and how many."""
-    skip = (wanted.skip.start, wanted.skip.stop)
-    level = ranked(x, None, x.numel(), wanted.k, wanted.least, skip, wanted.signed)
-    return _chosen(x, None, None, level, x.numel(), wanted, skip)
+def _described(regions: Sequence[_Region]) -> list[int]:
+    """Return the numbers of `ROW`: those of each region, with its first place in the output before what is skipped, and of its sample.
+
+    Of that the stride, and the places of the lowest and the highest key of the first window, counted from the largest.
+    """
+    rows: list[int] = []
+    offset = 0
+    for starts, row, length, k, skip in regions:
+        stride = triton.cdiv(length, SAMPLE) | 1  # odd, so that it does not walk down one column of a matrix
+        expected = k / stride
+        margin = MARGIN * math.sqrt(expected) + 1
+        rows += [starts, row, length, k, offset, skip.start, skip.stop, stride]
+        rows += [int(expected + margin), max(0, int(expected - margin))]
+        offset += k
+    return rows
 
 
 def _chosen(
-    value: Tensor,
-    index: Tensor | None,
-    ranges: tuple[Tensor, Tensor] | None,
-    level: Tensor,
-    capacity: int,
-    wanted: Wanted,
-    skip: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those above the level and the first ones on it, in the order of their positions, and how many.
-
-    `ranges` None: the blocks of `value`.
-    """
-    k, blocks = wanted.k, ranges[0].numel() if ranges else programs(capacity)[0]
-    counts, offsets = ranges or (level, level)
-    arguments = (value, counts, offsets, level, capacity, wanted.least, *skip)
-    shape = {
-        "POOL": ranges is not None,
-        "SIGNED": wanted.signed,
-        "BLOCK": BLOCK,
-        "STEP": STEP if ranges else BLOCK,
-        "num_warps": 1 if ranges else 8,
-    }
-    tally = torch.empty((2, blocks), dtype=torch.int32, device=value.device)
-    _tally_kernel[(blocks,)](*arguments, tally, blocks, **shape)
-    ends = tally.cumsum(1, dtype=torch.int32)  # [2, blocks]
-    index_out = torch.empty(k, dtype=torch.int32, device=value.device)
-    value_out = torch.empty(k, dtype=torch.float32, device=value.device)
-    _choose_kernel[(blocks,)](
-        *arguments, tally, blocks, value if index is None else index, ends, index_out, value_out, k, **shape
-    )
-    return index_out, value_out, ends[0, -1] + torch.minimum(ends[1, -1], level[1])
+    x: Tensor,
+    regions: Sequence[_Region],
+    in_rows: bool,
+    grad: Tensor | None = None,
+    out: Tensor | None = None,
+    bad: Tensor | None = None,
+) -> list[Sparse]:
+    """Return the largest elements of each region of `x`, or of x + grad, which is written to `out`: ten launches."""
+    counts, device, summed = [k for *_, k, _ in regions], x.device, x if out is None else out
+    index = torch.empty(sum(counts), dtype=torch.int32, device=device)
+    value = torch.empty(sum(counts), dtype=torch.float32, device=device)
+    wanted = [each for each, k in zip(regions, counts, strict=True) if k]
+    if wanted:
+        number, blocks = len(wanted), max(triton.cdiv(length, BLOCK) for _, _, length, _, _ in wanted)
+        about = table(_described(wanted), torch.int64, device)
+        state = torch.empty((number, STATE.value), dtype=torch.int32, device=device)
+        bins = torch.empty((number, BINS.value + 1), dtype=torch.int32, device=device)
+        tally = torch.empty((2, number, blocks), dtype=torch.int32, device=device)
+        one, grid, adds = (number,), (blocks, number), grad is not None
+        _guess_kernel[one](x, grad if adds else x, about, state, bins, ADD=adds, ROWS=in_rows, SAMPLE=SAMPLE, **SEARCH)
+        for turn in range(ROUNDS):
+            adds = grad is not None and turn == 0
+            given = (x, grad, out, bad) if adds else (summed, summed, summed, tally)
+            _count_kernel[grid](*given, about, state, bins, tally, blocks, ADD=adds, ROWS=in_rows, **PASS)
+            _narrow_kernel[one](about, state, bins, **SEARCH)
+        _tally_kernel[grid](summed, about, state, tally, blocks, ROWS=in_rows, **PASS)
+        ends = tally.cumsum(2, dtype=torch.int32)
+        _choose_kernel[grid](summed, about, state, tally, ends, index, value, blocks, ROWS=in_rows, **PASS)
+    parts = zip(index.split(counts), value.split(counts), regions, strict=True)
+    return [Sparse(place, each, length) for place, each, (_, _, length, _, _) in parts]
 
 
 @triton.jit
-def _range(counts, offsets, capacity, POOL: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where the elements of this program begin, and how many there are: of a range that is not in the pool, none."""
-    block = tl.program_id(0)
-    if POOL:
-        source = tl.load(offsets + block).to(tl.int64)
-        count = tl.load(counts + block)
-        count = tl.where(source + count <= capacity, count, 0)
+def _read(x, about, place, inside, ROWS: tl.constexpr):
+    """Return elements of a region at some places, one by one."""
+    at = place
+    if ROWS:
+        row = tl.load(about + 1).to(tl.int32)
+        number = place // row
+        starts = tl.load(about).to(tl.pointer_type(tl.int32))
+        at = tl.load(starts + number, mask=inside, other=0) + place - number * row
+    return tl.load(x + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _ranked(x, about, first, left, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the elements of a block of a region, and their rank keys: -1 where there is none, or it is skipped."""
+    if ROWS:  # noqa: SIM108  # a branch: only one of the two is compiled
+        value = _read(x, about, first.to(tl.int32) + lane, lane < left, ROWS)
     else:
-        source = block.to(tl.int64) * BLOCK
-        count = tl.minimum(capacity - source, BLOCK).to(tl.int32)
-    return source, count
+        value = loaded(x + first, lane, left, BLOCK)
+    return value, _key_of(value, about, first, left, lane)
 
 
 @triton.jit
-def _looked_at(value, source, lane, count, level, least, start, stop, SIGNED: tl.constexpr):
-    """Return the elements from `source` on, which of them are above the level, and which on it."""
-    acc = tl.load(value + source + lane, mask=lane < count, other=0.0)
-    rank = rank_key(acc, SIGNED)
-    key = ordered(rank)
-    outside = (lane < local(start, source, count)) | (lane >= local(stop, source, count))
-    counted = (lane < count) & (rank >= least) & outside
-    return acc, counted & (key > level), counted & (key == level)
+def _key_of(value, about, first, left, lane):
+    skipped = (lane >= local(tl.load(about + 5), first, left)) & (lane < local(tl.load(about + 6), first, left))
+    return tl.where((lane < left) & ~skipped, rank_key(value), -1)
 
 
-@triton.jit(do_not_specialize=["capacity", "least", "start", "stop", "blocks"])
-def _tally_kernel(
-    value,
-    counts,
-    offsets,
-    level,
-    capacity,
-    least,
-    start,
-    stop,
-    tally,  # [2, blocks]: how many are above the level, and on it
-    blocks,
-    POOL: tl.constexpr,
-    SIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+@triton.jit
+def _block(about, BLOCK: tl.constexpr):
+    """Return where the region of this program is described, and where its block begins and how many elements it has; none behind."""
+    about += tl.program_id(1) * ROW
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    return about, first, tl.minimum(tl.load(about + 2) - first, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _shift(size):
+    """Return by how many bits the places of `size` keys are shifted to be less than BINS."""
+    return tl.sum((((size - 1) >> (16 + tl.arange(0, 16))) > 0).to(tl.int32))
+
+
+@triton.jit
+def _clear(bins, CHUNK: tl.constexpr):
+    for done in range(0, BINS, CHUNK):
+        tl.store(bins + done + tl.arange(0, CHUNK), 0)
+    tl.store(bins + BINS, 0)
+
+
+@triton.jit
+def _guess_kernel(
+    x,
+    grad,
+    about,
+    state,
+    bins,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    source, count = _range(counts, offsets, capacity, POOL, BLOCK)
-    threshold = tl.load(level)
-    lane = tl.arange(0, STEP)
-    over = tl.zeros((STEP,), tl.int32)
-    on = tl.zeros((STEP,), tl.int32)
-    for done in range(0, count, STEP):
-        _, larger, equal = _looked_at(value, source + done, lane, count - done, threshold, least, start, stop, SIGNED)
-        over += larger.to(tl.int32)
-        on += equal.to(tl.int32)
-    block = tl.program_id(0)
-    tl.store(tally + block, tl.sum(over))
-    tl.store(tally + blocks + block, tl.sum(on))
+    """Choose the first window, and clear the counts."""
+    region = tl.program_id(0)
+    about += region * ROW
+    length, stride = tl.load(about + 2), tl.load(about + 7)
+    place = tl.arange(0, SAMPLE) * stride
+    inside = place < length
+    place = tl.where(inside, place, 0).to(tl.int32)
+    value = _read(x, about, place, inside, ROWS)
+    if ADD:
+        value += tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+    skipped = (place >= tl.load(about + 5)) & (place < tl.load(about + 6))
+    key = tl.where(inside & ~skipped, rank_key(value), -1)
+    low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for bit in range(31):  # the largest keys that as many reach as lie before those places
+        low_next, high_next = low | (1 << (30 - bit)), high | (1 << (30 - bit))
+        low = tl.where(tl.sum((key >= low_next).to(tl.int32)) >= tl.load(about + 8), low_next, low)
+        high = tl.where(tl.sum((key >= high_next).to(tl.int32)) >= tl.load(about + 9), high_next, high)
+    high = tl.minimum(high, LARGEST)
+    tl.store(state + region * STATE, low)
+    tl.store(state + region * STATE + 1, high - low + 1)
+    tl.store(state + region * STATE + 2, -1)  # not known
+    _clear(bins + region * (BINS + 1), CHUNK)
 
 
-@triton.jit(do_not_specialize=["capacity", "least", "start", "stop", "blocks", "k"])
+@triton.jit(do_not_specialize=["blocks"])
+def _count_kernel(
+    x,
+    grad,
+    out,
+    bad,
+    about,
+    state,
+    bins,
+    tally,  # [2, regions, blocks]: how many elements are above the window, and in it
+    blocks,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the keys of each part of the window of a region that is not narrow yet."""
+    region = tl.program_id(1)
+    about, first, left = _block(about, BLOCK)
+    state += region * STATE
+    if (left > 0) & (tl.load(state + 2) < 0):
+        lane = lanes(BLOCK)
+        if ADD:
+            value = loaded(x + first, lane, left, BLOCK) + loaded(grad + first, lane, left, BLOCK).to(tl.float32)
+            store(out + first, lane, value, left, BLOCK)
+            if tl.max(magnitude(value)) >= LARGEST:
+                tl.atomic_max(bad, 1, sem="relaxed")
+            key = _key_of(value, about, first, left, lane)
+        else:
+            _, key = _ranked(x, about, first, left, lane, ROWS, BLOCK)
+        low, size = tl.load(state), tl.load(state + 1)
+        over = tl.sum((key >= low + size).to(tl.int32))
+        inside = (key >= low) & (key < low + size)
+        part = (key - low) >> _shift(size)
+        # Many equal elements, such as zeros, are mostly the smallest of a window: these are added at once.
+        least = tl.min(tl.where(inside, part, BINS))
+        several = inside & (part == least)
+        count = tl.sum(several.to(tl.int32))
+        bins += region * (BINS + 1)
+        if count > 0:
+            tl.atomic_add(bins + least, count, sem="relaxed")
+        tl.atomic_add(bins + part, tl.full((BLOCK,), 1, tl.int32), mask=inside & ~several, sem="relaxed")
+        if over > 0:
+            tl.atomic_add(bins + BINS, over, sem="relaxed")
+        at = region * blocks + tl.program_id(0)
+        tl.store(tally + at, over)
+        tl.store(tally + tl.num_programs(1) * blocks + at, tl.sum(inside.to(tl.int32)))
+
+
+@triton.jit
+def _narrow_kernel(about, state, bins, CHUNK: tl.constexpr):
+    """Make the part of the window that holds the k-th largest key the next one, or all below or above it; clear the counts."""
+    region = tl.program_id(0)
+    state += region * STATE
+    bins += region * (BINS + 1)
+    if tl.load(state + 2) < 0:
+        low, size = tl.load(state), tl.load(state + 1)
+        k = tl.load(about + region * ROW + 3).to(tl.int32)
+        over = tl.load(bins + BINS)
+        lane = tl.arange(0, CHUNK)
+        passed, before, start = over, over, tl.full([], BINS - CHUNK, tl.int32)
+        for done in range(CHUNK, BINS + 1, CHUNK):  # from the largest on
+            short = passed < k
+            start = tl.where(short, BINS - done, start)
+            before = tl.where(short, passed, before)
+            passed += tl.sum(tl.load(bins + BINS - done + lane))
+        here = tl.load(bins + start + lane)
+        found = tl.max(tl.where(before + tl.cumsum(here, 0, reverse=True) >= k, lane, 0))
+        shift = _shift(size)
+        larger, smaller = over >= k, passed < k  # than all keys of the window
+        first = low + tl.where(larger | smaller, 0, (start + found) << shift)
+        most = tl.minimum(1 << shift, low + size - first)
+        above = before + tl.sum(tl.where(lane > found, here, 0))
+        tl.store(state, tl.where(larger, low + size, tl.where(smaller, 0, first)))
+        tl.store(state + 1, tl.where(larger, LARGEST + 1 - low - size, tl.where(smaller, low, most)))
+        tl.store(state + 2, tl.where(larger | smaller | (most > 1), -1, above))
+        _clear(bins, CHUNK)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _tally_kernel(x, about, state, tally, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count how many elements of a block are above the k-th largest key, and on it, where some were in the last wider window."""
+    region = tl.program_id(1)
+    about, first, left = _block(about, BLOCK)
+    over = tally + region * blocks + tl.program_id(0)
+    on = over + tl.num_programs(1) * blocks
+    if (left > 0) & (tl.load(on) > 0):
+        _, key = _ranked(x, about, first, left, lanes(BLOCK), ROWS, BLOCK)
+        level = tl.load(state + region * STATE)
+        larger, equal = tl.sum((key > level).to(tl.int32)), tl.sum((key == level).to(tl.int32))
+        tl.store(over, larger)
+        tl.store(on, equal)
+
+
+@triton.jit(do_not_specialize=["blocks"])
 def _choose_kernel(
-    value,
-    counts,
-    offsets,
-    level,
-    capacity,
-    least,
-    start,
-    stop,
+    x,
+    about,
+    state,
     tally,
+    ends,  # [2, regions, blocks]: sums of `tally`
+    index,
+    value,
     blocks,
-    index,  # of what is in the pool
-    ends,  # [2, blocks]: sums of `tally`
-    index_out,
-    value_out,
-    k,
-    POOL: tl.constexpr,
-    SIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    source, count = _range(counts, offsets, capacity, POOL, BLOCK)
-    threshold = tl.load(level)
-    spare = tl.load(level + 1).to(tl.int32)  # how many on the level are chosen: the first ones
-    over = tl.load(ends + block) - tl.load(tally + block)  # how many come before
-    on = tl.load(ends + blocks + block) - tl.load(tally + blocks + block)
-    lane = tl.arange(0, STEP)
-    for done in range(0, count, STEP):
-        acc, larger, equal = _looked_at(value, source + done, lane, count - done, threshold, least, start, stop, SIGNED)
-        level_before = on + tl.cumsum(equal.to(tl.int32), 0) - equal.to(tl.int32)
-        chosen = larger | (equal & (level_before < spare))
-        taken = chosen.to(tl.int32)
-        target = over + tl.minimum(on, spare) + tl.cumsum(taken, 0) - taken
-        written = chosen & (target < k)
-        at = source + done
-        place = tl.load(index + at + lane, mask=written, other=0) if POOL else at.to(tl.int32) + lane
-        tl.store(index_out + target, place, mask=written)
-        tl.store(value_out + target, acc, mask=written)
-        over += tl.sum(larger.to(tl.int32))
-        on += tl.sum(equal.to(tl.int32))
+    """Write what is above the k-th largest key, and the first ones on it, in the order of their places."""
+    region = tl.program_id(1)
+    about, first, left = _block(about, BLOCK)
+    if left > 0:
+        at, apart = region * blocks + tl.program_id(0), tl.num_programs(1) * blocks
+        over, on = tl.load(tally + at), tl.load(tally + apart + at)
+        level = tl.load(state + region * STATE)
+        spare = (tl.load(about + 3) - tl.load(state + region * STATE + 2)).to(tl.int32)  # how many on it are chosen
+        over_before, on_before = tl.load(ends + at) - over, tl.load(ends + apart + at) - on
+        if (over > 0) | ((on > 0) & (on_before < spare)):
+            lane = lanes(BLOCK)
+            acc, key = _ranked(x, about, first, left, lane, ROWS, BLOCK)
+            equal = (key == level).to(tl.int32)
+            chosen = (key > level) | ((equal > 0) & (on_before + tl.cumsum(equal, 0) <= spare))
+            taken = chosen.to(tl.int32)
+            target = tl.load(about + 4) + over_before + tl.minimum(on_before, spare) + tl.cumsum(taken, 0) - taken
+            tl.store(index + target, first.to(tl.int32) + lane, mask=chosen)
+            tl.store(value + target, acc, mask=chosen)

@@ -161,7 +161,6 @@ def magnitude(x):
 
 
 @triton.jit
-def rank_key(x, SIGNED: tl.constexpr):
-    """Return what elements are ranked by, int32: |x| with NaN as infinity, or x itself, of which -0 is 0."""
-    size = magnitude(x)
-    return tl.where(x.to(tl.int32, bitcast=True) < 0, -size, size) if SIGNED else tl.minimum(size, 0x7F800000)
+def rank_key(x):
+    """Return what elements are ranked by, int32: the bits of |x|, with NaN as infinity."""
+    return tl.minimum(magnitude(x), 0x7F800000)

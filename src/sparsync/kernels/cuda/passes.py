@@ -1,20 +1,21 @@
-"""Passes over a whole vector that add to it and collect what lies in a range of magnitudes, positions ascending.
+"""Passes over a whole vector that add to it, or collect what lies in a range of magnitudes, positions ascending.
 
-Every block reserves a range of a pool with one atomic addition, so ranges lie in the order in which blocks got there; a second, small
-kernel copies them to where they belong. So a pass reads and writes every element once, and no block waits for another.
+Of the latter, every block reserves a range of a pool with one atomic addition, so ranges lie in the order in which blocks got there; a
+second, small kernel copies them to where they belong. So a pass reads and writes every element once, and no block waits for another.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.core import Span, Sparse
+from sparsync.core import Sparse
 from sparsync.kernels.cuda.launch import (
     ANY,
     BLOCK,
@@ -25,10 +26,8 @@ from sparsync.kernels.cuda.launch import (
     bits_of,
     lanes,
     loaded,
-    local,
     magnitude,
     programs,
-    rank_key,
     store,
     takes,
 )
@@ -42,52 +41,35 @@ COPYING = {"STEP": 128, "num_warps": 1}  # elements copied at once, and the size
 class Pool:
     """The elements collected by the blocks of one pass: block b found `counts[b]`, which lie in the pool from `offsets[b]` on.
 
-    Only ranges that end inside the pool are in it. `state` [2]: how many were found in all, and whether something was not finite.
+    Only ranges that end inside the pool are in it. `total` [1] is how many were found in all.
     """
 
     index: Tensor
     value: Tensor
     counts: Tensor
     offsets: Tensor
-    state: Tensor
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the tensors as kernels take them."""
-        return self.index, self.value, self.counts, self.offsets, self.state
+    total: Tensor
 
     @property
     def capacity(self) -> int:
         """Return how many elements there is room for."""
         return self.index.numel()
 
-    def outcome(self) -> tuple[int, bool]:
-        """Return how many were found, and whether all was finite. A host sync: how many there are depends on the data."""
-        total, bad = self.state.tolist()
-        return total, not bad
 
-
-def pool_for(x: Tensor, capacity: int) -> Pool:
-    """Return an empty pool for the blocks of `x` [n] with room for `capacity` elements, or `n` if that is less."""
-    room = min(x.numel(), capacity)
-    counts, offsets = torch.empty((2, *programs(x.numel())), dtype=torch.int32, device=x.device)
-    return Pool(
-        torch.empty(room, dtype=torch.int32, device=x.device),
-        torch.empty(room, dtype=torch.float32, device=x.device),
-        counts,
-        offsets,
-        torch.zeros(2, dtype=torch.int32, device=x.device),
-    )
+def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> Any:
+    """Write residual + grad to `out` [n], and return whether it is finite everywhere. One host sync."""
+    bad = added(residual, grad, out)
+    return bad if bad is NotImplemented else not int(bad)  # a host sync: what is sent depends on it
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
-def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
-    """Write residual + grad to `out` [n], and return whether it is finite everywhere. One host sync."""
+def added(residual: Tensor, grad: Tensor, out: Tensor) -> Any:
+    """Write residual + grad to `out` [n], and return whether something of it is not finite: a number [1] on the device."""
     n = residual.numel()
     bad = torch.zeros(1, dtype=torch.int32, device=residual.device)
     if n:
         _add_kernel[programs(n)](residual, grad, out, bad, n, ADD=True, **PASS)
-    return not int(bad)  # a host sync: what is sent depends on it
+    return bad
 
 
 @takes(GRADIENT)
@@ -107,51 +89,28 @@ def select_ge(x: Tensor, threshold: float) -> Sparse:
     if n == 0:
         return Sparse(torch.empty(0, dtype=torch.int32, device=x.device), x[:0], 0)
     low, high = NONE if bits is None else (max(bits, 1), ANY)
-    pool = pool_for(x, n // SHARE + BLOCK)
-    collect(x, None, x, pool, low, high)
+    pool = _collected(x, low, high, n // SHARE + BLOCK)
     index, value = _in_order(pool)
-    total, _ = pool.outcome()
+    total = int(pool.total)  # a host sync: how many there are depends on the data
     if total > pool.capacity:
-        wider = pool_for(x, total)
-        collect(x, None, x, wider, low, high)
-        index, value = _in_order(wider)
+        index, value = _in_order(_collected(x, low, high, total))
     return Sparse(index[:total], value[:total], n)
 
 
-def collect(
-    x: Tensor,
-    grad: Tensor | None,
-    out: Tensor,
-    pool: Pool,
-    low: int | Tensor,
-    high: int = ANY,
-    least: int = 0,
-    skip: Span | None = None,
-    signed: bool = False,
-) -> None:
-    """Fill `pool` with the elements of x [n], or of x + grad, which is written to `out`, whose rank key lies in [low, high].
-
-    NaN ranks above all others here. `low` may be a number on the device; never less than `least`. Elements inside `skip` are left out.
-    """
-    skip, sampled = skip or Span(0, 0), isinstance(low, Tensor)
-    _collect_kernel[programs(x.numel())](
-        x,
-        x if grad is None else grad,
-        out,
-        *pool.parts,
-        low if sampled else pool.state,
-        x.numel(),
-        least if sampled else max(low, least),
-        high,
-        skip.start,
-        skip.stop,
-        pool.capacity,
-        ACCUMULATE=grad is not None,
-        SIGNED=signed,
-        SAMPLED=sampled,
-        SKIPS=len(skip) > 0,
-        **PASS,
+def _collected(x: Tensor, low: int, high: int, capacity: int) -> Pool:
+    """Return the elements of `x` [n] whose magnitude lies in [low, high], NaN above all others, in a pool for `capacity` of them."""
+    room = min(x.numel(), capacity)
+    counts, offsets = torch.empty((2, *programs(x.numel())), dtype=torch.int32, device=x.device)
+    pool = Pool(
+        torch.empty(room, dtype=torch.int32, device=x.device),
+        torch.empty(room, dtype=torch.float32, device=x.device),
+        counts,
+        offsets,
+        torch.zeros(1, dtype=torch.int32, device=x.device),
     )
+    parts = (pool.index, pool.value, pool.counts, pool.offsets, pool.total)
+    _collect_kernel[programs(x.numel())](x, *parts, x.numel(), low, high, room, **PASS)
+    return pool
 
 
 def _in_order(pool: Pool) -> tuple[Tensor, Tensor]:
@@ -178,17 +137,6 @@ def _add_kernel(x, grad, out, bad, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _reserved(counts, offsets, state, block, count, size):
-    """Reserve a range for this block and return its start; note where something is not finite."""
-    start = tl.atomic_add(state, count, sem="relaxed")
-    tl.store(counts + block, count)
-    tl.store(offsets + block, start)
-    if tl.max(size) >= 0x7F800000:
-        tl.atomic_max(state + 1, 1, sem="relaxed")
-    return start
-
-
-@triton.jit
 def _write_range(index, value, start, first, lane, acc, chosen, taken):
     """Write what is chosen of a block to the pool from `start` on."""
     rank = start + tl.cumsum(taken, 0) - taken
@@ -201,48 +149,22 @@ def _write_range(index, value, start, first, lane, acc, chosen, taken):
     tl.store(value + rank, acc, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["low", "high", "start", "stop", "capacity"])
-def _collect_kernel(
-    x,
-    grad,
-    out,
-    index,
-    value,
-    counts,
-    offsets,
-    state,
-    sampled,  # SAMPLED: what `low` is at least
-    n,
-    low,
-    high,
-    start,  # of what is left out
-    stop,
-    capacity,
-    ACCUMULATE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    SKIPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["low", "high", "capacity"])
+def _collect_kernel(x, index, value, counts, offsets, total, n, low, high, capacity, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     first = block.to(tl.int64) * BLOCK
     lane = lanes(BLOCK)
     left = tl.minimum(n - first, BLOCK).to(tl.int32)
     acc = loaded(x + first, lane, left, BLOCK)
-    if ACCUMULATE:
-        acc += loaded(grad + first, lane, left, BLOCK).to(tl.float32)
-        store(out + first, lane, acc, left, BLOCK)
     size = magnitude(acc)
-    key = rank_key(acc, True) if SIGNED else size
-    low = tl.maximum(low, tl.load(sampled)) if SAMPLED else low
-    chosen = (lane < left) & (key >= low) & (key <= high)
-    if SKIPS:
-        chosen = chosen & ((lane < local(start, first, left)) | (lane >= local(stop, first, left)))
+    chosen = (lane < left) & (size >= low) & (size <= high)
     taken = chosen.to(tl.int32)
     count = tl.sum(taken)
-    reserved = _reserved(counts, offsets, state, block, count, size)
-    if reserved + count <= capacity:
-        _write_range(index, value, reserved, first, lane, acc, chosen, taken)
+    start = tl.atomic_add(total, count, sem="relaxed")
+    tl.store(counts + block, count)
+    tl.store(offsets + block, start)
+    if start + count <= capacity:
+        _write_range(index, value, start, first, lane, acc, chosen, taken)
 
 
 @triton.jit(do_not_specialize=["capacity"])
