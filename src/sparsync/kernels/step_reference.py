@@ -105,7 +105,7 @@ def apply_steps_(
     targets: Sequence[Tensor],
     starts: Sequence[int],
     momentum: Float[Tensor, " n"],
-    packets: Sequence[UInt8[Tensor, " nbytes"]],
+    packets: Sequence[Tensor],
     bits: int,
     spans: Sequence[Span],
     numbers: Sequence[Move],
