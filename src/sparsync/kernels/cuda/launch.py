@@ -101,7 +101,7 @@ def programs(n: int, block: int = BLOCK) -> tuple[int]:
     return (triton.cdiv(n, block),)
 
 
-def table(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def table(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a vector of numbers that a kernel reads on `device`, for whose copy nobody waits. The same numbers are copied once."""
     return _table(tuple(values), dtype, device, stream_of(device))
 
@@ -112,7 +112,7 @@ def stream_of(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=256)
-def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+def _table(values: tuple[int | float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
