@@ -336,12 +336,14 @@ class ExchangedSteps(StepMethod):
 
     def close(self) -> None:
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
-        self._settle()
-        _remember_all(self._scheme)
-        self._moments.leave()
-        self._taken.release()
-        self._divisor.release()
-        super().close()
+        try:
+            self._settle()
+        finally:  # it raises where this was the last of too many skipped steps
+            _remember_all(self._scheme)
+            self._moments.leave()
+            self._taken.release()
+            self._divisor.release()
+            super().close()
 
     def detach(self) -> None:
         """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
@@ -441,6 +443,7 @@ class ExchangedSteps(StepMethod):
 
     def _take_moments(self) -> None:
         """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
+        self._settle()  # before they are counted, or saved
         if self._loads.of_handle:
             self._moments.show()
         elif self._moments.take():
@@ -732,10 +735,11 @@ class ExchangedSteps(StepMethod):
         gradients = [self._gradients(place) for place in range(len(buckets))]
         # False also where squares overflow, which would stay in the second moments.
         finite = _finite(gradients)
-        if isinstance(finite, Tensor) and self._skips_on_device():
-            self._pending = Pending(
-                Skip(finite), [entry.name for each in buckets for entry in each.layout], self._measures()
-            )
+        # Not by what was found alone: a rank without gradients has found no tensor, and others have.
+        device, later = buckets[0].device, isinstance(finite, Tensor) or _host_is_ahead(buckets[0].device)
+        if later and self._skips_on_device():
+            skip = Skip(torch.as_tensor(finite, device=device))
+            self._pending = Pending(skip, [entry.name for each in buckets for entry in each.layout], self._measures())
             finite = True
         finite = self._replica.agreed(bool(finite))  # on a GPU a host sync, unless it skips there
 
@@ -758,7 +762,6 @@ class ExchangedSteps(StepMethod):
             returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
             for each in done.means if returns else ():
                 each.rollback(self._scheme)
-            self._pending = None
             raise
         return done.reports, None if done.skipped else done.means
 
@@ -775,10 +778,10 @@ class ExchangedSteps(StepMethod):
 
     def _settle(self) -> None:
         """Learn whether the last step was skipped, where only a device knew: then it does not count."""
-        if (pending := self._pending) is None:
-            return
         self._ratios.settle()
-        self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is None or self._applied != self._step:  # the step has failed
+            return
         if skipped := pending.skip.seen:
             for key in self.counts:
                 for name in pending.counted:
@@ -924,6 +927,11 @@ def _finite(gradients: Iterable[Gradients]) -> bool | Tensor:
     tensors = [each for given in gradients for each in given.tensors]
     factors = [each for given in gradients for each in given.factors]
     return kernels.squares_fit(tensors, factors, torch.finfo(torch.float32).max)
+
+
+def _host_is_ahead(device: torch.device) -> bool:
+    """Return whether the host may go on before what it asked of a device is done."""
+    return device.type == "cuda"
 
 
 def _where_not_finite(trained: Mapping[str, nn.Parameter]) -> str:

@@ -66,7 +66,7 @@ class Arriving:
 
     def __init__(self, numbers: Tensor) -> None:
         on_gpu = numbers.is_cuda
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=on_gpu)
         self._host.copy_(numbers, non_blocking=True)
         self._there = torch.cuda.current_stream(numbers.device).record_event() if on_gpu else None
 
@@ -164,10 +164,13 @@ class WholeStep(Reduction):
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
     def rollback(self, bucket: Bucket) -> None:
-        """Return to the residual what was sent."""
+        """Return to the residual what was sent: of a step that a device skips, nothing, for its packets are of NaN."""
         self.mean = None
+        before = None if self.skip is None or not self._undo else bucket.grad.clone()
         while self._undo:
             self._undo.pop()()
+        if before is not None and self.skip is not None:
+            bucket.grad.copy_(torch.where(self.skip.flag == 0, bucket.grad, before))
 
     def _forget(self, bucket: Bucket) -> None:
         """Leave the residual as it was before the step, up to rounding."""

@@ -272,12 +272,14 @@ class Connection:
 
         *beside, last = range(len(jobs))
         threads = [threading.Thread(target=do, args=(each,), name="sparsync-beside", daemon=True) for each in beside]
-        for each in threads:
-            each.start()
-        do(last)
-        for each in threads:
-            each.join()
-        self._waits = nullcontext
+        try:
+            for each in threads:
+                each.start()
+            do(last)
+            for each in threads:
+                each.join()
+        finally:  # also where the program is interrupted while it waits for threads
+            self._waits = nullcontext
         if failed:
             raise failed[0] from None
         return [self.end(each) for each in begun]
