@@ -1,6 +1,8 @@
 """Steps of which every element is sent: made, encoded and applied in single passes, and skipped on a device."""
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,10 @@ from torch import Tensor, nn
 
 from sparsync import AdamWSteps, LocalWorld, TwoShot
 from sparsync.comm.local import LocalComm
+from sparsync.core import Bucket
+from sparsync.exchanges import exchanged_steps
+from sparsync.exchanges.block_ratios import MeanOfSketches
+from sparsync.exchanges.whole_steps import Arriving
 from sparsync.kernels import operations as kernels
 
 P = 3
@@ -128,3 +134,135 @@ def test_after_32_steps_that_a_device_skips_the_next_one_raises(monkeypatch: pyt
 
     with pytest.warns(UserWarning, match="was skipped on all ranks"):
         LocalWorld(P).run(body)
+
+
+def skipping(comm: LocalComm) -> AdamWSteps:
+    """Return a handle after three steps, with a gradient on the first rank that has the next one skipped."""
+    handle = started(comm, TwoShot(1.0, "int3"))
+    for step in range(3):
+        give_gradients(handle, step)
+        handle.step()
+    give_gradients(handle, 3)
+    if comm.rank == 0:
+        next(handle.model.parameters()).grad[0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
+    return handle
+
+
+def test_ranks_agree_where_to_skip_though_one_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: LocalComm) -> dict[str, Tensor]:
+        handle = started(comm, TwoShot(1.0, "int3"))
+        for step in range(6):
+            give_gradients(handle, step)
+            if (comm.rank, step) == (0, 4):
+                handle.optimizers[0].zero_grad()
+            handle.step()
+        return held(handle)
+
+    host = LocalWorld(P).run(body)
+    fits: Callable[..., Any] = kernels.squares_fit
+    monkeypatch.setattr(kernels, "squares_fit", lambda *given: torch.tensor(fits(*given)) if given[0] else True)
+    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+    assert all(map(same, host, LocalWorld(P).run(body)))
+
+
+def test_what_fails_in_a_skipped_step_returns_nothing_to_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch)
+
+    failing, exchange = set[int](), LocalComm.all_to_all
+
+    def exchanged(comm: LocalComm, *given: Any) -> list[Tensor]:
+        if comm.rank in failing:
+            raise RuntimeError("another rank is gone")
+        return exchange(comm, *given)
+
+    def body(comm: LocalComm) -> bool:
+        handle = skipping(comm)
+        before = handle.held_back()["scheme"]["residual"]
+        failing.add(comm.rank)
+        with pytest.raises(RuntimeError, match="another rank is gone"):
+            handle.step()
+        return same(before, handle.held_back()["scheme"]["residual"])
+
+    monkeypatch.setattr(LocalComm, "all_to_all", exchanged)
+    assert all(LocalWorld(P).run(body))
+
+
+def test_a_handle_closes_after_a_step_that_could_not_be_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    def body(comm: LocalComm) -> bool:
+        handle = started(comm, TwoShot(1.0, "int3"))
+        give_gradients(handle, 0)
+        with pytest.raises(RuntimeError, match="no memory"):
+            handle.step()
+        handle.close()
+        return handle.closed
+
+    monkeypatch.setattr(kernels, "apply_steps_", fail)
+    assert LocalWorld(1).run(body) == [True]
+
+
+def test_what_an_optimizer_saves_has_no_step_that_a_device_has_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch)
+
+    def body(comm: LocalComm) -> None:
+        handle = skipping(comm)
+        optimizer = handle.optimizers[0]
+        before = optimizer.state_dict()
+        handle.step()
+        after = optimizer.state_dict()
+        assert all(same(each, after["state"][number]) for number, each in before["state"].items())
+        give_gradients(handle, 4)
+        handle.step()
+        next(handle.model.parameters()).grad[0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
+        handle.step()
+        optimizer.load_state_dict(before)
+        optimizer.state_dict()  # which takes what was loaded
+        for step in range(6, 9):
+            give_gradients(handle, step)
+            handle.step()
+        assert (optimizer.state_dict()["state"][0]["step"], handle._ratios.measured) == (6, 3)
+
+    with pytest.warns(UserWarning, match="was skipped on all ranks"):
+        LocalWorld(P).run(body)
+
+
+def test_a_handle_closes_though_its_last_step_was_one_too_many_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch)
+    monkeypatch.setattr(exchanged_steps, "_MOST_SKIPPED", 1)
+
+    def body(comm: LocalComm) -> bool:
+        handle = skipping(comm)
+        handle.step()
+        with pytest.raises(RuntimeError, match="the last 1 steps were skipped on all ranks"):
+            handle.close()
+        return handle.closed
+
+    assert all(LocalWorld(P).run(body))
+
+
+def test_waits_are_plain_again_where_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("no more threads")
+
+    def body(comm: LocalComm) -> bool:
+        connection = started(comm, TwoShot(1.0, "int3"))._connection
+        monkeypatch.setattr(connection, "overlaps", lambda *_: True)
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        try:
+            with pytest.raises(RuntimeError, match="no more threads"):
+                connection.reduce_together([(Bucket("ratio", torch.ones(2), 0), MeanOfSketches())], lambda: None)
+        finally:
+            monkeypatch.undo()
+        return connection._waits is nullcontext
+
+    assert LocalWorld(1).run(body) == [True]
+
+
+def test_numbers_arrive_in_this_machines_memory_whatever_the_default_device() -> None:
+    numbers = torch.ones(2)
+    with torch.device("meta"):
+        assert Arriving(numbers).read() == [1.0, 1.0]

@@ -762,7 +762,6 @@ class ExchangedSteps(StepMethod):
             returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
             for each in done.means if returns else ():
                 each.rollback(self._scheme)
-            self._pending = None
             raise
         return done.reports, None if done.skipped else done.means
 
@@ -779,10 +778,10 @@ class ExchangedSteps(StepMethod):
 
     def _settle(self) -> None:
         """Learn whether the last step was skipped, where only a device knew: then it does not count."""
-        if (pending := self._pending) is None:
-            return
         self._ratios.settle()
-        self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is None or self._applied != self._step:  # the step has failed
+            return
         if skipped := pending.skip.seen:
             for key in self.counts:
                 for name in pending.counted:
