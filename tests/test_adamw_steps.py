@@ -26,7 +26,7 @@ from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, digest, laid_out
 from sparsync.exchanges.block_ratios import BlockRatios
 from sparsync.exchanges.rules import MuonRule
-from sparsync.exchanges.whole_steps import StepsToMake
+from sparsync.exchanges.whole_steps import Gradients, StepsToMake
 from sparsync.kernels.step_reference import signs
 from sparsync.schemes import ExDyna, PerParameter, Quantized
 
@@ -1063,8 +1063,8 @@ class NotedSteps(AdamWSteps):
 
     rate: float | None = None  # of the last bucket, in place of the right one
 
-    def _steps_to_make(self, place: int) -> StepsToMake:
-        steps = super()._steps_to_make(place)
+    def _steps_to_make(self, place: int, gradients: Gradients) -> StepsToMake:
+        steps = super()._steps_to_make(place, gradients)
         self.made = [*(self.made if place else []), replace(steps, square=steps.square.clone()).make()]
         if self.rate is not None and place == len(self._weights.buckets) - 1:
             return replace(steps, numbers=[(self.rate, *rest) for _, *rest in steps.numbers])

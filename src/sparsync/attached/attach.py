@@ -16,8 +16,8 @@ from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, method_of, recipe_findings
-from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.exchanges.steps_options import Steps
 from sparsync.recipes import Bits
 from sparsync.runtime.dispatcher import AttachedHandle
 from sparsync.runtime.findings import check_models, is_fsdp2, warn_or_raise

@@ -16,11 +16,11 @@ from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, regi
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Optimizers
-from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.step_method import StepMethod
+from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.taken_optimizer import never_scaled
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise

@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
-from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
+from sparsync.exchanges.exchanged_steps import ExchangedSteps
+from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import Replica
 
 

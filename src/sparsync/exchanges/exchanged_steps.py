@@ -29,7 +29,8 @@ from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights, frozen_and_copies
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
-from sparsync.exchanges.step_method import State, StepMethod, StepOptions
+from sparsync.exchanges.step_method import State, StepMethod
+from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica
@@ -44,8 +45,6 @@ from sparsync.runtime.state_checks import check_form, check_version
 from sparsync.wire import Values
 
 _LOG = logging.getLogger("sparsync")
-_FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
-_LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
 
 
@@ -56,65 +55,6 @@ class Pending:
     skip: Skip
     counted: Collection[str]  # parameters that took part
     measured: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Steps(StepOptions):
-    """Exchange the steps of the optimizer, at every step: what `sparsync.attach(..., exchange=Steps())` takes, the same on all ranks.
-
-    For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
-
-    Args:
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
-            and with Muon, else 0.5.
-        block: adjacent elements with one ratio.
-        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
-            serve from the next one on; the first 8 steps all measure, the very first one for itself.
-        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because a rank's own gradients are noisier than their
-            mean; for Muon, which has none, 0.95.
-        decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
-            some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent. A scheme's own
-            `decay` comes first; `flush` forgets nothing.
-        bucket_mb: megabytes of a bucket. None: all of the model in one where the scheme sends every element, else 25.
-        check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
-    """
-
-    keep: float | None = None
-    bucket_mb: float | None = None
-    block: int = 64
-    measure_every: int = 8
-    beta2: float | None = None
-    decay: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta2 is not None and not 0 <= self.beta2 < 1:
-            raise ValueError(
-                f"beta2 must be in [0, 1), or None for the optimizer's and at least {_LONGEST_BETA2}, got {self.beta2}"
-            )
-        if self.decay is not None and not 0 <= self.decay <= 1:
-            raise ValueError(f"decay must be in [0, 1], the share of what waits that stays each step, got {self.decay}")
-        if self.block < 1:
-            raise ValueError(f"block must be at least 1 element, got {self.block}")
-        if self.measure_every < 1:
-            raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
-
-    def keep_for(self, scheme: Scheme, muon: bool = False) -> float:
-        """Return `keep`, or what suits the scheme and whether Muon makes some of the steps."""
-        if self.keep is None:
-            return 0.2 if scheme.leaves_out or muon else 0.5
-        return self.keep
-
-    def beta2_for(self, rule: Rule) -> float:
-        if self.beta2 is not None:
-            return self.beta2
-        return rule.beta2 if isinstance(rule, MuonRule) else max(rule.beta2, _LONGEST_BETA2)
-
-    def decay_for(self, scheme: Scheme) -> float:
-        """Return `decay`, or what suits a scheme that has no inner ones."""
-        if self.decay is None:
-            return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
-        return self.decay
 
 
 class ExchangedSteps(StepMethod):
@@ -257,7 +197,7 @@ class ExchangedSteps(StepMethod):
         self._remembering.atexit = False
         return _forget(scheme, options)
 
-    def _steps_to_make(self, place: int) -> StepsToMake:
+    def _steps_to_make(self, place: int, gradients: Gradients) -> StepsToMake:
         """Count a step of this rank for each parameter of bucket `place` that takes part, and return what makes it of the gradients."""
         ratios, spans, numbers = self._ratios, list[Span](), list[Spread]()
 
@@ -269,7 +209,7 @@ class ExchangedSteps(StepMethod):
             spans.append(span)
             numbers.append(number)
         ratio = ratios.ratio(place, self._comm.size)
-        return StepsToMake(self._gradients(place), self._vectors["square"][place], ratio, ratios.block, spans, numbers)
+        return StepsToMake(gradients, self._vectors["square"][place], ratio, ratios.block, spans, numbers)
 
     def _gradients(self, place: int) -> Gradients:
         """Return this rank's gradients of the parameters of bucket `place` that take part."""
@@ -754,7 +694,7 @@ class ExchangedSteps(StepMethod):
             if sketch is not None and first:
                 self._observe(sketch, self._connection.reduce(*sketch.reduction), done)
             beside = [] if sketch is None or first else [sketch.reduction]
-            reports = self._reduce(finite, done, beside)
+            reports = self._reduce(gradients if finite else None, done, beside)
             if sketch is not None and not first:
                 self._observe(sketch, reports[0], done)
         except BaseException:
@@ -803,8 +743,10 @@ class ExchangedSteps(StepMethod):
                 self._of_mean = False
         done.reports.insert(0, report)
 
-    def _reduce(self, finite: bool, done: Reduced, beside: Sequence[tuple[Bucket, Reduction]]) -> list[Report]:
-        """Reduce this rank's steps of each bucket to the mean over ranks, NaN if they are not `finite`; note it in `done`.
+    def _reduce(
+        self, gradients: Sequence[Gradients] | None, done: Reduced, beside: Sequence[tuple[Bucket, Reduction]]
+    ) -> list[Report]:
+        """Reduce this rank's steps of each bucket to the mean over ranks, NaN without finite gradients; note it in `done`.
 
         Returns the reports of what is reduced `beside` them. What is sent as a whole is on its way at once.
         """
@@ -814,17 +756,17 @@ class ExchangedSteps(StepMethod):
             done.means.append(mean)
             form = None if mean.part.taking is not None else self._whole_form(place)
             if mean.part.layout and form is not None:
-                pairs.append(self._whole_step(place, mean, form, finite))
+                steps = None if gradients is None else self._steps_to_make(place, gradients[place])
+                pairs.append(self._whole_step(place, mean, form, steps))
             elif mean.part.layout:
                 others.append((place, mean))
 
         def reduce_others() -> None:
             for place, mean in others:
-                made = (
-                    self._steps_to_make(place).make()
-                    if finite
-                    else self._weights.buckets[place].empty().fill_(torch.nan)
-                )
+                if gradients is None:
+                    made = self._weights.buckets[place].empty().fill_(torch.nan)
+                else:
+                    made = self._steps_to_make(place, gradients[place]).make()
                 done.note(self._reduce_one(mean, made))
 
         reports = self._connection.reduce_together(pairs, reduce_others if others else None)
@@ -833,12 +775,11 @@ class ExchangedSteps(StepMethod):
         return reports[: len(beside)]
 
     def _whole_step(
-        self, place: int, mean: Mean, form: tuple[tuple[Values, Values], Tensor], finite: bool
+        self, place: int, mean: Mean, form: tuple[tuple[Values, Values], Tensor], steps: StepsToMake | None
     ) -> tuple[Bucket, WholeStep]:
         """Return what makes, encodes and sends all of a bucket in one pass; note it in `mean`."""
         values, residual = form
         skip = None if self._pending is None else self._pending.skip
-        steps = self._steps_to_make(place) if finite else None
         mean.arrived = WholeStep(self._scheme.name, values, steps, skip)
         mean.bucket = self._weights.buckets[place].bucket(residual, self._step)
         return mean.bucket, mean.arrived

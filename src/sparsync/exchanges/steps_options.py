@@ -1,0 +1,69 @@
+"""What `attach` takes to exchange the steps of an optimizer: Steps."""
+
+from dataclasses import dataclass
+
+from sparsync.base.scheme import Scheme
+from sparsync.exchanges.rules import MuonRule, Rule
+from sparsync.exchanges.step_method import StepOptions
+
+_FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
+_LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(StepOptions):
+    """Exchange the steps of the optimizer, at every step: what `sparsync.attach(..., exchange=Steps())` takes, the same on all ranks.
+
+    For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
+
+    Args:
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
+            and with Muon, else 0.5.
+        block: adjacent elements with one ratio.
+        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
+            serve from the next one on; the first 8 steps all measure, the very first one for itself.
+        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because a rank's own gradients are noisier than their
+            mean; for Muon, which has none, 0.95.
+        decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
+            some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent. A scheme's own
+            `decay` comes first; `flush` forgets nothing.
+        bucket_mb: megabytes of a bucket. None: all of the model in one where the scheme sends every element, else 25.
+        check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
+    """
+
+    keep: float | None = None
+    bucket_mb: float | None = None
+    block: int = 64
+    measure_every: int = 8
+    beta2: float | None = None
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta2 is not None and not 0 <= self.beta2 < 1:
+            raise ValueError(
+                f"beta2 must be in [0, 1), or None for the optimizer's and at least {_LONGEST_BETA2}, got {self.beta2}"
+            )
+        if self.decay is not None and not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be in [0, 1], the share of what waits that stays each step, got {self.decay}")
+        if self.block < 1:
+            raise ValueError(f"block must be at least 1 element, got {self.block}")
+        if self.measure_every < 1:
+            raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
+
+    def keep_for(self, scheme: Scheme, muon: bool = False) -> float:
+        """Return `keep`, or what suits the scheme and whether Muon makes some of the steps."""
+        if self.keep is None:
+            return 0.2 if scheme.leaves_out or muon else 0.5
+        return self.keep
+
+    def beta2_for(self, rule: Rule) -> float:
+        if self.beta2 is not None:
+            return self.beta2
+        return rule.beta2 if isinstance(rule, MuonRule) else max(rule.beta2, _LONGEST_BETA2)
+
+    def decay_for(self, scheme: Scheme) -> float:
+        """Return `decay`, or what suits a scheme that has no inner ones."""
+        if self.decay is None:
+            return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
+        return self.decay
