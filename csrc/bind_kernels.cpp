@@ -333,18 +333,6 @@ void bind_selection(nb::module_ &m) {
         std::memcpy(&magnitude, &least, sizeof magnitude);
         return nb::object(nb::float_(static_cast<double>(magnitude)));
     });
-    m.def("argtopk", [](nb::handle x, int64_t k) {
-        const Tensor vector = read(x);
-        if (!vector.is(Element::float32)) return not_taken();
-        const int64_t count = at_most(k, vector.length);
-        Found &found = buffer();
-        unlocked([&] {
-            top(*level().passes, vector.as<float>(), {{0, vector.length}}, {count, Order::number, INT32_MIN, false}, found);
-        });
-        nb::object index = indices_of<int64_t>(found, Element::int64);
-        found.release();
-        return index;
-    });
 }
 
 void bind_positions(nb::module_ &m) {

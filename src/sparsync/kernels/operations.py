@@ -142,14 +142,6 @@ def smallest_each(parts: Sequence[Sparse]) -> list[float]:
     return [smallest_magnitude(part.value) for part in parts] if found is NotImplemented else found
 
 
-def argtopk(magnitude: Vector, k: int) -> Positions:
-    """Return the positions of the `k` largest of `magnitude`, int64, ascending; among equal ones those that come first. No NaN.
-
-    Numbers may be negative.
-    """
-    return run("argtopk", magnitude, k)
-
-
 def divide_rows_(x: Vector, rows: Rows, divisor: int) -> None:
     """Divide the elements of `x` in rows, no two of which are the same. Raises IndexError for rows outside of `x`."""
     run("divide_rows_", x, rows, divisor)
