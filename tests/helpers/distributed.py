@@ -340,6 +340,7 @@ def _answer(rank: int, call: _Call, begin: Callable[[], object] = lambda: None) 
         store = dist.FileStore(f"{call.folder}/store", call.P)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
         timeout = timedelta(seconds=call.within_s)
         init_process_group("gloo", store=store, rank=rank, world_size=call.P, timeout=timeout)
+        dist.barrier()  # a rank that ends its group at once would cut off those that still connect
         begin()
         return _packed((True, function()))
     except BaseException:
