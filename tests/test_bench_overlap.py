@@ -10,7 +10,7 @@ import pytest
 from sparsync.comm.announcement import announcement_cost
 from studies.bench import overlap
 from studies.bench.interleave import interleaved
-from studies.bench.output import percentiles
+from studies.bench.output import percentiles, write
 from studies.bench.overlap import Round
 
 
@@ -116,3 +116,9 @@ def test_a_run_over_loopback_has_a_row_for_each_case_and_says_that_its_times_pro
         assert {"torch", "commit", "machine", "ranks", "link", "buckets"} <= row.keys()
     announced = 3 * announcement_cost(2).nbytes  # one for each bucket
     assert rows[0]["payload_bytes"] == rows[1]["payload_bytes"] - announced > 10 * rows[2]["payload_bytes"]
+
+
+def test_numbers_are_written_with_six_digits_and_bytes_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+    write([{"seconds": 0.123456789, "ratios": [1 / 3, 2.0], "p50": {"low": 1234567.8, "bytes": 1234567.0}}], "-")
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"seconds": 0.123457, "ratios": [0.333333, 2.0], "p50": {"low": 1234570.0, "bytes": 1234567.0}}
