@@ -65,7 +65,7 @@ def _commands() -> dict[str, Command]:
         "bench": (
             _bench,
             _add_bench_options,
-            "measure kernels, overlap or steps beside alternatives and the physical limit",
+            "measure kernels, overlap, reductions or steps beside alternatives and the physical limit",
             "python -m studies bench kernels",
         ),
         "campaign": (
@@ -88,7 +88,7 @@ def _part(name: str, about: str) -> Command:
 
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
-    subjects = ("kernels", "overlap", "steps")
+    subjects = ("kernels", "overlap", "reductions", "steps")
     parser.add_argument("subject", choices=subjects, help="what to measure")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `python -m studies bench SUBJECT --help`")
 
