@@ -79,6 +79,12 @@ class WeightBucket:
         increment_version(held)  # which a kernel does not
         torch.clear_autocast_cache()  # which has copies of what was there
 
+    def weights_of(self, entry: ParameterSpan) -> Tensor:
+        """Return the common weights of a parameter where they lie, in its shape; while they are `moved`."""
+        if self._common is None:
+            return self.parameters[entry.name].detach()
+        return entry.span.of(self._common).view(entry.shape)
+
     def hold_common(self) -> None:
         """Keep the common weights apart from now on, because own ones are to differ from them."""
         self.shared = False
