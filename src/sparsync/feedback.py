@@ -132,7 +132,10 @@ class Accumulator:
 
     def keep_error(self, error: Tensor) -> None:
         """Make `error` [n], which may lie in the sum's memory, the new residual; the gradient is left to be written."""
-        self.residual.copy_(error if self.skip is None else torch.where(self.skip == 0, error, self.residual))
+        if self.skip is None or error.dtype != self.residual.dtype:
+            self.residual.copy_(error if self.skip is None else torch.where(self.skip == 0, error, self.residual))
+        else:
+            torch.where(self.skip == 0, error, self.residual, out=self.residual)
 
     @property
     def _added(self) -> bool:

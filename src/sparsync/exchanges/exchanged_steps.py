@@ -334,7 +334,11 @@ class ExchangedSteps(StepMethod):
         for each in self._given:
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
-            self._check_own()
+            if _host_is_ahead(self._weights.buckets[0].device) and not self._weights.was_written():
+                self._check_shown()
+                self._weights.compare_later()
+            else:
+                self._check_own()
             self._take_moments()
             self._go_back(self._step - 1)
             self._note_thrown_away()
@@ -707,6 +711,7 @@ class ExchangedSteps(StepMethod):
     def _settle(self) -> None:
         """Learn whether the last step was skipped, where only a device knew: then it does not count."""
         self._ratios.settle()
+        self._weights.check_compared()
         pending, self._pending = self._pending, None
         if pending is None or self._applied != self._step:  # the step has failed
             return

@@ -83,7 +83,8 @@ class Skip:
 
     def __init__(self, fits: Tensor) -> None:
         """Skip if not `fits` [], on this rank; see `agree`."""
-        self.flag = fits.logical_not().to(torch.float32).view(1)  # [1], not zero where it is to be skipped
+        # [1], not zero where it is to be skipped
+        self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
         self._agreed = False
 
     def agree(self, comm: Comm) -> Tensor:
