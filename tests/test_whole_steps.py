@@ -280,6 +280,46 @@ def test_a_handle_closes_though_its_last_step_was_one_too_many_to_skip(monkeypat
     assert all(LocalWorld(P).run(body))
 
 
+def test_weights_that_are_set_are_taken_though_the_host_reads_comparisons_a_step_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(comm: LocalComm) -> tuple[dict[str, Tensor], int]:
+        steps, reads = started(comm, TwoShot(1.0, "sign"), keep=1.0), list[int]()
+        changed = steps._weights._written.changed
+        steps._weights._written.changed = lambda: reads.append(0) or changed()
+        for step in range(6):
+            give_gradients(steps, step)
+            with torch.no_grad():
+                if step == 3:
+                    next(steps.model.parameters()).fill_(0.5)
+            steps.step()
+        return held(steps), len(reads)
+
+    host = LocalWorld(P).run(body)
+    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+    ahead = LocalWorld(P).run(body)
+    assert all(same(one[0], other[0]) for one, other in zip(host, ahead, strict=True))
+    assert all(other[1] == one[1] - 5 for one, other in zip(host, ahead, strict=True))
+
+
+def test_weights_that_were_set_without_torch_counting_it_raise_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+
+    def body(comm: LocalComm) -> None:
+        steps = started(comm, TwoShot(1.0, "sign"), keep=1.0)
+        for step in range(3):
+            give_gradients(steps, step)
+            if step == 1:
+                next(steps.model.parameters()).data.fill_(0.5)
+            if step == 2:
+                with pytest.raises(RuntimeError, match=r"0.weight got other values through `.data`"):
+                    steps.step()
+            else:
+                steps.step()
+
+    LocalWorld(P).run(body)
+
+
 def test_waits_are_plain_again_where_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("no more threads")

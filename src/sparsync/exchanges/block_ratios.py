@@ -32,10 +32,13 @@ class BlockRatios:
         self, like: Sequence[Tensor], layouts: Iterable[Sequence[ParameterSpan]], block: int, every: int
     ) -> None:
         self.like, self.block, self.every = like, block, every
-        self._lengths = list[Tensor]()  # blocks of each parameter
+        # Blocks of each parameter, and the parameter of each block.
+        self._lengths, self._owners = list[Tensor](), list[Tensor]()
         for each, layout in zip(like, layouts, strict=True):
             lengths = [-(-entry.span.stop // block) - -(-entry.span.start // block) for entry in layout]
             self._lengths.append(torch.tensor(lengths, device=each.device))
+            numbers = torch.arange(len(lengths), dtype=torch.int32, device=each.device)
+            self._owners.append(numbers.repeat_interleave(self._lengths[-1], output_size=sum(lengths)))
         self.of_mean = [each.new_zeros(-(-each.numel() // block)) for each in like]  # older measurements weigh less
         self.of_own = [each.clone() for each in self.of_mean]
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
@@ -58,7 +61,7 @@ class BlockRatios:
             return known
         mean, own, lengths = self.of_mean[place], self.of_own[place], self._lengths[place]
         whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, own)]
-        of_parameter = (whole[0] / whole[1]).repeat_interleave(lengths, output_size=len(own))
+        of_parameter = (whole[0] / whole[1]).index_select(0, self._owners[place])
         found = of_parameter.lerp_(mean / own, self.measured / (self.measured + _SHARED))
         found = self._known[place, P, self.measured] = found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
         return found

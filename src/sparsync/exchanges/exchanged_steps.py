@@ -334,12 +334,11 @@ class ExchangedSteps(StepMethod):
         for each in self._given:
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
-            if _host_is_ahead(self._weights.buckets[0].device) and not self._weights.was_written():
-                self._check_shown()
-                self._weights.compare_later()
-            else:
-                self._check_own()
+            later = _host_is_ahead(self._weights.buckets[0].device) and not self._weights.was_written()
+            (self._check_shown if later else self._check_own)()
             self._take_moments()
+            if later:
+                self._weights.compare_later()
             self._go_back(self._step - 1)
             self._note_thrown_away()
             self._divisor.passes.stepped()  # also where the step fails
