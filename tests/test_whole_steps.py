@@ -280,6 +280,34 @@ def test_a_handle_closes_though_its_last_step_was_one_too_many_to_skip(monkeypat
     assert all(LocalWorld(P).run(body))
 
 
+def test_a_training_that_is_saved_and_resumed_has_the_bits_of_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch)
+
+    def train(steps: AdamWSteps, numbers: range, saves: bool = False) -> dict[str, Any]:
+        saved: dict[str, Any] = {}
+        for step in numbers:
+            steps.optimizers[0].zero_grad()
+            drawn = torch.Generator().manual_seed(100 * step + steps.place[0])
+            steps.model(torch.randn(4, 30, generator=drawn)).square().mean().backward()
+            steps.clip_grad_norm_(0.01)
+            steps.step()
+            if saves and step == 8:  # which has measured
+                saved = steps.state_dict()
+        return saved
+
+    def body(comm: LocalComm) -> list[dict[str, Tensor]]:
+        plain, saving, resumed = (started(comm, TwoShot(1.0, "int3")) for _ in range(3))
+        train(plain, range(12))
+        saved = train(saving, range(12), saves=True)
+        resumed.load_state_dict(saved)
+        train(resumed, range(9, 12))
+        return [held(each) for each in (plain, saving, resumed)]
+
+    for plain, saving, resumed in LocalWorld(P).run(body):
+        assert same(plain, saving)
+        assert same(plain, resumed)
+
+
 def test_weights_that_are_set_are_taken_though_the_host_reads_comparisons_a_step_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

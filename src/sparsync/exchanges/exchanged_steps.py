@@ -133,7 +133,7 @@ class ExchangedSteps(StepMethod):
             square,
             lambda: self._counts,
             options.beta2_for,
-            lambda: self.clip_factor,
+            lambda: self._ratios.clip_factor(self._comm.size, latest=True),
             self._take_moments,
         )
         self._take_moments()
@@ -328,6 +328,7 @@ class ExchangedSteps(StepMethod):
     @torch.no_grad()
     def _take_step(self) -> list[Report]:
         self._settle()
+        self._ratios.settle()  # here alone, so that whether a state is saved changes nothing
         # A failed step counts, for it may have failed on some ranks only.
         self._step += 1
         # torch's schedules warn where the optimizer they belong to has not stepped.
@@ -397,7 +398,8 @@ class ExchangedSteps(StepMethod):
     @torch.no_grad()
     def _share_squares(self) -> None:
         """Make all moments those of rank 0, with squares as large as those of the mean gradient: any optimizer goes on with these."""
-        squares, factor = self._moment_buckets("square", self._step + 1), self.clip_factor
+        squares = self._moment_buckets("square", self._step + 1)
+        factor = self._ratios.clip_factor(self._comm.size, latest=True)
         for each in squares:
             each.grad.div_(factor**2)
         for each in [*squares, *self._moment_buckets("momentum", self._step + 1)]:
@@ -467,7 +469,10 @@ class ExchangedSteps(StepMethod):
 
     @property
     def clip_factor(self) -> float:
-        """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before."""
+        """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before.
+
+        A GPU's measurement counts one step later.
+        """
         return self._ratios.clip_factor(self._comm.size)
 
     @torch.no_grad()
@@ -709,7 +714,6 @@ class ExchangedSteps(StepMethod):
 
     def _settle(self) -> None:
         """Learn whether the last step was skipped, where only a device knew: then it does not count."""
-        self._ratios.settle()
         self._weights.check_compared()
         pending, self._pending = self._pending, None
         if pending is None or self._applied != self._step:  # the step has failed
