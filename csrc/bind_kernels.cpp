@@ -392,7 +392,7 @@ bool expect_ascending(const Parts &parts, int64_t n) {
     return ascend;
 }
 
-nb::object move_put_into(nb::handle to, nb::handle source, nb::handle kept, nb::handle written) {
+nb::object move_put_into(nb::handle to, nb::handle source, nb::handle kept, nb::handle written, nb::handle skip) {
     const Tensor target = read(to), from = read(source);
     const Parts stays(kept), comes(written);
     if (!target.is(Element::float32) || !from.is(Element::float32) || !stays.taken || !comes.taken) return not_taken();
@@ -403,12 +403,13 @@ nb::object move_put_into(nb::handle to, nb::handle source, nb::handle kept, nb::
         return part.count && part.value < from.as<float>() + from.length && from.as<float>() < part.value + part.count;
     };
     if (std::any_of(comes.views.begin(), comes.views.end(), lies_in)) return not_taken();
+    if (is_set(skip)) return nb::none();
     unlocked([&] { move_put(target.as<float>(), from.as<float>(), from.length, stays.views, comes.views); });
     return nb::none();
 }
 
 void bind_sparse(nb::module_ &m) {
-    m.def("move_put_", move_put_into);
+    m.def("move_put_", move_put_into, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("locate", [](nb::handle rows, nb::handle place) {
         const Read region(rows);
         const Tensor asked = read(place);

@@ -142,13 +142,6 @@ struct Moved {
     }
 };
 
-bool is_set(nb::handle skip) {
-    if (skip.is_none()) return false;
-    const int set = PyObject_IsTrue(skip.ptr());
-    if (set < 0) throw nb::python_error();
-    return set;
-}
-
 nb::object encode_steps_of(nb::handle residual, nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors,
                            nb::handle square, nb::handle ratio, int64_t block, nb::handle spans, nb::handle numbers, int64_t rank,
                            int64_t P, int64_t bits, nb::handle skip) {
@@ -213,25 +206,31 @@ void bind_steps(nb::module_ &m) {
         return nb::object(nb::bool_(total <= most));
     });
     m.def("make_steps_", [](nb::handle out, nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors,
-                            nb::handle square, nb::handle ratio, int64_t block, nb::handle spans, nb::handle numbers) {
+                            nb::handle square, nb::handle ratio, int64_t block, nb::handle spans, nb::handle numbers,
+                            nb::handle skip) {
         const Tensor to = read(out);
         if (!to.is(Element::float32)) return not_taken();
         const Spread spread(tensors, starts, factors, square, ratio, block, spans, numbers, to.length);
         if (!spread.taken) return not_taken();
+        if (is_set(skip)) {
+            for (const AdamSpan &span : spread.gradients.spans) std::fill(to.as<float>() + span.start, to.as<float>() + span.stop, 0.0f);
+            return nb::object(nb::none());
+        }
         unlocked([&] { make_steps(level(), spread.gradients, to.as<float>()); });
         return nb::object(nb::none());
-    });
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("encode_steps_", encode_steps_of, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("move_steps_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle momentum, nb::handle mean,
-                            nb::handle spans, nb::handle numbers) {
+                            nb::handle spans, nb::handle numbers, nb::handle skip) {
         const Moved moved(targets, starts, momentum, spans, numbers);
         const Tensor from = read(mean);
         if (!moved.taken || !from.is(Element::float32)) return not_taken();
         expect_equal(from.length, moved.momentum.length, "mean and momentum");
+        if (is_set(skip)) return nb::object(nb::none());
         unlocked([&] { move_steps(level(), moved.targets, moved.momentum.as<float>(), from.as<float>(), moved.moves); });
         return nb::object(nb::none());
-    });
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("apply_steps_", apply_steps_of, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("sketch", [](nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors, nb::handle like,
                        int64_t block, int64_t key) {

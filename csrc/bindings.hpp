@@ -31,6 +31,14 @@ inline Gradient gradient(const Tensor &grad) {
     return {grad.data, type};
 }
 
+// Whether one number, if any, is not zero.
+inline bool is_set(nb::handle skip) {
+    if (skip.is_none()) return false;
+    const int set = PyObject_IsTrue(skip.ptr());
+    if (set < 0) throw nb::python_error();
+    return set;
+}
+
 // Raises ValueError where it does not lie in [0, n].
 inline Span span_in(nb::handle span, int64_t n) {
     const Span found{nb::cast<int64_t>(span.attr("start")), nb::cast<int64_t>(span.attr("stop"))};

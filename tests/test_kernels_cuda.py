@@ -405,7 +405,8 @@ def test_steps_of_gradients_where_they_lie_are_the_reference(kind: str, dtype: t
     square, ratio = made("normal", n, 1).abs(), made("normal", -(-n // block), 2).abs()
     about = (*laid(n, kind, dtype), square, ratio, block, three_spans(n), SPREADS)
     off, on = torch.zeros(1, device=DEVICE), torch.ones((), dtype=torch.bool, device=DEVICE)
-    both("make_steps_", made("normal", n), *about)
+    for skip in (None, off, on):
+        both("make_steps_", made("normal", n), *about, skip)
     cases = [(4, 3, None), (1, 4, off), (3, 3, on)]
     if kind == "normal" and dtype == torch.float32:  # which sign a NaN has is open
         cases += [(3, 8, None), (4, 4, on), (4, 1, off), (3, TERNARY, off), (3, TERNARY, on)]
@@ -429,9 +430,11 @@ def test_moves_of_weights_where_they_lie_are_the_reference(kind: str, dtype: tor
     weights, starts, _ = laid(n, "normal", dtype)
     weights[0] = weights[0][:640].view(2, 320)
     about = (weights, starts, made("normal", n, 1))
-    both("move_steps_", *about, made(kind, n, 2), three_spans(n), MOVES)
-    both("move_steps_", *about, made(kind, n, 2), [Span(7, 9), Span(20, 1031)], MOVES[:2])
     on = torch.ones(1, device=DEVICE)
+    for skip in (None, on * 0, on):
+        both("move_steps_", *about, made(kind, n, 2), three_spans(n), MOVES, skip)
+    both("move_steps_", *about, made(kind, n, 2), [Span(7, 9), Span(20, 1031)], MOVES[:2])
+    both("move_steps_", [], [], *about[2:], made(kind, n, 2), three_spans(n), MOVES)  # without weights
     for P, width, skip in ((3, 8, None), (4, 4, None), (1, 3, on * 0), (4, 3, None), (3, 1, None), (4, TERNARY, on)):
         parts = spans(n, P)
         packets = [value_reference.values_encode(part.of(made(kind, n, 5)), width) for part in parts]

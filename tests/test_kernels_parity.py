@@ -387,6 +387,14 @@ def test_what_is_asked_of_several_vectors_is_the_reference(kind: str) -> None:
         assert torch.equal(bits(x), bits(expected_x))
 
 
+def test_nothing_is_moved_where_that_is_skipped(backend: str) -> None:
+    kept = [Sparse(torch.tensor([1], dtype=torch.int32), torch.tensor([5.0]), 2)]
+    for skip, expected in ((torch.ones(1), [7.0, 8.0]), (torch.zeros(1), [1.0, 5.0])):
+        to = torch.tensor([7.0, 8.0])
+        kernels.move_put_(to, torch.tensor([1.0, 2.0]), kept, [], skip)
+        assert to.tolist() == expected
+
+
 def test_what_is_written_may_lie_in_what_is_moved(backend: str) -> None:
     source, to = torch.arange(1.0, 9.0), torch.zeros(8)
     written = [Sparse(torch.tensor([0, 5], dtype=torch.int32), source[3:5], 8)]
@@ -525,10 +533,11 @@ def test_steps_out_of_gradients_are_the_reference(kind: str, dtype: torch.dtype,
             first, _, last = each["spans"]  # nothing is done outside of them
             each |= {"spans": [first, Span(last.start + n // 9, last.stop)], "numbers": each["numbers"][::2]}
         out, expected = made("normal", n), made("normal", n).clone()
-        taken("make_steps_", out, *given.values())
-        step_reference.make_steps_(expected, **expected_given)
-        assert torch.equal(bits(out), bits(expected))
-        assert torch.equal(bits(given["square"]), bits(expected_given["square"]))
+        for skip in (torch.ones(1), None, torch.zeros(1)):
+            taken("make_steps_", out, *given.values(), skip)
+            step_reference.make_steps_(expected, **expected_given, skip=skip)
+            assert torch.equal(bits(out), bits(expected))
+            assert torch.equal(bits(given["square"]), bits(expected_given["square"]))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -573,10 +582,11 @@ def test_moving_weights_is_the_reference(kind: str) -> None:
         spans = [given["spans"][0], Span(n // 2, n - n // 9)]
         targets, moved = given["gradients"], [each.clone() for each in given["gradients"]]
         momentum, expected, mean = made("normal", n, 1), made("normal", n, 1).clone(), made(kind, n, 2)
-        taken("move_steps_", moved, given["starts"], momentum, mean, spans, MOVES[::2])
-        step_reference.move_steps_(targets, given["starts"], expected, mean, spans, MOVES[::2])
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(moved, targets, strict=True))
-        assert torch.equal(bits(momentum), bits(expected))
+        for skip in (torch.ones(1), None, torch.zeros(1)):
+            taken("move_steps_", moved, given["starts"], momentum, mean, spans, MOVES[::2], skip)
+            step_reference.move_steps_(targets, given["starts"], expected, mean, spans, MOVES[::2], skip)
+            assert all(torch.equal(bits(one), bits(other)) for one, other in zip(moved, targets, strict=True))
+            assert torch.equal(bits(momentum), bits(expected))
 
 
 @pytest.mark.parametrize("kind", one_in(2, ["normal", "special", "heavy-tailed"]))

@@ -1,6 +1,8 @@
 """Exchanged steps of Muon: momentum and orthogonal steps on the mean, as two optimizers or as one, with the loop of plain torch."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from helpers.distributed import case, run
 from helpers.replicas import same
 from sparsync import Dense, Steps, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.exchanges import rules
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
-from sparsync.exchanges.rules import MuonRule, orthogonalised, rules_of
+from sparsync.exchanges.rules import MuonRule, move_matrices_, orthogonalised, rules_of
 
 P, STEPS = 2, 7
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+PUBLISHED = MuonRule(1.0, 0.0, 0.95, True, (3.4445, -4.7750, 2.0315), 5, None)
 
 
 def bare_model() -> nn.Sequential:
@@ -161,12 +165,35 @@ def test_with_one_rank_the_step_is_torchs_muon_of_the_normalised_gradient(nester
 
 
 def test_singular_values_become_about_one_and_zero_stays_zero() -> None:
-    published = MuonRule(1.0, 0.0, 0.95, True, (3.4445, -4.7750, 2.0315), 5, None)
-    for shape in [(5, 40), (40, 5), (16, 16)]:
-        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-        values = torch.linalg.svdvals(orthogonalised(matrix, published.coefficients, published.iterations))
+    drawn = torch.Generator().manual_seed(2)
+    matrices = [torch.randn(shape, generator=drawn) for shape in [(5, 5), (5, 40), (40, 5)]] + [torch.zeros(5, 60)]
+    *found, zero = orthogonalised(matrices, PUBLISHED.coefficients, 5)
+    for step, matrix in zip(found, matrices, strict=False):
+        values = torch.linalg.svdvals(step)
+        assert step.shape == matrix.shape
         assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
-    assert not orthogonalised(torch.zeros(3, 4), published.coefficients, 5).any()
+    assert not zero.any()
+    assert not any(each.any() for each in orthogonalised(matrices, PUBLISHED.coefficients, 5, torch.ones(1)))
+
+
+@pytest.mark.parametrize("together", [1, 1 << 26])
+def test_matrices_that_are_moved_at_once_take_the_steps_of_each_alone(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        weights = [torch.zeros(shape) for shape in shapes]
+        rules = [replace(PUBLISHED, rate=1.0 if math.prod(shape) < 20 else 0.5) for shape in shapes]
+        followed = [torch.arange(1.0, math.prod(shape) + 1).sin() for shape in shapes]
+        move_matrices_(zip(weights, followed, rules, strict=True))
+        return weights
+
+    shapes = [(12, 3), (3, 12), (4, 3, 2, 2), (3, 4), (6, 8), (3, 12)]
+    monkeypatch.setattr(rules, "_TOGETHER", together)
+    for shape, step in zip(shapes, moved(shapes), strict=True):
+        (alone,) = moved([shape])
+        assert step.shape == shape
+        # Products in another order, which five iterations enlarge; elements are about 0.3.
+        torch.testing.assert_close(step, alone, rtol=0, atol=2e-5)
 
 
 def test_a_stack_of_matrices_is_refused_and_a_convolution_is_not() -> None:

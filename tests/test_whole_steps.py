@@ -9,22 +9,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from sparsync import AdamWSteps, LocalWorld, TwoShot
+from sparsync import AdamWSteps, LocalWorld, Scheme, TwoShot
 from sparsync.comm.local import LocalComm
 from sparsync.core import Bucket
 from sparsync.exchanges import exchanged_steps
 from sparsync.exchanges.block_ratios import MeanOfSketches
 from sparsync.exchanges.whole_steps import Arriving
 from sparsync.kernels import operations as kernels
+from sparsync.schemes.in_turn import InTurn
 
 P = 3
 
 
-def started(comm: LocalComm, scheme: TwoShot, keep: float = 0.0, **given: Any) -> AdamWSteps:
+def started(comm: LocalComm, scheme: Scheme, keep: float = 0.0, muon: bool = False, **given: Any) -> AdamWSteps:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 23), nn.ReLU(), nn.Linear(23, 5))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.125)
+    matrices = [each for each in model.parameters() if muon and each.dim() == 2]
+    others = [each for each in model.parameters() if all(each is not other for other in matrices)]
+    optimizer: list[Optimizer] = [torch.optim.AdamW(others, lr=0.01, weight_decay=0.125)]
+    optimizer += [torch.optim.Muon(matrices, lr=0.01, weight_decay=0.125)] if muon else []
     return AdamWSteps(model, optimizer, scheme, comm=comm, keep=keep, block=16, measure_every=2, **given)
 
 
@@ -76,8 +81,27 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "squares_fit", lambda *given: torch.tensor(fits(*given)))
 
 
-def trained(comm: LocalComm, steps: int, lost: int | None = None, more: int = 0) -> list[dict[str, Tensor]]:
-    handle = started(comm, TwoShot(1.0, "int3"))
+FORMS: dict[str, dict[str, Any]] = {
+    "whole": {"scheme": lambda: TwoShot(1.0, "int3")},
+    "whole, own weights": {"scheme": lambda: TwoShot(1.0, "sign"), "keep": 1.0},
+    "whole, Muon": {"scheme": lambda: TwoShot(1.0, "int3"), "muon": True},
+    "16-bit residuals": {"scheme": lambda: TwoShot(1.0, "int3", residuals="bfloat16")},
+    "sparse": {"scheme": lambda: TwoShot(0.1, "sign", density_down=0.3), "keep": 1.0, "muon": True},
+    "sparse, 16-bit residuals, buckets": {
+        "scheme": lambda: TwoShot(0.1, "sign", residuals="bfloat16"),
+        "bucket_mb": 1e-3,
+    },
+    "in turn": {"scheme": lambda: InTurn(2), "keep": 1.0, "muon": True},
+    "in turn, 16-bit residuals": {"scheme": lambda: InTurn(2, residuals="bfloat16")},
+}
+
+
+def trained(
+    comm: LocalComm, steps: int, lost: int | None = None, more: int = 0, form: str = "whole"
+) -> list[dict[str, Tensor]]:
+    scheme, *others = FORMS[form].items()
+    handle = started(comm, scheme[1](), **dict(others))
+    shown = handle.optimizers[0].state[next(each for each in handle.model.parameters() if each.dim() == 1)]
     for step in range(steps):
         give_gradients(handle, step)
         handle.step()
@@ -87,29 +111,35 @@ def trained(comm: LocalComm, steps: int, lost: int | None = None, more: int = 0)
         if comm.rank == lost:
             next(handle.model.parameters()).grad[0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
         handle.step()
-        assert handle.optimizers[0].state[next(handle.model.parameters())]["step"] == steps + 1  # nobody knows yet
+        assert shown["step"] == steps + 1  # nobody knows yet
         found.append(held(handle))
         assert handle.stats()["skipped"] == 1
-        assert handle.optimizers[0].state[next(handle.model.parameters())]["step"] == steps
+        assert shown["step"] == steps
     for step in range(steps + 1, steps + 1 + more):
         give_gradients(handle, step)
         handle.step()
     return [*found, held(handle)]
 
 
-def test_what_is_decided_on_a_device_has_the_bits_of_what_the_host_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = LocalWorld(P).run(partial(trained, steps=12))
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_decided_on_a_device_has_the_bits_of_what_the_host_decides(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = partial(trained, steps=12, form=form)
+    host = LocalWorld(P).run(body)
     on_device(monkeypatch)
-    assert all(
-        map(same, (each[0] for each in host), (each[0] for each in LocalWorld(P).run(partial(trained, steps=12))))
-    )
+    assert all(map(same, (each[0] for each in host), (each[0] for each in LocalWorld(P).run(body))))
 
 
-@pytest.mark.parametrize("steps", [0, 5, 10])  # measured before the steps; not; and beside them
-def test_a_step_that_a_device_skips_leaves_everything_as_it_was(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("steps", "form"), [(0, "whole"), *((5, form) for form in FORMS), (10, "whole, Muon")]
+)  # measured before the steps; not; and beside them
+def test_a_step_that_a_device_skips_leaves_everything_as_it_was(
+    steps: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_device(monkeypatch)
     with pytest.warns(UserWarning, match="was skipped on all ranks"):
-        ranks = LocalWorld(P).run(partial(trained, steps=steps, lost=1, more=3))
+        ranks = LocalWorld(P).run(partial(trained, steps=steps, lost=1, more=3, form=form))
     if steps:
         assert all(same(before, after) for before, after, _ in ranks)
     assert all(
@@ -136,9 +166,9 @@ def test_after_32_steps_that_a_device_skips_the_next_one_raises(monkeypatch: pyt
         LocalWorld(P).run(body)
 
 
-def skipping(comm: LocalComm) -> AdamWSteps:
+def skipping(comm: LocalComm, scheme: Scheme | None = None, **given: Any) -> AdamWSteps:
     """Return a handle after three steps, with a gradient on the first rank that has the next one skipped."""
-    handle = started(comm, TwoShot(1.0, "int3"))
+    handle = started(comm, scheme or TwoShot(1.0, "int3"), **given)
     for step in range(3):
         give_gradients(handle, step)
         handle.step()
@@ -165,20 +195,26 @@ def test_ranks_agree_where_to_skip_though_one_has_no_gradient(monkeypatch: pytes
     assert all(map(same, host, LocalWorld(P).run(body)))
 
 
-def test_what_fails_in_a_skipped_step_returns_nothing_to_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("density", "bucket_mb", "first"), [(1.0, None, True), (0.1, 1e-3, False)]
+)  # a whole step; and a bucket that was reduced before the one that fails
+def test_what_fails_in_a_skipped_step_returns_nothing_to_the_residual(
+    density: float, bucket_mb: float | None, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_device(monkeypatch)
 
-    failing, exchange = set[int](), LocalComm.all_to_all
+    passing, exchange = dict[int, int](), LocalComm.all_to_all
 
     def exchanged(comm: LocalComm, *given: Any) -> list[Tensor]:
-        if comm.rank in failing:
+        if passing.setdefault(comm.rank, 99) == 0:
             raise RuntimeError("another rank is gone")
+        passing[comm.rank] -= 1
         return exchange(comm, *given)
 
     def body(comm: LocalComm) -> bool:
-        handle = skipping(comm)
+        handle = skipping(comm, TwoShot(density, "int3"), bucket_mb=bucket_mb)
         before = handle.held_back()["scheme"]["residual"]
-        failing.add(comm.rank)
+        passing[comm.rank] = 0 if first else 1
         with pytest.raises(RuntimeError, match="another rank is gone"):
             handle.step()
         return same(before, handle.held_back()["scheme"]["residual"])
@@ -242,6 +278,74 @@ def test_a_handle_closes_though_its_last_step_was_one_too_many_to_skip(monkeypat
         return handle.closed
 
     assert all(LocalWorld(P).run(body))
+
+
+def test_a_training_that_is_saved_and_resumed_has_the_bits_of_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch)
+
+    def train(steps: AdamWSteps, numbers: range, saves: bool = False) -> dict[str, Any]:
+        saved: dict[str, Any] = {}
+        for step in numbers:
+            steps.optimizers[0].zero_grad()
+            drawn = torch.Generator().manual_seed(100 * step + steps.place[0])
+            steps.model(torch.randn(4, 30, generator=drawn)).square().mean().backward()
+            steps.clip_grad_norm_(0.01)
+            steps.step()
+            if saves and step == 8:  # which has measured
+                saved = steps.state_dict()
+        return saved
+
+    def body(comm: LocalComm) -> list[dict[str, Tensor]]:
+        plain, saving, resumed = (started(comm, TwoShot(1.0, "int3")) for _ in range(3))
+        train(plain, range(12))
+        saved = train(saving, range(12), saves=True)
+        resumed.load_state_dict(saved)
+        train(resumed, range(9, 12))
+        return [held(each) for each in (plain, saving, resumed)]
+
+    for plain, saving, resumed in LocalWorld(P).run(body):
+        assert same(plain, saving)
+        assert same(plain, resumed)
+
+
+def test_weights_that_are_set_are_taken_though_the_host_reads_comparisons_a_step_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(comm: LocalComm) -> tuple[dict[str, Tensor], int]:
+        steps, reads = started(comm, TwoShot(1.0, "sign"), keep=1.0), list[int]()
+        changed = steps._weights._written.changed
+        steps._weights._written.changed = lambda: reads.append(0) or changed()
+        for step in range(6):
+            give_gradients(steps, step)
+            with torch.no_grad():
+                if step == 3:
+                    next(steps.model.parameters()).fill_(0.5)
+            steps.step()
+        return held(steps), len(reads)
+
+    host = LocalWorld(P).run(body)
+    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+    ahead = LocalWorld(P).run(body)
+    assert all(same(one[0], other[0]) for one, other in zip(host, ahead, strict=True))
+    assert all(other[1] == one[1] - 5 for one, other in zip(host, ahead, strict=True))
+
+
+def test_weights_that_were_set_without_torch_counting_it_raise_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+
+    def body(comm: LocalComm) -> None:
+        steps = started(comm, TwoShot(1.0, "sign"), keep=1.0)
+        for step in range(3):
+            give_gradients(steps, step)
+            if step == 1:
+                next(steps.model.parameters()).data.fill_(0.5)
+            if step == 2:
+                with pytest.raises(RuntimeError, match=r"0.weight got other values through `.data`"):
+                    steps.step()
+            else:
+                steps.step()
+
+    LocalWorld(P).run(body)
 
 
 def test_waits_are_plain_again_where_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,7 @@ class Bucket:
     grad: Float[Tensor, " n"]
     step: int
     layout: tuple[ParameterSpan, ...] = ()
+    skip: Tensor | None = None  # [1], of a scheme that heeds it; see Scheme.heeds_skip
 
     def __post_init__(self) -> None:
         self.key = str(self.key)

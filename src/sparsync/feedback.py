@@ -31,7 +31,7 @@ class Accumulator:
         self.residual = residual  # [n]
         self._bucket = bucket
         self._hints = hints
-        self._decay = decay
+        self._decay, self.skip = decay, bucket.skip
         self._finite: bool | None = None  # None: not added yet
         grad = bucket.grad
         if residual.dtype == torch.bfloat16:
@@ -120,24 +120,27 @@ class Accumulator:
         """
         grad = self._bucket.grad
         if self._sum is grad and self._sum.dtype == self.residual.dtype:
-            kernels.move_put_(self.residual, grad, kept, written)
+            kernels.move_put_(self.residual, grad, kept, written, self.skip)
             return
         written = [Sparse(part.index, part.value.clone(), part.length) for part in written]
-        self.residual.copy_(self._sum)
         for part in kept:
-            kernels.put_(self.residual, part.index, part.value)
+            kernels.put_(self._sum, part.index, part.value)
+        self.keep_error(self._sum)
         grad.zero_()
         for part in written:
             kernels.put_(grad, part.index, part.value)
 
     def keep_error(self, error: Tensor) -> None:
         """Make `error` [n], which may lie in the sum's memory, the new residual; the gradient is left to be written."""
-        self.residual.copy_(error)
+        if self.skip is None or error.dtype != self.residual.dtype:
+            self.residual.copy_(error if self.skip is None else torch.where(self.skip == 0, error, self.residual))
+        else:
+            torch.where(self.skip == 0, error, self.residual, out=self.residual)
 
     @property
     def _added(self) -> bool:
         """Whether the sum is there; a residual that decays is added here, one that does not in the pass of the first selection."""
-        if self._decay != 1.0:
+        if self._decay != 1.0 or self.skip is not None:
             self._add()
         return self._finite is not None
 
@@ -157,12 +160,12 @@ class Accumulator:
     def _add(self) -> bool:
         if self._finite is None:
             with phase("accumulate"):
-                if self._decay == 1.0:
+                if self._decay == 1.0 and self.skip is None:
                     self._finite = kernels.accumulate(self._wide, self._narrow, out=self._sum)
                 else:  # out of place: the residual does not change if the step fails
                     grad = self._narrow if self._wide is self.residual else self._wide
                     torch.add(grad, self.residual, alpha=self._decay, out=self._sum)
-                    self._finite = kernels.all_finite(self._sum)
+                    self._finite = self.skip is not None or kernels.all_finite(self._sum)
         return self._finite
 
 

@@ -13,6 +13,8 @@ from sparsync import Bucket, LocalWorld, recipes, schemes
 from sparsync.base import registry
 from sparsync.comm.local import LocalComm
 from sparsync.core import generator, laid_out
+from sparsync.exchanges import exchanged_steps
+from sparsync.feedback import Accumulator
 from sparsync.kernels import operations
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.workloads.gpt import Decoder, Gpt
@@ -29,8 +31,9 @@ Pair = list[int]  # launches and syncs
 
 
 def texts() -> list[str]:
-    """Return every recipe, "muon " in front of those for Muon alone, and every scheme with its default settings."""
+    """Return every recipe, "muon " in front of those for Muon, and every scheme with its default settings."""
     steps = [f"muon {each.text}" if each.family == "muon" else each.text for each in recipes.TABLE]
+    steps.append(f"muon {recipes.recipe('muon', max(RANKS)).text}")  # its default, which it has with AdamW
     own = [name for name in schemes.names() if registry.where(name).startswith("sparsync.")]
     return list(dict.fromkeys([*steps, *own]))
 
@@ -45,7 +48,11 @@ def count(text: str) -> dict[str, dict[str, Pair]]:
     def as_on_a_gpu(*given: Any) -> Any:  # Any: as the kernel
         return torch.as_tensor(fits(*given))  # so that whether a step is to be skipped stays on the device
 
-    with patch.object(operations, "squares_fit", as_on_a_gpu):
+    with (
+        patch.object(operations, "squares_fit", as_on_a_gpu),
+        patch.object(exchanged_steps, "_host_is_ahead", lambda _: True),
+        patch.object(Accumulator, "_hinted", False),
+    ):
         return {f"P={P}": LocalWorld(P).run(lambda comm: _of_rank(choice, muon, comm))[0] for P in RANKS}
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsync import wire
 from sparsync.comm.local import LocalComm
+from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.whole_steps import Arriving
 from sparsync.kernels import dispatch, operations
 from sparsync.runtime.connection import Connection
@@ -32,7 +33,7 @@ WAITS |= {"unique_dim", "unique_consecutive"}
 SIZED_BY_DATA = {"select_ge", "accumulate_select_ge", "top_k_nonzero", "accumulate_top_k_nonzero", "coalesce", "split"}
 METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view"}
 TO_HOST = ("tolist", "numpy", "cpu")  # methods that the dispatcher does not show on a CPU
-HOSTS = ((Connection, "any_of"), (Arriving, "read"))  # what the host does with its own memory
+HOSTS = ((Connection, "any_of"), (Arriving, "read"), (Moments, "count"))  # what the host does with its own memory
 COLLECTIVES = ("send_recv", "all_gather", "all_to_all", "all_reduce")
 
 

@@ -141,13 +141,13 @@ class ErrorFeedbackScheme(Scheme):
             written = mean.to(bucket.grad.dtype)
             overflow = not (kernels.all_finite(written) and _fits(mean, comm.size))
         else:
-            written, overflow = mean, not mean.fits(comm.size)
+            written, overflow = mean, bucket.skip is None and not mean.fits(comm.size)
         self._check_found(overflow, acc)
         with phase("apply"):
             kept = None
             if not overflow:
                 # What lies in the gradient's memory moves while the mean is written there.
-                moves = update.error is bucket.grad and acc.residual.dtype == bucket.grad.dtype
+                moves = acc.skip is None and update.error is bucket.grad and acc.residual.dtype == bucket.grad.dtype
                 kept = acc.residual if moves and not isinstance(written, Tensor) else None
                 if kept is None:
                     acc.keep_error(update.error)
@@ -162,7 +162,10 @@ class ErrorFeedbackScheme(Scheme):
     def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool, int]:
         """Do what `_write_dense` does for the mean of some elements."""
         grad, means = bucket.grad, [update.mean] if isinstance(update.mean, Sparse) else update.mean
-        overflow, parts = not kernels.finite_each(means, comm.size), means  # host syncs, as there
+        overflow, parts = (
+            bucket.skip is None and not kernels.finite_each(means, comm.size),
+            means,
+        )  # host syncs, as there
         if any(part.value.dtype != grad.dtype for part in means):
             parts = [Sparse(part.index, part.value.to(grad.dtype), part.length) for part in means]
             overflow = overflow or not kernels.finite_each(parts, 1)
@@ -248,6 +251,8 @@ class ErrorFeedbackScheme(Scheme):
         return self.feedback.residual(bucket, comm.rank)
 
     def rollback(self, bucket: Bucket) -> None:
+        if bucket.skip is not None:
+            bucket.grad.masked_fill_(bucket.skip != 0, 0.0)  # then no residual has lost anything
         lost = self._lost.pop(bucket.key, None)
         if lost is None:
             self.feedback.rollback(bucket)

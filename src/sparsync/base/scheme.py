@@ -35,6 +35,9 @@ class Scheme(ABC):
     name: str
     # Any: the runtime's record of the learning rates and the loss scale that the residual is in. It stays with the residual, in copies too.
     residual_units: Any = None
+    # Whether `reduce` asks a device for nothing where `bucket.skip` is given, the same on all ranks: if it is not zero, the state stays as
+    # it was, and what is written is of no use. Gradients are finite then, and whether means are is not looked at.
+    heeds_skip = False
 
     @abstractmethod
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:

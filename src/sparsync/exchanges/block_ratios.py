@@ -32,10 +32,13 @@ class BlockRatios:
         self, like: Sequence[Tensor], layouts: Iterable[Sequence[ParameterSpan]], block: int, every: int
     ) -> None:
         self.like, self.block, self.every = like, block, every
-        self._lengths = list[Tensor]()  # blocks of each parameter
+        # Blocks of each parameter, and the parameter of each block.
+        self._lengths, self._owners = list[Tensor](), list[Tensor]()
         for each, layout in zip(like, layouts, strict=True):
             lengths = [-(-entry.span.stop // block) - -(-entry.span.start // block) for entry in layout]
             self._lengths.append(torch.tensor(lengths, device=each.device))
+            numbers = torch.arange(len(lengths), dtype=torch.int32, device=each.device)
+            self._owners.append(numbers.repeat_interleave(self._lengths[-1], output_size=sum(lengths)))
         self.of_mean = [each.new_zeros(-(-each.numel() // block)) for each in like]  # older measurements weigh less
         self.of_own = [each.clone() for each in self.of_mean]
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
@@ -58,7 +61,7 @@ class BlockRatios:
             return known
         mean, own, lengths = self.of_mean[place], self.of_own[place], self._lengths[place]
         whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, own)]
-        of_parameter = (whole[0] / whole[1]).repeat_interleave(lengths, output_size=len(own))
+        of_parameter = (whole[0] / whole[1]).index_select(0, self._owners[place])
         found = of_parameter.lerp_(mean / own, self.measured / (self.measured + _SHARED))
         found = self._known[place, P, self.measured] = found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
         return found
@@ -118,18 +121,29 @@ class BlockRatios:
                 expected = ((before * mean - own) / (before - 1)).clamp_(min=0.0)
                 mean.copy_(expected + (own - expected) / exact_divisor(own, ranks))
 
-    def clip_factor(self, P: int) -> float:
-        """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
-        if self._sums is None:
-            self._sums = self._totals().tolist()
-        mean, own = sum(self._sums[: len(self.of_mean)]), sum(self._sums[len(self.of_mean) :])
+    def clip_factor(self, P: int, latest: bool = False) -> float:
+        """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement.
+
+        As far as the host knows, which learns of a device's last measurement in `settle`; the `latest` one has it wait for the device.
+        """
+        sums = self._sums if self._arriving is None or not latest else self._arriving.read()
+        mean, own = map(sum, self._split(sums))
         return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
 
+    def _split(self, sums: list[float] | None) -> tuple[list[float], list[float]]:
+        """Return the sums of the mean gradients and of the own ones; where none are known, those of now."""
+        if sums is None:
+            sums = self._sums = self._totals().tolist()
+        return sums[: len(self.of_mean)], sums[len(self.of_mean) :]
+
     def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
-        """Return the measurements, by the keys of the vectors."""
+        """Return the measurements, by the keys of the vectors; `known` are their sums, which may come a step late from a device."""
+        known = [
+            torch.tensor(pair, dtype=torch.float64, device="cpu") for pair in zip(*self._split(self._sums), strict=True)
+        ]
         return {
-            key: {"block": self.block, "mean": mean.clone(), "own": own.clone()}
-            for key, mean, own in zip(keys, self.of_mean, self.of_own, strict=True)
+            key: {"block": self.block, "mean": mean.clone(), "own": own.clone(), "known": sums}
+            for key, mean, own, sums in zip(keys, self.of_mean, self.of_own, known, strict=True)
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], keys: Sequence[str], step: int) -> None:  # Any: as state_dict
@@ -145,6 +159,9 @@ class BlockRatios:
         for one, mean, own in zip(known, self.of_mean, self.of_own, strict=True):
             mean.copy_(one["mean"]) if fits else mean.zero_()
             own.copy_(one["own"]) if fits else own.zero_()
+        if fits and all("known" in one for one in known):  # earlier versions saved none
+            self._sums = [float(one["known"][place]) for place in (0, 1) for one in known]
+            self._arriving = Arriving(self._totals())
 
 
 class MeanOfSketches(Reduction):

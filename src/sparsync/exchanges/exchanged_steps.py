@@ -28,14 +28,14 @@ from sparsync.exchanges.block_ratios import BlockRatios, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights, frozen_and_copies
-from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
+from sparsync.exchanges.rules import MuonRule, ParameterGroups, Rule, Value, exchangeable, move_matrices_
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
-from sparsync.exchanges.whole_steps import Gradients, Skip, StepsToMake, WholeStep
+from sparsync.exchanges.whole_steps import Gradients, SchemeStep, Skip, StepsToMake, WholeStep
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.step_reference import Move, Spread
 from sparsync.recipes import Recipe
@@ -133,7 +133,7 @@ class ExchangedSteps(StepMethod):
             square,
             lambda: self._counts,
             options.beta2_for,
-            lambda: self.clip_factor,
+            lambda: self._ratios.clip_factor(self._comm.size, latest=True),
             self._take_moments,
         )
         self._take_moments()
@@ -225,37 +225,27 @@ class ExchangedSteps(StepMethod):
     def _move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:
         """Move the common weights of bucket `place` by the mean step of all ranks, [n], unless `skip`, [1], is not zero."""
         bucket, momentum = self._weights.buckets[place], self._vectors["momentum"][place]
+        found = self._counted(place, "applied", lambda rule, _, t: rule.move(t))
+        rules = [(entry, self._groups.rules[self._groups.number[entry.name]]) for entry in self._taking(bucket)]
+        matrices = [(entry, rule) for entry, rule in rules if isinstance(rule, MuonRule)]
 
-        def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
-            return rule, entry.shape if isinstance(rule, MuonRule) else None, t
+        def move(
+            targets: Sequence[Tensor], starts: Sequence[int], m: Tensor, moves: Sequence[tuple[Span, Move]]
+        ) -> None:
+            numbers = [span for span, _ in moves], [number for _, number in moves]
+            if isinstance(mean, Tensor):
+                kernels.move_steps_(targets, starts, m, mean, *numbers, skip)
+            else:
+                assert mean.kernel_bits is not None  # of a whole form
+                kernels.apply_steps_(targets, starts, m, mean.packets, mean.kernel_bits, *numbers, skip)
 
-        spans, numbers = list[Span](), list[Move]()  # of the parameters that AdamW steps
-        matrices: dict[Span, tuple[MuonRule, tuple[int, ...]]] = {}
-        for span, (rule, shape, t) in self._counted(place, "applied", applied):
-            if isinstance(rule, AdamWRule):
-                spans.append(span)
-                numbers.append((rule.beta1, 1 - rule.rate * rule.decay, 1 / (1 - rule.beta1**t)))
-            elif shape is not None:
-                matrices[span] = rule, shape
         with bucket.moved() as (targets, starts):
-            bits = None if isinstance(mean, Tensor) or matrices else mean.kernel_bits
-            if bits is not None and not isinstance(mean, Tensor):
-                kernels.apply_steps_(targets, starts, momentum, mean.packets, bits, spans, numbers, skip)
-                return
-            mean = mean if isinstance(mean, Tensor) else mean.decoded()
-            kernels.move_steps_(targets, starts, momentum, mean, spans, numbers)
-        for span, (rule, shape) in matrices.items():
-            self._move_matrices(bucket, span, rule, shape, momentum, mean)
-
-    def _move_matrices(
-        self, bucket: WeightBucket, span: Span, rule: MuonRule, shape: tuple[int, ...], momentum: Tensor, mean: Tensor
-    ) -> None:
-        """Move the common weights of adjacent parameters of one shape by Muon's steps."""
-        moments, means = (span.of(each).view(-1, *shape) for each in (momentum, mean))
-        steps = torch.stack([rule.step(m, x) for m, x in zip(moments, means, strict=True)])
-        common = bucket.common
-        span.of(common).mul_(1 - rule.rate * rule.decay).sub_(steps.view(-1))
-        bucket.put_common(common)
+            followed = momentum.clone() if matrices else momentum
+            move(targets, starts, momentum, found)
+            if matrices:
+                move([], [], followed, [(entry.span, (rule.memory, 1.0, 0.0)) for entry, rule in matrices])
+                weights = [(bucket.weights_of(entry), entry.span.of(followed), rule) for entry, rule in matrices]
+                move_matrices_(weights, skip)
 
     def step(self) -> list[Report]:
         """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
@@ -338,14 +328,18 @@ class ExchangedSteps(StepMethod):
     @torch.no_grad()
     def _take_step(self) -> list[Report]:
         self._settle()
+        self._ratios.settle()  # here alone, so that whether a state is saved changes nothing
         # A failed step counts, for it may have failed on some ranks only.
         self._step += 1
         # torch's schedules warn where the optimizer they belong to has not stepped.
         for each in self._given:
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
-            self._check_own()
+            later = _host_is_ahead(self._weights.buckets[0].device) and not self._weights.was_written()
+            (self._check_shown if later else self._check_own)()
             self._take_moments()
+            if later:
+                self._weights.compare_later()
             self._go_back(self._step - 1)
             self._note_thrown_away()
             self._divisor.passes.stepped()  # also where the step fails
@@ -404,7 +398,8 @@ class ExchangedSteps(StepMethod):
     @torch.no_grad()
     def _share_squares(self) -> None:
         """Make all moments those of rank 0, with squares as large as those of the mean gradient: any optimizer goes on with these."""
-        squares, factor = self._moment_buckets("square", self._step + 1), self.clip_factor
+        squares = self._moment_buckets("square", self._step + 1)
+        factor = self._ratios.clip_factor(self._comm.size, latest=True)
         for each in squares:
             each.grad.div_(factor**2)
         for each in [*squares, *self._moment_buckets("momentum", self._step + 1)]:
@@ -474,7 +469,10 @@ class ExchangedSteps(StepMethod):
 
     @property
     def clip_factor(self) -> float:
-        """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before."""
+        """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before.
+
+        A GPU's measurement counts one step later.
+        """
         return self._ratios.clip_factor(self._comm.size)
 
     @torch.no_grad()
@@ -710,15 +708,13 @@ class ExchangedSteps(StepMethod):
 
     def _skips_on_device(self) -> bool:
         """Return whether this step may be skipped without a word to the host: where nothing else depends on it."""
-        adamw = all(isinstance(rule, AdamWRule) for rule in self._groups.rules)
         alone = type(self._replica).agreed is Replica.agreed
-        plain = adamw and alone and not (self._idle or self._journals or self._rescaler.takes_back or self._of_mean)
-        buckets = self._weights.buckets
-        return plain and all(self._whole_form(place) is not None for place in range(len(buckets)))
+        depends = self._idle or self._journals or self._rescaler.takes_back or self._of_mean
+        return alone and self._scheme.heeds_skip and not depends
 
     def _settle(self) -> None:
         """Learn whether the last step was skipped, where only a device knew: then it does not count."""
-        self._ratios.settle()
+        self._weights.check_compared()
         pending, self._pending = self._pending, None
         if pending is None or self._applied != self._step:  # the step has failed
             return
@@ -762,12 +758,15 @@ class ExchangedSteps(StepMethod):
                 others.append((place, mean))
 
         def reduce_others() -> None:
+            skip = None if self._pending is None else self._pending.skip
             for place, mean in others:
-                if gradients is None:
-                    made = self._weights.buckets[place].empty().fill_(torch.nan)
+                empty, reduction = self._weights.buckets[place].empty, None
+                steps = None if gradients is None else self._steps_to_make(place, gradients[place])
+                if skip is not None and steps is not None:
+                    own, reduction = empty(), SchemeStep(self._scheme, steps, skip)  # which makes them
                 else:
-                    made = self._steps_to_make(place, gradients[place]).make()
-                done.note(self._reduce_one(mean, made))
+                    own = empty().fill_(torch.nan) if steps is None else steps.make()
+                done.note(self._reduce_one(mean, own, reduction))
 
         reports = self._connection.reduce_together(pairs, reduce_others if others else None)
         for each in reports[len(beside) :]:
@@ -791,19 +790,24 @@ class ExchangedSteps(StepMethod):
             return None
         return self._scheme.whole_form(bucket.bucket(self._vectors["square"][place], self._step), self._comm.rank)
 
-    def _reduce_one(self, mean: Mean, own: Tensor, send_all: bool = False) -> Report:
-        """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"."""
+    def _reduce_one(
+        self, mean: Mean, own: Tensor, reduction: SchemeStep | None = None, send_all: bool = False
+    ) -> Report:
+        """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; `reduction`: in place of the scheme."""
         bucket, scheme = mean.part.bucket(own, self._step + send_all), self._scheme
         if send_all:
             bucket.key = f"unsent/{bucket.key}"  # another exchange than that of a step
-        few = scheme.leaves_out and scheme.has_residual and not send_all and len(self._weights.buckets) > 1
+        # Where a device skips, nobody asks it how many there are.
+        few = (
+            scheme.leaves_out and scheme.has_residual and not (send_all or reduction) and len(self._weights.buckets) > 1
+        )
         held: list[Bucket] = []
 
         def written() -> Bucket:
             held.append(FewNonzero(bucket) if few else bucket)
             return held[0]
 
-        report = self._connection.reduce(bucket, scheme, written, send_all=send_all)
+        report = self._connection.reduce(bucket, reduction or scheme, written, send_all=send_all)
         mean.bucket = held[0] if held else bucket
         return replace(report, details={**report.details, "overflow": overflowed(report, bucket.grad)})
 

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, islice
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Adam, Muon, Optimizer
 
 from sparsync.core import ParameterSpan, Span
+from sparsync.kernels.step_reference import Move
 from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise, with_inner
 
 _ZERO = "ZeroRedundancyOptimizer"  # of torch, which is not loaded here: that takes seconds
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
+_TOGETHER = 1 << 26  # elements of matrices that are moved together, at most, of which there are copies meanwhile
 _RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
 _PUBLISHED = {
     "momentum": 0.95,
@@ -44,6 +47,10 @@ class AdamWRule:
         """Return what the normalised gradient of a parameter is multiplied by before it is sent."""
         return self.rate
 
+    def move(self, t: int) -> Move:
+        """Return the numbers of the pass that moves a parameter in its `t`-th step."""
+        return self.beta1, 1 - self.rate * self.decay, 1 / (1 - self.beta1**t)
+
 
 @dataclass(frozen=True)
 class MuonRule:
@@ -62,16 +69,19 @@ class MuonRule:
 
     def sent_rate(self, shape: Sequence[int]) -> float:
         """Return the rate at which an AdamW step is as long as Muon's, so that what is not sent has the scale of the weights' moves."""
-        return self._applied_rate(shape) / (_RMS * math.sqrt(max(_matrix(shape))))
+        return self.applied_rate(shape) / (_RMS * math.sqrt(max(_matrix(shape))))
 
-    def step(self, momentum: Tensor, mean: Tensor) -> Tensor:
-        """Return the step of a matrix, rate included, from the mean [any shape of 2 dimensions or more]; `momentum` changes in place."""
-        momentum.lerp_(mean, 1 - self.momentum)
-        matrix = (mean.lerp(momentum, self.momentum) if self.nesterov else momentum).view(_matrix(mean.shape))
-        step = orthogonalised(matrix, self.coefficients, self.iterations)
-        return step.mul_(self._applied_rate(mean.shape)).view(mean.shape)
+    def move(self, t: int) -> Move:
+        """Return the numbers of the pass that moves the momentum, and decays the weights, which `move_matrices_` then moves."""
+        return self.momentum, 1 - self.rate * self.decay, 0.0
 
-    def _applied_rate(self, shape: Sequence[int]) -> float:
+    @property
+    def memory(self) -> float:
+        """The share of the last step's momentum in what a step follows: Nesterov's takes the mean in once more."""
+        return self.momentum**2 if self.nesterov else self.momentum
+
+    def applied_rate(self, shape: Sequence[int]) -> float:
+        """Return the rate of a parameter's orthogonal step."""
         rows, columns = _matrix(shape)
         if self.adjust == "match_rms_adamw":
             return self.rate * _RMS * math.sqrt(max(rows, columns))
@@ -156,21 +166,62 @@ class ParameterGroups:
         return number, counts[entry.name], entry.shape if isinstance(self.rules[number], MuonRule) else ()
 
 
-def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], iterations: int) -> Tensor:
-    """Return about U V^T of the matrix [rows, columns] = U S V^T, by Newton-Schulz iterations with these coefficients; zero for zero.
+def move_matrices_(given: Iterable[tuple[Tensor, Tensor, MuonRule]], skip: Tensor | None = None) -> None:
+    """Move weights, of any shape of 2 dimensions or more, by orthogonal steps along what comes with them, [n], by a rule.
 
-    In bfloat16 on a GPU, as torch.optim.Muon, and else in the type of the matrix. Ranks get the same bits where they have the same
-    processor and number of threads.
+    Nothing changes if `skip`, one number, is not zero. Matrices with the same rule and the same shorter side are moved together.
+    """
+    groups = dict[tuple[MuonRule, int], list[tuple[Tensor, Tensor]]]()
+    for target, each, rule in given:
+        matrix = each.view(_matrix(target.shape))
+        groups.setdefault((rule, min(matrix.shape)), []).append((target, matrix))
+    for (rule, _), pairs in groups.items():
+        pairs.sort(key=lambda pair: (max(pair[1].shape), pair[1].shape))  # those of a shape in a row
+        ends = accumulate(matrix.numel() for _, matrix in pairs)
+        for _, some in groupby(zip(pairs, ends, strict=True), key=lambda each: each[1] // _TOGETHER):
+            moved, matrices = zip(*(pair for pair, _ in some), strict=True)
+            steps = orthogonalised(list(matrices), rule.coefficients, rule.iterations, skip)
+            torch._foreach_mul_(steps, [rule.applied_rate(each.shape) for each in moved])  # pyright: ignore[reportPrivateImportUsage]
+            shaped = [step.view(each.shape) for step, each in zip(steps, moved, strict=True)]
+            torch._foreach_sub_(moved, shaped)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def orthogonalised(
+    matrices: list[Tensor],
+    coefficients: tuple[float, float, float],
+    iterations: int,
+    skip: Tensor | None = None,
+) -> list[Tensor]:
+    """Return about U V^T of each matrix [rows, columns] = U S V^T, by Newton-Schulz iterations with these coefficients; zero for zero.
+
+    Their shorter sides are equal, and those of a shape, and of its transpose, are adjacent. All are zero if `skip`, one number, is not
+    zero. In bfloat16 on a GPU, as torch.optim.Muon, and else in the type of the matrices. Ranks get the same bits where they have the
+    same processor and number of threads.
     """
     a, b, c = coefficients
-    found = matrix.bfloat16() if matrix.is_cuda else matrix
-    wide = found.shape[0] <= found.shape[1]
-    found = found if wide else found.T
-    found = found / found.norm().clamp(min=1e-30)  # all singular values are at most 1
+    lying = [each if each.shape[0] <= each.shape[1] else each.T for each in matrices]
+    runs = [list(run) for _, run in groupby(lying, key=lambda each: each.shape)]
+    sizes = [len(run) for run in runs]
+    norms = torch.stack(torch._foreach_norm(matrices)).clamp_(min=1e-30)  # pyright: ignore[reportPrivateImportUsage]
+    if skip is not None:
+        norms.masked_fill_(skip != 0, torch.inf)
+    found = list[Tensor]()
+    for run, norm in zip(runs, norms.split(sizes), strict=True):
+        x = torch.stack(run)
+        scaled = torch.empty_like(x, dtype=torch.bfloat16 if x.is_cuda else x.dtype)
+        found.append(torch.div(x, norm.view(-1, 1, 1), out=scaled))  # all singular values are at most 1
+    gram = found[0].new_empty(len(lying), lying[0].shape[0], lying[0].shape[0])
     for _ in range(iterations):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found if wide else found.T).to(matrix.dtype).contiguous()
+        for x, part in zip(found, gram.split(sizes), strict=True):
+            torch.bmm(x, x.mT, out=part)
+        weight = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # of all shapes at once
+        found = [torch.baddbmm(x, part, x, beta=a) for x, part in zip(found, weight.split(sizes), strict=True)]
+    steps, left = list[Tensor](), iter(matrices)
+    for x in found:
+        shapes, flat = [each.shape for each in islice(left, len(x))], x.to(matrices[0].dtype)
+        upright = flat if all(each == x.shape[1:] for each in shapes) else flat.mT.contiguous()
+        steps += [(flat if each == x.shape[1:] else upright)[number] for number, each in enumerate(shapes)]
+    return steps
 
 
 def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

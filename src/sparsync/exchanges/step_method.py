@@ -308,9 +308,12 @@ class StepMethod(Handle):
 
     def _check_own(self) -> None:
         """Adopt weights that were set from outside. Raises RuntimeError inside `averaged`, where these are not the own ones."""
+        self._check_shown()
+        self._adopt()
+
+    def _check_shown(self) -> None:
         if self._shown is not None:
             self._shown.check()
-        self._adopt()
 
     def _regrouped(self, comm: Comm) -> None:
         self._comm = comm

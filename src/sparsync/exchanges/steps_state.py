@@ -43,11 +43,12 @@ def check_steps(
     check_known(f"{path}['idle']", own["idle"], like)
     check_alike(f"{path}['own']", own["own"], {name: like[name] for name in own["own"]})
     squares = {f"['square'][{name!r}]": each for name, each in own.get("square", {}).items()}
-    for key, one in own["ratio"].items():  # of other blocks or buckets it may have other shapes
+    for key, saved in own["ratio"].items():  # of other blocks or buckets it may have other shapes
         where = f"['ratio'][{key!r}]"
-        check_alike(path + where, one, {"block": 1, "mean": None, "own": None})
-        blocks = torch.zeros(one["mean"].shape if isinstance(one["mean"], Tensor) else 0)
-        check_alike(path + where, one, {"mean": blocks, "own": blocks})
-        squares |= {f"{where}[{each!r}]": one[each] for each in ("mean", "own")}
+        check_alike(path + where, saved, {"block": 1, "mean": None, "own": None})
+        blocks = torch.zeros(saved["mean"].shape if isinstance(saved["mean"], Tensor) else 0)
+        one = {"known": torch.zeros(2, dtype=torch.float64), **saved}  # states of earlier versions have none
+        check_alike(path + where, one, {"mean": blocks, "own": blocks, "known": torch.zeros(2, dtype=torch.float64)})
+        squares |= {f"{where}[{each!r}]": one[each] for each in ("mean", "own", "known")}
     if wrong := [where for where, values in squares.items() if bool((values < 0).any())]:
         raise ValueError(f"{path}{wrong[0]} has negative elements; load an older state")

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, SpanSet, laid_out
-from sparsync.exchanges.whole_steps import WholeStep
+from sparsync.exchanges.whole_steps import Arriving, WholeStep
 from sparsync.kernels import operations as kernels
 
 _MEGABYTE = 1 << 20
@@ -78,6 +78,12 @@ class WeightBucket:
         yield held, [entry.span.start for entry in self.layout]
         increment_version(held)  # which a kernel does not
         torch.clear_autocast_cache()  # which has copies of what was there
+
+    def weights_of(self, entry: ParameterSpan) -> Tensor:
+        """Return the common weights of a parameter where they lie, in its shape; while they are `moved`."""
+        if self._common is None:
+            return self.parameters[entry.name].detach()
+        return entry.span.of(self._common).view(entry.shape)
 
     def hold_common(self) -> None:
         """Keep the common weights apart from now on, because own ones are to differ from them."""
@@ -223,7 +229,8 @@ class Weights:
     def note_written(self, digests: Sequence[Tensor | None] = ()) -> None:
         """Treat the model's present weights as written by us; `digests` are those of each bucket's parameters, where they are known."""
         known = [each for each in digests if each is not None]
-        self._written.note(torch.cat(known) if known and len(known) == len(self.buckets) else None)
+        whole = bool(known) and len(known) == len(self.buckets)
+        self._written.note((torch.cat(known) if len(known) > 1 else known[0]) if whole else None)
 
     def adopt(self, names: Collection[str]) -> None:
         """Make the model's present values of these parameters the common weights."""
@@ -241,6 +248,18 @@ class Weights:
     def was_written(self) -> bool:
         """Return whether anything was written to a parameter since, by torch's own count: without looking at the values."""
         return self._written.was_written()
+
+    def compare_later(self) -> None:
+        """Have the device compare the weights, for `check_compared`, before a step writes them: nobody waits for that."""
+        self._written.compare_later()
+
+    def check_compared(self) -> None:
+        """Raise RuntimeError where `compare_later` has found what torch does not count as written, and the step has overwritten it."""
+        if changed := self._written.compared():
+            raise RuntimeError(
+                f"{', '.join(changed[:3])} got other values through `.data`, which torch does not count, and the last step has overwritten "
+                "them; on a GPU set weights by `copy_` under torch.no_grad(), or by load_state_dict"
+            )
 
     def shows_common(self, name: str) -> bool:
         """Return whether the model has the common weights of a parameter, in its type."""
@@ -278,6 +297,7 @@ class LastWritten:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
+        self._arriving: Arriving | None = None
         self.note()
 
     def note(self, digests: Tensor | None = None) -> None:
@@ -298,6 +318,16 @@ class LastWritten:
     def was_written(self) -> bool:
         """Return whether torch counts anything that was done to a parameter since."""
         return self._versions_now() != self._versions
+
+    def compare_later(self) -> None:
+        if self._parameters:
+            self._arriving = Arriving(self._now() - self._digests)
+
+    def compared(self) -> list[str]:
+        """Return the names of the parameters of which `compare_later` has found other bits, and forget them."""
+        arriving, self._arriving = self._arriving, None
+        differences = [] if arriving is None else arriving.read()
+        return [name for name, other in zip(self._parameters, differences, strict=False) if other]
 
     def _now(self) -> Tensor:
         return kernels.digests(list(self._parameters.values())) if self._parameters else torch.empty(0)

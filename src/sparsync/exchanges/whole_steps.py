@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean, packets_fit
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report, Span, phase, spans
@@ -40,12 +41,12 @@ class StepsToMake:
     spans: Sequence[Span]
     numbers: Sequence[Spread]
 
-    def make(self) -> Tensor:
-        """Return the steps, [n], after the gradients were added to the second moments."""
-        return self._made(self.numbers)
+    def make(self, out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        """Return the steps, in `out` [n] if given, after the gradients were added to the second moments; see `kernels.make_steps_`."""
+        return self._made(self.numbers, out, skip)
 
     def again(self) -> Tensor:
-        """Return what `make` did, from second moments that have these gradients."""
+        """Return what `make` wrote, from second moments that have these gradients."""
         return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
 
     def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
@@ -54,10 +55,10 @@ class StepsToMake:
         made = given.tensors, given.starts, given.factors, self.square, self.ratio, self.block, self.spans, self.numbers
         return kernels.encode_steps_(residual, *made, rank, P, bits, skip)
 
-    def _made(self, numbers: Sequence[Spread]) -> Tensor:
-        out, given = torch.empty_like(self.square), self.gradients
+    def _made(self, numbers: Sequence[Spread], out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        out, given = torch.empty_like(self.square) if out is None else out, self.gradients
         moments = self.square, self.ratio, self.block, self.spans, numbers
-        kernels.make_steps_(out, given.tensors, given.starts, given.factors, *moments)
+        kernels.make_steps_(out, given.tensors, given.starts, given.factors, *moments, skip)
         return out
 
 
@@ -82,14 +83,16 @@ class Skip:
 
     def __init__(self, fits: Tensor) -> None:
         """Skip if not `fits` [], on this rank; see `agree`."""
-        self.flag = fits.logical_not().to(torch.float32).view(1)  # [1], not zero where it is to be skipped
+        # [1], not zero where it is to be skipped
+        self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
         self._agreed = False
 
-    def agree(self, comm: Comm) -> None:
-        """Skip if any rank does: 4 bytes, before the first bucket."""
+    def agree(self, comm: Comm) -> Tensor:
+        """Skip if any rank does, and return the flag: 4 bytes, before the first bucket."""
         if not self._agreed and comm.size > 1:
             self.flag = comm.all_reduce(self.flag)
         self._agreed = True
+        return self.flag
 
     def send_to_host(self) -> None:
         """Begin to copy it to this machine's memory, after the step."""
@@ -99,6 +102,36 @@ class Skip:
     def seen(self) -> bool:
         """Return what came to the host."""
         return self._arriving.read() != [0.0]
+
+
+@dataclass(eq=False)
+class SchemeStep(Reduction):
+    """The reduction of one bucket's step by a scheme that heeds `skip`: nothing changes where a rank's gradient is not finite."""
+
+    scheme: Scheme
+    steps: StepsToMake
+    skip: Skip
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        return self.scheme.name
+
+    @property
+    def has_residual(self) -> bool:
+        return self.scheme.has_residual
+
+    @property
+    def interleaves(self) -> bool:
+        return self.scheme.interleaves
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        """Make the step, which becomes the mean of all ranks' in `bucket.grad`."""
+        bucket.skip = self.skip.agree(comm)
+        self.steps.make(bucket.grad, bucket.skip)
+        return self.scheme.reduce(bucket, comm)
+
+    def rollback(self, bucket: Bucket) -> None:
+        self.scheme.rollback(bucket)
 
 
 @dataclass(eq=False)
@@ -128,9 +161,7 @@ class WholeStep(Reduction):
         sizes = [up.nbytes(len(chunk), dtype) * (owner != rank) for owner, chunk in enumerate(chunks)]
         mine, bits, bits_down = chunks[rank], up.kernel_bits, down.kernel_bits
         assert bits is not None and bits_down is not None
-        if self.skip is not None:
-            self.skip.agree(comm)
-        flag = None if self.skip is None else self.skip.flag
+        flag = None if self.skip is None else self.skip.agree(comm)
         with phase("encode"):
             if self.steps is None:
                 lengths = [len(chunk) for owner, chunk in enumerate(chunks) if owner != rank]

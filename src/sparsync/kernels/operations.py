@@ -165,13 +165,15 @@ def make_steps_(
     block: int,
     spans: Sequence[Span],
     numbers: Sequence[Spread],
+    skip: Tensor | None = None,
 ) -> None:
     """Add gradients to second moments, and write the steps that AdamW would take to `out`; see `step_reference` for what is where.
 
     With the numbers (rate, beta2, eps, unbiased) of its span, and the ratio r of its block of `block` elements, from the first one of the
     vector on: v = beta2 v + (1 - beta2) g^2, out = rate g / (sqrt(v r / unbiased) + eps).
+    If `skip`, one number, is not zero, second moments stay, and the steps are zero.
     """
-    run("make_steps_", out, gradients, starts, factors, square, ratio, block, spans, numbers)
+    run("make_steps_", out, gradients, starts, factors, square, ratio, block, spans, numbers, skip)
 
 
 def encode_steps_(
@@ -220,12 +222,14 @@ def move_steps_(
     mean: Vector,
     spans: Sequence[Span],
     numbers: Sequence[Move],
+    skip: Tensor | None = None,
 ) -> None:
     """Move weights by the mean step of all ranks; `targets[i]`, of any shape, are those from `starts[i]` on.
 
     With the numbers (beta1, kept, length) of its span: m = beta1 m + (1 - beta1) mean, weight = kept weight - length m.
+    Nothing changes if `skip`, one number, is not zero.
     """
-    run("move_steps_", targets, starts, momentum, mean, spans, numbers)
+    run("move_steps_", targets, starts, momentum, mean, spans, numbers, skip)
 
 
 def apply_steps_(
@@ -344,12 +348,15 @@ def gather(x: Vector, index: Positions) -> Float[Tensor, " k"]:
     return run("gather", x, index)
 
 
-def move_put_(to: Vector, source: Vector, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
+def move_put_(
+    to: Vector, source: Vector, kept: Sequence[Sparse], written: Sequence[Sparse], skip: Tensor | None = None
+) -> None:
     """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
 
-    Values of `written` may lie in `source`. Raises IndexError, before anything is written, for positions outside.
+    Values of `written` may lie in `source`. Raises IndexError, before anything is written, for positions outside. If `skip`, one number,
+    is not zero, `to` stays, and what `source` holds then is of no use.
     """
-    run("move_put_", to, source, kept, written)
+    run("move_put_", to, source, kept, written, skip)
 
 
 def merge(parts: Sequence[Sparse]) -> Sparse:

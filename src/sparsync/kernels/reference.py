@@ -164,15 +164,19 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, check_inside(index, x))
 
 
-def move_put_(to: Tensor, source: Tensor, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
+def move_put_(
+    to: Tensor, source: Tensor, kept: Sequence[Sparse], written: Sequence[Sparse], skip: Tensor | None = None
+) -> None:
     for part in (*kept, *written):
         check_inside(part.index, to)
     written = [Sparse(part.index, part.value.clone(), part.length) for part in written]  # they may lie in the source
-    to.copy_(source)
+    for part in kept:
+        put_(source, part.index, part.value)
+    # A GPU, where this runs too, knows alone whether to skip.
+    to.copy_(source if skip is None else torch.where(skip == 0, source, to))
     source.zero_()
-    for x, parts in ((to, kept), (source, written)):
-        for part in parts:
-            put_(x, part.index, part.value)
+    for part in written:
+        put_(source, part.index, part.value)
 
 
 def merge(parts: Sequence[Sparse]) -> Sparse:

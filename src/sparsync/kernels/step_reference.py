@@ -42,7 +42,12 @@ def make_steps_(
     block: int,
     spans: Sequence[Span],
     numbers: Sequence[Spread],
+    skip: Tensor | None = None,
 ) -> None:
+    if skip is not None and bool(skip):
+        for span in spans:
+            span.of(out).zero_()
+        return
     gradient = gathered(gradients, starts, factors, out)
     ratios = ratio.repeat_interleave(block)
     for span, (rate, beta2, eps, unbiased) in zip(spans, numbers, strict=True):
@@ -87,7 +92,10 @@ def move_steps_(
     mean: Float[Tensor, " n"],
     spans: Sequence[Span],
     numbers: Sequence[Move],
+    skip: Tensor | None = None,
 ) -> None:
+    if skip is not None and bool(skip):
+        return
     taken = torch.zeros_like(momentum)
     for span, (beta1, _, length) in zip(spans, numbers, strict=True):
         m = span.of(momentum)

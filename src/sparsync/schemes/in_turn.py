@@ -43,6 +43,7 @@ class InTurn(ErrorFeedbackScheme):
 
     name = "in_turn"
     may_send_whole = True
+    heeds_skip = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -105,6 +105,10 @@ class TwoShot(ErrorFeedbackScheme):
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
+    def heeds_skip(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        return self.divide_by == "ranks"
+
+    @property
     def leaves_out(self) -> bool:
         """Whether elements are left out in either exchange."""
         return min(self.density, self._down[0]) < 1.0

@@ -125,13 +125,21 @@ class BlockCyclic:
         return {length: count for length, count in counts.items() if count}
 
     def of(self, x: Tensor, p: int) -> Tensor:
-        tail = self._tails()[p]
-        out = x.new_empty(self.groups * self.row + len(tail))
-        take_rows(x, self.row, _rows(self.groups, self.P, x.device)[p], tail, out)
+        tail, whole = self._tails()[p], self.groups * self.row
+        out = x.new_empty(whole + len(tail))
+        torch.index_select(
+            self._in_rows(x), 0, _rows(self.groups, self.P, x.device)[p], out=out[:whole].view(-1, self.row)
+        )
+        out[whole:] = tail.of(x)
         return out
 
     def put_(self, x: Tensor, p: int, value: Tensor) -> None:
-        put_rows_(x, self.row, _rows(self.groups, self.P, x.device)[p], self._tails()[p], value)
+        whole, numbers = self.groups * self.row, _rows(self.groups, self.P, x.device)[p].long()
+        self._in_rows(x).index_copy_(0, numbers, value[:whole].view(-1, self.row))
+        self._tails()[p].of(x).copy_(value[whole:])
+
+    def _in_rows(self, x: Tensor) -> Tensor:
+        return x[: self.n // self.row * self.row].view(-1, self.row)
 
     def rows(self, p: int, device: torch.device) -> Rows:
         return _rows_of(self, device)[p]
@@ -177,20 +185,6 @@ def _rows(groups: int, P: int, device: torch.device) -> Tensor:
     group = torch.arange(groups, device=device)
     p = torch.arange(P, device=device)[:, None]
     return (group * P + (p + rotations(group, P)) % P).to(torch.int32)
-
-
-def take_rows(x: Tensor, row: int, numbers: Tensor, tail: Span, out: Tensor) -> None:
-    """Copy to `out` the rows of `x` [n] of these numbers, each of `row` elements, and then `tail` of `x`."""
-    whole = numbers.numel() * row
-    torch.index_select(x[: x.numel() // row * row].view(-1, row), 0, numbers, out=out[:whole].view(-1, row))
-    out[whole:] = tail.of(x)
-
-
-def put_rows_(x: Tensor, row: int, numbers: Tensor, tail: Span, value: Tensor) -> None:
-    """Write `value` to these rows of `x` [n] and then to `tail` of `x`: the inverse of `take_rows`."""
-    whole = numbers.numel() * row
-    x[: x.numel() // row * row].view(-1, row).index_copy_(0, numbers.long(), value[:whole].view(-1, row))
-    tail.of(x).copy_(value[whole:])
 
 
 def rotations(group: Numbers, P: int) -> Numbers:

@@ -1,13 +1,13 @@
 """Turns: which elements take part in a step where all ranks send the same ones, so that all of them have had a turn after some steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsync.core import Span, spans
-from sparsync.selection.exclusive import BlockCyclic, put_rows_, rotations, take_rows
+from sparsync.selection.exclusive import BlockCyclic, rotations
 
 
 @dataclass(frozen=True)
@@ -19,30 +19,37 @@ class Turn:
 
     n: int
     row: int
-    numbers: Sequence[Tensor]  # int64, which rows of the vector, for each region
-    tails: Sequence[Span]  # of each region
+    numbers: Tensor  # int64 [P, rows], which rows of the vector
+    tails: Sequence[Span]  # of each region, adjacent at the end of the vector; all of them empty, or those of this turn
 
     @property
     def length(self) -> int:
         """K, the number of elements."""
-        return sum(each.numel() * self.row for each in self.numbers) + sum(map(len, self.tails))
+        return self.numbers.numel() * self.row + sum(map(len, self.tails))
 
     def of(self, x: Tensor) -> Tensor:
         """Return the elements of `x` [n] in this turn, [K], copied."""
-        out = x.new_empty(self.length)
-        for numbers, tail, part in self._parts(out):
-            take_rows(x, self.row, numbers, tail, part)
-        return out
+        rows = self._rows(x).index_select(0, self.numbers.view(-1)).view(len(self.tails), self._whole)
+        if not any(map(len, self.tails)):
+            return rows.view(-1)
+        return torch.cat([part for own, tail in zip(rows, self.tails, strict=True) for part in (own, tail.of(x))])
 
     def put_(self, x: Tensor, value: Tensor) -> None:
         """Write `value` [K] to the elements of `x` [n] in this turn: the inverse of `of`."""
-        for numbers, tail, part in self._parts(value):
-            put_rows_(x, self.row, numbers, tail, part)
+        rows = value
+        if any(map(len, self.tails)):
+            parts = [chunk.of(value) for chunk in spans(value.numel(), len(self.tails))]
+            rows = torch.cat([part[: self._whole] for part in parts])
+            x[self.tails[0].start :] = torch.cat([part[self._whole :] for part in parts])
+        self._rows(x).index_copy_(0, self.numbers.view(-1), rows.view(-1, self.row))
 
-    def _parts(self, taken: Tensor) -> Iterator[tuple[Tensor, Span, Tensor]]:
-        """Return for each region which rows it has, its tail, and its part of `taken`."""
-        chunks = spans(taken.numel(), len(self.numbers))
-        return zip(self.numbers, self.tails, (chunk.of(taken) for chunk in chunks), strict=True)
+    @property
+    def _whole(self) -> int:
+        """How many elements of a region are in rows."""
+        return self.numbers.shape[1] * self.row
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x[: self.n // self.row * self.row].view(-1, self.row)
 
 
 @dataclass(frozen=True)
@@ -97,4 +104,4 @@ class Turns:
             numbers.append(starts[whole].long() // regions.row)
             start = int(starts[-1])
             tails.append(Span(start, start + (length - regions.groups * regions.row) * has_tails))
-        return Turn(self.n, regions.row, numbers, tails)
+        return Turn(self.n, regions.row, torch.stack(numbers), tails)

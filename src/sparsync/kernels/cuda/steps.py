@@ -74,16 +74,18 @@ def make_steps_(
     block: int,
     spans: Sequence[Span],
     numbers: Sequence[Spread],
+    skip: Tensor | None = None,
 ) -> Any:
-    kind = _type_of([out, square, ratio], gradients)
+    kind = _type_of([out, square, ratio], gradients, skip)
     if kind is None:
         return NotImplemented
     if n := out.numel():
         with torch.cuda.device_of(out):
             pieces = _pieces_of(gradients, starts, spans, out)
             floats = table([*_spread(spans, numbers), *factors, 1.0], torch.float32, out.device)
-            form = {"TYPE": kind, "RATIO": block, **ROUNDED}
-            _make_kernel[grid_of(n)](out, square, ratio, *pieces, floats, len(spans), n, **form)
+            form = {"SKIPS": skip is not None, "TYPE": kind, "RATIO": block, **ROUNDED}
+            given = (out, square, ratio, out if skip is None else skip, *pieces, floats, len(spans), n)
+            _make_kernel[grid_of(n)](*given, **form)
     return None
 
 
@@ -137,8 +139,9 @@ def move_steps_(
     mean: Tensor,
     spans: Sequence[Span],
     numbers: Sequence[Move],
+    skip: Tensor | None = None,
 ) -> Any:
-    return _move(targets, starts, momentum, mean, None, 0, spans, numbers, None)
+    return _move(targets, starts, momentum, mean, None, 0, spans, numbers, skip)
 
 
 def apply_steps_(
@@ -329,19 +332,25 @@ def _make_kernel(
     out,
     square,
     ratio,
+    skip,
     where,
     pieces,
     floats,
     spans,
     n,
+    SKIPS: tl.constexpr,
     TYPE: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first, left, lane = places(n.to(tl.int64), BLOCKS, BLOCK)
-    step, reached = _made(first, left, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
-    tl.store(out + first + lane, step, mask=reached)
+    live = tl.load(skip) == 0 if SKIPS else True
+    taken = tl.where(live, left, 0)
+    step, reached = _made(first, taken, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
+    tl.store(
+        out + first + lane, step, mask=reached | ((lane < left) & (lane >= taken))
+    )  # zeros everywhere where it is skipped
 
 
 @triton.jit(do_not_specialize=["pieces", "spans", "n", "chunks", "own"])
