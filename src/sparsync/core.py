@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import profiler
 
-Detail = int | float | str | bool
+Detail = int | float | str | bool | Tensor  # a tensor [] on a device: who asks for its number waits for it
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,9 @@ class SpanSet:
         """Write what `take` returned, perhaps changed, back to its place in `x`."""
         if len(self.spans) == 1 and taken.data_ptr() == self.spans[0].of(x).data_ptr():
             return
-        position = 0
-        for span in self.spans:
-            span.of(x).copy_(taken[position : position + len(span)])
-            position += len(span)
+        if self.spans:
+            parts = taken.split([len(span) for span in self.spans])
+            torch._foreach_copy_([span.of(x) for span in self.spans], parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from sparsync.kernels.cuda.exact_top_k import (
     top_k_of_rows,
 )
 from sparsync.kernels.cuda.many_tensors import digests, write_own_
-from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
+from sparsync.kernels.cuda.passes import accumulate, accumulate_select_ge, all_finite, finite_each, select_ge
 from sparsync.kernels.cuda.rows import divide_rows_
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.steps import apply_steps_, encode_steps_, make_steps_, move_steps_, sketch, squares_fit

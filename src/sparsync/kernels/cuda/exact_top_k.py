@@ -35,7 +35,7 @@ from sparsync.kernels.cuda.launch import (
     takes,
     takes_all,
 )
-from sparsync.kernels.cuda.passes import added
+from sparsync.kernels.cuda.passes import added, none
 from sparsync.kernels.cuda.rows import check
 
 SAMPLE = 8192  # elements of a region that are looked at to guess where its k-th largest lies
@@ -68,20 +68,19 @@ def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | No
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k(residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None) -> Any:
-    """Do as the reference's. A host sync: whether all is finite is a number on the host."""
     bad = torch.zeros(1, dtype=torch.int32, device=out.device)
     found = _largest(residual, k, NOWHERE, grad, out, bad)
-    return found if found is NotImplemented else (found, not int(bad))
+    return found if found is NotImplemented else (found, none(bad))
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k_nonzero(
     residual: Tensor, grad: Tensor, k: int, out: Tensor, skip: Span | None = None, bound: float | None = None
 ) -> Any:
-    """Do as the reference's. Two host syncs: as `accumulate_top_k` and `top_k_nonzero`."""
+    """Do as the reference's. A host sync: as `top_k_nonzero`."""
     skip, bad = skip or NOWHERE, torch.zeros(1, dtype=torch.int32, device=out.device)
     found = _nonzero(_largest(residual, min(k, out.numel() - len(skip)), skip, grad, out, bad))
-    return found, not int(bad)
+    return found, none(bad)
 
 
 def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Any:
@@ -105,7 +104,7 @@ def accumulate_top_k_of_rows(
     bad = added(residual, grad, out) if _taken(out, regions, counts) else NotImplemented
     if bad is NotImplemented:
         return NotImplemented
-    return _of_each(out, regions, counts), not int(bad)  # a host sync: what is sent depends on it
+    return _of_each(out, regions, counts), none(bad)
 
 
 def _taken(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> bool:
