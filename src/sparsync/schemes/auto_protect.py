@@ -154,7 +154,7 @@ class Disagreement:
 
 def square_norms(layout: Sequence[ParameterSpan], grad: Tensor) -> Tensor:
     """Return |g|^2 of each parameter, float64 [parameters]."""
-    squares = grad.double().square_()
+    squares = grad.to(torch.float64, copy=True).square_()
     # A sum of magnitudes: torch has no sum of many tensors in one launch.
     parts = [entry.span.of(squares) for entry in layout]
     return torch.stack(torch._foreach_norm(parts, 1))  # pyright: ignore[reportPrivateImportUsage]
