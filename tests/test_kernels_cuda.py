@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from json import loads
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -23,12 +24,22 @@ from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Rows, Sparse, spans
-from sparsync.kernels import cuda, operations, reference, share_reference, step_reference, value_reference
+from sparsync.kernels import (
+    codec_reference,
+    cuda,
+    operations,
+    reference,
+    share_reference,
+    step_reference,
+    value_reference,
+)
+from sparsync.kernels.codec_reference import PositionCodec
 from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.kernels.value_reference import TERNARY
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec
 from studies.bench.kernels import main as bench
+from studies.gpu.launches import WAITS
 
 BLOCK = launch.BLOCK
 SIZES = (0, 1, BLOCK, 2 * BLOCK + 5)
@@ -151,18 +162,38 @@ def test_adding_reading_clearing_and_writing_at_positions_are_the_reference(dtyp
 
 
 @pytest.mark.parametrize("position", [-1, 4, 2**31 - 1, -(2**31)])
-def test_a_position_outside_is_refused_before_anything_is_written(position: int) -> None:
-    x, index = torch.ones(4, device=DEVICE), torch.tensor([0, position], dtype=torch.int32, device=DEVICE)
+def test_a_position_outside_is_left_out_and_nothing_is_asked(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.ones(6, device=DEVICE)  # with neighbours of x
+    x, index = memory[1:5], torch.tensor([0, position], dtype=torch.int32, device=DEVICE)
     two = torch.full((2,), 2.0, device=DEVICE)
-    for call in (
-        lambda: kernels.scatter_add_(x, Sparse(index, two, 4)),
-        lambda: kernels.clear_(x, index),
-        lambda: kernels.put_(x, index, two),
-        lambda: kernels.gather(x, index),
-    ):
-        with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
-            call()
-    assert x.tolist() == [1.0] * 4
+    with watched(monkeypatch) as (_, asked):
+        kernels.scatter_add_(x, Sparse(index, two, 4))
+        added = kernels.gather(x, index)
+        kernels.put_(x, index, two)
+        put = kernels.gather(x, index)
+        kernels.clear_(x, index)
+    assert set(asked) <= {"empty"}, asked
+    assert (added.tolist(), put.tolist(), memory.tolist()) == ([3.0, 0.0], [2.0, 0.0], [1.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("codec", get_args(PositionCodec))
+def test_positions_are_the_bytes_of_the_reference_and_nothing_is_asked(
+    codec: PositionCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k, span in ((0, 7), (1, 1), (9, 900), (40, 41)):
+        index = torch.randperm(span, generator=torch.Generator().manual_seed(k))[:k].sort().values.int().to(DEVICE)
+        rows = BlockCyclic(4 * span, 4).rows(1, index.device)
+        with watched(monkeypatch) as (_, asked):
+            packet = cuda.encode_positions(codec, index, span)
+            found = cuda.decode_positions(codec, packet, k, span)
+            located = cuda.locate(rows, found)
+        assert not WAITS & set(asked), asked
+        assert torch.equal(packet, codec_reference.encode_positions(codec, index, span))
+        assert torch.equal(found, index)
+        assert torch.equal(located, reference.locate(rows, index))
+        if k:
+            spoilt = cuda.decode_positions(codec, packet.fill_(255), k, span)
+            assert 0 <= int(spoilt.min()) <= int(spoilt.max()) < span
 
 
 @pytest.mark.parametrize("bits_each", [8, 4, 3, 1, TERNARY])

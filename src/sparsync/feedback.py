@@ -55,7 +55,8 @@ class Accumulator:
     @property
     def finite(self) -> bool:
         """Whether the sum holds neither NaN nor Inf. A host sync on a GPU."""
-        return bool(self.is_finite)
+        found = self._finite = bool(self._add())
+        return found
 
     @property
     def is_finite(self) -> bool | Tensor:

@@ -1,9 +1,9 @@
 """The hot loops over whole vectors and over what was selected from them, one signature each.
 
-Arguments are not checked, but that positions lie inside of a vector. `reference` specifies the functions in plain
-torch; results are the same bits on every backend, but for the bits inside a NaN. `dispatch` has the registry of backends. The C++ one takes
-float32 in this machine's memory, and gradients in bfloat16 and float16 too; so does the Triton one on a GPU. The reference does whatever
-these do not take.
+Arguments are not checked, but that positions lie inside of a vector; on a GPU, where the host would have to wait for that, elements at
+other positions are left out. `reference` specifies the functions in plain torch; results are the same bits on every backend, but for the
+bits inside a NaN. `dispatch` has the registry of backends. The C++ one takes float32 in this machine's memory, and gradients in bfloat16
+and float16 too; so does the Triton one on a GPU. The reference does whatever these do not take.
 
 All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64.
 """
