@@ -197,7 +197,7 @@ class Profile:
         self.mass = [was + (now - was) // rate for was, now in zip(old, share, strict=True)]
 
 
-def before_blocks(index: Int[Tensor, " K"], n: int) -> Int[Tensor, " blocks+1"]:
+def before_blocks(index: Int[Tensor, " K"], n: int) -> Int[Tensor, " edges"]:
     """Return how many of the ascending positions stand before each block of a profile of n elements, and before their end."""
     blocks = max(1, min(BLOCKS, n // _LEAST_BLOCK))
     return torch.searchsorted(index, _edges_on(n, blocks, index.device), out_int32=True)
