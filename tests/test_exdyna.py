@@ -15,7 +15,7 @@ from sparsync.core import Span, spans
 from sparsync.schemes.exdyna import ExDyna, block_edges, block_spans, rebalanced
 from sparsync.schemes.micro import MiCRO
 from sparsync.selection.exclusive import BlockCyclic, Contiguous, budget
-from sparsync.selection.shares import Profile, apportion, quotas, sketch
+from sparsync.selection.shares import Profile, apportion, before_blocks, quotas, sketch
 from sparsync.testing import world
 
 
@@ -104,7 +104,7 @@ def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:
 def test_a_profile_cuts_at_equal_mass_and_keeps_the_least_length() -> None:
     profile = Profile()
     assert [len(span) for span in profile.cut(1000, 4, 1)] == [250] * 4
-    profile.observe(torch.arange(100), [100], [7], 1000, memory=8)
+    profile.observe(before_blocks(torch.arange(100), 1000).tolist(), [100], [7], memory=8)
     cut = profile.cut(1000, 4, least=40)
     assert [span.start for span in cut[1:]] == [span.stop for span in cut[:-1]]
     assert (cut[0].start, cut[-1].stop) == (0, 1000)
@@ -149,8 +149,8 @@ def test_quotas_are_the_counts_above_one_common_level() -> None:
     for bits in (15, 31):
         chunks = [torch.randn(2000, generator=draw).abs() * scale for scale in (0.5, 1.0, 1.5, 2.0)]
         exact = torch.cat(chunks).topk(400).values.min()
-        sketches = [sketch(chunk, points, bits) for chunk in chunks]
-        assert [sketch(chunk.topk(400).values, points, bits) for chunk in chunks] == sketches, "the largest are enough"
+        sketches = [sketch(chunk, points, bits).tolist() for chunk in chunks]
+        assert [sketch(chunk.topk(400).values, points, bits).tolist() for chunk in chunks] == sketches
         found = quotas(sketches, [points] * 4, [2000] * 4, 400, bits)
         assert sum(found) == 400
         for count, chunk in zip(found, chunks, strict=True):
@@ -160,7 +160,7 @@ def test_quotas_are_the_counts_above_one_common_level() -> None:
 def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -> None:
     parts = [torch.full((10,), 0.01).index_fill_(0, torch.tensor([3]), value) for value in (1.0, 9.0, 2.0, 5.0)]
     points = [1, 1, 2]
-    assert quotas([sketch(part, points) for part in parts], [points] * 4, [10] * 4, 2) == [0, 1, 0, 1]
+    assert quotas([sketch(part, points).tolist() for part in parts], [points] * 4, [10] * 4, 2) == [0, 1, 0, 1]
 
 
 def test_with_fewer_elements_than_ranks_each_rank_selects_in_each_partition_in_its_turn() -> None:

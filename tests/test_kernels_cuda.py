@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from json import loads
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -23,12 +24,22 @@ from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Rows, Sparse, spans
-from sparsync.kernels import cuda, operations, reference, share_reference, step_reference, value_reference
+from sparsync.kernels import (
+    codec_reference,
+    cuda,
+    operations,
+    reference,
+    share_reference,
+    step_reference,
+    value_reference,
+)
+from sparsync.kernels.codec_reference import PositionCodec
 from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.kernels.value_reference import TERNARY
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec
 from studies.bench.kernels import main as bench
+from studies.gpu.launches import WAITS
 
 BLOCK = launch.BLOCK
 SIZES = (0, 1, BLOCK, 2 * BLOCK + 5)
@@ -151,18 +162,47 @@ def test_adding_reading_clearing_and_writing_at_positions_are_the_reference(dtyp
 
 
 @pytest.mark.parametrize("position", [-1, 4, 2**31 - 1, -(2**31)])
-def test_a_position_outside_is_refused_before_anything_is_written(position: int) -> None:
-    x, index = torch.ones(4, device=DEVICE), torch.tensor([0, position], dtype=torch.int32, device=DEVICE)
+def test_a_position_outside_is_left_out_and_nothing_is_asked(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.ones(6, device=DEVICE)  # with neighbours of x
+    x, index = memory[1:5], torch.tensor([0, position], dtype=torch.int32, device=DEVICE)
     two = torch.full((2,), 2.0, device=DEVICE)
-    for call in (
-        lambda: kernels.scatter_add_(x, Sparse(index, two, 4)),
-        lambda: kernels.clear_(x, index),
-        lambda: kernels.put_(x, index, two),
-        lambda: kernels.gather(x, index),
+    with watched(monkeypatch) as (_, asked):
+        kernels.scatter_add_(x, Sparse(index, two, 4))
+        added = kernels.gather(x, index)
+        kernels.put_(x, index, two)
+        put = kernels.gather(x, index)
+        kernels.clear_(x, index)
+    assert set(asked) <= {"empty"}, asked
+    assert (added.tolist(), put.tolist(), memory.tolist()) == ([3.0, 0.0], [2.0, 0.0], [1.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("codec", get_args(PositionCodec))
+def test_positions_are_the_bytes_of_the_reference_and_nothing_is_asked(
+    codec: PositionCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k, span, gap in (
+        (0, 7, 1),
+        (1, 1, 1),
+        (9, 900, 97),
+        (40, 41, 1),
+        (1500, 50_000, 33),
+        (2, 2**31 - 1, 2**31 - 2),
     ):
-        with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
-            call()
-    assert x.tolist() == [1.0] * 4
+        if codec == "bitmap" and span > 50_000:
+            continue
+        index = (span - 1 - gap * torch.arange(k - 1, -1, -1)).int().to(DEVICE)
+        rows = BlockCyclic(max(4, min(4 * span, 2**20)), 4).rows(1, index.device)
+        with watched(monkeypatch) as (_, asked):
+            packet = cuda.encode_positions(codec, index, span)
+            found = cuda.decode_positions(codec, packet, k, span)
+            located = cuda.locate(rows, found % rows.length)
+        assert not WAITS & set(asked), asked
+        assert torch.equal(packet, codec_reference.encode_positions(codec, index, span))
+        assert torch.equal(found, index)
+        assert torch.equal(located, reference.locate(rows, index % rows.length))
+        if k:
+            spoilt = cuda.decode_positions(codec, packet.fill_(255), k, span)
+            assert 0 <= int(spoilt.min()) <= int(spoilt.max()) < span
 
 
 @pytest.mark.parametrize("bits_each", [8, 4, 3, 1, TERNARY])
@@ -490,19 +530,17 @@ def test_the_largest_of_any_number_of_regions_take_ten_launches_and_ask_nothing(
     x = made("normal", 900)
     for P in (2, 8):
         regions = [BlockCyclic(900, P).rows(p, x.device) for p in range(1, P)]
-        for first in (True, False):  # whether rows lie in a vector is asked once
-            with watched(monkeypatch) as (launched, asked):
-                operations.top_k_of_each(x, regions, [9] * (P - 1), [None] * (P - 1))
-            assert launched == [
-                "_guess_kernel",
-                *["_count_kernel", "_narrow_kernel"] * 3,
-                "_tally_kernel",
-                "_choose_kernel",
-            ]
-            if not first:
-                # Memory, views, a table, and one more launch.
-                assert set(asked) <= {"empty", "split", "split_with_sizes", "lift_fresh", "detach", "cumsum"}, asked
-                assert asked.count("cumsum") == 1
+        with watched(monkeypatch) as (launched, asked):
+            operations.top_k_of_each(x, regions, [9] * (P - 1), [None] * (P - 1))
+        assert launched == [
+            "_guess_kernel",
+            *["_count_kernel", "_narrow_kernel"] * 3,
+            "_tally_kernel",
+            "_choose_kernel",
+        ]
+        # Memory, views, a table, and one more launch.
+        assert set(asked) <= {"empty", "split", "split_with_sizes", "lift_fresh", "detach", "cumsum"}, asked
+        assert asked.count("cumsum") == 1
 
 
 def test_a_settled_step_takes_five_launches_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +586,10 @@ def test_elements_in_rows_are_those_of_the_reference() -> None:
             Rows(torch.tensor([start], dtype=torch.int32, device=DEVICE), 4, length),
             torch.ones(5, device=DEVICE),
         )
-        for call in (lambda: cuda.top_k_of_rows(x, outside, 1), lambda: cuda.divide_rows_(x, outside, 2)):  # noqa: B023
-            with pytest.raises(IndexError, match="rows must lie in"):
-                call()
+        with pytest.raises(IndexError, match="rows must"):
+            cuda.divide_rows_(x, outside, 2)
         assert x.tolist() == [1.0] * 5
+    part_outside = Rows(torch.tensor([3, -2], dtype=torch.int32, device=DEVICE), 4, 8)
+    assert sorted(cuda.top_k_of_rows(x, part_outside, 8).value.tolist()) == [0.0] * 4 + [1.0] * 4
+    with pytest.raises(IndexError, match="rows must"):
+        cuda.top_k_of_rows(x, replace(part_outside, length=9), 1)

@@ -86,9 +86,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         seen["selected"] = exchanged(*args)
         return seen["selected"]
 
-    def survivors(mine: Any, note: Any, regions: Any, length: int, comm: Any, codec: Any) -> Any:
+    def survivors(mine: Any, note: Any, regions: Any, length: int, comm: Any, *rest: Any) -> Any:
         seen.setdefault("held", [None] * comm.size)[comm.rank] = mine.index.numel()
-        return gather_survivors(mine, note, regions, length, comm, codec)
+        return gather_survivors(mine, note, regions, length, comm, *rest)
 
     def positions(levels: Any, index: Any, counts: Any, lengths: Any, comm: Any) -> Any:
         seen["lengths"] = list(lengths)

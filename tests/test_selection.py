@@ -185,9 +185,11 @@ def test_neighbouring_slots_are_one_span_and_a_view() -> None:
 
 def test_square_norms_are_exact_in_double_precision() -> None:
     grad = torch.tensor([3.0, 4.0, 2.0**70, 2.0**-70])
-    norms = square_norms(slots(2, 0, 1, 1), grad)
-    assert norms.dtype == torch.float64
-    assert norms.tolist() == [25.0, 0.0, 2.0**140, 2.0**-140]
+    for kept in (grad, grad.double()):
+        norms = square_norms(slots(2, 0, 1, 1), kept)
+        assert norms.dtype == torch.float64
+        assert norms.tolist() == [25.0, 0.0, 2.0**140, 2.0**-140]
+        assert torch.equal(kept, grad.to(kept.dtype))
 
 
 def observed(*grads_of_ranks: list[Tensor], lengths: tuple[int, ...]) -> Disagreement:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsync import Cost, LocalWorld, MeteredComm
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.plan import Plan
-from sparsync.core import NonFiniteError, Span, Sparse, generator
+from sparsync.core import FOUND_INF, NonFiniteError, Span, Sparse, generator
 from sparsync.kernels import put_, reference
 from sparsync.selection.shares import quotas, sketch
 from sparsync.wire import Elements, Raw
@@ -34,7 +34,7 @@ def shares(tops: list[Tensor], k: int) -> list[int]:
     P = len(tops)
     points = [1, max(1, k // (2 * P)), max(1, k // P), max(1, min(k, 2 * k // P)), max(1, k)]
     counts = [[min(point, top.numel()) for point in points] for top in tops]
-    sketches = [sketch(top, count, 31) for top, count in zip(tops, counts, strict=True)]
+    sketches = [sketch(top, count, 31).tolist() for top, count in zip(tops, counts, strict=True)]
     held = [top.numel() for top in tops]
     return quotas(sketches, counts, held, min(k, sum(held)), 31)
 
@@ -109,10 +109,12 @@ def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementC
         assert torch.equal(read, moved.value)
         assert everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
         own = Sparse(mine.index - cut[comm.rank].start, mine.value, 10)
-        gathered = sparse_allreduce.gather_survivors(own, comm.rank, cut, 40, comm, codec)
+        note, beside = torch.tensor([comm.rank], dtype=torch.int32), torch.tensor([0.5])
+        gathered = sparse_allreduce.gather_survivors(own, note, cut, 40, comm, codec, beside)
         counted.append(comm.take()[0])
         assert torch.cat([part.index for part in gathered.parts]).tolist() == everything.index.tolist()
         assert gathered.notes == [*range(P)] and torch.equal(gathered.decoded, mine.value)
+        assert gathered.beside == 0.5
         return counted
 
     outgoing = [[count if rank == owner else 0 for owner in range(P)] for rank, count in enumerate(held)]
@@ -131,8 +133,9 @@ def test_nan_on_one_rank_is_noted_by_all_with_the_survivors() -> None:
     def body(comm: MeteredComm) -> None:
         mine = Sparse(torch.tensor([1], dtype=torch.int32), torch.ones(1), 4)
         cut = [Span(4 * r, 4 * r + 4) for r in range(3)]
+        note = torch.tensor([FOUND_INF if comm.rank == 1 else 7], dtype=torch.int32)
         with pytest.raises(NonFiniteError):
-            sparse_allreduce.gather_survivors(mine, None if comm.rank == 1 else 7, cut, 12, comm, Raw())
+            sparse_allreduce.gather_survivors(mine, note, cut, 12, comm, Raw(), mine.value)
 
     LocalWorld(3).run(lambda comm: body(MeteredComm(comm)))
 
@@ -142,12 +145,12 @@ def test_a_packet_whose_count_cannot_be_its_own_is_refused(counts: list[int]) ->
     """A packet of two elements, with another count at its head."""
     packet = Elements().encode(Sparse(torch.tensor([0, 9], dtype=torch.int32), torch.ones(2), 10))
     heads = sparse_allreduce.counts_as_bytes(counts, packet.device)
-    (count,), (rest,) = sparse_allreduce.counts_and_packets([torch.cat([*heads, packet])])
+    (count,), (rest,) = sparse_allreduce.heads_and_packets([torch.cat([*heads, packet])])
     assert torch.equal(rest, packet)
     with pytest.raises(RuntimeError, match=r"packet"):
-        Elements().decode(rest, count, 10, torch.float32)
+        Elements().decode(rest, int(count), 10, torch.float32)
     with pytest.raises(RuntimeError, match="a packet begins with 4 bytes"):
-        sparse_allreduce.counts_and_packets([packet[:3]])
+        sparse_allreduce.heads_and_packets([packet[:3]])
 
 
 @pytest.mark.parametrize("P", [1, 3, 5])

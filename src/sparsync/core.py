@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from numbers import Real
 from types import TracebackType
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -22,7 +22,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import profiler
 
-Detail = int | float | str | bool
+_FORMATS: dict[torch.dtype, Any] = {  # Any: a literal of memoryview's
+    torch.int16: "h",
+    torch.int32: "i",
+    torch.int64: "q",
+    torch.float32: "f",
+    torch.float64: "d",
+}
+Detail = int | float | str | bool | Tensor  # a tensor [] on a device: who asks for its number waits for it
 
 
 @dataclass(frozen=True)
@@ -146,10 +153,9 @@ class SpanSet:
         """Write what `take` returned, perhaps changed, back to its place in `x`."""
         if len(self.spans) == 1 and taken.data_ptr() == self.spans[0].of(x).data_ptr():
             return
-        position = 0
-        for span in self.spans:
-            span.of(x).copy_(taken[position : position + len(span)])
-            position += len(span)
+        if self.spans:
+            parts = taken.split([len(span) for span in self.spans])
+            torch._foreach_copy_([span.of(x) for span in self.spans], parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass
@@ -263,7 +269,8 @@ class Report:
     `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
     `cost` is what the scheme sent, as counted; `sent` is what an integration counted around it, None where there is none, and `wait_s` the
     seconds inside the communicator.
-    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf.
+    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf,
+    on a GPU perhaps as a tensor [].
     """
 
     scheme: str
@@ -342,6 +349,23 @@ Divisor = Literal["contributors", "ranks"]
 
 class NonFiniteError(RuntimeError):
     """NaN or Inf on some rank. Raised on all ranks, from what all of them received; nothing was written."""
+
+
+def or_found_inf(numbers: Tensor, finite: bool | Tensor) -> Tensor:
+    """Return `numbers`, or FOUND_INF in the place of each if not `finite`, which may be a tensor [] on their device."""
+    if isinstance(finite, Tensor):
+        return torch.where(finite, numbers, FOUND_INF)
+    return numbers if finite else torch.full_like(numbers, FOUND_INF)
+
+
+def numbers_of(*vectors: Tensor) -> list[list[Any]]:  # Any: int or float, by the type of a vector
+    """Return what is in some vectors, of any of five types. A host sync: one copy for all of them."""
+    flat = memoryview(bytes(torch.cat([each.view(-1).view(torch.uint8) for each in vectors]).tolist()))
+    ends = accumulate(each.nbytes for each in vectors)
+    return [
+        flat[end - each.nbytes : end].cast(_FORMATS[each.dtype]).tolist()
+        for each, end in zip(vectors, ends, strict=True)
+    ]
 
 
 def raise_if_found_inf(received: Iterable[int]) -> None:

@@ -32,7 +32,7 @@ class Accumulator:
         self._bucket = bucket
         self._hints = hints
         self._decay, self.skip = decay, bucket.skip
-        self._finite: bool | None = None  # None: not added yet
+        self._finite: bool | Tensor | None = None  # None: not added yet
         grad = bucket.grad
         if residual.dtype == torch.bfloat16:
             self._wide, self._narrow = (grad if grad.dtype == torch.float32 else grad.float()), residual
@@ -54,7 +54,13 @@ class Accumulator:
 
     @property
     def finite(self) -> bool:
-        """Whether the sum holds neither NaN nor Inf."""
+        """Whether the sum holds neither NaN nor Inf. A host sync on a GPU."""
+        found = self._finite = bool(self._add())
+        return found
+
+    @property
+    def is_finite(self) -> bool | Tensor:
+        """The same; on a GPU as a tensor [], for which nobody waits."""
         return self._add()
 
     def top_k(self, k: int) -> Sparse:
@@ -130,6 +136,17 @@ class Accumulator:
         for part in written:
             kernels.put_(grad, part.index, part.value)
 
+    def keep_if(self, finite: Tensor, kept: Sequence[Sparse], cleared: Tensor | None, errors: Sequence[Sparse]) -> None:
+        """Do what `keep` does to the residual, if `finite` [] on the device; then clear, and add errors. The sum is lost."""
+        after = self._sum if self._sum.dtype == self.residual.dtype else self._sum.to(self.residual.dtype)
+        for part in kept:
+            kernels.put_(after, part.index, part.value)
+        if cleared is not None:
+            kernels.clear_(after, cleared)
+        for part in errors:
+            kernels.scatter_add_(after, part)
+        torch.where(finite, after, self.residual, out=self.residual)
+
     def keep_error(self, error: Tensor) -> None:
         """Make `error` [n], which may lie in the sum's memory, the new residual; the gradient is left to be written."""
         if self.skip is None or error.dtype != self.residual.dtype:
@@ -157,7 +174,7 @@ class Accumulator:
             self._hints[f"{self._bucket.key}/{kind}"] = _WARM * smallest_magnitude(found.value)
         return found
 
-    def _add(self) -> bool:
+    def _add(self) -> bool | Tensor:
         if self._finite is None:
             with phase("accumulate"):
                 if self._decay == 1.0 and self.skip is None:

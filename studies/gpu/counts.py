@@ -1,8 +1,8 @@
 """Launches and host syncs of every recipe and every scheme, counted on a CPU: tests/counts.json, which only ever falls."""
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ RANKS = (1, 4)
 STEPS = 10  # numbers 0 to 8 measure the ratio of AdamW steps, where that is measured, and 9 does not
 COUNTED = 5  # the last ones: whoever takes turns has had all of them
 DENSITY = 0.01  # of schemes that do not say theirs
+IN_TENSORS = ("squares_fit", "finite_each", *(each for each in vars(operations) if each.startswith("accumulate")))
 Pair = list[int]  # launches and syncs
 
 
@@ -42,18 +43,28 @@ def count(text: str) -> dict[str, dict[str, Pair]]:
     """Return for each number of ranks what a settled step of rank 0 takes, and the most that it or a step before it does."""
     muon, method = text.startswith("muon "), text.removeprefix("muon ")
     choice = parse_schemes(method, DENSITY)[0]
-    fits = operations.squares_fit
-
-    @wraps(fits)
-    def as_on_a_gpu(*given: Any) -> Any:  # Any: as the kernel
-        return torch.as_tensor(fits(*given))  # so that whether a step is to be skipped stays on the device
-
-    with (
-        patch.object(operations, "squares_fit", as_on_a_gpu),
-        patch.object(exchanged_steps, "_host_is_ahead", lambda _: True),
-        patch.object(Accumulator, "_hinted", False),
-    ):
+    with as_on_a_gpu():
         return {f"P={P}": LocalWorld(P).run(lambda comm: _of_rank(choice, muon, comm))[0] for P in RANKS}
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Have kernels say in tensors, as those of a GPU do, whether something is finite, and keep no hints for the next selection."""
+    with ExitStack() as stack:
+        for name in IN_TENSORS:
+            stack.enter_context(patch.object(operations, name, _in_tensors(getattr(operations, name))))
+        stack.enter_context(patch.object(Accumulator, "_hinted", False))
+        stack.enter_context(patch.object(exchanged_steps, "_host_is_ahead", lambda _: True))
+        yield
+
+
+def _in_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(kernel)
+    def called(*given: Any, **named: Any) -> Any:  # Any: as the kernel
+        found = kernel(*given, **named)
+        return (found[0], torch.as_tensor(found[1])) if isinstance(found, tuple) else torch.as_tensor(found)
+
+    return called
 
 
 def goal(text: str) -> list[float | None]:

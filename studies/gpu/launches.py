@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsync import wire
+from sparsync.collectives import skipping
 from sparsync.comm.local import LocalComm
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.whole_steps import Arriving
@@ -33,7 +34,8 @@ WAITS |= {"unique_dim", "unique_consecutive"}
 SIZED_BY_DATA = {"select_ge", "accumulate_select_ge", "top_k_nonzero", "accumulate_top_k_nonzero", "coalesce", "split"}
 METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view"}
 TO_HOST = ("tolist", "numpy", "cpu")  # methods that the dispatcher does not show on a CPU
-HOSTS = ((Connection, "any_of"), (Arriving, "read"), (Moments, "count"))  # what the host does with its own memory
+# What the host does with its own memory.
+HOSTS = ((Connection, "any_of"), (Arriving, "read"), (Moments, "count"), (skipping, "_shifts"))
 COLLECTIVES = ("send_recv", "all_gather", "all_to_all", "all_reduce")
 
 
@@ -129,13 +131,13 @@ def _never(_: Any, __: Any) -> bool:
 def _kernel_waits(operation: str, result: Any) -> bool:  # Any: as the kernel returns it
     """Return whether the host waits for the result; not where a kernel may return its number as a tensor, as it does on a GPU."""
     numbers = any(isinstance(each, bool | int | float) for each in _leaves(result, into_objects=False))
-    return operation in SIZED_BY_DATA or (numbers and not (isinstance(result, bool) and _may_be_tensor(operation)))
+    return operation in SIZED_BY_DATA or (numbers and not _may_be_tensor(operation))
 
 
 @cache
 def _may_be_tensor(operation: str) -> bool:
     function = getattr(operations, operation, None)
-    return function is not None and "Tensor" in str(signature(function).return_annotation)
+    return function is not None and "bool | torch.Tensor" in str(signature(function).return_annotation)
 
 
 def _has_elements(found: Any) -> bool:  # Any: arguments

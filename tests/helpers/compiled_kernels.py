@@ -6,7 +6,7 @@ A program of its own, because where Triton's interpreter is on there is no compi
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -17,7 +17,8 @@ from triton.runtime.jit import JITFunction
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cuda
-from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, rows, scatter, steps, values
+from sparsync.kernels.codec_reference import PositionCodec, size_of
+from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, positions, rows, scatter, steps, values
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 from sparsync.selection.exclusive import BlockCyclic
 
@@ -25,7 +26,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 WIDTHS = (8, 4, 3, 1, TERNARY)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 TYPES |= {torch.bool: "i1", torch.float64: "fp64"}
-MODULES = (exact_top_k, many_tensors, passes, rows, scatter, steps, values)
+MODULES = (exact_top_k, many_tensors, passes, positions, rows, scatter, steps, values)
 seen: set[str] = set()
 
 
@@ -91,6 +92,12 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.top_k(x, 5),
         lambda: cuda.top_k_nonzero(x, 5, Span(1, 9)),
         lambda: cuda.coalesce([part, part]),
+        *(lambda codec=codec: cuda.encode_positions(codec, index, n) for codec in get_args(PositionCodec)),
+        *(
+            lambda codec=codec: cuda.decode_positions(codec, packet[: size_of(codec, 40, n)], 40, n)
+            for codec in get_args(PositionCodec)
+        ),
+        lambda: cuda.locate(BlockCyclic(n, 4, 128).rows(1, x.device), index),
         *(lambda dtype=dtype: cuda.digests([x.to(dtype)[1:], x.to(dtype)]) for dtype in (torch.float32, torch.uint8)),
         lambda: cuda.digests([x[:5].bfloat16()]),
         lambda: cuda.top_k_of_rows(x, BlockCyclic(n, 4, 128).rows(1, x.device), 5),

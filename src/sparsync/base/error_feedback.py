@@ -7,7 +7,7 @@ writing the mean, clearing the residual, rollback, state and reports.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ class Update:
     selected: int  # k: how many elements this rank selected
     errors: Sequence[Sparse] = ()  # what rounding dropped; added to the residual after clearing
     details: Mapping[str, Detail] = field(default_factory=dict)
-    # Changes the scheme's shared state; called only when the mean is finite.
+    # Changes the scheme's shared state; called only when the mean is finite, or only a device knows whether it is.
     commit: Callable[[], None] = lambda: None
     replaced: Sequence[Sparse] = ()  # what stays at these positions in place of acc; parts have none in common
     lost: Sparse | None = None  # what this rank's residual loses, for a rollback; None: its share of P * mean
@@ -121,7 +121,7 @@ class ErrorFeedbackScheme(Scheme):
             overflow, union = self._write_dense(update, acc, bucket, comm)
         else:
             overflow, union = self._write_sparse(update, acc, bucket, comm)
-        if not overflow:
+        if isinstance(overflow, Tensor) or not overflow:
             update.commit()
         elif kernels.all_finite(bucket.grad):
             # Only P times the mean is not: a loss scaler must see it all the same.
@@ -159,16 +159,17 @@ class ErrorFeedbackScheme(Scheme):
                 written.write_(bucket.grad, kept)
         return overflow, update.union
 
-    def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool, int]:
+    def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool | Tensor, int]:
         """Do what `_write_dense` does for the mean of some elements."""
         grad, means = bucket.grad, [update.mean] if isinstance(update.mean, Sparse) else update.mean
-        overflow, parts = (
-            bucket.skip is None and not kernels.finite_each(means, comm.size),
-            means,
-        )  # host syncs, as there
+        finite, parts = bucket.skip is not None or kernels.finite_each(means, comm.size), means
         if any(part.value.dtype != grad.dtype for part in means):
             parts = [Sparse(part.index, part.value.to(grad.dtype), part.length) for part in means]
-            overflow = overflow or not kernels.finite_each(parts, 1)
+            finite = finite & kernels.finite_each(parts, 1)
+        if isinstance(finite, Tensor):
+            self._write_on_device(update, finite, means, parts, acc, bucket, comm)
+            return finite.logical_not(), sum(part.index.numel() for part in parts)
+        overflow = not finite
         self._check_found(overflow, acc)
         with phase("apply"):
             if overflow:
@@ -183,11 +184,34 @@ class ErrorFeedbackScheme(Scheme):
                     kernels.clear_(acc.residual, update.cleared)
                 if update.errors:
                     kernels.scatter_add_each_(acc.residual, update.errors)
-                for part, mean in zip(parts, means, strict=True) if parts is not means else ():
-                    add_dropped_(acc.residual, mean.value, part.value, comm, part.index)
+                for each in zip(means, parts, strict=True) if parts is not means else ():
+                    kernels.scatter_add_(acc.residual, _dropped(*each, comm))
                 if update.lost is not None:
                     self._lost[bucket.key] = update.lost
         return overflow, sum(part.index.numel() for part in parts)
+
+    def _write_on_device(
+        self,
+        update: Update,
+        finite: Tensor,
+        means: Sequence[Sparse],
+        parts: Sequence[Sparse],
+        acc: Accumulator,
+        bucket: Bucket,
+        comm: Comm,
+    ) -> None:
+        """Do what `_write_sparse` does where only the device knows whether the mean is finite; NaN stands at all its positions if not."""
+        with phase("apply"):
+            written = _joined(parts)
+            shown = torch.where(finite, written.value, torch.nan)  # a copy: values may lie in the gradient
+            errors = list(update.errors)
+            if parts is not means:
+                errors += [_dropped(*each, comm) for each in zip(means, parts, strict=True)]
+            acc.keep_if(finite, update.replaced, update.cleared, errors)
+            kernels.put_(bucket.grad.zero_(), written.index, shown)
+            if update.lost is not None:
+                lost = torch.where(finite, update.lost.value, 0.0)
+                self._lost[bucket.key] = replace(update.lost, value=lost)
 
     def _check_found(self, overflow: bool, acc: Accumulator) -> None:
         """Raise RuntimeError where the mean hides that this rank's gradient is not finite."""
@@ -332,6 +356,14 @@ def _fits(mean: Tensor, P: int) -> bool:
     return kernels.all_finite(mean.to(torch.promote_types(mean.dtype, torch.float32)) * P)
 
 
+def _joined(parts: Sequence[Sparse]) -> Sparse:
+    """Return `parts`, which have no position in common, as one, whose positions need not ascend."""
+    if len(parts) == 1:
+        return parts[0]
+    index, value = torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts])
+    return Sparse(index, value, parts[0].length)
+
+
 def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:
     """Return the step that sends all of `acc` and leaves nothing; `details` are further ones of its report."""
     mean = comm.all_reduce(acc.values) / exact_divisor(acc.values, comm.size) if comm.size > 1 else acc.values.clone()
@@ -347,16 +379,15 @@ def share_of_rows(residual: Tensor, own: Rows | None, P: int) -> Tensor:
     return unsent
 
 
-def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm, index: Tensor | None = None) -> None:
-    """Add to `residual` [n], for this rank's share of the elements, what the gradient's type has dropped of P times the mean.
+def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm) -> None:
+    """Add to `residual` [n], for this rank's share of the elements, what the gradient's type has dropped of P times the mean [n]."""
+    if written.dtype != mean.dtype:
+        mine = spans(mean.numel(), comm.size)[comm.rank]
+        mine.of(residual).add_(comm.size * (mine.of(mean) - mine.of(written).to(mean.dtype)))
 
-    `index` [K] says where the elements of `mean` and `written` stand; None: everywhere, K = n.
-    """
-    if written.dtype == mean.dtype:
-        return
-    mine = spans(mean.numel(), comm.size)[comm.rank]
-    dropped = comm.size * (mine.of(mean) - mine.of(written).to(mean.dtype))
-    if index is None:
-        mine.of(residual).add_(dropped)
-    else:
-        kernels.scatter_add_(residual, Sparse(mine.of(index), dropped, residual.numel()))
+
+def _dropped(mean: Sparse, written: Sparse, comm: Comm) -> Sparse:
+    """Return the same for the mean of some elements: none where no type changes."""
+    mine = spans(mean.index.numel() if written.value.dtype != mean.value.dtype else 0, comm.size)[comm.rank]
+    value = comm.size * (mine.of(mean.value) - mine.of(written.value).to(mean.value.dtype))
+    return Sparse(mine.of(mean.index), value, mean.length)

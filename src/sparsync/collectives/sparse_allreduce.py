@@ -24,7 +24,7 @@ from sparsync.comm.plan import (
     packet_tally,
     to_owners_exchange,
 )
-from sparsync.core import FOUND_INF, Comm, Detail, Span, Sparse, phase, raise_if_found_inf, spans
+from sparsync.core import Comm, Detail, Span, Sparse, numbers_of, phase, raise_if_found_inf, spans
 from sparsync.kernels import operations as kernels
 
 COUNT_NBYTES = 4  # an int32 for each pair of ranks
@@ -167,7 +167,8 @@ def split_and_reduce_(
     else:
         heads = counts_as_bytes(outgoing, region.device)
         parts = [torch.cat([head, packet]) for head, packet in zip(heads, packets, strict=True)]
-        incoming, received = counts_and_packets(comm.all_to_all(parts))
+        heads, received = heads_and_packets(comm.all_to_all(parts))
+        incoming: list[int] = heads.tolist()  # a host sync: what follows is decoded by it
     with phase("decode"):
         addends = [
             # What an exact codec gives back is not decoded again.
@@ -193,13 +194,15 @@ def counts_as_bytes(counts: Sequence[int], device: torch.device) -> Sequence[Ten
     return torch.tensor(counts, dtype=torch.int32).view(torch.uint8).to(device).split(COUNT_NBYTES)
 
 
-def counts_and_packets(received: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """Return the counts at the heads of what was received, and what follows them. Raises RuntimeError where one is too short for a head."""
-    if any(packet.numel() < COUNT_NBYTES for packet in received):
-        raise RuntimeError(f"a packet begins with {COUNT_NBYTES} bytes, got {[packet.numel() for packet in received]}")
-    # A host sync: what follows is decoded by it.
-    counts: list[int] = torch.cat([packet[:COUNT_NBYTES] for packet in received]).view(torch.int32).tolist()
-    return counts, [packet[COUNT_NBYTES:] for packet in received]
+def heads_and_packets(received: Sequence[Tensor], numbers: int = 1) -> tuple[Tensor, list[Tensor]]:
+    """Return the numbers at the heads of what was received, int32, so many of each rank, and what follows them.
+
+    Raises RuntimeError where a packet is too short for a head.
+    """
+    head = numbers * COUNT_NBYTES
+    if any(packet.numel() < head for packet in received):
+        raise RuntimeError(f"a packet begins with {head} bytes, got {[packet.numel() for packet in received]}")
+    return torch.cat([packet[:head] for packet in received]).view(torch.int32), [packet[head:] for packet in received]
 
 
 def _counts_exchanged(outgoing: Sequence[int], comm: Comm, device: torch.device) -> list[int]:
@@ -342,32 +345,40 @@ class Gathered:
     parts: list[Sparse]  # of each region, by positions in the whole vector
     notes: list[int]  # of each rank
     decoded: Tensor  # this rank's values as all ranks decode them
+    beside: float
 
 
 def gather_survivors(
-    mine: Sparse, note: int | None, regions: Sequence[Span], length: int, comm: Comm, codec: ElementCodec
+    mine: Sparse,
+    note: Tensor,
+    regions: Sequence[Span],
+    length: int,
+    comm: Comm,
+    codec: ElementCodec,
+    beside: Tensor,
 ) -> Gathered:
-    """Gather what survives in each region of a vector of `length`, and a number from each rank, `note`, of up to 31 bits.
+    """Gather what survives in each region of a vector of `length`, and a number from each rank, `note` [1], int32, from 0 on.
 
     `mine` are the survivors of this rank's region, by their positions in it; how many others have is at the head of their packets. A note
-    of None says that this rank met NaN or Inf. Raises NonFiniteError on all ranks where one did.
+    of FOUND_INF says that this rank met NaN or Inf. Raises NonFiniteError on all ranks where one did. The host reads `beside` [1] along.
     Steps: 1
     Bytes sent per rank: P-1 times the packet of its own elements, and 16 (P-1)
     """
     dtype, rank, count = mine.value.dtype, comm.rank, mine.index.numel()
     with phase("encode"):
         packet = codec.encode(mine)
-        head = counts_as_bytes([count, FOUND_INF if note is None else note], packet.device)
-    received = comm.all_gather(torch.cat([*head, packet]))
+        head = counts_as_bytes([count], packet.device)
+    received = comm.all_gather(torch.cat([*head, note.view(torch.uint8), packet]))
     with phase("decode"):
-        held, packets = counts_and_packets(received)
-        notes, packets = counts_and_packets(packets)
+        heads, packets = heads_and_packets(received, 2)
+        numbers, (told,) = numbers_of(heads, beside)  # a host sync: what follows is decoded by it
+        held, notes = numbers[::2], numbers[1::2]
         raise_if_found_inf(notes)
         decoded = mine.value if codec.exact else codec.decode_values(packet, count, mine.length, dtype)
         own = Sparse(mine.index + regions[rank].start, decoded, length)
         sources = enumerate(zip(packets, held, regions, strict=True))
         parts = [own if r == rank else _in_whole(each, k, span, length, dtype, codec) for r, (each, k, span) in sources]
-    return Gathered(parts, notes, decoded)
+    return Gathered(parts, notes, decoded, told)
 
 
 def _in_whole(packet: Tensor, k: int, span: Span, length: int, dtype: torch.dtype, codec: ElementCodec) -> Sparse:
@@ -383,13 +394,18 @@ def k_largest(elements: Sparse, k: int) -> Sparse:
 
 
 def details(
-    mine: Sparse, threshold: float, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
+    mine: Sparse,
+    thresholds: tuple[float, float],
+    held: Sequence[int],
+    wanted: Sequence[int],
+    incoming: Sequence[int],
+    rank: int,
 ) -> dict[str, Detail]:
-    """Return what the report says besides the counts; `threshold` is the smallest magnitude of the sums that survive."""
+    """Return what the report says besides the counts; `thresholds` are the smallest magnitudes in `mine` and of the sums that survive."""
     total = sum(held)
     return {
-        "local_threshold": kernels.smallest_magnitude(mine.value),
-        "global_threshold": threshold,
+        "local_threshold": thresholds[0],
+        "global_threshold": thresholds[1],
         "local_count": mine.index.numel(),
         "global_count": total,
         "received_count": sum(incoming) - incoming[rank],

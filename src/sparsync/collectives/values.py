@@ -25,11 +25,11 @@ from sparsync.comm.plan import (
     to_owners_exchange,
 )
 from sparsync.core import (
-    FOUND_INF,
     Comm,
     Span,
     Sparse,
     exact_divisor,
+    or_found_inf,
     phase,
     raise_if_found_inf,
     spans,
@@ -280,15 +280,15 @@ def quantized_all_reduce_plan(
     return ValuesPlan([to_owners_exchange(to_owners), all_gather_exchange(to_all)], (K, P), decode)
 
 
-def exchange_counts(count: int, finite: bool, comm: Comm, device: torch.device) -> list[int]:
+def exchange_counts(count: int, finite: bool | Tensor, comm: Comm, device: torch.device) -> list[int]:
     """Return how many elements each rank selected. Raises NonFiniteError on all ranks where one is not `finite`.
 
     Steps: 1
     Bytes sent per rank: 8 (P-1)
     """
-    own = torch.tensor([count if finite else FOUND_INF], dtype=torch.int64, device=device)
+    own = or_found_inf(torch.tensor([count], dtype=torch.int64, device=device), finite)
     # A host sync: the sizes of the next buffers depend on it.
-    counts = [int(each) for each in comm.all_gather(own, [1] * comm.size)]
+    counts: list[int] = torch.cat(comm.all_gather(own, [1] * comm.size)).tolist()
     raise_if_found_inf(counts)
     return counts
 

@@ -26,6 +26,11 @@ def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) 
     """Return the packet of the ascending `index` inside [0, span)."""
     nbytes(codec, index.numel(), span)  # for what it refuses
     _check(index, span)
+    return encoded(codec, index, span)
+
+
+def encoded(codec: PositionCodec, index: Int[Tensor, " k"], span: int) -> Packet:
+    """Do the same, without looking at what is encoded."""
     if codec == "packed":
         return pack(index, packed_bits(span))
     if codec == "bitmap":
@@ -50,22 +55,28 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
         raise refused(f"it does not hold {k} positions")
     if packet.numel() != nbytes(codec, k, span):
         raise refused(f"its {packet.numel()} bytes are not what {k} positions take")
-    if codec == "packed":
-        index = unpack(packet, k, packed_bits(span))
-    else:
-        bits = elias_fano_bits(k, span) if codec == "elias_fano" else 0
-        start = -(-k * bits // 8)
-        index = _bits_of(packet[start:]).nonzero().view(-1)
-        if index.numel() != k:
+    if codec != "packed":
+        start = -(-k * elias_fano_bits(k, span) // 8) if codec == "elias_fano" else 0
+        if int(_bits_of(packet[start:]).sum()) != k:
             raise refused(f"it does not hold {k} positions")
-        if codec == "elias_fano":
-            high = index - torch.arange(k, device=packet.device)
-            index = high << bits | unpack(packet[:start], k, bits)
+    index = decoded(codec, packet, k, span)
     if k and int(index.max()) >= span:  # a host sync; a bad position would write outside the span
         raise refused(f"it has positions outside [0, {span - 1}]")
     if not bool((index[1:] > index[:-1]).all()):  # a position twice would be cleared once and added twice
         raise refused(f"its {k} positions do not ascend")
     return index.to(torch.int32)
+
+
+def decoded(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
+    """Return what stands in a packet of the right length, whatever that is; its size does not depend on it."""
+    if codec == "packed":
+        return unpack(packet, k, packed_bits(span))
+    bits = elias_fano_bits(k, span) if codec == "elias_fano" else 0
+    start = -(-k * bits // 8)
+    ones = _bits_of(packet[start:]).cumsum(0, dtype=torch.int32)
+    number = torch.arange(k, dtype=torch.int32, device=packet.device)
+    place = torch.searchsorted(ones, number + 1)  # of each one
+    return place if codec == "bitmap" else place - number << bits | unpack(packet[:start], k, bits)
 
 
 def nbytes(codec: PositionCodec, k: int, span: int) -> int:

@@ -1,9 +1,9 @@
 """The hot loops over whole vectors and over what was selected from them, one signature each.
 
-Arguments are not checked, but that positions lie inside of a vector. `reference` specifies the functions in plain
-torch; results are the same bits on every backend, but for the bits inside a NaN. `dispatch` has the registry of backends. The C++ one takes
-float32 in this machine's memory, and gradients in bfloat16 and float16 too; so does the Triton one on a GPU. The reference does whatever
-these do not take.
+Arguments are not checked, but that positions lie inside of a vector; on a GPU, where the host would have to wait for that, elements at
+other positions are left out. `reference` specifies the functions in plain torch; results are the same bits on every backend, but for the
+bits inside a NaN. `dispatch` has the registry of backends. The C++ one takes float32 in this machine's memory, and gradients in bfloat16
+and float16 too; so does the Triton one on a GPU. The reference does whatever these do not take.
 
 All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64.
 """
@@ -22,28 +22,31 @@ Vector = Float[Tensor, " n"]
 Positions = Int[Tensor, " k"]
 
 
-def accumulate(residual: Vector, grad: Vector, out: Vector) -> bool:
-    """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere."""
+def accumulate(residual: Vector, grad: Vector, out: Vector) -> bool | Tensor:
+    """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere.
+
+    On a GPU that is a tensor [], for which nobody waits; likewise in the functions below.
+    """
     return run("accumulate", residual, grad, out)
 
 
 def accumulate_top_k(
     residual: Vector, grad: Vector, k: int, out: Vector, bound: float | None = None
-) -> tuple[Sparse, bool]:
+) -> tuple[Sparse, bool | Tensor]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k` and whether it is finite everywhere."""
     return run("accumulate_top_k", residual, grad, k, out, bound)
 
 
 def accumulate_top_k_nonzero(
     residual: Vector, grad: Vector, k: int, out: Vector, skip: Span | None = None, bound: float | None = None
-) -> tuple[Sparse, bool]:
+) -> tuple[Sparse, bool | Tensor]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k_nonzero` and whether it is finite everywhere."""
     return run("accumulate_top_k_nonzero", residual, grad, k, out, skip, bound)
 
 
 def accumulate_select_ge(
     residual: Vector, grad: Vector, threshold: float, out: Vector, span: Span
-) -> tuple[Sparse, bool]:
+) -> tuple[Sparse, bool | Tensor]:
     """Write residual + grad to `out`, which may be `residual`; return its `select_ge` inside `span` and whether it is finite everywhere.
 
     Positions are those in the whole vector.
@@ -58,7 +61,7 @@ def accumulate_top_k_of_rows(
     counts: Sequence[int],
     out: Vector,
     bounds: Sequence[float | None],
-) -> tuple[list[Sparse], bool]:
+) -> tuple[list[Sparse], bool | Tensor]:
     """Write residual + grad to `out`, which may be either, and return `top_k_of_rows` of each region and whether it is finite everywhere.
 
     `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
@@ -76,14 +79,13 @@ def all_finite(x: Vector) -> bool:
     return run("all_finite", x)
 
 
-def finite_each(parts: Sequence[Sparse], times: int) -> bool:
-    """Return whether all values of `parts` are finite, and `times` them too, in float32 at least."""
+def finite_each(parts: Sequence[Sparse], times: int) -> bool | Tensor:
+    """Return whether `times` all values of `parts`, and so these, are finite, in float32 at least; on a GPU a tensor []."""
     found = fused("finite_each", parts, times)
     if found is not NotImplemented:
         return found
-    values = [part.value for part in parts]
-    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) * times for each in values]
-    return all(map(all_finite, [*values, *wide]))
+    values = [part.value.to(torch.promote_types(part.value.dtype, torch.float32)) for part in parts]
+    return all(all_finite(each * times) for each in values)
 
 
 def select_ge(x: Vector, threshold: float) -> Sparse:

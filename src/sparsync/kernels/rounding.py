@@ -13,7 +13,7 @@ def rounded(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
     if not x.numel() or largest >= torch.finfo(x.dtype).max:
         return x.to(dtype)
     low, high = torch.aminmax(x)
-    if bool((low >= -largest) & (high <= largest)):  # a host sync on CUDA
+    if not x.is_cuda and bool((low >= -largest) & (high <= largest)):
         return x.to(dtype)
     return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
 
@@ -26,9 +26,10 @@ def lacking(
     if isinstance(times, int) and times == 1:
         return x - received
     error = x - times * received
-    if all_finite(error):  # a host sync on CUDA
+    if not x.is_cuda and all_finite(error):
         return error
-    return (x.double() - times * received.double()).to(x.dtype)
+    wide = (x.double() - times * received.double()).to(x.dtype)
+    return torch.where(error.isfinite(), error, wide) if x.is_cuda else wide
 
 
 def add_rounded_(x: Float[Tensor, " n"], addend: Float[Tensor, " n"], dropped: Float[Tensor, " n"] | None) -> None:

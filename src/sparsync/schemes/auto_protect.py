@@ -133,10 +133,11 @@ class Disagreement:
 
     def observe(self, layout: Sequence[ParameterSpan], mean_square: Tensor, mean: Tensor) -> None:
         """Add one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for parameter i, `mean` [n] the mean gradient."""
-        for entry, square in zip(layout, mean_square.tolist(), strict=True):
-            lost = max(0.0, square - float(entry.span.of(mean).double().square().sum()))
-            count = max(1, len(entry.span))
-            self.variance[entry.name] = self.variance.get(entry.name, 0.0) + lost / count
+        # A host sync: what is protected follows from it.
+        lost: list[float] = (mean_square - square_norms(layout, mean)).tolist()
+        for entry, each in zip(layout, lost, strict=True):
+            gained = max(0.0, each) / max(1, len(entry.span))  # NaN is not above 0
+            self.variance[entry.name] = self.variance.get(entry.name, 0.0) + gained
             self.elements[entry.name] = len(entry.span)
             self.steps[entry.name] = self.steps.get(entry.name, 0) + 1
 
@@ -153,4 +154,7 @@ class Disagreement:
 
 def square_norms(layout: Sequence[ParameterSpan], grad: Tensor) -> Tensor:
     """Return |g|^2 of each parameter, float64 [parameters]."""
-    return torch.stack([entry.span.of(grad).double().square().sum() for entry in layout])
+    squares = grad.to(torch.float64, copy=True).square_()
+    # A sum of magnitudes: torch has no sum of many tensors in one launch.
+    parts = [entry.span.of(squares) for entry in layout]
+    return torch.stack(torch._foreach_norm(parts, 1))  # pyright: ignore[reportPrivateImportUsage]

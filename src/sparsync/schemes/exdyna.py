@@ -16,8 +16,8 @@ import torch
 
 from sparsync.base.error_feedback import ByBucket
 from sparsync.comm.plan import Given
-from sparsync.core import FOUND_INF, Bucket, Comm, Span, phase, spans
-from sparsync.feedback import Accumulator, smallest_magnitude
+from sparsync.core import Bucket, Comm, Span, numbers_of, or_found_inf, phase, raise_if_found_inf, spans
+from sparsync.feedback import Accumulator
 from sparsync.schemes.micro import (
     EqualSpans,
     MiCRO,
@@ -35,11 +35,13 @@ from sparsync.schemes.micro import (
 from sparsync.selection.exclusive import Contiguous, budget, by_rank, rotation
 from sparsync.selection.shares import (
     Profile,
+    before_blocks,
     block_starts,
     equal_shares,
-    level_of,
+    levels_of,
     profile_memory,
     relative_magnitudes,
+    smallest_of,
 )
 
 BLOCKS = 1024  # ExDyna's
@@ -119,23 +121,25 @@ class EqualCountSelection:
             mine = examine(Contiguous(cut), allowed, comm.rank, t, acc.residual.device)
             counts = equal_shares(mine.free, allowed.open_count, t // P)
         (own,) = largest_of(acc, [mine], [counts[comm.rank]])
-        smallest = smallest_magnitude(own.value)
-        level = level_of(smallest) if acc.finite else FOUND_INF
-        headers, places = gather_positions([level], own.index, counts, mine.lengths, comm)
+        smallest = smallest_of(own.value)
+        level = or_found_inf(levels_of(smallest), acc.is_finite)
+        heads, places = gather_positions(level, own.index, counts, mine.lengths, comm)
         # In the order of the partitions, in which they ascend.
         ranks = [rotation(p, -t, P) for p in range(P)]
         with phase("decode"):
             found = torch.cat([places[rank] + span.start for rank, span in zip(ranks, cut, strict=True)])
+            # A host sync: boundaries follow from it.
+            levels, before, (threshold,) = numbers_of(heads, before_blocks(found, n), smallest)
+        raise_if_found_inf(levels)
 
         def commit() -> None:
-            weights = relative_magnitudes([headers[rank][0] for rank in ranks])
-            memory = profile_memory(allowed.count, P)
-            profile.observe(found, [counts[rank] for rank in ranks], weights, n, memory)
+            weights = relative_magnitudes([levels[rank] for rank in ranks])
+            profile.observe(before, [counts[rank] for rank in ranks], weights, profile_memory(allowed.count, P))
 
         return Selection(
             [mine.known, found],
             counts,
-            smallest,
+            threshold,
             known=mine.known.numel(),
             details=partition_lengths(cut),
             commit=commit,

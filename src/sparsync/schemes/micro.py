@@ -39,7 +39,6 @@ from sparsync.comm.plan import (
     planned,
 )
 from sparsync.core import (
-    FOUND_INF,
     Bucket,
     Comm,
     Detail,
@@ -50,14 +49,16 @@ from sparsync.core import (
     check_density,
     check_one_of,
     count_for,
+    numbers_of,
+    or_found_inf,
     phase,
     raise_if_found_inf,
     spans,
 )
-from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
+from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.selection.exclusive import BlockCyclic, Budget, Partition, budget, by_rank, rotation
-from sparsync.selection.shares import equal_shares, quotas, sketch
+from sparsync.selection.shares import equal_shares, quotas, sketch, smallest_of
 from sparsync.wire import (
     ValueCodec,
     Values,
@@ -258,7 +259,7 @@ class ThresholdSelection:
         index = acc.above(threshold, mine).index  # [k_r]
         if len(mine) and not index.numel():
             index = index.new_tensor([mine.start + t % len(mine)])
-        counts = exchange_counts(index.numel(), acc.finite, comm, index.device)
+        counts = exchange_counts(index.numel(), acc.is_finite, comm, index.device)
         union = all_gather_padded(index.long() if self.bug_compatible else index, counts, comm)
 
         def commit() -> None:
@@ -344,16 +345,20 @@ class QuotaSelection:
             sampled = [min(point // stride, later.rows.length) for point in points[rank]]
         own, upper = largest_of(acc, [mine, later], [counts[rank], max(sampled)])
         with phase("select"):
-            levels = sketch(upper.value, sampled) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
-        headers, places = gather_positions(levels, own.index, counts, mine.lengths, comm)
+            levels = or_found_inf(sketch(upper.value, sampled), acc.is_finite)
+        heads, places = gather_positions(levels, own.index, counts, mine.lengths, comm)
         with phase("decode"):
             positions = map(partition.positions, by_rank(range(P), t), places)
             positions = [mine.known, *positions]
+            # A host sync: all ranks need the levels.
+            received, (threshold,) = numbers_of(heads, smallest_of(own.value))
+        raise_if_found_inf(received)
 
         def commit() -> None:
-            last.levels, last.points = headers, points
+            m = len(SAMPLE_POINTS)
+            last.levels, last.points = [received[m * r : m * (r + 1)] for r in range(P)], points
 
-        return Selection(positions, counts, smallest_magnitude(own.value), known=mine.known.numel(), commit=commit)
+        return Selection(positions, counts, threshold, known=mine.known.numel(), commit=commit)
 
     def _budget(self, layout: Sequence[ParameterSpan], step: int) -> Budget:
         return budget(self.density, layout, self.dense, self.refresh, step)
@@ -391,26 +396,22 @@ def sample_points(free: Sequence[int], total: int, stride: int) -> list[list[int
 
 
 def gather_positions(
-    levels: Sequence[int], index: Tensor, counts: Sequence[int], lengths: Sequence[int], comm: Comm
-) -> tuple[list[list[int]], list[Tensor]]:
-    """Return the levels and the positions of every rank, both in rank order.
+    levels: Tensor, index: Tensor, counts: Sequence[int], lengths: Sequence[int], comm: Comm
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the levels, int16, and the positions of every rank, both in rank order, on the device.
 
     Rank r sends as many levels as this one, of which FOUND_INF says that it holds NaN or Inf, and `counts[r]` ascending positions inside
-    [0, lengths[r]). Raises NonFiniteError on all ranks where one sent FOUND_INF.
+    [0, lengths[r]).
     Steps: 1
     Bytes sent per rank: (P-1) (2 bytes a level, and the packet of its positions)
     """
-    head, rank = LEVEL_NBYTES * len(levels), comm.rank
+    head, rank = LEVEL_NBYTES * levels.numel(), comm.rank
     with phase("encode"):
-        header = torch.tensor(levels, dtype=torch.int16).view(torch.uint8).to(index.device)
-        packet = torch.cat([header, encode_fixed_length(index, lengths[rank])])
+        packet = torch.cat([levels.to(torch.int16).view(torch.uint8), encode_fixed_length(index, lengths[rank])])
     packets = comm.all_gather(packet, [head + size for size in map(fixed_length_nbytes, counts, lengths)])
     with phase("decode"):
-        # A host sync: all ranks need the levels.
-        headers: list[list[int]] = torch.stack([each[:head] for each in packets]).view(torch.int16).tolist()
-        raise_if_found_inf(each[0] for each in headers)
         others = zip(packets, counts, lengths, strict=True)
-        return headers, [
+        return torch.cat([each[:head] for each in packets]).view(torch.int16), [
             index if source == rank else decode_fixed_length(each[head:], count, length)
             for source, (each, count, length) in enumerate(others)
         ]

@@ -45,20 +45,23 @@ from sparsync.core import (
     check_one_of,
     count_for,
     exact_divisor,
+    or_found_inf,
     phase,
     spans,
 )
-from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
+from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.schemes import oktopk_published
 from sparsync.selection.shares import (
     Profile,
+    before_blocks,
     equal_shares,
-    level_of,
+    levels_of,
     magnitude_of,
     profile_memory,
     relative_magnitudes,
+    smallest_of,
 )
 from sparsync.wire import Elements, Raw, Values, check_values
 
@@ -206,33 +209,36 @@ class OkTopk(ErrorFeedbackScheme):
             assert reduced.before is not None
             kernels.put_(region, reduced.before.index, reduced.before.value)
             # NaN and Inf are the largest.
-            finite = acc.finite and kernels.all_finite(sums.value)
-            level = level_of(smallest_magnitude(sums.value), _LEVEL_BITS) if finite else None
+            finite = acc.is_finite & sums.value.isfinite().all()
+            note = or_found_inf(levels_of(smallest_of(sums.value), _LEVEL_BITS), finite)
         share = replace(sums, value=sums.value / exact_divisor(sums.value, P))
-        gathered = sparse_allreduce.gather_survivors(share, level, regions, n, comm, codec)
+        least = smallest_of(mine.value)
+        gathered = sparse_allreduce.gather_survivors(share, note, regions, n, comm, codec, least)
         parts, levels = gathered.parts, gathered.notes
         held = [part.index.numel() for part in parts]
         # Where all non-zero sums of a region survive, the others are zero, which is what is written.
         whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
         mean = Sparse(torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts]), n)
         at = _survived(mine, mean, reduced.outgoing, whole)
-        cleared = [mine.index[at], parts[rank].index if not whole[rank] else _positions(own, mine.index)]
-        errors = [] if reduced.error is None else [Sparse(cleared[0], reduced.error[at], n)]
-        if not codec.exact:
-            errors.append(Sparse(parts[rank].index, lacking(sums.value, gathered.decoded, P), n))
+        left = torch.where(at, 0.0 if reduced.error is None else reduced.error, mine.value)
+        cleared = _positions(own, mine.index) if whole[rank] else parts[rank].index
+        errors = [] if codec.exact else [Sparse(parts[rank].index, lacking(sums.value, gathered.decoded, P), n)]
 
         def commit() -> None:
             control.t += 1
             if k == n or k < P:  # regions of equal width are the balanced ones, or hold an element in turns
                 return
             weights = relative_magnitudes([level >> (_LEVEL_BITS - 15) for level in levels])
-            profile.observe(mean.index, held, weights, n, profile_memory(k, P))
+            # A host sync: regions follow from it.
+            profile.observe(before_blocks(mean.index, n).tolist(), held, weights, profile_memory(k, P))
             cut = profile.cut(n, P, least=2 * -(-k // P))
             control.boundaries = [span.start for span in cut[1:]]
 
         smallest = min((level for level, count in zip(levels, held, strict=True) if count), default=0)
-        found = details(mine, magnitude_of(smallest, _LEVEL_BITS), held, held, reduced.incoming, rank)
-        return Update(mean, torch.cat(cleared), mine.index.numel() + held[rank], errors, found, commit=commit)
+        thresholds = gathered.beside, magnitude_of(smallest, _LEVEL_BITS)
+        found = details(mine, thresholds, held, held, reduced.incoming, rank)
+        kept = [replace(mine, value=left)]
+        return Update(mean, cleared, mine.index.numel() + held[rank], errors, found, commit, replaced=kept)
 
 
 def _survived(mine: Sparse, mean: Sparse, outgoing: Sequence[int], whole: Sequence[bool]) -> Tensor:

@@ -62,7 +62,8 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     # Sums that did not survive are zero then, which is what is written.
     if evaluate and (sum(held) < k or k == n):
         cleared = mine.index
-    found = details(mine, smallest_magnitude(survivors.value), held, wanted, reduced.incoming, rank)
+    thresholds = smallest_magnitude(mine.value), smallest_magnitude(survivors.value)
+    found = details(mine, thresholds, held, wanted, reduced.incoming, rank)
     found |= {"global_count": survivors.index.numel(), "evaluated": evaluate}
     if scales:
         threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)

@@ -21,7 +21,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsync.core import Span, spans
-from sparsync.kernels import operations as kernels
 
 _FLOAT32 = struct.Struct("<f")
 _WORD = struct.Struct("<i")
@@ -40,9 +39,14 @@ _MEMORY_STEPS = 8
 _MEMORY_COUNT = 32
 
 
-def level_of(magnitude: float, bits: int = 15) -> int:
-    """Return the upper `bits` of a magnitude as a float32 without its sign; what exceeds float32 counts as its largest."""
-    return _WORD.unpack(_FLOAT32.pack(min(_LARGEST, magnitude)))[0] >> (_FLOAT32_BITS - bits)
+def levels_of(magnitude: Float[Tensor, " m"], bits: int = 15) -> Int[Tensor, " m"]:
+    """Return the upper `bits` of magnitudes as float32 without sign; what exceeds float32 counts as its largest."""
+    return magnitude.clamp(max=_LARGEST).to(torch.float32).view(torch.int32) >> (_FLOAT32_BITS - bits)
+
+
+def smallest_of(value: Float[Tensor, " k"]) -> Float[Tensor, " 1"]:
+    """Return the smallest magnitude, on the device; 0 where there are no elements."""
+    return value.abs().amin(0, keepdim=True) if value.numel() else value.new_zeros(1)
 
 
 def magnitude_of(level: int, bits: int = 15) -> float:
@@ -57,18 +61,15 @@ def relative_magnitudes(levels: Sequence[int]) -> list[int]:
     return [int(magnitude / largest * 65536) for magnitude in magnitudes] if largest > 0 else [1] * len(levels)
 
 
-def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) -> list[int]:
+def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) -> Int[Tensor, " points"]:
     """Return the level that `counts[j]` elements of a partition reach or exceed, for each of the ascending counts; 0 for a count of 0.
 
     `largest` holds the largest elements of the partition, in any order: max(counts) of them, or all that are not zero.
     """
-    levels: list[int] = []
-    for count in reversed(counts):  # each is among those of the next larger count
-        if 0 < count < largest.numel():
-            largest = kernels.top_k(largest, count).value
-        # A host sync: it is sent as a number.
-        levels.append(level_of(kernels.smallest_magnitude(largest), bits) if 0 < count <= largest.numel() else 0)
-    return levels[::-1]
+    magnitudes = torch.cat([largest.abs().sort(descending=True).values, largest.new_zeros(1)])
+    m = largest.numel()
+    reached = [magnitudes[count - 1 if 0 < count <= m else m] for count in counts]
+    return levels_of(torch.stack(reached), bits)
 
 
 def quotas(
@@ -180,16 +181,12 @@ class Profile:
             )
         return [Span(start, stop) for start, stop in pairwise(_spread([*cuts, n], min(least, n // P)))]
 
-    def observe(
-        self, index: Int[Tensor, " K"], counts: Sequence[int], weights: Sequence[int], n: int, memory: int
-    ) -> None:
-        """Add a step: `index` holds ascending positions, the `counts[p]` of partition p of mass `weights[p]` each.
+    def observe(self, before: Sequence[int], counts: Sequence[int], weights: Sequence[int], memory: int) -> None:
+        """Add a step of elements of which so many stand `before_blocks`: the `counts[p]` of partition p, of mass `weights[p]` each.
 
         A step `memory` steps back counts 1/e.
         """
-        blocks = max(1, min(BLOCKS, n // _LEAST_BLOCK))
-        # A host sync: boundaries follow from it.
-        before: list[int] = torch.searchsorted(index, _edges_on(n, blocks, index.device)).tolist()
+        blocks = len(before) - 1
         total = sum(map(int.__mul__, counts, weights))
         if total == 0:
             return
@@ -198,6 +195,12 @@ class Profile:
         rate = min(self.steps, memory)
         old = self.mass if len(self.mass) == blocks else share
         self.mass = [was + (now - was) // rate for was, now in zip(old, share, strict=True)]
+
+
+def before_blocks(index: Int[Tensor, " K"], n: int) -> Int[Tensor, " edges"]:
+    """Return how many of the ascending positions stand before each block of a profile of n elements, and before their end."""
+    blocks = max(1, min(BLOCKS, n // _LEAST_BLOCK))
+    return torch.searchsorted(index, _edges_on(n, blocks, index.device), out_int32=True)
 
 
 def profile_memory(count: int, P: int) -> int:

@@ -1,8 +1,7 @@
 """The kernels for CUDA, in Triton: the reference's results, bit for bit. `sparsync.kernels.dispatch` asks for what is named here.
 
 What is not here is done by torch's own operations: `move_put_` is a copy and a fill, which together move no more bytes than one kernel
-would; `isin`, `split` and `merge` are searches and a sort of the few elements selected, without atomic additions; `locate` and the
-codecs of positions work on the few elements selected, too.
+would; `isin`, `split` and `merge` are searches and a sort of the few elements selected, without atomic additions.
 Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
 """
 
@@ -18,7 +17,8 @@ from sparsync.kernels.cuda.exact_top_k import (
     top_k_of_rows,
 )
 from sparsync.kernels.cuda.many_tensors import digests, write_own_
-from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
+from sparsync.kernels.cuda.passes import accumulate, accumulate_select_ge, all_finite, finite_each, select_ge
+from sparsync.kernels.cuda.positions import decode_positions, encode_positions, locate
 from sparsync.kernels.cuda.rows import divide_rows_
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.steps import apply_steps_, encode_steps_, make_steps_, move_steps_, sketch, squares_fit

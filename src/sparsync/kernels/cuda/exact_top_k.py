@@ -35,15 +35,14 @@ from sparsync.kernels.cuda.launch import (
     takes,
     takes_all,
 )
-from sparsync.kernels.cuda.passes import added
-from sparsync.kernels.cuda.rows import check
+from sparsync.kernels.cuda.passes import added, none
 
 SAMPLE = 8192  # elements of a region that are looked at to guess where its k-th largest lies
 ROUNDS = 3
 SEARCH = {"CHUNK": 4096, "num_warps": 8}  # how the counts of a window are searched, by one program for each region
 BINS: tl.constexpr = tl.constexpr(65536)  # parts of a window: 2^31 keys take two rounds
 LARGEST: tl.constexpr = tl.constexpr(0x7F800000)  # the rank key of infinity and NaN
-ROW: tl.constexpr = tl.constexpr(10)  # numbers that describe a region: see `_described`
+ROW: tl.constexpr = tl.constexpr(11)  # numbers that describe a region: see `_described`
 STATE: tl.constexpr = tl.constexpr(
     3
 )  # of its window: the lowest key, how many keys, and how many elements are above its only key
@@ -68,20 +67,19 @@ def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | No
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k(residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None) -> Any:
-    """Do as the reference's. A host sync: whether all is finite is a number on the host."""
     bad = torch.zeros(1, dtype=torch.int32, device=out.device)
     found = _largest(residual, k, NOWHERE, grad, out, bad)
-    return found if found is NotImplemented else (found, not int(bad))
+    return found if found is NotImplemented else (found, none(bad))
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k_nonzero(
     residual: Tensor, grad: Tensor, k: int, out: Tensor, skip: Span | None = None, bound: float | None = None
 ) -> Any:
-    """Do as the reference's. Two host syncs: as `accumulate_top_k` and `top_k_nonzero`."""
+    """Do as the reference's. A host sync: as `top_k_nonzero`."""
     skip, bad = skip or NOWHERE, torch.zeros(1, dtype=torch.int32, device=out.device)
     found = _nonzero(_largest(residual, min(k, out.numel() - len(skip)), skip, grad, out, bad))
-    return found, not int(bad)
+    return found, none(bad)
 
 
 def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Any:
@@ -90,7 +88,7 @@ def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> 
 
 
 def top_k_of_each(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> Any:
-    """Return the `top_k_of_rows` of each region. Raises IndexError for rows outside of `x`; a host sync where rows are new."""
+    """Return the `top_k_of_rows` of each region, of which elements outside of `x` count as zero."""
     return _of_each(x, regions, counts) if _taken(x, regions, counts) else NotImplemented
 
 
@@ -105,7 +103,7 @@ def accumulate_top_k_of_rows(
     bad = added(residual, grad, out) if _taken(out, regions, counts) else NotImplemented
     if bad is NotImplemented:
         return NotImplemented
-    return _of_each(out, regions, counts), not int(bad)  # a host sync: what is sent depends on it
+    return _of_each(out, regions, counts), none(bad)
 
 
 def _taken(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> bool:
@@ -116,7 +114,8 @@ def _taken(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> bool:
 
 def _of_each(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> list[Sparse]:
     with torch.cuda.device_of(x):
-        check(x, regions)
+        if any(each.starts.numel() * each.row < each.length for each in regions):
+            raise IndexError(f"rows must begin somewhere, got fewer starts than rows in {regions}")
         starts = [each.starts.to(torch.int32).contiguous() for each in regions]  # kept until all is launched
         about = [
             (first.data_ptr(), rows.row, rows.length, k, NOWHERE)
@@ -141,10 +140,10 @@ def _nonzero(found: Sparse) -> Sparse:
     return Sparse(found.index[kept], found.value[kept], found.length)
 
 
-def _described(regions: Sequence[_Region]) -> list[int]:
+def _described(regions: Sequence[_Region], n: int) -> list[int]:
     """Return the numbers of `ROW`: those of each region, with its first place in the output before what is skipped, and of its sample.
 
-    Of that the stride, and the places of the lowest and the highest key of the first window, counted from the largest.
+    Of that the stride, and the places of the lowest and the highest key of the first window, counted from the largest. Then n.
     """
     rows: list[int] = []
     offset = 0
@@ -153,7 +152,7 @@ def _described(regions: Sequence[_Region]) -> list[int]:
         expected = k / stride
         margin = MARGIN * math.sqrt(expected) + 1
         rows += [starts, row, length, k, offset, skip.start, skip.stop, stride]
-        rows += [int(expected + margin), max(0, int(expected - margin))]
+        rows += [int(expected + margin), max(0, int(expected - margin)), n]
         offset += k
     return rows
 
@@ -173,7 +172,7 @@ def _chosen(
     wanted = [each for each, k in zip(regions, counts, strict=True) if k]
     if wanted:
         number, blocks = len(wanted), max(triton.cdiv(length, BLOCK) for _, _, length, _, _ in wanted)
-        about = table(_described(wanted), torch.int64, device)
+        about = table(_described(wanted, x.numel()), torch.int64, device)
         state = torch.empty((number, STATE.value), dtype=torch.int32, device=device)
         bins = torch.empty((number, BINS.value + 1), dtype=torch.int32, device=device)
         tally = torch.empty((2, number, blocks), dtype=torch.int32, device=device)
@@ -200,6 +199,7 @@ def _read(x, about, place, inside, ROWS: tl.constexpr):
         number = place // row
         starts = tl.load(about).to(tl.pointer_type(tl.int32))
         at = tl.load(starts + number, mask=inside, other=0) + place - number * row
+        inside &= (at >= 0) & (at < tl.load(about + 10))
     return tl.load(x + at, mask=inside, other=0.0)
 
 

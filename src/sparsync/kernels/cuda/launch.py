@@ -25,6 +25,7 @@ INFINITY, ANY = 0x7F800000, 0x7FFFFFFF  # magnitudes as the bits of a float32; a
 FLOAT32 = frozenset({torch.float32})
 GRADIENT = frozenset({torch.float32, torch.bfloat16, torch.float16})
 POSITIONS = frozenset({torch.int32, torch.int64})
+BYTES = frozenset({torch.uint8})
 
 
 class _Devices:

@@ -7,6 +7,7 @@ second, small kernel copies them to where they belong. So a pass reads and write
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.core import Sparse
+from sparsync.core import Span, Sparse
 from sparsync.kernels.cuda.launch import (
     ANY,
     BLOCK,
@@ -23,6 +24,7 @@ from sparsync.kernels.cuda.launch import (
     GRADIENT,
     INFINITY,
     PASS,
+    POSITIONS,
     bits_of,
     lanes,
     loaded,
@@ -57,9 +59,22 @@ class Pool:
 
 
 def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> Any:
-    """Write residual + grad to `out` [n], and return whether it is finite everywhere. One host sync."""
     bad = added(residual, grad, out)
-    return bad if bad is NotImplemented else not int(bad)  # a host sync: what is sent depends on it
+    return bad if bad is NotImplemented else none(bad)
+
+
+def none(bad: Tensor) -> Tensor:
+    """Return whether nothing was noted in `bad` [1]: a tensor []."""
+    return (bad == 0)[0]
+
+
+@takes(POSITIONS, GRADIENT)
+def finite_each(parts: Sequence[Sparse], times: int) -> Any:
+    values = torch.cat([part.value for part in parts]).float() * times
+    bad = torch.zeros(1, dtype=torch.int32, device=values.device)
+    if values.numel():
+        _add_kernel[programs(values.numel())](values, values, values, bad, values.numel(), ADD=False, **PASS)
+    return none(bad)
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
@@ -95,6 +110,13 @@ def select_ge(x: Tensor, threshold: float) -> Sparse:
     if total > pool.capacity:
         index, value = _in_order(_collected(x, low, high, total))
     return Sparse(index[:total], value[:total], n)
+
+
+@takes(FLOAT32, GRADIENT, FLOAT32)
+def accumulate_select_ge(residual: Tensor, grad: Tensor, threshold: float, out: Tensor, span: Span) -> Any:
+    bad = added(residual, grad, out)
+    found = select_ge(span.of(out), threshold)
+    return Sparse(found.index + span.start, found.value, out.numel()), none(bad)
 
 
 def _collected(x: Tensor, low: int, high: int, capacity: int) -> Pool:

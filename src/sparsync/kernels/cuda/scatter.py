@@ -1,7 +1,7 @@
 """Reading and writing at positions, and adding up sparse vectors: deterministic, and nothing outside is ever touched.
 
 torch's own operations on a GPU would add with atomics, in any order and with denormal numbers as zero, and end the process at a position
-outside. One host sync each, because only the device knows whether all positions are inside.
+outside. Nobody waits: the host does not learn of such a position.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
@@ -16,41 +16,38 @@ from torch import Tensor
 
 from sparsync.core import Sparse
 from sparsync.kernels.cuda.launch import FLOAT32, GRADIENT, POSITIONS, programs, takes
-from sparsync.kernels.reference import outside
 
 LANES = 1024
 
 
 @takes(GRADIENT, POSITIONS)
 def clear_(x: Tensor, index: Tensor) -> None:
-    """Set `x` [n] to zero at the positions `index` [k]; IndexError, with nothing written, where one is outside."""
+    """Set `x` [n] to zero at the positions `index` [k] that are inside."""
     _write(x, index, None)
 
 
 @takes(GRADIENT, POSITIONS, GRADIENT)
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
-    """Set `x` [n] to `value` [k] at the positions `index` [k], as the reference; IndexError, with nothing done, where one is outside."""
+    """Set `x` [n] to `value` [k] at the positions `index` [k] that are inside."""
     _write(x, index, value.to(x.dtype))
 
 
 @takes(GRADIENT, POSITIONS, GRADIENT)
 def scatter_add_(out: Tensor, part: Sparse) -> None:
-    """Add the elements of `part`, at distinct positions, to `out` [n]; IndexError, with nothing written, where one is outside."""
+    """Add the elements of `part`, at distinct positions, to `out` [n], where they are inside."""
     if out.dtype == torch.float32:
         _write(out, part.index, part.value.to(out.dtype), add=True)
-    else:  # torch rounds the sum; one more host sync
+    else:  # torch rounds the sum
         _write(out, part.index, gather(out, part.index) + part.value.to(out.dtype))
 
 
 @takes(GRADIENT, POSITIONS)
 def gather(x: Tensor, index: Tensor) -> Tensor:
-    """Return the elements of `x` [n] at the positions `index` [k]; IndexError where one is outside."""
-    k, n = index.numel(), x.numel()
+    """Return the elements of `x` [n] at the positions `index` [k]; 0 outside."""
+    k = index.numel()
     value = torch.empty(k, dtype=x.dtype, device=x.device)
-    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
     if k:
-        _gather_kernel[programs(k, LANES)](x, index, value, bad, k, n, LANES=LANES)
-        _refuse(bad, index, x)
+        _gather_kernel[programs(k, LANES)](x, index, value, k, x.numel(), LANES=LANES)
     return value
 
 
@@ -72,53 +69,36 @@ def coalesce(parts: Sequence[Sparse]) -> Sparse:
 
 
 def _write(x: Tensor, index: Tensor, value: Tensor | None, add: bool = False) -> None:
-    k, n = index.numel(), x.numel()
-    if k == 0:
-        return
-    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
-    _check_kernel[programs(k, LANES)](index, bad, k, n, LANES=LANES)
-    _write_kernel[programs(k, LANES)](
-        x, index, x if value is None else value, bad, k, CLEAR=value is None, ADD=add, LANES=LANES
-    )
-    _refuse(bad, index, x)
-
-
-def _refuse(bad: Tensor, index: Tensor, x: Tensor) -> None:
-    if int(bad):  # a host sync: the caller must know
-        raise IndexError(outside(index, x.numel()))
+    k = index.numel()
+    if k:
+        given = x if value is None else value
+        _write_kernel[programs(k, LANES)](x, index, given, k, x.numel(), CLEAR=value is None, ADD=add, LANES=LANES)
 
 
 @triton.jit
-def _check_kernel(index, bad, k, n, LANES: tl.constexpr):
+def _places(index, k, n, LANES: tl.constexpr):
+    """Return the lanes of this program, the position of each, and whether it is inside."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    place = tl.load(index + lane, mask=lane < k, other=0)
-    if tl.max(((lane < k) & ((place < 0) | (place >= n))).to(tl.int32)) > 0:
-        tl.atomic_max(bad, 1, sem="relaxed")
+    place = tl.load(index + lane, mask=lane < k, other=-1).to(tl.int64)
+    return lane, place, (place >= 0) & (place < n)
 
 
 @triton.jit
-def _write_kernel(x, index, value, bad, k, CLEAR: tl.constexpr, ADD: tl.constexpr, LANES: tl.constexpr):
-    if tl.load(bad) == 0:
-        lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-        inside = lane < k
-        place = tl.load(index + lane, mask=inside, other=0).to(tl.int64)
-        if CLEAR:
-            tl.store(x + place, tl.zeros((LANES,), x.dtype.element_ty), mask=inside)
-        else:
-            written = tl.load(value + lane, mask=inside, other=0.0)
-            if ADD:
-                written += tl.load(x + place, mask=inside, other=0.0)
-            tl.store(x + place, written, mask=inside)
+def _write_kernel(x, index, value, k, n, CLEAR: tl.constexpr, ADD: tl.constexpr, LANES: tl.constexpr):
+    lane, place, inside = _places(index, k, n, LANES)
+    if CLEAR:
+        tl.store(x + place, tl.zeros((LANES,), x.dtype.element_ty), mask=inside)
+    else:
+        written = tl.load(value + lane, mask=inside, other=0.0)
+        if ADD:
+            written += tl.load(x + place, mask=inside, other=0.0)
+        tl.store(x + place, written, mask=inside)
 
 
 @triton.jit
-def _gather_kernel(x, index, value, bad, k, n, LANES: tl.constexpr):
-    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    place = tl.load(index + lane, mask=lane < k, other=0).to(tl.int64)
-    inside = (lane < k) & (place >= 0) & (place < n)
-    tl.store(value + lane, tl.load(x + place, mask=inside, other=0.0), mask=inside)
-    if tl.max(((lane < k) & (inside == 0)).to(tl.int32)) > 0:
-        tl.atomic_max(bad, 1, sem="relaxed")
+def _gather_kernel(x, index, value, k, n, LANES: tl.constexpr):
+    lane, place, inside = _places(index, k, n, LANES)
+    tl.store(value + lane, tl.load(x + place, mask=inside, other=0.0), mask=lane < k)
 
 
 @triton.jit

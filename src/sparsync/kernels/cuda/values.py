@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.kernels.cuda.launch import FLOAT32, magnitude, table, takes
+from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes
 from sparsync.kernels.share_reference import decode_over_by, encode_share_by, reduce_shares_by
 from sparsync.kernels.value_reference import BLOCK, LEVEL, POWERS, TERNARY, nan_packet, values_nbytes
 
-BYTES = frozenset({torch.uint8})
 BLOCKS = 4  # of 256 values, that one program works on
 SIZES = {"BLOCKS": BLOCKS, "BLOCK": BLOCK}
 ROUNDED = {**SIZES, "enable_fp_fusion": False}  # each operation is rounded, as in torch
