@@ -12,14 +12,17 @@ from helpers.quick import one_in
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator, laid_out
+from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Rollback
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.per_parameter import PerParameter
+from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.skip_reduce import SkipReduce
 from sparsync.schemes.topk_allgather import TopK
+from sparsync.schemes.two_shot import TwoShot
 
 N = 96
 KEYS = ("first", "second", "third")
@@ -41,9 +44,14 @@ def train(
     steps: int,
     overflow: Callable[[int], tuple[int, str] | None],
     keys: Sequence[str] = KEYS,
+    later: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What was applied of each bucket over all steps, and the residual; `overflow` names a rank and a bucket, or nobody."""
-    scheme, skipped = make(), Rollback()
+    """What was applied of each bucket over all steps, and the residual; `overflow` names a rank and a bucket, or nobody.
+
+    `later`: the host learns of it when the gradients are gone.
+    """
+    scheme, skipped = make(), Rollback(later)
     applied = {key: torch.zeros(N) for key in KEYS}
     for step in range(steps):
         grads = {}
@@ -53,13 +61,18 @@ def train(
                 # SkipReduce may leave a rank out of some chunks.
                 where = slice(0, N) if isinstance(scheme, SkipReduce) else N // 2
                 grad[where] = torch.inf if step % 2 else torch.nan
-            bucket = Bucket(key, grad, step)
+            bucket = Bucket(key, grad.to(dtype), step)
             report = scheme.reduce(bucket, comm)
             skipped.reduced(scheme, bucket, report)
             grads[key] = bucket.grad
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # as a loss scaler decides
             for key, grad in grads.items():
                 applied[key] += grad
+        for grad in grads.values() if later else ():
+            grad.fill_(7.0)
+        if later and step == 2:
+            assert skipped.settle()
+    assert not skipped.settle()
     kept = scheme.state_dict()["residual"]
     return applied, {key: kept.get(key, torch.zeros(N)) for key in KEYS}
 
@@ -88,6 +101,22 @@ def test_a_skipped_step_loses_nothing(name: str, P: int, where: str) -> None:
             assert torch.equal(applied[key], ranks[0][0][key])
         kept = torch.stack([residual[key] for _, residual in ranks]).sum(0)
         assert torch.equal(P * ranks[0][0][key] + kept, came)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda: TwoShot(1.0, "sign", values_down="int3"), lambda: Quantized("int4")])
+def test_a_step_that_only_a_device_knows_to_be_skipped_leaves_what_one_that_the_host_skips_does(
+    make: Callable[[], Scheme], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(later: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        overflows: Callable[[int], tuple[int, str] | None] = lambda step: (1, "second") if step == 2 else None  # noqa: E731
+        return LocalWorld(3).run(partial(train, make=make, steps=5, overflow=overflows, later=later, dtype=dtype))
+
+    by_host, fits = trained(False), kernels.packets_fit
+    monkeypatch.setattr(kernels, "packets_fit", lambda *given: torch.tensor(fits(*given)))
+    for pair in zip(by_host, trained(True), strict=True):
+        for found, expected in zip(*pair, strict=True):
+            assert all(torch.equal(found[key], expected[key]) for key in KEYS)
 
 
 @pytest.mark.slow

@@ -22,7 +22,39 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import profiler
 
-Detail = int | float | str | bool
+
+class Arriving:
+    """A few numbers on their way from a device to the host, which reads them a step later, when they are there."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        """Begin to copy `numbers` [k], after what was asked of the device before."""
+        on_gpu = numbers.is_cuda
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=on_gpu)
+        host.copy_(numbers, non_blocking=True)
+        there = torch.cuda.current_stream(numbers.device).record_event() if on_gpu else None
+        self._coming, self._read = (host, there), list[float]()
+
+    def read(self) -> list[float]:
+        """Return the numbers."""
+        if (coming := self._coming) is not None:
+            host, there = coming
+            if there is not None:
+                there.synchronize()
+            self._read, self._coming = host.tolist(), None
+        return self._read
+
+    def __bool__(self) -> bool:
+        """Return whether any number is not zero."""
+        return any(self.read())
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
+        return bool, (bool(self),)
+
+
+Detail = int | float | str | bool | Arriving
 
 
 @dataclass(frozen=True)
@@ -262,7 +294,8 @@ class Report:
     `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
     `cost` is what the scheme sent, as counted; `sent` is what an integration counted around it, None where there is none, and `wait_s` the
     seconds inside the communicator.
-    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf.
+    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf. On
+    a GPU it may still be arriving.
     """
 
     scheme: str

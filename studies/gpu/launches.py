@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsync import wire
 from sparsync.comm.local import LocalComm
-from sparsync.exchanges.whole_steps import Arriving
+from sparsync.core import Arriving
 from sparsync.kernels import dispatch, operations
 from sparsync.runtime.connection import Connection
 
