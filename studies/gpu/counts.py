@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -39,14 +39,20 @@ def count(text: str) -> dict[str, dict[str, Pair]]:
     """Return for each number of ranks what a settled step of rank 0 takes, and the most that it or a step before it does."""
     muon, method = text.startswith("muon "), text.removeprefix("muon ")
     choice = parse_schemes(method, DENSITY)[0]
-    fits = operations.squares_fit
+    with ExitStack() as stack:
+        for fits in (operations.squares_fit, operations.packets_fit):
+            stack.enter_context(patch.object(operations, fits.__name__, _as_on_a_gpu(fits)))
+        return {f"P={P}": LocalWorld(P).run(lambda comm: _of_rank(choice, muon, comm))[0] for P in RANKS}
+
+
+def _as_on_a_gpu(fits: Callable[..., Any]) -> Callable[..., Any]:  # Any: as the kernel
+    """Return `fits` so that its answer, whether a step is to be skipped, stays on the device."""
 
     @wraps(fits)
-    def as_on_a_gpu(*given: Any) -> Any:  # Any: as the kernel
-        return torch.as_tensor(fits(*given))  # so that whether a step is to be skipped stays on the device
+    def asked(*given: Any) -> Any:
+        return torch.as_tensor(fits(*given))
 
-    with patch.object(operations, "squares_fit", as_on_a_gpu):
-        return {f"P={P}": LocalWorld(P).run(lambda comm: _of_rank(choice, muon, comm))[0] for P in RANKS}
+    return asked
 
 
 def goal(text: str) -> list[float | None]:
