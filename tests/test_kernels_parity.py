@@ -557,10 +557,10 @@ def test_steps_that_are_encoded_and_applied_are_the_reference(
                 # Without second moments a gradient is added as it is, and with none nothing.
                 for gradients in ([given[key] for key in ("gradients", "starts", "factors")], ([], [], [])):
                     out, right = torch.zeros(n), torch.zeros(n)
-                    arguments: Any = *gradients, None, None, 1, [], [], rank, P, width, skip
+                    arguments: list[Any] = [*gradients, None, None, 1, [], [], rank, P, width, skip]
                     packets = taken("encode_steps_", residual, *arguments, out if gradients[0] else None)
                     expected_packets = step_reference.encode_steps_(
-                        expected, *arguments, right if gradients[0] else None
+                        expected, *arguments, out=right if gradients[0] else None
                     )
                     assert torch.equal(packets, expected_packets)
                     assert torch.equal(bits(out), bits(right))
@@ -690,7 +690,7 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(kind: str, width: int
 def test_packets_and_bits_of_shares_that_do_not_fit_are_refused() -> None:
     x = torch.ones(300)
     packet = values_encode(x, 4)
-    about: Any = [], [], [], None, None, 1, [], [], 0
+    about: list[Any] = [[], [], [], None, None, 1, [], [], 0]
     with pytest.raises(RuntimeError, match="300 values of 4 bits take 154 bytes with their scales, the packet has 153"):
         operations.reduce_shares_(x, [packet[1:]], 4, 2, 4)
     with pytest.raises(RuntimeError, match="300 values of 8 bits take 304 bytes"):
@@ -698,9 +698,9 @@ def test_packets_and_bits_of_shares_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="gradient and residual must have one length, got 299 and 300"):
         operations.write_mean_(x, x, x[1:].clone(), [packet], 4, 0)
     with pytest.raises(ValueError, match=r"values are rounded to 8, 4, 3 or 1 bits, or five to a byte \(-5\), got 5"):
-        operations.encode_steps_(x, *about, 2, 5)
+        operations.encode_steps_(x, *about, P=2, bits=5)
     with pytest.raises(ValueError, match="a mean is over 1 rank or more, got 0"):
-        operations.encode_steps_(x, *about, 0, 4)
+        operations.encode_steps_(x, *about, P=0, bits=4)
     assert torch.equal(x, torch.ones(300))
 
 

@@ -1,5 +1,8 @@
 """Steps that will be skipped: what was in residuals before, and came in with them, is still there, summed over ranks."""
 
+import math
+import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +16,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator, laid_out
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.connection import Rollback
+from sparsync.runtime.connection import Connection, Rollback
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
@@ -117,6 +120,35 @@ def test_a_step_that_only_a_device_knows_to_be_skipped_leaves_what_one_that_the_
     for pair in zip(by_host, trained(True), strict=True):
         for found, expected in zip(*pair, strict=True):
             assert all(torch.equal(found[key], expected[key]) for key in KEYS)
+
+
+def test_the_host_warns_of_a_step_that_a_device_found_not_finite_when_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits, told = kernels.packets_fit, list[str]()
+    monkeypatch.setattr(kernels, "packets_fit", lambda *given: torch.tensor(fits(*given)))
+    scheme, comm = Quantized("int4"), LocalWorld(1).run(lambda comm: comm)[0]
+    connection = Connection(scheme, comm, on_rolled_back=lambda: told.append("rolled back"))
+
+    def step(number: int, first: float) -> tuple[Tensor, Tensor]:
+        bucket = Bucket("b", torch.tensor([first, 7.0, 3.0]), number)
+        with connection.step():
+            report = connection.reduce(bucket, scheme)
+        assert pickle.loads(pickle.dumps(report)).details == {"overflow": not math.isfinite(first)}
+        return bucket.grad, scheme.state_dict()["residual"]["b"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grad, before = step(0, 1.2)
+        assert grad.isfinite().all()
+        grad, after = step(1, math.inf)
+        assert grad.isnan().all()
+        assert torch.equal(before, after)
+    assert told == []
+    with pytest.warns(match="holds NaN or Inf, on all ranks"):
+        grad, _ = step(2, 1.2)
+    assert told == ["rolled back"]
+    assert grad.isfinite().all()
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ class Arriving:
             host, there = coming
             if there is not None:
                 there.synchronize()
-            self._read, self._coming = host.tolist(), None
+            self._read, self._coming = [float(each) for each in host.tolist()], None
         return self._read
 
     def __bool__(self) -> bool:

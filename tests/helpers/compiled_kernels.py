@@ -6,7 +6,6 @@ A program of its own, because where Triton's interpreter is on there is no compi
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -105,16 +104,8 @@ def every_call(n: int) -> list[Callable[[], object]]:
             lambda bits=bits: cuda.encode_steps_(x, *bare, None, None, 1, [], [], 0, 4, bits, None, x)
             for bits in WIDTHS
         ),
-        *(
-            lambda bits=bits, grad=grad: cuda.packets_fit([packet[: values_nbytes(n, bits)]], [n], bits, 4, grad.dtype)
-            for bits, grad in product(WIDTHS, (x, x.half(), x.bfloat16()))
-        ),
-        *(
-            lambda bits=bits, grad=grad: cuda.write_mean_(
-                grad, x, x.clone(), [packet[: values_nbytes(n, bits)]], bits, 0, torch.zeros(1)
-            )
-            for bits, grad in product(WIDTHS, (x, x.half(), x.bfloat16()))
-        ),
+        *(call for bits in WIDTHS for call in mean_of(x, packet, bits)),
+        *(call for grad in (x.half(), x.bfloat16()) for call in mean_of(grad, packet, 3)),
         *(
             lambda bits=bits, P=P: cuda.reduce_shares_(x, [packet[: values_nbytes(n, bits)]], bits, P, max(bits, 1))
             for bits, P in zip(WIDTHS, (4, 4, 3, 4, 3), strict=True)
@@ -140,6 +131,16 @@ def steps_of(
             for bits in widths
         ),
         *(lambda block=block: cuda.sketch([each], [0], [1.0], x, block, 7) for block in (1, 64)),
+    ]
+
+
+def mean_of(grad: Tensor, packet: Tensor, bits: int) -> list[Callable[[], object]]:
+    """Return calls that write a mean to a gradient of a type."""
+    n, kept = grad.numel(), torch.empty(grad.shape)
+    packets = [packet[: values_nbytes(n, bits)]]
+    return [
+        lambda: cuda.packets_fit(packets, [n], bits, 4, grad.dtype),
+        lambda: cuda.write_mean_(grad, kept, kept.clone(), packets, bits, 0, torch.zeros(1)),
     ]
 
 

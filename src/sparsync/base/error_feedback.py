@@ -190,19 +190,14 @@ class ErrorFeedbackScheme(Scheme):
             written, overflow = mean, not mean.fits(comm.size)
         self._check_found(overflow, acc)
         with phase("apply"):
-            kept = None
             if not overflow:
-                # What lies in the gradient's memory moves while the mean is written there.
-                moves = update.error is bucket.grad and acc.residual.dtype == bucket.grad.dtype
-                kept = acc.residual if moves and not isinstance(written, Tensor) else None
-                if kept is None:
-                    acc.keep_error(update.error)
+                acc.keep_error(update.error)
             if isinstance(written, Tensor):
                 if not overflow and isinstance(mean, Tensor):
                     add_dropped_(acc.residual, mean, written, comm)
                 bucket.grad.copy_(written)
             else:
-                written.write_(bucket.grad, kept)
+                written.write_(bucket.grad)
         return overflow, update.union
 
     def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool, int]:

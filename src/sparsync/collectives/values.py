@@ -67,8 +67,8 @@ class ArrivedMean(Protocol):
         """Return the mean, [n]."""
         ...
 
-    def write_(self, out: Tensor, kept: Tensor | None = None) -> None:
-        """Write the mean to `out` [n], of its type; what stood there before goes to `kept`, if given, of the same type."""
+    def write_(self, out: Tensor) -> None:
+        """Write the mean to `out` [n], of its type."""
         ...
 
     def fits(self, times: int) -> bool:
@@ -131,13 +131,11 @@ class QuantizedMean:
         self.write_(out)
         return out
 
-    def write_(self, out: Float[Tensor, " n"], kept: Float[Tensor, " n"] | None = None) -> None:
-        """Write the mean to `out`, of its type; what stood there before goes to `kept`, if given, of the same type."""
+    def write_(self, out: Float[Tensor, " n"]) -> None:
+        """Write the mean to `out`, of its type."""
         if self.kernel_bits is not None:
-            kernels.write_mean_(out, None if kept is None else out, kept, self.packets, self.kernel_bits, 0)
+            kernels.write_mean_(out, None, None, self.packets, self.kernel_bits, 0)
             return
-        if kept is not None:
-            kept.copy_(out)
         for packet, chunk in self._chunks():
             chunk.of(out).copy_(self.quantizer.decode(packet, len(chunk), self.dtype))
 

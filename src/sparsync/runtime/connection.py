@@ -575,9 +575,9 @@ class Connection:
     def settle(self) -> None:
         """Learn whether the last step was non-finite, where only a device knew: then roll back what it has written."""
         if self._rollback is not None and self._rollback.settle():
-            warn_of(_NOT_FINITE)
             if self._on_rolled_back is not None:
                 self._on_rolled_back()
+            warn_of(_NOT_FINITE)
 
 
 @contextmanager
