@@ -696,7 +696,7 @@ def test_packets_and_bits_of_shares_that_do_not_fit_are_refused() -> None:
     with pytest.raises(RuntimeError, match="300 values of 8 bits take 304 bytes"):
         operations.write_mean_(x, None, None, [packet], 8, 0)
     with pytest.raises(ValueError, match="gradient and residual must have one length, got 299 and 300"):
-        operations.write_mean_(x, x, x[1:].clone(), [packet], 4, 0)
+        taken("write_mean_", x, x, x[1:].clone(), [packet], 4, 0, None)
     with pytest.raises(ValueError, match=r"values are rounded to 8, 4, 3 or 1 bits, or five to a byte \(-5\), got 5"):
         operations.encode_steps_(x, *about, P=2, bits=5)
     with pytest.raises(ValueError, match="a mean is over 1 rank or more, got 0"):
