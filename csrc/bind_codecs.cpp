@@ -181,43 +181,10 @@ nb::object reduce_shares_in(nb::handle value, nb::handle packets, int64_t bits, 
     return packet.object;
 }
 
-void bind_shares(nb::module_ &m) {
-    m.def("encode_share_", [](nb::handle value, int64_t bits, int64_t P) {
-        const Tensor content = read(value);
-        if (!content.is(Element::float32)) return not_taken();
-        expect_value_bits(bits);
-        expect_ranks(P);
-        const int width = static_cast<int>(bits);
-        const Made packet = make(level().codecs->values_nbytes(content.length, width), Element::uint8);
-        {
-            const nb::gil_scoped_release release;
-            level().codecs->encode_share(content.as<float>(), 0, content.length, content.length, width, P, packet.as<uint8_t>());
-        }
-        return packet.object;
-    });
-    m.def("reduce_shares_", reduce_shares_in, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
-    m.def("decode_over_", [](nb::handle packet, int64_t bits, nb::handle out, nb::handle kept) {
-        const Tensor bytes = read(packet), to = read(out), before = kept.is_none() ? Tensor{} : read(kept);
-        if (!bytes.is(Element::uint8) || !to.is(Element::float32)) return not_taken();
-        if (!kept.is_none() && !before.is(Element::float32)) return not_taken();
-        expect_value_bits(bits);
-        expect_nbytes(bytes.length, to.length, static_cast<int>(bits));
-        if (!kept.is_none() && before.length != to.length)
-            throw nb::value_error(("there must be room for each of " + std::to_string(to.length) + " values, got " +
-                                   std::to_string(before.length)).c_str());
-        {
-            const nb::gil_scoped_release release;
-            level().codecs->decode_over(bytes.as<uint8_t>(), 0, to.length, to.length, static_cast<int>(bits), to.as<float>(),
-                                        before.as<float>());
-        }
-        return nb::object(nb::none());
-    }, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
-}
-
 }  // namespace
 
 void bind_codecs(nb::module_ &m) {
     bind_positions(m);
     bind_values(m);
-    bind_shares(m);
+    m.def("reduce_shares_", reduce_shares_in, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
 }

@@ -81,8 +81,8 @@ uint32_t magnitude_bits(double magnitude) {
 }
 
 Top wanted(int64_t k, int32_t lowest, std::optional<double> bound) {
-    if (!bound || std::isnan(*bound)) return {k, Order::magnitude, lowest, false};
-    return {k, Order::magnitude, lowest, true, static_cast<int32_t>(std::min(magnitude_bits(*bound), kInfinity))};
+    if (!bound || std::isnan(*bound)) return {k, lowest, false};
+    return {k, lowest, true, static_cast<int32_t>(std::min(magnitude_bits(*bound), kInfinity))};
 }
 
 nb::object select_top(nb::handle x, int64_t k, nb::handle skip, int32_t lowest, std::optional<double> bound) {

@@ -144,17 +144,28 @@ struct Moved {
 
 nb::object encode_steps_of(nb::handle residual, nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors,
                            nb::handle square, nb::handle ratio, int64_t block, nb::handle spans, nb::handle numbers, int64_t rank,
-                           int64_t P, int64_t bits, nb::handle skip) {
-    const Tensor error = read(residual);
-    if (!error.is(Element::float32)) return not_taken();
+                           int64_t P, int64_t bits, nb::handle skip, nb::handle out) {
+    const Tensor error = read(residual), sum = out.is_none() ? error : read(out);
+    if (!error.is(Element::float32) || !sum.is(Element::float32)) return not_taken();
     expect_value_bits(bits);
     expect_ranks(P);
     const int64_t n = error.length;
-    const Spread spread(tensors, starts, factors, square, ratio, block, spans, numbers, n);
-    if (!spread.taken) return not_taken();
+    expect_equal(sum.length, n, "the residual and the sum");
+    std::optional<Spread> spread;
+    std::vector<GradientPart> parts;
     int64_t covered = 0, nbytes = 0;
-    for (const AdamSpan &span : spread.gradients.spans) covered += span.stop - span.start;
-    expect_equal(covered, n, "spans and the residual");
+    if (square.is_none()) {
+        const Placed placed(tensors, starts);
+        if (!placed.taken || !placed.are_gradients()) return not_taken();
+        placed.expect_inside(n);
+        parts = gradient_parts(placed, factors);
+        if (!in_order(parts)) return not_taken();
+    } else {
+        spread.emplace(tensors, starts, factors, square, ratio, block, spans, numbers, n);
+        if (!spread->taken || sum.data != error.data) return not_taken();
+        for (const AdamSpan &span : spread->gradients.spans) covered += span.stop - span.start;
+        expect_equal(covered, n, "spans and the residual");
+    }
     const int width = static_cast<int>(bits);
     for (int64_t owner = 0; owner < P; ++owner)
         if (owner != rank) nbytes += level().codecs->values_nbytes(Chunk(n, P, owner).length, width);
@@ -163,30 +174,46 @@ nb::object encode_steps_of(nb::handle residual, nb::handle tensors, const std::v
     unlocked([&] {
         if (skipped)
             encode_nan(level(), n, rank, P, width, packets.as<uint8_t>());
+        else if (spread)
+            encode_steps(level(), spread->gradients, error.as<float>(), n, rank, P, width, packets.as<uint8_t>());
         else
-            encode_steps(level(), spread.gradients, error.as<float>(), n, rank, P, width, packets.as<uint8_t>());
+            encode_sums(level(), parts, error.as<float>(), sum.as<float>(), n, rank, P, width, packets.as<uint8_t>());
     });
     return packets.object;
 }
+
+// The packets of all chunks of n values. Raises where one has another length.
+struct Arrived {
+    std::vector<const uint8_t *> packets;
+    std::vector<nb::object> held;  // whoever drops the sequence meanwhile
+    bool taken = true;
+
+    Arrived(nb::handle given, int64_t n, int64_t bits) {
+        expect_value_bits(bits);
+        const auto P = static_cast<int64_t>(nb::len(given));
+        expect_ranks(P);
+        for (const nb::handle each : nb::borrow<nb::sequence>(given)) {
+            const Tensor packet = read(each);
+            taken = taken && packet.is(Element::uint8);
+            if (!taken) return;
+            expect_nbytes(packet.length, Chunk(n, P, static_cast<int64_t>(packets.size())).length, static_cast<int>(bits));
+            packets.push_back(packet.as<uint8_t>());
+            held.push_back(nb::borrow(each));
+        }
+    }
+};
 
 nb::object apply_steps_of(nb::handle targets, const std::vector<int64_t> &starts, nb::handle momentum, nb::handle packets, int64_t bits,
                           nb::handle spans, nb::handle numbers, nb::handle skip) {
     const Moved moved(targets, starts, momentum, spans, numbers);
     if (!moved.taken) return not_taken();
-    expect_value_bits(bits);
-    std::vector<const uint8_t *> arrived;
-    std::vector<nb::object> held;  // whoever drops the sequence meanwhile
-    const int64_t n = moved.momentum.length, P = static_cast<int64_t>(nb::len(packets));
-    expect_ranks(P);
-    for (const nb::handle each : nb::borrow<nb::sequence>(packets)) {
-        const Tensor packet = read(each);
-        if (!packet.is(Element::uint8)) return not_taken();
-        expect_nbytes(packet.length, Chunk(n, P, static_cast<int64_t>(arrived.size())).length, static_cast<int>(bits));
-        arrived.push_back(packet.as<uint8_t>());
-        held.push_back(nb::borrow(each));
-    }
+    const int64_t n = moved.momentum.length;
+    const Arrived arrived(packets, n, bits);
+    if (!arrived.taken) return not_taken();
     if (is_set(skip)) return nb::none();
-    unlocked([&] { apply_steps(level(), moved.targets, moved.momentum.as<float>(), n, arrived, static_cast<int>(bits), moved.moves); });
+    unlocked([&] {
+        apply_steps(level(), moved.targets, moved.momentum.as<float>(), n, arrived.packets, static_cast<int>(bits), moved.moves);
+    });
     return nb::none();
 }
 
@@ -219,8 +246,23 @@ void bind_steps(nb::module_ &m) {
         unlocked([&] { make_steps(level(), spread.gradients, to.as<float>()); });
         return nb::object(nb::none());
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
-    m.def("encode_steps_", encode_steps_of, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+    m.def("encode_steps_", encode_steps_of, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    m.def("write_mean_", [](nb::handle grad, nb::handle error, nb::handle residual, nb::handle packets, int64_t bits, int64_t,
+                            nb::handle skip) {
+        const bool keeps = !residual.is_none();
+        const Tensor to = read(grad), from = keeps ? read(error) : to, kept = keeps ? read(residual) : to;
+        if (!skip.is_none() || !to.is(Element::float32) || !from.is(Element::float32) || !kept.is(Element::float32)) return not_taken();
+        expect_equal(from.length, to.length, "gradient and error");
+        expect_equal(kept.length, to.length, "gradient and residual");
+        const Arrived arrived(packets, to.length, bits);
+        if (!arrived.taken) return not_taken();
+        unlocked([&] {
+            float *residual = keeps ? kept.as<float>() : nullptr;
+            write_mean(level(), to.as<float>(), from.as<float>(), residual, to.length, arrived.packets, static_cast<int>(bits));
+        });
+        return nb::object(nb::none());
+    }, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("move_steps_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle momentum, nb::handle mean,
                             nb::handle spans, nb::handle numbers, nb::handle skip) {
         const Moved moved(targets, starts, momentum, spans, numbers);

@@ -227,10 +227,7 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int, P: in
     wanted = own.clone()
     packets = []
     for value in values:
-        expected = value.clone()
-        packets.append(cuda.encode_share_(value, bits_each, P))
-        assert torch.equal(packets[-1], share_reference.encode_share_(expected, bits_each, P))
-        assert torch.equal(bits(value), bits(expected))
+        packets.append(share_reference.encode_share_by(cuda.values_encode, cuda.values_decode, value, bits_each, P))
     packet = cuda.reduce_shares_(own, packets, bits_each, P, down)
     assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, down))
     assert torch.equal(bits(own), bits(wanted))
@@ -247,11 +244,6 @@ def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int, P: in
     assert torch.equal(packet, share_reference.reduce_shares_(expected, packets, bits_each, P, 4))
     assert torch.equal(bits(found), bits(expected))
     assert cuda.reduce_shares_(found, [packets[0][1:]], bits_each, P, 4) is NotImplemented
-    out, kept, found = own.clone(), torch.empty_like(own), torch.empty_like(own)
-    cuda.decode_over_(packet, 4, out, kept)
-    share_reference.decode_over_(packet, 4, found)
-    assert torch.equal(bits(out), bits(found))
-    assert torch.equal(kept, own)
 
 
 def test_values_of_packets_are_decoded_on_triton_by_the_codec_of_the_library() -> None:
@@ -452,6 +444,9 @@ def test_steps_of_gradients_where_they_lie_are_the_reference(kind: str, dtype: t
         cases += [(3, 8, None), (4, 4, on), (4, 1, off), (3, TERNARY, off), (3, TERNARY, on)]
     for P, width, skip in cases:
         both("encode_steps_", made(kind, n), *about, P - 1, P, width, skip)
+        if skip is None or kind == "normal":
+            gradients = laid(n, kind, dtype)
+            both("encode_steps_", made("normal", n), *gradients, None, None, 1, [], [], 0, P, width, skip, square)
 
 
 def test_steps_in_few_spans_and_beyond_float32_are_the_reference() -> None:
@@ -460,8 +455,13 @@ def test_steps_in_few_spans_and_beyond_float32_are_the_reference() -> None:
     large = made("equal", 1300) * 1.7e38  # 4 times what is received is infinite
     both("encode_steps_", large, [], [], [], square, ratio, 300, three_spans(1300), SPREADS, 1, 4, 3)
     assert cuda.make_steps_(square, [square[::2]], [0], [1.0], square, ratio, 1, [], []) is NotImplemented
-    mixed = [square[:2], square[2:4].half()]
-    assert cuda.make_steps_(square, mixed, [0, 2], [1.0, 1.0], square, ratio, 1, [], []) is NotImplemented
+    # Each gradient has a type of its own. Without gradients every zero keeps its sign.
+    mixed = [square[:2].clone(), square[2:400].half(), square[700:1300].bfloat16()], [0, 2, 700], [1.0, 0.5, 2.0]
+    both("encode_steps_", large, *mixed, square.abs(), ratio, 300, three_spans(1300), SPREADS, 1, 4, 3)
+    both("sketch", *mixed, square, 64, 7)
+    assert cuda.squares_fit(mixed[0], mixed[2], 1e30) is not NotImplemented
+    assert cuda.move_steps_(*mixed[:2], square, square, [], []) is NotImplemented
+    both("encode_steps_", -made("zero", 1300), [], [], [], None, None, 1, [], [], 1, 4, 1)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("special", torch.float16), ("normal", torch.float32)])
@@ -481,6 +481,25 @@ def test_moves_of_weights_where_they_lie_are_the_reference(kind: str, dtype: tor
         both("apply_steps_", *about, packets, width, three_spans(n), MOVES, skip)
     with pytest.raises(RuntimeError):
         operations.apply_steps_(*about, [packet[:1] for packet in packets], TERNARY, three_spans(n), MOVES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_means_that_are_written_are_the_reference(dtype: torch.dtype) -> None:
+    n = 1300
+    off, on = torch.zeros(1, device=DEVICE), torch.ones((), dtype=torch.bool, device=DEVICE)
+    for P, width, skip in ((3, 8, None), (4, 4, off), (1, 3, on), (3, TERNARY, None)):
+        mean, lengths = made("normal", n, 5), [len(part) for part in spans(n, P)]
+        packets = [value_reference.values_encode(each, width) for each in mean.split(lengths)]
+        both("write_mean_", made("normal", n).to(dtype), made("normal", n, 1), mean, packets, width, P - 1, skip)
+        grad, residual = made("normal", n), made("normal", n, 1)
+        operations.write_mean_(grad, grad, residual, packets, width, 0)  # what lies in the gradient moves
+        assert torch.equal(residual, made("normal", n))
+        for factor in (1.0, 2.0**127, torch.nan):
+            last = mean[-lengths[-1] :].sign() * factor
+            x = [*packets[:-1], value_reference.values_encode(last, width)]
+            fit = step_reference.packets_fit(x, lengths, width, P, dtype)
+            assert bool(cuda.packets_fit(x, lengths, width, P, dtype)) is fit
+            assert P == 1 or fit is (factor == 1.0)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("normal", torch.bfloat16), ("zero", torch.float32)])

@@ -558,11 +558,22 @@ def test_steps_that_are_encoded_and_applied_are_the_reference(
             given, expected_given = steps_of(n, kind, dtype, block), steps_of(n, kind, dtype, block)
             residual, expected = made("normal", n, 3) * 1e-3, made("normal", n, 3) * 1e-3
             for skip in (torch.tensor(True), None, torch.zeros(1, dtype=torch.int64), torch.tensor(0.0)):
-                packets = taken("encode_steps_", residual, *given.values(), rank, P, width, skip)
+                packets = taken("encode_steps_", residual, *given.values(), rank, P, width, skip, None)
                 right = step_reference.encode_steps_(expected, **expected_given, rank=rank, P=P, bits=width, skip=skip)
                 assert torch.equal(packets, right)
                 assert torch.equal(bits(residual), bits(expected))
                 assert torch.equal(bits(given["square"]), bits(expected_given["square"]))
+                # Without second moments a gradient is added as it is, and with none nothing.
+                for gradients in ([given[key] for key in ("gradients", "starts", "factors")], ([], [], [])):
+                    out, right = torch.zeros(n), torch.zeros(n)
+                    arguments: list[Any] = [*gradients, None, None, 1, [], [], rank, P, width, skip]
+                    packets = taken("encode_steps_", residual, *arguments, out if gradients[0] else None)
+                    expected_packets = step_reference.encode_steps_(
+                        expected, *arguments, out=right if gradients[0] else None
+                    )
+                    assert torch.equal(packets, expected_packets)
+                    assert torch.equal(bits(out), bits(right))
+                    assert torch.equal(bits(residual), bits(expected))
         given = steps_of(n, kind, dtype, block)
         lengths = [len(chunk) for chunk in step_reference.chunks_of(n, P)]
         packets = [values_encode(made(kind, length, 4), width) for length in lengths]
@@ -573,6 +584,11 @@ def test_steps_that_are_encoded_and_applied_are_the_reference(
             step_reference.apply_steps_(targets, given["starts"], expected, packets, width, given["spans"], MOVES, skip)
             assert all(torch.equal(bits(one), bits(other)) for one, other in zip(moved, targets, strict=True))
             assert torch.equal(bits(momentum), bits(expected))
+        for error in (made("normal", n), None):  # apart from the gradient, and where that lies
+            grads, residuals = ([made("normal", n, seed).clone() for _ in range(2)] for seed in (6, 7))
+            taken("write_mean_", grads[0], grads[0] if error is None else error, residuals[0], packets, width, 0, None)
+            step_reference.write_mean_(grads[1], grads[1] if error is None else error, residuals[1], packets, width, 0)
+            assert all(torch.equal(*map(bits, pair)) for pair in (grads, residuals))
 
 
 @pytest.mark.parametrize("kind", one_in(2, ["special", "normal", "denormal", "heavy-tailed"]))
@@ -673,39 +689,28 @@ def test_a_sum_is_divided_as_the_reference_does(kind: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("width", one_in(2, WIDTHS))
 def test_shares_of_a_mean_and_their_sums_are_the_reference(kind: str, width: int) -> None:
     for n, P, down in product((0, 1, 255, 256, 263, 1031), (1, 2, 3), {width, 4}):
-        packets = []
-        for rank in range(P - 1):
-            value = made(kind, n, rank)
-            expected = value.clone()
-            packets.append(operations.encode_share_(value, width, P))
-            assert torch.equal(packets[-1], share_reference.encode_share_(expected, width, P))
-            assert torch.equal(bits(value), bits(expected))
+        packets = [values_encode(made(kind, n, rank), width) for rank in range(P - 1)]
         own = made(kind, n, P)
         expected = own.clone()
         packet = operations.reduce_shares_(own, packets, width, P, down)
         assert torch.equal(packet, share_reference.reduce_shares_(expected, packets, width, P, down))
         assert torch.equal(bits(own), bits(expected))
-        out, kept, found = made("normal", n), torch.zeros(n + 1)[1:], torch.zeros(n)
-        before = out.clone()
-        operations.decode_over_(packet, down, out, kept)
-        share_reference.decode_over_(packet, down, found)
-        assert torch.equal(bits(out), bits(found))
-        assert torch.equal(bits(kept), bits(before))
 
 
 def test_packets_and_bits_of_shares_that_do_not_fit_are_refused() -> None:
     x = torch.ones(300)
-    packet = operations.encode_share_(x.clone(), 4, 2)
+    packet = values_encode(x, 4)
+    about: list[Any] = [[], [], [], None, None, 1, [], [], 0]
     with pytest.raises(RuntimeError, match="300 values of 4 bits take 154 bytes with their scales, the packet has 153"):
         operations.reduce_shares_(x, [packet[1:]], 4, 2, 4)
     with pytest.raises(RuntimeError, match="300 values of 8 bits take 304 bytes"):
-        operations.decode_over_(packet, 8, x)
-    with pytest.raises(ValueError, match="there must be room for each of 300 values, got 299"):
-        operations.decode_over_(packet, 4, x, x[1:].clone())
+        operations.write_mean_(x, None, None, [packet], 8, 0)
+    with pytest.raises(ValueError, match="gradient and residual must have one length, got 299 and 300"):
+        taken("write_mean_", x, x, x[1:].clone(), [packet], 4, 0, None)
     with pytest.raises(ValueError, match=r"values are rounded to 8, 4, 3 or 1 bits, or five to a byte \(-5\), got 5"):
-        operations.encode_share_(x, 5, 2)
+        operations.encode_steps_(x, *about, P=2, bits=5)
     with pytest.raises(ValueError, match="a mean is over 1 rank or more, got 0"):
-        operations.encode_share_(x, 4, 0)
+        operations.encode_steps_(x, *about, P=0, bits=4)
     assert torch.equal(x, torch.ones(300))
 
 

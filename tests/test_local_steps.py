@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsync
 from helpers.quick import one_in
@@ -881,6 +882,10 @@ def test_buckets_hold_at_most_so_many_megabytes_and_one_kind_of_sums() -> None:
     parameters = {str(i): nn.Parameter(torch.zeros(100 * (i + 1), dtype=kind)) for i, kind in enumerate(kinds)}
     found = {each.key: list(each.parameters) for each in buckets_of(parameters, 1600 / 2**20)}
     assert found == {"float32/cpu/0": ["0", "1"], "float32/cpu/1": ["3"], "float64/cpu/0": ["2"]}
+    with FakeTensorMode():  # of two devices, whose numbers differ between ranks
+        parameters = {str(i): nn.Parameter(torch.empty(2, device=f"cuda:{2 + i % 2}")) for i in range(3)}
+        found = {each.key: list(each.parameters) for each in buckets_of(parameters, 1, shared=True)}
+    assert found == {"float32/cuda/0": ["0", "2"], "float32/cuda/1": ["1"]}
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8])

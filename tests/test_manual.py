@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 
 import sparsync
@@ -291,11 +292,10 @@ def test_more_elements_than_positions_can_name_are_several_buckets_as_are_other_
         "float32/1": ["1.weight", "1.bias"],
         "float32/2": ["2.weight", "2.bias"],
     }
-    made = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1, device="meta"), nn.Linear(1, 2)])
-    assert names() == {
-        "float32": ["0.weight", "0.bias", "2.weight", "2.bias"],
-        "float32/1": ["1.weight", "1.bias"],
-    }
+    for devices in (("cpu", "meta", "cpu"), ("cuda:2", "cuda:3", "cuda:2")):
+        with FakeTensorMode():
+            made = nn.ParameterList([torch.empty(2, device=device) for device in devices])
+        assert names() == {"float32": ["0", "2"], "float32/1": ["1"]}
     made = nn.ModuleList([nn.Linear(3, 2)])
     monkeypatch.setattr("sparsync.attached.manual._MOST", 5)
     with pytest.raises(ValueError, match=r"a parameter is reduced with at most 5 elements, '0.weight' has 6; shard it"):

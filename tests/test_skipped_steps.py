@@ -1,5 +1,8 @@
 """Steps that will be skipped: what was in residuals before, and came in with them, is still there, summed over ranks."""
 
+import math
+import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,14 +15,17 @@ from helpers.quick import one_in
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator, laid_out
-from sparsync.runtime.connection import Rollback
+from sparsync.kernels import operations as kernels
+from sparsync.runtime.connection import Connection, Rollback
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.per_parameter import PerParameter
+from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.skip_reduce import SkipReduce
 from sparsync.schemes.topk_allgather import TopK
+from sparsync.schemes.two_shot import TwoShot
 
 N = 96
 KEYS = ("first", "second", "third")
@@ -41,9 +47,14 @@ def train(
     steps: int,
     overflow: Callable[[int], tuple[int, str] | None],
     keys: Sequence[str] = KEYS,
+    later: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What was applied of each bucket over all steps, and the residual; `overflow` names a rank and a bucket, or nobody."""
-    scheme, skipped = make(), Rollback()
+    """What was applied of each bucket over all steps, and the residual; `overflow` names a rank and a bucket, or nobody.
+
+    `later`: the host learns of it when the gradients are gone.
+    """
+    scheme, skipped = make(), Rollback(later)
     applied = {key: torch.zeros(N) for key in KEYS}
     for step in range(steps):
         grads = {}
@@ -53,13 +64,18 @@ def train(
                 # SkipReduce may leave a rank out of some chunks.
                 where = slice(0, N) if isinstance(scheme, SkipReduce) else N // 2
                 grad[where] = torch.inf if step % 2 else torch.nan
-            bucket = Bucket(key, grad, step)
+            bucket = Bucket(key, grad.to(dtype), step)
             report = scheme.reduce(bucket, comm)
             skipped.reduced(scheme, bucket, report)
             grads[key] = bucket.grad
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # as a loss scaler decides
             for key, grad in grads.items():
                 applied[key] += grad
+        for grad in grads.values() if later else ():
+            grad.fill_(7.0)
+        if later and step == 2:
+            assert skipped.settle()
+    assert not skipped.settle()
     kept = scheme.state_dict()["residual"]
     return applied, {key: kept.get(key, torch.zeros(N)) for key in KEYS}
 
@@ -88,6 +104,51 @@ def test_a_skipped_step_loses_nothing(name: str, P: int, where: str) -> None:
             assert torch.equal(applied[key], ranks[0][0][key])
         kept = torch.stack([residual[key] for _, residual in ranks]).sum(0)
         assert torch.equal(P * ranks[0][0][key] + kept, came)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda: TwoShot(1.0, "sign", values_down="int3"), lambda: Quantized("int4")])
+def test_a_step_that_only_a_device_knows_to_be_skipped_leaves_what_one_that_the_host_skips_does(
+    make: Callable[[], Scheme], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(later: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        overflows: Callable[[int], tuple[int, str] | None] = lambda step: (1, "second") if step == 2 else None  # noqa: E731
+        return LocalWorld(3).run(partial(train, make=make, steps=5, overflow=overflows, later=later, dtype=dtype))
+
+    by_host, fits = trained(False), kernels.packets_fit
+    monkeypatch.setattr(kernels, "packets_fit", lambda *given: torch.tensor(fits(*given)))
+    for pair in zip(by_host, trained(True), strict=True):
+        for found, expected in zip(*pair, strict=True):
+            assert all(torch.equal(found[key], expected[key]) for key in KEYS)
+
+
+def test_the_host_warns_of_a_step_that_a_device_found_not_finite_when_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits, told = kernels.packets_fit, list[str]()
+    monkeypatch.setattr(kernels, "packets_fit", lambda *given: torch.tensor(fits(*given)))
+    scheme, comm = Quantized("int4"), LocalWorld(1).run(lambda comm: comm)[0]
+    connection = Connection(scheme, comm, on_rolled_back=lambda: told.append("rolled back"))
+
+    def step(number: int, first: float) -> tuple[Tensor, Tensor]:
+        bucket = Bucket("b", torch.tensor([first, 7.0, 3.0]), number)
+        with connection.step():
+            report = connection.reduce(bucket, scheme)
+        assert pickle.loads(pickle.dumps(report)).details == {"overflow": not math.isfinite(first)}
+        return bucket.grad, scheme.state_dict()["residual"]["b"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grad, before = step(0, 1.2)
+        assert grad.isfinite().all()
+        grad, after = step(1, math.inf)
+        assert grad.isnan().all()
+        assert torch.equal(before, after)
+    assert told == []
+    with pytest.warns(match="holds NaN or Inf, on all ranks"):
+        grad, _ = step(2, 1.2)
+    assert told == ["rolled back"]
+    assert grad.isfinite().all()
 
 
 @pytest.mark.slow

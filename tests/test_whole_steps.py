@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from sparsync import AdamWSteps, LocalWorld, Scheme, TwoShot
 from sparsync.comm.local import LocalComm
-from sparsync.core import Bucket
+from sparsync.core import Arriving, Bucket
 from sparsync.exchanges import exchanged_steps
 from sparsync.exchanges.block_ratios import MeanOfSketches
-from sparsync.exchanges.whole_steps import Arriving
 from sparsync.kernels import operations as kernels
 from sparsync.schemes.in_turn import InTurn
 

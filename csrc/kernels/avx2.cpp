@@ -43,10 +43,6 @@ struct Vec {
     static F all(float value) { return _mm256_set1_ps(value); }
     static I set(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
     static I magnitude(F value) { return _mm256_and_si256(_mm256_castps_si256(value), set(kMagnitude)); }
-    static I number(F value) {
-        const I sign = _mm256_srai_epi32(_mm256_castps_si256(value), 31);
-        return _mm256_sub_epi32(_mm256_xor_si256(magnitude(value), sign), sign);
-    }
     static I maximum(I a, I b) { return _mm256_max_epu32(a, b); }
     static uint32_t reduce(I value) {
         uint32_t lanes[8], most = 0;
@@ -54,7 +50,6 @@ struct Vec {
         for (uint32_t lane : lanes) most = lane > most ? lane : most;
         return most;
     }
-    static M at_least(I a, I b) { return _mm256_cmpeq_epi32(_mm256_max_epi32(a, b), a); }
     static M between(I value, I low, I high) {
         return _mm256_andnot_si256(_mm256_cmpgt_epi32(low, value), _mm256_cmpeq_epi32(_mm256_min_epu32(value, high), value));
     }

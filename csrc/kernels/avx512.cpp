@@ -30,13 +30,8 @@ struct Vec {
     static F all(float value) { return _mm512_set1_ps(value); }
     static I set(uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
     static I magnitude(F value) { return _mm512_and_si512(_mm512_castps_si512(value), set(kMagnitude)); }
-    static I number(F value) {
-        const I sign = _mm512_srai_epi32(_mm512_castps_si512(value), 31);
-        return _mm512_sub_epi32(_mm512_xor_si512(magnitude(value), sign), sign);
-    }
     static I maximum(I a, I b) { return _mm512_max_epu32(a, b); }
     static uint32_t reduce(I value) { return _mm512_reduce_max_epu32(value); }
-    static M at_least(I a, I b) { return _mm512_cmpge_epi32_mask(a, b); }
     static M between(I value, I low, I high) {
         return _mm512_mask_cmple_epu32_mask(_mm512_cmpge_epu32_mask(value, low), value, high);
     }

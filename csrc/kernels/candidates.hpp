@@ -22,7 +22,6 @@ class Candidates {
 
     bool full() const { return full_; }
     Range range() const { return full_ ? kNone : Range{static_cast<uint32_t>(bound_), kMagnitude}; }
-    int32_t bound() const { return bound_; }
     Sink room(int64_t elements) {
         found_.reserve(found_.count + elements);
         return found_.end();
@@ -35,15 +34,9 @@ class Candidates {
   private:
     // What is level with the smallest kept comes later, so it is not wanted any more.
     void drop() {
-        const uint32_t order = keep_top(found_, wanted_.k, wanted_.order);
-        if (wanted_.order == Order::magnitude) {
-            full_ = order == kInfinity;
-            bound_ = static_cast<int32_t>(order + 1);
-        } else {
-            const auto number = static_cast<int32_t>(order ^ kSign);
-            full_ = number == INT32_MAX;
-            bound_ = full_ ? number : number + 1;
-        }
+        const uint32_t order = keep_top(found_, wanted_.k);
+        full_ = order == kInfinity;
+        bound_ = static_cast<int32_t>(order + 1);
     }
 
     Found &found_;
@@ -54,7 +47,7 @@ class Candidates {
 
 // Whether enough was found above `bound`, or all there is; keeps the k largest.
 inline bool keep_wanted(Found &found, Top wanted, int32_t bound) {
-    if (found.count > wanted.k) keep_top(found, wanted.k, wanted.order);
+    if (found.count > wanted.k) keep_top(found, wanted.k);
     return found.count == wanted.k || bound == wanted.lowest;
 }
 
@@ -64,12 +57,10 @@ inline int64_t length_of(const std::vector<Span> &spans) {
     return total;
 }
 
-inline int32_t order_of(float value, Order order) {
+inline int32_t order_of(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
-    const uint32_t magnitude = bits & kMagnitude;
-    if (order == Order::magnitude) return static_cast<int32_t>(std::min(magnitude, kInfinity));
-    return static_cast<int32_t>(bits & kSign ? -magnitude : magnitude);
+    return static_cast<int32_t>(std::min(bits & kMagnitude, kInfinity));
 }
 
 // A bound that a little more than k elements reach, probably; `lowest` where a sample would not tell.
@@ -82,7 +73,7 @@ int32_t sampled_bound(const std::vector<Span> &spans, Top wanted, At value_at) {
     sample.reserve(static_cast<size_t>(n / stride + 1));
     int64_t next = 0;
     for (const Span &span : spans) {
-        for (next += span.start; next < span.stop; next += stride) sample.push_back(order_of(value_at(next), wanted.order));
+        for (next += span.start; next < span.stop; next += stride) sample.push_back(order_of(value_at(next)));
         next -= span.stop;
     }
     const double expected = static_cast<double>(sample.size()) * static_cast<double>(wanted.k) / static_cast<double>(n);

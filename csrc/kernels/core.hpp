@@ -39,12 +39,9 @@ struct Gradient {
     Type type;
 };
 
-enum class Order { magnitude, number };  // NaN counts as infinity; there is none among numbers
-
 struct Top {
     int64_t k;
-    Order order;
-    int32_t lowest;     // of what may be selected: a magnitude's bits, or a number
+    int32_t lowest;     // of what may be selected: a magnitude's bits; NaN counts as infinity
     bool guessed;       // whether `guess` is expected to be reached by k elements, and by not many more
     int32_t guess = 0;  // a wrong one costs time only
 };
@@ -95,8 +92,8 @@ void divide_rows(float *x, Rows rows, float divisor);
 // The bits of the smallest magnitude of x; those of a NaN where there is one, 0 where there is nothing.
 uint32_t smallest_magnitude(const float *x, int64_t n);
 
-// Reduces `found` to its k elements of highest order, 1 <= k <= count; of equal ones those that come first. Returns the order of the
-// lowest of them.
-uint32_t keep_top(Found &found, int64_t k, Order order);
+// Reduces `found` to its k elements of largest magnitude, 1 <= k <= count; of equal ones those that come first. Returns the smallest
+// magnitude of them; NaN counts as infinity.
+uint32_t keep_top(Found &found, int64_t k);
 
 }  // namespace sparsync

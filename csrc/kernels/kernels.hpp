@@ -8,7 +8,6 @@ namespace sparsync {
 
 enum class Type : int32_t { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-constexpr uint32_t kSign = 0x80000000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu;  // the bits of a float without its sign: ordered as the magnitudes are
 constexpr uint32_t kInfinity = 0x7f800000u;   // magnitudes above this one are NaN
 
@@ -42,8 +41,6 @@ struct Passes {
     int64_t (*select)(const float *x, int64_t n, int32_t base, Range range, Sink sink);
     // The elements of `count` rows of `row` elements, which begin at x + starts[0], ..., at positions from `base` on; how many.
     int64_t (*select_rows)(const float *x, const int32_t *starts, int64_t count, int64_t row, int32_t base, Range range, Sink sink);
-    // The elements of x whose number (see number_of) is at least `low`; how many.
-    int64_t (*select_number)(const float *x, int64_t n, int32_t base, int32_t low, Sink sink);
     // add and select in one; `greatest` becomes at least the greatest magnitude of out.
     int64_t (*add_select)(const float *residual, const void *grad, Type type, float *out, int64_t n, int32_t base, Range range,
                           Sink sink, uint32_t *greatest);

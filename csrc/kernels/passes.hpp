@@ -24,12 +24,6 @@ float float_of(uint32_t bits) {
 
 uint32_t magnitude_of(float value) { return bits_of(value) & kMagnitude; }
 
-// Integers ordered as the floats are, and equal for both zeros.
-int32_t number_of(float value) {
-    const int32_t magnitude = static_cast<int32_t>(magnitude_of(value));
-    return bits_of(value) & kSign ? -magnitude : magnitude;
-}
-
 // The next page's lines: what the processor fetches ahead by itself ends with the page, and passes that do more than add wait for it.
 constexpr int64_t kAhead = 1024;
 constexpr uintptr_t kLine = 64;
@@ -84,12 +78,6 @@ struct InRange {
     Vec::M many(Vec::F value) const {
         return Vec::between(Vec::magnitude(value), Vec::set(range.low), Vec::set(range.high));
     }
-};
-
-struct NumberAtLeast {
-    int32_t low;
-    bool one(float value) const { return number_of(value) >= low; }
-    Vec::M many(Vec::F value) const { return Vec::at_least(Vec::number(value), Vec::set(static_cast<uint32_t>(low))); }
 };
 
 constexpr int kGroup = Vec::kGroup;  // vectors between two looks at whether anything was selected
@@ -220,11 +208,6 @@ int64_t select_rows(const float *x, const int32_t *starts, int64_t count, int64_
         found += compact(source, row, base + static_cast<int32_t>(r * row), InRange{range}, {sink.index + found, sink.value + found});
     }
     return found;
-}
-
-int64_t select_number(const float *x, int64_t n, int32_t base, int32_t low, Sink sink) {
-    Plain source{x};
-    return compact(source, n, base, NumberAtLeast{low}, sink);
 }
 
 int64_t add_select(const float *residual, const void *grad, Type type, float *out, int64_t n, int32_t base, Range range,
@@ -414,8 +397,8 @@ void sketch(float *x, int64_t count, float *square, int64_t n, int64_t block, in
     }
 }
 
-constexpr Passes table{add,     select, select_rows, select_number, add_select, max_magnitude, plain,
-                       squares, scaled, divided,     adam_step,     less,       momentum_step, sketch};
+constexpr Passes table{add,    select,  select_rows, add_select, max_magnitude, plain, squares,
+                       scaled, divided, adam_step,   less,       momentum_step, sketch};
 
 }  // namespace
 }  // namespace sparsync

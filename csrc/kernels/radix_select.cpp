@@ -12,22 +12,6 @@ namespace {
 constexpr int kDigit = 11;
 constexpr size_t kBins = size_t{1} << kDigit;
 
-uint32_t magnitude_order(uint32_t bits) { return std::min(bits & kMagnitude, kInfinity); }
-
-uint32_t number_order(uint32_t bits) {
-    const uint32_t magnitude = bits & kMagnitude;
-    return (bits & kSign ? -magnitude : magnitude) ^ kSign;
-}
-
-template <class Order>
-void orders_of(const float *value, int64_t count, Order order, uint32_t *out) {
-    for (int64_t i = 0; i < count; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, value + i, sizeof bits);
-        out[i] = order(bits);
-    }
-}
-
 struct Rank {
     uint32_t order;
     int64_t above;  // how many are larger
@@ -84,13 +68,14 @@ uint32_t smallest_magnitude(const float *x, int64_t n) {
     return static_cast<uint32_t>(most > static_cast<int32_t>(kInfinity) ? most : least);
 }
 
-uint32_t keep_top(Found &found, int64_t k, Order order) {
+uint32_t keep_top(Found &found, int64_t k) {
     thread_local std::vector<uint32_t> orders, work;
     orders.resize(static_cast<size_t>(found.count));
-    if (order == Order::magnitude)
-        orders_of(found.value(), found.count, magnitude_order, orders.data());
-    else
-        orders_of(found.value(), found.count, number_order, orders.data());
+    for (int64_t i = 0; i < found.count; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, found.value() + i, sizeof bits);
+        orders[static_cast<size_t>(i)] = std::min(bits & kMagnitude, kInfinity);
+    }
     work = orders;
     const Rank kth = kth_of(work.data(), found.count, k);
     int64_t equals = k - kth.above, kept = 0;

@@ -39,17 +39,12 @@ struct Vec {
         return I{lane, lane, lane, lane};
     }
     static I magnitude(F value) { return reinterpret_cast<I>(value) & set(kMagnitude); }
-    static I number(F value) {
-        const I sign = reinterpret_cast<I>(value) >> 31;
-        return (magnitude(value) ^ sign) - sign;
-    }
     static I maximum(I a, I b) { return a > b ? a : b; }  // of magnitudes, which have no sign bit
     static uint32_t reduce(I value) {
         int32_t most = 0;
         for (int lane = 0; lane < kWidth; ++lane) most = value[lane] > most ? value[lane] : most;
         return static_cast<uint32_t>(most);
     }
-    static M at_least(I a, I b) { return a >= b; }
     static M between(I value, I low, I high) { return (value >= low) & (value <= high); }
     static M either(M a, M b) { return a | b; }
     static bool any(M mask) {

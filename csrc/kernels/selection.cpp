@@ -54,7 +54,6 @@ void top(const Passes &passes, const float *x, const std::vector<Span> &spans, T
         if (candidates.full()) return 0;
         const auto base = static_cast<int32_t>(from);
         const Sink sink = candidates.room(length);
-        if (wanted.order == Order::number) return passes.select_number(x + from, length, base, candidates.bound(), sink);
         return passes.select(x + from, length, base, candidates.range(), sink);
     };
     if (wanted.guessed && collect(spans, wanted, std::max(wanted.guess, wanted.lowest), found, pass)) return;

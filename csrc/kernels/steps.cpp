@@ -102,6 +102,19 @@ void in_pieces(int64_t start, int64_t stop, Work work) {
     for (int64_t from = start; from < stop; from += kPiece) work(from, std::min(stop, from + kPiece));
 }
 
+// make(from, to) for the pieces of all chunks, of which shares are then encoded but of the own one.
+template <class Make>
+void encode_chunks(const Level &level, float *value, int64_t n, int64_t rank, int64_t P, int bits, uint8_t *out, Make make) {
+    for (int64_t owner = 0; owner < P; ++owner) {
+        const Chunk chunk(n, P, owner);
+        in_pieces(chunk.start, chunk.start + chunk.length, [&](int64_t from, int64_t to) {
+            make(from, to);
+            if (owner != rank) level.codecs->encode_share(value + from, from - chunk.start, to - from, chunk.length, bits, P, out);
+        });
+        if (owner != rank) out += level.codecs->values_nbytes(chunk.length, bits);
+    }
+}
+
 }  // namespace
 
 void make_steps(const Level &level, const Gradients &gradients, float *out) {
@@ -111,14 +124,26 @@ void make_steps(const Level &level, const Gradients &gradients, float *out) {
 
 void encode_steps(const Level &level, const Gradients &gradients, float *residual, int64_t n, int64_t rank, int64_t P, int bits, uint8_t *out) {
     Steps steps(*level.passes, gradients);
-    for (int64_t owner = 0; owner < P; ++owner) {
-        const Chunk chunk(n, P, owner);
-        in_pieces(chunk.start, chunk.start + chunk.length, [&](int64_t from, int64_t to) {
-            steps.make(from, to, residual, true);
-            if (owner != rank) level.codecs->encode_share(residual + from, from - chunk.start, to - from, chunk.length, bits, P, out);
+    encode_chunks(level, residual, n, rank, P, bits, out, [&](int64_t from, int64_t to) { steps.make(from, to, residual, true); });
+}
+
+void encode_sums(const Level &level, const std::vector<GradientPart> &parts, const float *residual, float *sum, int64_t n, int64_t rank,
+                 int64_t P, int bits, uint8_t *out) {
+    Walk<GradientPart> walk(parts);
+    float scaled[kPiece];
+    encode_chunks(level, sum, n, rank, P, bits, out, [&](int64_t from, int64_t to) {
+        if (parts.empty()) return;
+        walk.each(from, to, [&](const GradientPart *part, int64_t start, int64_t stop) {
+            const void *gradient = part ? at(*part, start) : kNothing;
+            Type type = part ? part->type : Type::float32;
+            if (part && part->factor != 1.0f) {
+                level.passes->scaled(scaled, gradient, type, stop - start, part->factor);
+                gradient = scaled;
+                type = Type::float32;
+            }
+            level.passes->add(residual + start, gradient, type, sum + start, stop - start);
         });
-        if (owner != rank) out += level.codecs->values_nbytes(chunk.length, bits);
-    }
+    });
 }
 
 void encode_nan(const Level &level, int64_t n, int64_t rank, int64_t P, int bits, uint8_t *out) {
@@ -149,6 +174,17 @@ void apply_steps(const Level &level, const std::vector<TargetPart> &targets, flo
             level.codecs->decode_over(packets[static_cast<size_t>(owner)], from - chunk.start, to - from, chunk.length, bits, mean, nullptr);
             moves.make(from, to, mean);
         });
+    }
+}
+
+void write_mean(const Level &level, float *grad, const float *error, float *residual, int64_t n, const std::vector<const uint8_t *> &packets,
+                int bits) {
+    const auto P = static_cast<int64_t>(packets.size());
+    if (residual && error != grad) std::memcpy(residual, error, static_cast<size_t>(n) * sizeof(float));
+    for (int64_t owner = 0; owner < P; ++owner) {
+        const Chunk chunk(n, P, owner);
+        level.codecs->decode_over(packets[static_cast<size_t>(owner)], 0, chunk.length, chunk.length, bits, grad + chunk.start,
+                                  residual && error == grad ? residual + chunk.start : nullptr);
     }
 }
 

@@ -47,6 +47,10 @@ void make_steps(const Level &level, const Gradients &gradients, float *out);
 // Adds the steps to the residual [n], and encodes shares of all chunks but that of `rank`; spans cover everything.
 void encode_steps(const Level &level, const Gradients &gradients, float *residual, int64_t n, int64_t rank, int64_t P, int bits, uint8_t *out);
 
+// Writes residual + gradients to `sum`, which may be either, and does with it what `encode_steps` does; without parts `sum` is there.
+void encode_sums(const Level &level, const std::vector<GradientPart> &parts, const float *residual, float *sum, int64_t n, int64_t rank,
+                 int64_t P, int bits, uint8_t *out);
+
 // The packets that `encode_steps` would write of nothing but NaN.
 void encode_nan(const Level &level, int64_t n, int64_t rank, int64_t P, int bits, uint8_t *out);
 
@@ -56,6 +60,10 @@ void move_steps(const Level &level, const std::vector<TargetPart> &targets, floa
 // `move_steps` with what the packets of all chunks stand for.
 void apply_steps(const Level &level, const std::vector<TargetPart> &targets, float *momentum, int64_t n,
                  const std::vector<const uint8_t *> &packets, int bits, const std::vector<MomentumSpan> &spans);
+
+// Moves `error`, which may be `grad`, to the residual, unless that is null, and writes what the packets of all chunks stand for to `grad`.
+void write_mean(const Level &level, float *grad, const float *error, float *residual, int64_t n, const std::vector<const uint8_t *> &packets,
+                int bits);
 
 // Whether `sketch` takes blocks of this length.
 bool is_sketched(int64_t block);

@@ -74,7 +74,7 @@ void check_rows(const Passes &passes, const std::vector<float> &x, int32_t guess
     const int64_t k = below(length + 1);
     Found found;
     for (const bool guessed : {false, true}) {
-        const Top wanted{k, Order::magnitude, 0, guessed, guess};
+        const Top wanted{k, 0, guessed, guess};
         const Rows rows{starts.data(), row, length};
         top_of_rows(passes, x.data(), rows, wanted, found);
         expect(positions(found) == best(copy, k), "top_of_rows");
@@ -91,13 +91,13 @@ void check_selection(const Passes &passes, int64_t n, int kind) {
     const Gradient grad{x.data(), Type::float32};
     Found found;
     for (const bool guessed : {false, true}) {
-        const Top anywhere{k, Order::magnitude, 0, guessed, guess};
+        const Top anywhere{k, 0, guessed, guess};
         top(passes, x.data(), {{0, n}}, anywhere, found);
         expect(positions(found) == best(x, k), "top");
         add_top(passes, zero.data(), grad, out.data(), n, {n, n}, anywhere, found);
         expect(positions(found) == best(x, k), "add_top");
         const int64_t from = below(n + 1), to = from + below(n - from + 1), left = below(n - (to - from) + 1);
-        const Top outside{left, Order::magnitude, 1, guessed, guess};
+        const Top outside{left, 1, guessed, guess};
         top(passes, x.data(), {{0, from}, {to, n}}, outside, found);
         const std::vector<int32_t> wanted = positions(found);
         add_top(passes, zero.data(), grad, out.data(), n, {from, to}, outside, found);

@@ -29,7 +29,41 @@ _FORMATS: dict[torch.dtype, Any] = {  # Any: a literal of memoryview's
     torch.float32: "f",
     torch.float64: "d",
 }
-Detail = int | float | str | bool | Tensor  # a tensor [] on a device: who asks for its number waits for it
+
+
+class Arriving:
+    """A few numbers on their way from a device to the host, which reads them a step later, when they are there."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        """Begin to copy `numbers` [k], after what was asked of the device before."""
+        on_gpu = numbers.is_cuda
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=on_gpu)
+        host.copy_(numbers, non_blocking=True)
+        there = torch.cuda.current_stream(numbers.device).record_event() if on_gpu else None
+        self._coming, self._read = (host, there), list[float]()
+
+    def read(self) -> list[float]:
+        """Return the numbers."""
+        if (coming := self._coming) is not None:
+            host, there = coming
+            if there is not None:
+                there.synchronize()
+            self._read, self._coming = [float(each) for each in host.tolist()], None
+        return self._read
+
+    def __bool__(self) -> bool:
+        """Return whether any number is not zero."""
+        return any(self.read())
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
+        return bool, (bool(self),)
+
+
+# Of a device: a tensor [], for whose number the host waits, or one that is arriving.
+Detail = int | float | str | bool | Tensor | Arriving
 
 
 @dataclass(frozen=True)
@@ -270,7 +304,8 @@ class Report:
     `cost` is what the scheme sent, as counted; `sent` is what an integration counted around it, None where there is none, and `wait_s` the
     seconds inside the communicator.
     `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf,
-    on a GPU perhaps as a tensor [].
+    on a
+    GPU as a tensor [], or still arriving.
     """
 
     scheme: str

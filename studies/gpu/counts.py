@@ -27,7 +27,12 @@ RANKS = (1, 4)
 STEPS = 10  # numbers 0 to 8 measure the ratio of AdamW steps, where that is measured, and 9 does not
 COUNTED = 5  # the last ones: whoever takes turns has had all of them
 DENSITY = 0.01  # of schemes that do not say theirs
-IN_TENSORS = ("squares_fit", "finite_each", *(each for each in vars(operations) if each.startswith("accumulate")))
+IN_TENSORS = (
+    "squares_fit",
+    "packets_fit",
+    "finite_each",
+    *(each for each in vars(operations) if each.startswith("accumulate")),
+)
 Pair = list[int]  # launches and syncs
 
 

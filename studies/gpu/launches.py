@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsync import wire
 from sparsync.collectives import skipping
 from sparsync.comm.local import LocalComm
+from sparsync.core import Arriving
 from sparsync.exchanges.moments import Moments
-from sparsync.exchanges.whole_steps import Arriving
 from sparsync.kernels import dispatch, operations
 from sparsync.runtime.connection import Connection
 

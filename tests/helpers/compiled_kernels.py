@@ -25,7 +25,7 @@ from sparsync.selection.exclusive import BlockCyclic
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDTHS = (8, 4, 3, 1, TERNARY)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
-TYPES |= {torch.bool: "i1", torch.float64: "fp64"}
+TYPES |= {torch.float16: "fp16", torch.bool: "i1", torch.float64: "fp64"}
 MODULES = (exact_top_k, many_tensors, passes, positions, rows, scatter, steps, values)
 seen: set[str] = set()
 
@@ -75,6 +75,7 @@ def every_call(n: int) -> list[Callable[[], object]]:
     """Return calls that launch all kernels in all their forms."""
     x, out, index = torch.randn(n), torch.empty(n), torch.arange(40, dtype=torch.int32)
     part, packet = Sparse(index, x[:40].clone(), n), torch.zeros(2 * n, dtype=torch.uint8)
+    bare = [x, x[:9].bfloat16(), x[:9].half()], [0, 9, 18], [1.0] * 3
     calls: list[Callable[[], object]] = []
     for grad in (x, x.bfloat16()):
         calls += [
@@ -106,7 +107,12 @@ def every_call(n: int) -> list[Callable[[], object]]:
         *steps_of(x, x.bfloat16(), packet, (3,), None),
         *(lambda bits=bits: cuda.values_encode(x, bits) for bits in WIDTHS),
         *(lambda bits=bits: cuda.values_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in WIDTHS),
-        *(lambda bits=bits: cuda.encode_share_(x, bits, 4) for bits in WIDTHS),
+        *(
+            lambda bits=bits: cuda.encode_steps_(x, *bare, None, None, 1, [], [], 0, 4, bits, None, x)
+            for bits in WIDTHS
+        ),
+        *(call for bits in WIDTHS for call in mean_of(x, packet, bits)),
+        *(call for grad in (x.half(), x.bfloat16()) for call in mean_of(grad, packet, 3)),
         *(
             lambda bits=bits, P=P: cuda.reduce_shares_(x, [packet[: values_nbytes(n, bits)]], bits, P, max(bits, 1))
             for bits, P in zip(WIDTHS, (4, 4, 3, 4, 3), strict=True)
@@ -132,6 +138,16 @@ def steps_of(
             for bits in widths
         ),
         *(lambda block=block: cuda.sketch([each], [0], [1.0], x, block, 7) for block in (1, 64)),
+    ]
+
+
+def mean_of(grad: Tensor, packet: Tensor, bits: int) -> list[Callable[[], object]]:
+    """Return calls that write a mean to a gradient of a type."""
+    n, kept = grad.numel(), torch.empty(grad.shape)
+    packets = [packet[: values_nbytes(n, bits)]]
+    return [
+        lambda: cuda.packets_fit(packets, [n], bits, 4, grad.dtype),
+        lambda: cuda.write_mean_(grad, kept, kept.clone(), packets, bits, 0, torch.zeros(1)),
     ]
 
 

@@ -1,6 +1,7 @@
 """The integration for DistributedDataParallel: a hook, registered once, or the pair of a state and a hook that trainers register."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -188,15 +189,17 @@ class DdpHandle(AttachedHandle):
         self._want_by_type()
 
     def _want_by_type(self) -> None:
-        """Have the next step reduce one bucket for each type: ranks that join have other buckets of DDP than those that have stepped."""
-        module, names = module_of(self.scheme), dict[str, list[str]]()
+        """Have the next step reduce one bucket for each type and device: ranks that join have other buckets of DDP than the others."""
+        module, names = module_of(self.scheme), defaultdict[tuple[str, torch.device], list[str]](list)
         if module is None:
             return
         whole = {id(each.weight) for _, each in sparse_embeddings(module)}
         for name, each in trained(module):
             if id(each) not in whole and name not in self._ignored:
-                names.setdefault(f"{str(each.dtype).removeprefix('torch.')}/{each.device.type}", []).append(name)
-        self._joining.want(list(names.items()), always=True)
+                names[f"{str(each.dtype).removeprefix('torch.')}/{each.device.type}", each.device].append(name)
+        # The number of a device differs between ranks.
+        wanted = [(f"{kind}/{number}", found) for number, ((kind, _), found) in enumerate(names.items())]
+        self._joining.want(wanted, always=True)
 
     def _use(self, scheme: Scheme) -> None:
         # A class that overrides `reduce` gets every bucket there.

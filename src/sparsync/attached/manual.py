@@ -168,7 +168,7 @@ class GradientReducer(Handle):
         """Return the trained parameters by bucket: of one type, on one device, at most 2^31 - 1 elements, the same on every rank."""
         buckets: dict[str, dict[str, nn.Parameter]] = {}
         # By type and device: the last bucket's key, and its elements.
-        filled: dict[tuple[str, str], tuple[str, int]] = {}
+        filled: dict[tuple[str, torch.device], tuple[str, int]] = {}
         made: Counter[str] = Counter()  # buckets by type
         sparse = {id(module.weight) for _, module in sparse_embeddings(self.model)}
         for name, parameter in trained(self.model):
@@ -181,12 +181,12 @@ class GradientReducer(Handle):
                 buckets[f"{_SPARSE}{name}"] = {name: parameter}
                 continue
             kind = str(parameter.dtype).removeprefix("torch.")
-            key, elements = filled.get((kind, parameter.device.type), ("", _MOST + 1))
+            key, elements = filled.get((kind, parameter.device), ("", _MOST + 1))
             if elements + parameter.numel() > _MOST:
                 # No device in the key, by which schemes draw: the same model draws the same on a CPU and on a GPU.
                 key, elements = f"{kind}/{made[kind]}" if made[kind] else kind, 0
                 made[kind] += 1
-            filled[kind, parameter.device.type] = key, elements + parameter.numel()
+            filled[kind, parameter.device] = key, elements + parameter.numel()
             buckets.setdefault(key, {})[name] = parameter
         return buckets
 

@@ -14,12 +14,25 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.values import ArrivedMean
+from sparsync.collectives.values import ArrivedMean, QuantizedMean, quantized_all_reduce_
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Rows, Sparse, exact_divisor, phase, spans
+from sparsync.core import (
+    Arriving,
+    Bucket,
+    Comm,
+    Detail,
+    NonFiniteError,
+    Report,
+    Rows,
+    Sparse,
+    exact_divisor,
+    phase,
+    spans,
+)
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
 from sparsync.kernels import operations as kernels
+from sparsync.wire import ValueCodec, Values
 
 State = TypeVar("State")
 
@@ -78,6 +91,8 @@ class ErrorFeedbackScheme(Scheme):
     _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
     _own: "dict[str, ByBucket[Any]]"
     _lost: dict[str, Sparse]  # of the last step of each bucket, where that is not a share of P * mean
+    # Of the last step of each bucket, where the host does not know yet whether it was skipped: residual and mean.
+    _sent: dict[str, tuple[Tensor, QuantizedMean]]
 
     def __post_init__(self) -> None:
         # As in a frozen dataclass, which a scheme may be.
@@ -85,6 +100,7 @@ class ErrorFeedbackScheme(Scheme):
         object.__setattr__(self, "_shared", {})
         object.__setattr__(self, "_own", {})
         object.__setattr__(self, "_lost", {})
+        object.__setattr__(self, "_sent", {})
 
     @abstractmethod
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
@@ -109,9 +125,12 @@ class ErrorFeedbackScheme(Scheme):
             )
         if not bucket.grad.numel():
             return self.report(bucket, selected=0, union=0)
-        acc = self.feedback.accumulate(bucket, comm.rank)
         self._lost.pop(bucket.key, None)
+        self._sent.pop(bucket.key, None)
         comm = MeteredComm(comm)
+        if not whole and (form := self.whole_form(bucket, comm.rank)) is not None:
+            return self._reduce_in_passes(bucket, comm, *form)
+        acc = self.feedback.accumulate(bucket, comm.rank)
         try:
             update = everything(acc, comm, whole=True) if whole else self.step(acc, bucket, comm)
         except NonFiniteError:
@@ -129,6 +148,33 @@ class ErrorFeedbackScheme(Scheme):
         details = {**update.details, "overflow": overflow}
         return self.report(bucket, comm.sent, selected=update.selected, union=union, details=details)
 
+    def _reduce_in_passes(
+        self, bucket: Bucket, comm: MeteredComm, values: tuple[Values, Values], residual: Tensor
+    ) -> Report:
+        """Send every element: one pass adds the gradient and encodes, one sums up, and one writes. On a GPU nobody waits for them.
+
+        There all of the gradient becomes NaN where any of the mean is not finite.
+        """
+        grad, P, (up, down) = bucket.grad, comm.size, map(ValueCodec, values)
+        error = grad if grad.dtype == residual.dtype else torch.empty_like(residual)
+        mean = quantized_all_reduce_(error, comm, up, down, (residual, grad))
+        lengths, bits = [len(chunk) for chunk in spans(grad.numel(), P)], mean.kernel_bits
+        assert bits is not None
+        # All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
+        fits = kernels.packets_fit(mean.packets, lengths, bits, P, grad.dtype)
+        skip, overflow = (fits.logical_not().view(1), False) if isinstance(fits, Tensor) else (None, not fits)
+        with phase("apply"):
+            if not overflow:
+                kernels.write_mean_(grad, error, residual, mean.packets, bits, comm.rank, skip)
+            else:
+                grad.copy_(mean.decoded())
+                if kernels.all_finite(grad):  # only P times the mean is not: a loss scaler must see it all the same
+                    grad.fill_(torch.nan)
+        details: dict[str, Detail] = {"overflow": overflow}
+        if skip is not None:
+            self._sent[bucket.key], details["overflow"] = (residual, mean), Arriving(skip)
+        return self.report(bucket, comm.sent, details=details)
+
     def _write_dense(
         self, update: DenseUpdate, acc: Accumulator, bucket: Bucket, comm: Comm
     ) -> tuple[bool, int | None]:
@@ -144,19 +190,14 @@ class ErrorFeedbackScheme(Scheme):
             written, overflow = mean, bucket.skip is None and not mean.fits(comm.size)
         self._check_found(overflow, acc)
         with phase("apply"):
-            kept = None
             if not overflow:
-                # What lies in the gradient's memory moves while the mean is written there.
-                moves = acc.skip is None and update.error is bucket.grad and acc.residual.dtype == bucket.grad.dtype
-                kept = acc.residual if moves and not isinstance(written, Tensor) else None
-                if kept is None:
-                    acc.keep_error(update.error)
+                acc.keep_error(update.error)
             if isinstance(written, Tensor):
                 if not overflow and isinstance(mean, Tensor):
                     add_dropped_(acc.residual, mean, written, comm)
                 bucket.grad.copy_(written)
             else:
-                written.write_(bucket.grad, kept)
+                written.write_(bucket.grad)
         return overflow, update.union
 
     def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool | Tensor, int]:
@@ -274,14 +315,29 @@ class ErrorFeedbackScheme(Scheme):
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         return self.feedback.residual(bucket, comm.rank)
 
+    def whole_form(self, bucket: Bucket, rank: int) -> tuple[tuple[Values, Values], Tensor] | None:
+        if (values := self.whole_values) is None or self.feedback.decay != 1.0:
+            return None
+        residual = self.feedback.residual(bucket, rank)
+        fused = all(ValueCodec(each).kernel_bits is not None for each in values)
+        return (values, residual) if fused and residual.dtype == torch.float32 else None
+
+    @property
+    def whole_values(self) -> tuple[Values, Values] | None:
+        """The formats, up and down, of a scheme whose `step` is `quantized_all_reduce_` of every element; else None."""
+        return None
+
     def rollback(self, bucket: Bucket) -> None:
         if bucket.skip is not None:
             bucket.grad.masked_fill_(bucket.skip != 0, 0.0)  # then no residual has lost anything
         lost = self._lost.pop(bucket.key, None)
-        if lost is None:
-            self.feedback.rollback(bucket)
-        else:
+        if lost is not None:
             kernels.scatter_add_(self.feedback.residual_of(bucket), lost)
+        elif bucket.key in self._sent:  # the gradient may have changed since
+            residual, mean = self._sent.pop(bucket.key)
+            residual.add_(mean.decoded().to(bucket.grad.dtype))
+        else:
+            self.feedback.rollback(bucket)
 
     def shared_text(self, bucket: Bucket) -> str:
         return ", ".join(f"{key}: {table.text(bucket)}" for key, table in self._shared.items())
@@ -305,6 +361,7 @@ class ErrorFeedbackScheme(Scheme):
             table.load_state_dict(own.get(key, {}))
         self.feedback.load_state_dict(shared["residual"])
         self._lost.clear()
+        self._sent.clear()
 
 
 @dataclass

@@ -37,7 +37,6 @@ from sparsync.core import (
 )
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
-from sparsync.kernels.value_reference import greatest_of
 
 # What values may take more that go to all ranks at once: a packet of Ethernet, 0.12 ms at 100 Mbit/s.
 AT_ONCE_NBYTES = 1460
@@ -68,8 +67,8 @@ class ArrivedMean(Protocol):
         """Return the mean, [n]."""
         ...
 
-    def write_(self, out: Tensor, kept: Tensor | None = None) -> None:
-        """Write the mean to `out` [n], of its type; what stood there before goes to `kept`, if given, of the same type."""
+    def write_(self, out: Tensor) -> None:
+        """Write the mean to `out` [n], of its type."""
         ...
 
     def fits(self, times: int) -> bool:
@@ -132,24 +131,19 @@ class QuantizedMean:
         self.write_(out)
         return out
 
-    def write_(self, out: Float[Tensor, " n"], kept: Float[Tensor, " n"] | None = None) -> None:
-        """Write the mean to `out`, of its type; what stood there before goes to `kept`, if given, of the same type."""
-        bits = self.kernel_bits
+    def write_(self, out: Float[Tensor, " n"]) -> None:
+        """Write the mean to `out`, of its type."""
+        if self.kernel_bits is not None:
+            kernels.write_mean_(out, None, None, self.packets, self.kernel_bits, 0)
+            return
         for packet, chunk in self._chunks():
-            before = None if kept is None else chunk.of(kept)
-            if bits is not None:
-                kernels.decode_over_(packet, bits, chunk.of(out), before)
-                continue
-            if before is not None:
-                before.copy_(chunk.of(out))
             chunk.of(out).copy_(self.quantizer.decode(packet, len(chunk), self.dtype))
 
     def fits(self, times: int) -> bool:
         """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
-        bits = self.kernel_bits
-        lengths = [len(chunk) for _, chunk in self._chunks()]
-        if bits is not None and packets_fit(self.packets, lengths, bits, times):
-            return True
+        if self.kernel_bits is not None:  # on a GPU a host sync
+            lengths = [len(chunk) for _, chunk in self._chunks()]
+            return bool(kernels.packets_fit(self.packets, lengths, self.kernel_bits, times))
         return all(
             kernels.all_finite(self.quantizer.decode(packet, len(chunk), self.dtype) * times)
             for packet, chunk in self._chunks()
@@ -162,14 +156,6 @@ class QuantizedMean:
 
     def _chunks(self) -> Iterator[tuple[Tensor, Span]]:
         return zip(self.packets, spans(self.length, len(self.packets)), strict=True)
-
-
-def packets_fit(packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int) -> bool:
-    """Return whether the scales of packets of so many values tell that `times` each value is finite, in float32."""
-    if not packets or not any(lengths):
-        return True
-    # A host sync: what is kept depends on it. NaN is not below anything.
-    return times * float(greatest_of(packets, lengths, bits)) <= torch.finfo(torch.float32).max
 
 
 def takes_little_more(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> bool:
@@ -213,10 +199,11 @@ def quantized_all_reduce(
 
 
 def quantized_all_reduce_(
-    value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None
+    value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None, terms: Sequence[Tensor] = ()
 ) -> QuantizedMean:
     """Return the mean over ranks of `value` [K], and replace `value` by this rank's error.
 
+    With `terms`, a residual and a gradient, which may be `value`, their sum is reduced, made in the same pass; formats then have kernels.
     `quantizer` rounds what goes to owners, and `down` what owners send to all; None: the same. Summed over ranks
     value = P * mean + error, up to the rounding of an error to the type of `value`. If an exchange fails, `value` holds
     nothing of use.
@@ -226,10 +213,18 @@ def quantized_all_reduce_(
     P, rank, dtype, down = comm.size, comm.rank, value.dtype, down or quantizer
     chunks = spans(value.numel(), P)
     mine, lengths = chunks[rank], [len(chunk) for chunk in chunks]
-    size = quantizer.nbytes(len(mine), dtype)
+    size, bits = quantizer.nbytes(len(mine), dtype), _kernel_bits(quantizer, dtype)
     with phase("encode"):
-        packets = [_share_(chunk.of(value), quantizer, P) for owner, chunk in enumerate(chunks) if owner != rank]
-        packets.insert(rank, value.new_empty(0, dtype=torch.uint8))
+        if bits is not None:
+            residual, gradients = (terms[0], terms[1:]) if terms else (value, ())
+            given = gradients, [0] * len(gradients), [1.0] * len(gradients), None, None, 1, (), ()
+            sent = kernels.encode_steps_(residual, *given, rank, P, bits, None, value)
+            packets = list(
+                sent.split([quantizer.nbytes(length, dtype) * (p != rank) for p, length in enumerate(lengths)])
+            )
+        else:
+            packets = [_share_(chunk.of(value), quantizer, P) for owner, chunk in enumerate(chunks) if owner != rank]
+            packets.insert(rank, value.new_empty(0, dtype=torch.uint8))
     received = comm.all_to_all(packets, [size if source != rank else 0 for source in range(P)])
     with phase("decode"):
         others = [packet for source, packet in enumerate(received) if source != rank]
@@ -240,9 +235,6 @@ def quantized_all_reduce_(
 
 def _share_(value: Tensor, quantizer: Quantizer, P: int) -> Tensor:
     """Return the packet of a share of the mean, value / P, and leave in `value` what P times the packet lacks."""
-    bits = _kernel_bits(quantizer, value.dtype)
-    if bits is not None:
-        return kernels.encode_share_(value, bits, P)
     packet = quantizer.encode(value / exact_divisor(value, P))
     value.copy_(lacking(value, quantizer.decode(packet, value.numel(), value.dtype), P))
     return packet

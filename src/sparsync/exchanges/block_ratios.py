@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
-from sparsync.exchanges.whole_steps import Arriving, Gradients, Skip
+from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
+from sparsync.exchanges.whole_steps import Gradients, Skip
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 

@@ -3,9 +3,11 @@
 Also what the reduction of a step leaves of each bucket.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -376,21 +378,22 @@ def buckets_of(
 
     16-bit weights share buckets with float32 ones, because their changes are summed and sent in float32.
     """
-    parts: dict[str, list[dict[str, nn.Parameter]]] = {}
-    filled: dict[str, int] = {}  # bytes of the last part
+    parts: dict[tuple[str, torch.device], list[dict[str, nn.Parameter]]] = {}
+    filled: dict[tuple[str, torch.device], int] = {}  # bytes of the last part
     for name, parameter in parameters.items():
         wide = _wide(parameter)
-        kind = f"{prefix}{str(wide).removeprefix('torch.')}/{parameter.device.type}"
+        kind = f"{prefix}{str(wide).removeprefix('torch.')}/{parameter.device.type}", parameter.device
         nbytes = parameter.numel() * wide.itemsize
         if kind not in parts or filled[kind] + nbytes > bucket_mb * _MEGABYTE:
             parts.setdefault(kind, []).append({})
             filled[kind] = 0
         parts[kind][-1][name] = parameter
         filled[kind] += nbytes
+    made = defaultdict[str, Iterator[int]](count)  # by kind: the number of a device differs between ranks
     return [
-        WeightBucket(f"{kind}/{number}", part, _wide(next(iter(part.values()))), shared)
-        for kind, found in parts.items()
-        for number, part in enumerate(found)
+        WeightBucket(f"{kind}/{next(made[kind])}", part, _wide(next(iter(part.values()))), shared)
+        for (kind, _), found in parts.items()
+        for part in found
     ]
 
 

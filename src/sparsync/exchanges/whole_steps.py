@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.values import QuantizedMean, packets_fit
+from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, Report, Span, phase, spans
+from sparsync.core import Arriving, Bucket, Comm, Report, Span, phase, spans
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.step_reference import Spread
 from sparsync.kernels.value_reference import nan_packet
@@ -62,22 +62,6 @@ class StepsToMake:
         return out
 
 
-class Arriving:
-    """A few numbers on their way from a device to the host, which reads them a step later, when they are there."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        on_gpu = numbers.is_cuda
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=on_gpu)
-        self._host.copy_(numbers, non_blocking=True)
-        self._there = torch.cuda.current_stream(numbers.device).record_event() if on_gpu else None
-
-    def read(self) -> list[float]:
-        """Return the numbers."""
-        if self._there is not None:
-            self._there.synchronize()
-        return self._host.tolist()
-
-
 class Skip:
     """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
 
@@ -101,7 +85,7 @@ class Skip:
     @property
     def seen(self) -> bool:
         """Return what came to the host."""
-        return self._arriving.read() != [0.0]
+        return bool(self._arriving)
 
 
 @dataclass(eq=False)
@@ -175,7 +159,9 @@ class WholeStep(Reduction):
             received = comm.all_to_all(sent, [size * (source != rank) for source in range(P)])
             with phase("decode"):
                 others = [packet for source, packet in enumerate(received) if source != rank]
-                if self.steps is None or (flag is None and not packets_fit(others, [len(mine)] * len(others), bits, P)):
+                if self.steps is None or (
+                    flag is None and not kernels.packets_fit(others, [len(mine)] * len(others), bits, P)
+                ):
                     packet = nan_packet(len(mine), bits_down, residual.device)
                 else:
                     packet = kernels.reduce_shares_(mine.of(residual), others, bits, P, bits_down, flag)

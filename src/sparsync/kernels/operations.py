@@ -183,8 +183,8 @@ def encode_steps_(
     gradients: Sequence[Tensor],
     starts: Sequence[int],
     factors: Sequence[float],
-    square: Vector,
-    ratio: Float[Tensor, " blocks"],
+    square: Vector | None,
+    ratio: Float[Tensor, " blocks"] | None,
     block: int,
     spans: Sequence[Span],
     numbers: Sequence[Spread],
@@ -192,29 +192,44 @@ def encode_steps_(
     P: int,
     bits: int,
     skip: Tensor | None = None,
+    out: Vector | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
-    """Do `make_steps_`, add the steps to `residual`, and `encode_share_` it: all in one pass; spans cover everything.
+    """Do `make_steps_`, add the steps to `residual`, and encode shares of the sum: all in one pass; spans cover everything.
 
-    Returns the packets of all chunks (`core.spans(n, P)`) but the own one, one after the other, in `bits` bits. The residual becomes what
-    P times these lack of the sum, and the sum in the own chunk. If `skip`, one number, is not zero, nothing changes, and all packets are
-    of NaN.
+    Without second moments (`square` None) gradients are added as they are. Returns the packets of sum / P of all chunks
+    (`core.spans(n, P)`) but the own one, one after the other, in `bits` bits: 8, 4, 3, 1 or TERNARY. The bytes are those of
+    `value_reference`. `out`, None: the residual, becomes what P times these lack of the sum, and the sum in the own chunk; it may be a
+    gradient. If `skip`, one number, is not zero, nothing changes, and all packets are of NaN.
     """
-    return run(
-        "encode_steps_",
-        residual,
-        gradients,
-        starts,
-        factors,
-        square,
-        ratio,
-        block,
-        spans,
-        numbers,
-        rank,
-        P,
-        bits,
-        skip,
-    )
+    moments = square, ratio, block, spans, numbers
+    return run("encode_steps_", residual, gradients, starts, factors, *moments, rank, P, bits, skip, out)
+
+
+def packets_fit(
+    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
+) -> bool | Tensor:
+    """Return whether all values in packets of so many are finite in `dtype`, and `times` them in float32.
+
+    On a GPU a tensor [] that says so, for which nobody waits.
+    """
+    return run("packets_fit", packets, lengths, bits, times, dtype)
+
+
+def write_mean_(
+    grad: Vector,
+    error: Vector | None,
+    residual: Vector | None,
+    packets: Sequence[Tensor],
+    bits: int,
+    rank: int,
+    skip: Tensor | None = None,
+) -> None:
+    """Write the mean that the packets of all chunks hold to `grad`, rounded to its type, and `error`, which may be `grad`, to `residual`.
+
+    In this rank's chunk what P times the rounded mean lacks is added to the residual. Without a residual nothing else is written.
+    If `skip`, one number, is not zero, the residual stays, and the gradient is NaN. Raises RuntimeError for a packet of another length.
+    """
+    run("write_mean_", grad, error, residual, packets, bits, rank, skip)
 
 
 def move_steps_(
@@ -286,15 +301,6 @@ def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
     return run("digests", tensors)
 
 
-def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet of value / P in `bits` bits, and make `value` what P times the decoded packet lacks of it.
-
-    `bits` is 8, 4, 3, 1 or TERNARY. The bytes are those of `value_reference`: "int8", "int4", "int3", "sign" and "ternary" of
-    `wire.ValueCodec`.
-    """
-    return run("encode_share_", value, bits, P)
-
-
 def reduce_shares_(
     value: Float[Tensor, " k"],
     packets: Sequence[Tensor],
@@ -303,21 +309,13 @@ def reduce_shares_(
     bits_down: int,
     skip: Tensor | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet, in `bits_down` bits, of the mean of `value` and what other ranks sent by `encode_share_` in `bits` bits.
+    """Return the packet, in `bits_down` bits, of the mean of `value` and what other ranks sent by `encode_steps_` in `bits` bits.
 
     The mean is (value + P * the sum of the decoded `packets`) / P; finite ones beyond float32 become its largest number. `value` becomes
     what P times the decoded mean lacks of the sum. Sums are made in float64, in the order of the packets. Raises RuntimeError for a
     packet of another length. If `skip`, one number, is not zero, nothing changes, and the packet is of NaN.
     """
     return run("reduce_shares_", value, packets, bits, P, bits_down, skip)
-
-
-def decode_over_(packet: UInt8[Tensor, " nbytes"], bits: int, out: Vector, kept: Vector | None = None) -> None:
-    """Write the n values of a packet of `bits` bits to `out`; what stood there before goes to `kept`, if given.
-
-    Raises RuntimeError for a packet of another length.
-    """
-    run("decode_over_", packet, bits, out, kept)
 
 
 def scatter_add_(out: Vector, part: Sparse) -> None:

@@ -16,10 +16,6 @@ Encode = Callable[[Tensor, int], Tensor]
 Decode = Callable[[Tensor, int, int], Tensor]
 
 
-def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
-    return encode_share_by(values_encode, values_decode, value, bits, P)
-
-
 def reduce_shares_(
     value: Float[Tensor, " k"],
     packets: Sequence[Tensor],
@@ -33,12 +29,8 @@ def reduce_shares_(
     return reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
 
 
-def decode_over_(packet: UInt8[Tensor, " nbytes"], bits: int, out: Tensor, kept: Tensor | None = None) -> None:
-    decode_over_by(values_decode, packet, bits, out, kept)
-
-
 def encode_share_by(encode: Encode, decode: Decode, value: Tensor, bits: int, P: int) -> Tensor:
-    """Do what `encode_share_` does with these codecs."""
+    """Return the packet of value / P, and make `value` [k] what P times the decoded packet lacks of it, with these codecs."""
     packet = encode(value / exact_divisor(value, P), bits)
     received = decode(packet, value.numel(), bits)
     error = value - P * received
@@ -61,10 +53,3 @@ def reduce_shares_by(
     packet = encode(mean, bits_down)
     value.copy_(total - P * decode(packet, value.numel(), bits_down).double())
     return packet
-
-
-def decode_over_by(decode: Decode, packet: Tensor, bits: int, out: Tensor, kept: Tensor | None) -> None:
-    """Do what `decode_over_` does with this codec."""
-    if kept is not None:
-        kept.copy_(out)
-    out.copy_(decode(packet, out.numel(), bits))

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsync.core import Span, spans
-from sparsync.kernels.share_reference import encode_share_
-from sparsync.kernels.value_reference import nan_packet, values_decode
+from sparsync.kernels.share_reference import encode_share_by
+from sparsync.kernels.value_reference import greatest_of, nan_packet, values_decode, values_encode
 
 HASH = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # an odd number near 2^32 over the golden ratio, and those of MurmurHash3
 _WORD = 0xFFFFFFFF
@@ -64,8 +64,8 @@ def encode_steps_(
     gradients: Sequence[Tensor],
     starts: Sequence[int],
     factors: Sequence[float],
-    square: Float[Tensor, " n"],
-    ratio: Float[Tensor, " blocks"],
+    square: Float[Tensor, " n"] | None,
+    ratio: Float[Tensor, " blocks"] | None,
     block: int,
     spans: Sequence[Span],
     numbers: Sequence[Spread],
@@ -73,15 +73,20 @@ def encode_steps_(
     P: int,
     bits: int,
     skip: Tensor | None = None,
+    out: Float[Tensor, " n"] | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
+    out = residual if out is None else out
     chunks = [chunk for owner, chunk in enumerate(chunks_of(residual.numel(), P)) if owner != rank]
     if skip is not None and bool(skip):
         packets = [nan_packet(len(chunk), bits, residual.device) for chunk in chunks]
     else:
-        step = torch.zeros_like(residual)
-        make_steps_(step, gradients, starts, factors, square, ratio, block, spans, numbers)
-        residual.add_(step)
-        packets = [encode_share_(chunk.of(residual), bits, P) for chunk in chunks]
+        if square is not None and ratio is not None:
+            step = torch.zeros_like(residual)
+            make_steps_(step, gradients, starts, factors, square, ratio, block, spans, numbers)
+            torch.add(residual, step, out=out)
+        elif gradients:  # else every zero keeps its sign
+            torch.add(residual, gathered(gradients, starts, factors, residual), out=out)
+        packets = [encode_share_by(values_encode, values_decode, chunk.of(out), bits, P) for chunk in chunks]
     return torch.cat([residual.new_empty(0, dtype=torch.uint8), *packets])
 
 
@@ -124,6 +129,42 @@ def apply_steps_(
     chunks = chunks_of(momentum.numel(), len(packets))
     parts = [values_decode(each, len(chunk), bits) for each, chunk in zip(packets, chunks, strict=True)]
     move_steps_(targets, starts, momentum, torch.cat(parts).to(momentum.dtype), spans, numbers)
+
+
+def packets_fit(
+    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
+) -> bool | Tensor:
+    if not any(lengths):
+        return True
+    # A host sync, but not on a GPU, where the flag stays. NaN is not below anything.
+    if times * float(greatest_of(packets, lengths, bits)) <= min(
+        torch.finfo(each).max for each in (dtype, torch.float32)
+    ):
+        return True
+    values = [values_decode(each, length, bits) for each, length in zip(packets, lengths, strict=True)]
+    return all(bool(((each * times).isfinite() & each.to(dtype).isfinite()).all()) for each in values)
+
+
+def write_mean_(
+    grad: Tensor,
+    error: Float[Tensor, " n"] | None,
+    residual: Float[Tensor, " n"] | None,
+    packets: Sequence[Tensor],
+    bits: int,
+    rank: int,
+    skip: Tensor | None = None,
+) -> None:
+    if skip is not None and bool(skip):
+        grad.fill_(torch.nan)
+        return
+    chunks = chunks_of(grad.numel(), len(packets))
+    if residual is not None and error is not None:
+        residual.copy_(error)
+    for owner, (packet, chunk) in enumerate(zip(packets, chunks, strict=True)):
+        mean = values_decode(packet, len(chunk), bits)
+        chunk.of(grad).copy_(mean)
+        if residual is not None and owner == rank and grad.dtype != mean.dtype:
+            chunk.of(residual).add_(len(packets) * (mean - chunk.of(grad).to(mean.dtype)))
 
 
 def sketch(

@@ -20,7 +20,8 @@ from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.interrupts import abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
+from sparsync.core import Arriving, Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
+from sparsync.runtime.findings import warn_of
 from sparsync.runtime.flights import Baton
 from sparsync.runtime.optimizers import Compared, Comparison
 
@@ -32,6 +33,10 @@ _SETTINGS_CURE = "give all ranks a scheme with the same settings"
 _AFTER_FAILURE = (
     "where a step was reduced on some ranks and failed on others, their weights and residuals differ from then on: load a checkpoint on "
     "all ranks, handle and model, or start again"
+)
+
+_NOT_FINITE = (
+    "the mean gradient of a step holds NaN or Inf, on all ranks; a loss scaler skips such a step, and nothing else does"
 )
 
 MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
@@ -74,12 +79,15 @@ class Rollback:
 
     A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of the step have sent
     from their residuals what nobody will apply: each rank adds the mean that was written to its residual again, P times in all. All
-    ranks see the same buckets and do the same, so no message is needed.
+    ranks see the same buckets and do the same, so no message is needed. With `waits`, what a device has found is read and rolled back in
+    `settle`, one step later, when the gradient is not there any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = False) -> None:
+        self._waits = waits
         self._step: int | None = None
-        self._written: list[tuple[Reduction, Bucket]] = []
+        # With whether the bucket itself is non-finite, where that is not known yet.
+        self._written: list[tuple[Reduction, Bucket, Arriving | None]] = []
         self._skipped = False
 
     def reduced(self, scheme: Reduction, bucket: Bucket, report: Report) -> bool:
@@ -88,20 +96,38 @@ class Rollback:
         Call it in the same order on all ranks, before any gradient of the step is changed.
         """
         if bucket.step != self._step:
+            self.settle()
             self._step, self._written, self._skipped = bucket.step, [], False
+        flag, all_wait = report.details.get("overflow"), all(each is not None for *_, each in self._written)
+        if self._waits and isinstance(flag, Arriving) and all_wait and not self._skipped:
+            self._written.append((scheme, Bucket(bucket.key, bucket.grad.new_empty(0), bucket.step), flag))
+            return False
         if overflowed(report, bucket.grad):
             self._skipped = True
         elif scheme.has_residual:
-            self._written.append((scheme, bucket))
-        if self._skipped:
-            for each, written in self._written:
-                each.rollback(written)
-            self._written = []
-        return self._skipped
+            self._written.append((scheme, bucket, None))
+        return self._roll_back()
+
+    def settle(self) -> bool:
+        """Roll back what the last step has written if a device has found any of it non-finite since; return whether it has."""
+        found = any(each is not None for *_, each in self._written) and self._roll_back()
+        if found:
+            self._written, self._skipped = [], False
+        return found
 
     def end_step(self) -> None:
-        """Forget the step: the next bucket belongs to another one, even of the same number."""
-        self._step, self._written = None, []
+        """End the step: the next bucket belongs to another one, even of the same number."""
+        self._step = None
+        self._written = [each for each in self._written if each[2] is not None]
+
+    def _roll_back(self) -> bool:
+        """Roll back what is written if the step is non-finite; return whether it is. Waits for flags."""
+        self._skipped |= any(bool(flag) for *_, flag in self._written)
+        written = [(scheme, bucket) for scheme, bucket, flag in self._written if not flag]
+        self._written = [] if self._skipped else [(*each, None) for each in written]
+        for scheme, bucket in written if self._skipped else ():
+            scheme.rollback(bucket)
+        return self._skipped
 
 
 @dataclass
@@ -196,6 +222,7 @@ class Connection:
     resets the scheme's shared state and closes its connections, which makes the others fail at once instead of waiting. The next bucket
     opens fresh ones, if all ranks come with the same step and have reduced the same steps before. Only a GroupComm is compared, opened
     and closed. `on_written` is called with each bucket that a scheme with a residual has reduced, and whether that was rolled back.
+    `on_rolled_back`, if given, is called where that came out later: on a GPU, when the host reads it in `settle`.
     """
 
     def __init__(
@@ -204,8 +231,9 @@ class Connection:
         comm: Comm,
         what: str = "gradients",
         on_written: Callable[[Bucket, bool], None] = lambda bucket, rolled_back: None,
+        on_rolled_back: Callable[[], None] | None = None,
     ) -> None:
-        self._what, self._on_written = what, on_written
+        self._what, self._on_written, self._on_rolled_back = what, on_written, on_rolled_back
         self._group = comm
         self._waits: Waits = nullcontext  # of buckets that `reduce` reduces
         self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
@@ -356,6 +384,7 @@ class Connection:
             raise RuntimeError("this handle is closed; wrap the model again, and call sparsync.attach")
         if step != self._step:
             self.end_step()
+            self.settle()
             self._step = step
         if prepare is not None:
             prepare()
@@ -373,7 +402,7 @@ class Connection:
     def use(self, scheme: Reduction | ReduceScatterScheme) -> None:
         """Reduce with `scheme` from the next step on."""
         self._scheme, self._settings = scheme, scheme.config_fingerprint()
-        self._rollback = Rollback() if scheme.has_residual else None
+        self._rollback = Rollback(self._on_rolled_back is not None) if scheme.has_residual else None
 
     def compare(self, comparison: Comparison) -> None:
         """Compare in each step what `comparison` reads. Refers to it weakly, because it refers to models."""
@@ -512,6 +541,7 @@ class Connection:
     @contextmanager
     def step(self) -> Iterator[None]:
         """End the step with the block; an error inside closes the connection."""
+        self.settle()
         try:
             yield
         except BaseException as error:
@@ -541,6 +571,13 @@ class Connection:
             self._reduced, self._step, self._compared, self._failed = self._step, None, None, False
         if self._rollback is not None:
             self._rollback.end_step()
+
+    def settle(self) -> None:
+        """Learn whether the last step was non-finite, where only a device knew: then roll back what it has written."""
+        if self._rollback is not None and self._rollback.settle():
+            if self._on_rolled_back is not None:
+                self._on_rolled_back()
+            warn_of(_NOT_FINITE)
 
 
 @contextmanager

@@ -195,6 +195,7 @@ class Dispatcher:
             torch.cuda.current_stream(device).wait_stream(stream)
         self._failure = None
         self._connection.end_step()
+        self._connection.settle()
 
     def wait(self, promised: Promised) -> None:
         """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises what the reduction raised."""

@@ -79,7 +79,13 @@ class Handle:
         self._scheme = scheme
         self.part = part
         self._rescaler = rescaler
-        self._connection = Connection(scheme, comm, on_written=rescaler.written)
+        exchanges_gradients = self.integration == "gradients"  # whose users see what is not finite without us
+        self._connection = Connection(
+            scheme,
+            comm,
+            on_written=rescaler.written,
+            on_rolled_back=rescaler.rolled_back if exchanges_gradients else None,
+        )
         self._comparison = comparison
         self._connection.compare(comparison)
         self._pass_hooks: list[Any] = []  # Any: torch's handles of hooks
@@ -493,6 +499,7 @@ class Handle:
 
     def _pass_begins(self) -> None:
         """Note that a backward pass is about to add to the gradients, before it does."""
+        self._connection.settle()
         self._rescaler.pass_begins(self._connection.failed)
 
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
@@ -546,6 +553,7 @@ class Handle:
     def _flush(self) -> None:
         """Wait until the last step is reduced, and end it."""
         self._connection.end_step()
+        self._connection.settle()
 
 
 @dataclass(frozen=True)

@@ -431,6 +431,11 @@ class ResidualRescaler:
             for each in self.clippings:
                 each.written([parameter_of(name) for name in names] if sharded else names, norms)
 
+    def rolled_back(self) -> None:
+        """Note that the last reduction was rolled back after all."""
+        if (passes := self._passes()) is not None:
+            passes.came(kept=False)
+
     def rescale(self) -> None:
         """Bring the residuals to the units of this step. Call it once a step, before its first bucket."""
         self.settle()

@@ -15,7 +15,6 @@ from sparsync.collectives.values import QuantizedMean, quantized_all_reduce_, qu
 from sparsync.comm.plan import Given, Plan, planned
 from sparsync.core import Bucket, Comm, Rows, phase
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.kernels import operations as kernels
 from sparsync.selection.turns import Turn, Turns
 from sparsync.wire import ValueCodec, Values, check_values
 
@@ -127,12 +126,9 @@ class _MeanInTurn:
         self.write_(out)
         return out
 
-    def write_(self, out: Tensor, kept: Tensor | None = None) -> None:
-        """Write the mean to `out` [n]; what stood there before goes to `kept`, if given."""
-        if kept is not None:
-            kernels.move_put_(kept, out, (), ())
-        else:
-            out.zero_()
+    def write_(self, out: Tensor) -> None:
+        """Write the mean to `out` [n]."""
+        out.zero_()
         self.turn.put_(out, self.mean.decoded())
 
     def fits(self, times: int) -> bool:

@@ -66,6 +66,10 @@ class Quantized(ErrorFeedbackScheme):
         spans(share.numel(), comm.size)[comm.rank].of(share).div_(exact_divisor(share, comm.size))
         return share
 
+    @property
+    def whole_values(self) -> tuple[Values, Values]:
+        return self.values, self.values
+
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values))
         return DenseUpdate(mean, acc.values)

@@ -113,13 +113,9 @@ class TwoShot(ErrorFeedbackScheme):
         """Whether elements are left out in either exchange."""
         return min(self.density, self._down[0]) < 1.0
 
-    def whole_form(self, bucket: Bucket, rank: int) -> tuple[tuple[Values, Values], Tensor] | None:
-        values = self.values, self._down[1]
-        fused = all(ValueCodec(each).kernel_bits is not None for each in values)
-        if self.leaves_out or not fused or self.feedback.decay != 1.0:
-            return None
-        residual = self.feedback.residual(bucket, rank)
-        return (values, residual) if residual.dtype == torch.float32 else None
+    @property
+    def whole_values(self) -> tuple[Values, Values] | None:
+        return None if self.leaves_out else (self.values, self._down[1])
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         if not self.leaves_out:

@@ -21,5 +21,14 @@ from sparsync.kernels.cuda.passes import accumulate, accumulate_select_ge, all_f
 from sparsync.kernels.cuda.positions import decode_positions, encode_positions, locate
 from sparsync.kernels.cuda.rows import divide_rows_
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
-from sparsync.kernels.cuda.steps import apply_steps_, encode_steps_, make_steps_, move_steps_, sketch, squares_fit
-from sparsync.kernels.cuda.values import decode_over_, encode_share_, reduce_shares_, values_decode, values_encode
+from sparsync.kernels.cuda.steps import (
+    apply_steps_,
+    encode_steps_,
+    make_steps_,
+    move_steps_,
+    packets_fit,
+    sketch,
+    squares_fit,
+    write_mean_,
+)
+from sparsync.kernels.cuda.values import reduce_shares_, values_decode, values_encode

@@ -1,7 +1,7 @@
 """The passes of `step_reference`: each reads gradients, or moves weights, where they lie, in one launch for all chunks of a vector.
 
 What lies where is a table of pieces, one row each: where it starts and stops in the vector, its address (0 where there is no tensor), and
-the numbers of its span and of its tensor. Each operation is rounded, as in torch: nothing is fused to a multiply-add.
+the numbers of its span, its tensor and that one's type. Each operation is rounded, as in torch: nothing is fused to a multiply-add.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
@@ -19,22 +19,27 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Span
-from sparsync.kernels.cuda.launch import local, on_one_device, programs, stream_of, table, takes_all
+from sparsync.kernels.cuda.launch import local, magnitude, on_one_device, programs, stream_of, table, takes_all
 from sparsync.kernels.cuda.values import (
+    INFINITE,
     ROUNDED,
     decoded,
-    encode_share_,
     fold,
     grid_of,
     places,
     share,
     store_packet,
+    values_decode,
+    values_encode,
 )
+from sparsync.kernels.share_reference import encode_share_by
 from sparsync.kernels.step_reference import HASH, Move, Spread, chunks_of, nan_packet
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-ROW: tl.constexpr = tl.constexpr(5)  # numbers of a piece
+NUMBERS = {each: number for number, each in enumerate(TYPES)}  # of types, in a table of pieces
+SEVERAL: tl.constexpr = tl.constexpr("several")
+ROW: tl.constexpr = tl.constexpr(6)  # numbers of a piece
 SPREAD: tl.constexpr = tl.constexpr(5)  # numbers of a span: rate, beta2, 1 - beta2, eps, unbiased
 MOVE: tl.constexpr = tl.constexpr(4)  # beta1, 1 - beta1, kept, length
 FIRST, SECOND, THIRD = (tl.constexpr(each) for each in HASH)
@@ -94,8 +99,8 @@ def encode_steps_(
     gradients: Sequence[Tensor],
     starts: Sequence[int],
     factors: Sequence[float],
-    square: Tensor,
-    ratio: Tensor,
+    square: Tensor | None,
+    ratio: Tensor | None,
     block: int,
     spans: Sequence[Span],
     numbers: Sequence[Spread],
@@ -103,8 +108,10 @@ def encode_steps_(
     P: int,
     bits: int,
     skip: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Any:
-    kind = _type_of([residual, square, ratio], gradients, skip)
+    out, moments = residual if out is None else out, [each for each in (square, ratio) if each is not None]
+    kind = _type_of([residual, out, *moments], gradients, skip)
     if kind is None:
         return NotImplemented
     n, chunks = residual.numel(), chunks_of(residual.numel(), P)
@@ -113,20 +120,22 @@ def encode_steps_(
     if not n:
         return packets
     with torch.cuda.device_of(residual):
-        pieces = _pieces_of(gradients, starts, spans, residual)
+        pieces = _pieces_of(gradients, starts, spans if moments else [Span(0, n)], residual)
         floats = table([*_spread(spans, numbers), *factors, 1.0], torch.float32, residual.device)
-        form = {"P": P, "SKIPS": skip is not None, "TYPE": kind, "RATIO": block, **ROUNDED}
-        given = (residual, square, ratio, packets, residual if skip is None else skip, *pieces, floats, len(spans), n)
+        form = {"P": P, "MADE": bool(moments), "ADDS": bool(gradients), "SKIPS": skip is not None, "TYPE": kind}
+        form |= {"RATIO": block, **ROUNDED}
+        about = (*(moments or (residual, residual)), packets, residual if skip is None else skip)
+        given = (residual, out, *about, *pieces, floats, len(spans), n)
         if bits != TERNARY:
             _encode_steps_kernel[grid_of(triton.cdiv(n, P), P)](*given, P, rank, BITS=bits, **form)
             return packets
-        before = residual if skip is None else residual.clone()
+        before = out if skip is None else out.clone()
         _encode_steps_kernel[grid_of(n)](*given, 1, 0, BITS=8, **form)  # all of it is an own chunk, without a packet
         sent = [chunk for owner, chunk in enumerate(chunks) if owner != rank]
-        found = [encode_share_(chunk.of(residual), bits, P) for chunk in sent]
+        found = [encode_share_by(values_encode, values_decode, chunk.of(out), bits, P) for chunk in sent]
         if skip is not None:
             skipped = skip.reshape(()) != 0
-            residual.copy_(torch.where(skipped, before, residual))
+            out.copy_(torch.where(skipped, before, out))
             nothing = [nan_packet(len(chunk), bits, residual.device) for chunk in sent]
             found = [torch.where(skipped, *pair) for pair in zip(nothing, found, strict=True)]
         return torch.cat([packets[:0], *found])
@@ -160,6 +169,43 @@ def apply_steps_(
     return _move(targets, starts, momentum, momentum, packets, bits, spans, numbers, skip)
 
 
+def packets_fit(
+    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
+) -> Any:
+    if not any(lengths) or dtype not in TYPES or not takes_all(packets):
+        return NotImplemented
+    fits = torch.ones((), dtype=torch.bool, device=packets[0].device)
+    with torch.cuda.device_of(fits):
+        rows = zip(packets, lengths, strict=True)
+        where = table([number for packet, k in rows for number in (packet.data_ptr(), k)], torch.int64, fits.device)
+        form = {"TIMES": times, "TYPE": TYPES[dtype], "BITS": bits, **ROUNDED}
+        _packets_fit_kernel[grid_of(max(lengths), len(lengths))](where, fits, **form)
+    return fits
+
+
+def write_mean_(
+    grad: Tensor,
+    error: Tensor | None,
+    residual: Tensor | None,
+    packets: Sequence[Tensor],
+    bits: int,
+    rank: int,
+    skip: Tensor | None = None,
+) -> Any:
+    n, P = grad.numel(), len(packets)
+    fitting = [each.numel() for each in packets] == [values_nbytes(len(chunk), bits) for chunk in chunks_of(n, P)]
+    kept = [each for each in (error, residual) if each is not None]
+    if not fitting or _type_of(kept, [grad], skip) is None or not takes_all([grad, *packets]):
+        return NotImplemented
+    if n:
+        with torch.cuda.device_of(grad):
+            where = table([each.data_ptr() for each in packets], torch.int64, grad.device)
+            form = {"P": P, "KEEPS": bool(kept), "SKIPS": skip is not None, "BITS": bits, **ROUNDED}
+            given = (grad, *(kept or (grad, grad)), where, where if skip is None else skip, n, rank)
+            _write_mean_kernel[grid_of(triton.cdiv(n, P), P)](*given, **form)
+    return None
+
+
 def sketch(
     gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Tensor, block: int, key: int
 ) -> Any:
@@ -189,7 +235,7 @@ def _move(
 ) -> Any:
     """Move weights by a dense mean, or by that in packets."""
     kind = _type_of([momentum, mean], targets, skip)
-    if kind is None:
+    if kind is None or kind == SEVERAL.value:
         return NotImplemented
     if n := momentum.numel():
         with torch.cuda.device_of(momentum):
@@ -205,12 +251,13 @@ def _move(
 
 
 def _type_of(vectors: Sequence[Tensor], tensors: Sequence[Tensor], skip: Tensor | None = None) -> Any:
-    """Return the type of `tensors`, for Triton; None where they, or the vectors of float32 beside them, are not taken."""
+    """Return the type of `tensors`, for Triton, SEVERAL, or None where they, or vectors of float32 beside them, are not taken."""
     there = [*vectors, *tensors, *([] if skip is None else [skip])]
     kinds = {each.dtype for each in tensors} or {torch.float32}
     plain = all(each.dtype == torch.float32 for each in vectors) and (not vectors or takes_all(vectors))
     contiguous = all(each.is_contiguous() for each in tensors)
-    return TYPES.get(kinds.pop()) if plain and contiguous and len(kinds) == 1 and on_one_device(there) else None
+    taken = plain and contiguous and kinds <= set(TYPES) and on_one_device(there)
+    return None if not taken else SEVERAL.value if len(kinds) > 1 else TYPES[kinds.pop()]
 
 
 def _spread(spans: Sequence[Span], numbers: Sequence[Spread]) -> list[float]:
@@ -227,34 +274,36 @@ def _pieces_of(
 ) -> _Pieces:
     """Return the table of the pieces of `spans` and `tensors`, on their device, and their number."""
     device = tensors[0].device if like is None else like.device
-    nbytes = tensors[0].element_size() if tensors else 0
-    lie = tuple((start, start + each.numel(), each.data_ptr()) for start, each in zip(starts, tensors, strict=True))
-    return _pieces(lie, nbytes, tuple((each.start, each.stop) for each in spans), device, stream_of(device))
+    lie = tuple(
+        (start, start + each.numel(), each.data_ptr(), NUMBERS[each.dtype])
+        for start, each in zip(starts, tensors, strict=True)
+    )
+    return _pieces(lie, tuple((each.start, each.stop) for each in spans), device, stream_of(device))
 
 
 @lru_cache(maxsize=256)
 def _pieces(
-    lie: tuple[tuple[int, int, int], ...],
-    nbytes: int,
+    lie: tuple[tuple[int, int, int, int], ...],
     spans: tuple[tuple[int, int], ...],
     device: torch.device,
     stream: int,  # not read: a part of the key
 ) -> _Pieces:
     rows: list[tuple[int, ...]] = []
-    ahead = [*sorted((*each, number) for number, each in enumerate(lie)), (NOWHERE, NOWHERE, 0, len(lie))]
+    ahead = [*sorted((*each, number) for number, each in enumerate(lie)), (NOWHERE, NOWHERE, 0, 0, len(lie))]
     at = 0
     for span, (start, stop) in sorted(enumerate(spans), key=lambda each: each[1]):
         at = max(at, start)
         while at < stop:
             while ahead[0][1] <= at:
                 del ahead[0]
-            first, end, address, tensor = ahead[0]
+            first, end, address, kind, tensor = ahead[0]
             if first <= at:
-                rows.append((at, min(end, stop), address + (at - first) * nbytes, span, tensor))
+                nbytes = 2 if kind else 4
+                rows.append((at, min(end, stop), address + (at - first) * nbytes, span, tensor, kind))
             else:
-                rows.append((at, min(first, stop), 0, span, len(lie)))
+                rows.append((at, min(first, stop), 0, span, len(lie), 0))
             at = rows[-1][1]
-    numbers = [number for row in [*rows, (NOWHERE, NOWHERE, 0, 0, 0)] for number in row]
+    numbers = [number for row in [*rows, (NOWHERE, NOWHERE, 0, 0, 0, 0)] for number in row]
     return table(numbers, torch.int64, device), len(rows)
 
 
@@ -284,14 +333,28 @@ def _nbytes(k, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _piece(where, piece, base, left, lane, TYPE: tl.constexpr):
-    """Return which places of the block at `base` a piece has, those with a tensor, their addresses, and the numbers of span and tensor."""
+def _piece(where, piece, base, left, lane):
+    """Return which places of the block at `base` a piece has, those with a tensor, where these lie, and the numbers of span and tensor."""
     row = where + ROW * piece
     start, address = tl.load(row), tl.load(row + 2)
     begin, end = local(start, base, left), local(tl.load(row + 1), base, left)
     inside = (lane >= begin) & (lane < end)
     there = (lane >= begin) & (lane < tl.where(address != 0, end, 0))
-    return inside, there, address.to(tl.pointer_type(TYPE)) + (base - start) + lane, tl.load(row + 3), tl.load(row + 4)
+    return inside, there, address, (base - start) + lane, tl.load(row + 3), tl.load(row + 4)
+
+
+@triton.jit
+def _read(where, piece, address, place, there, TYPE: tl.constexpr):
+    """Return the elements of a piece at these places, zeros elsewhere, float32. TYPE SEVERAL: each tensor has its own type."""
+    if TYPE == SEVERAL:
+        kind = tl.load(where + ROW * piece + 5) + tl.zeros_like(place)
+        x = tl.load(address.to(tl.pointer_type(tl.float32)) + place, mask=there & (kind == 0), other=0.0)
+        brain = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + place, mask=there & (kind == 1), other=0.0)
+        half = tl.load(address.to(tl.pointer_type(tl.float16)) + place, mask=there & (kind == 2), other=0.0)
+        x = tl.where(kind == 1, brain.to(tl.float32), tl.where(kind == 2, half.to(tl.float32), x))
+    else:
+        x = tl.load(address.to(tl.pointer_type(TYPE)) + place, mask=there, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -300,8 +363,8 @@ def _gathered(base, left, lane, where, pieces, factors, TYPE: tl.constexpr):
     g = tl.zeros_like(lane).to(tl.float32)
     piece = _piece_at(where, pieces, base)
     while tl.load(where + ROW * piece) < base + left:
-        _, there, source, _, tensor = _piece(where, piece, base, left, lane, TYPE)
-        part = tl.load(source, mask=there, other=0).to(tl.float32)
+        _, there, address, place, _, tensor = _piece(where, piece, base, left, lane)
+        part = _read(where, piece, address, place, there, TYPE)
         g = tl.where(there, part * tl.load(factors + tensor), g)
         piece += 1
     return g
@@ -314,9 +377,9 @@ def _made(base, left, lane, square, ratio, where, pieces, floats, spans, RATIO: 
     ratios = ratio + base // RATIO + ((base % RATIO).to(tl.int32) + lane) // RATIO
     piece = _piece_at(where, pieces, base)
     while tl.load(where + ROW * piece) < base + left:
-        inside, there, source, span, tensor = _piece(where, piece, base, left, lane, TYPE)
+        inside, there, address, place, span, tensor = _piece(where, piece, base, left, lane)
         number = floats + SPREAD * span
-        g = tl.load(source, mask=there, other=0).to(tl.float32) * tl.load(floats + SPREAD * spans + tensor)
+        g = _read(where, piece, address, place, there, TYPE) * tl.load(floats + SPREAD * spans + tensor)
         v = tl.load(square + base + lane, mask=inside, other=0.0) * tl.load(number + 1) + g * g * tl.load(number + 2)
         tl.store(square + base + lane, v, mask=inside)
         r = tl.load(ratios, mask=inside, other=0.0)
@@ -356,6 +419,7 @@ def _make_kernel(
 @triton.jit(do_not_specialize=["pieces", "spans", "n", "chunks", "own"])
 def _encode_steps_kernel(
     residual,
+    out,
     square,
     ratio,
     packets,
@@ -368,6 +432,8 @@ def _encode_steps_kernel(
     chunks,
     own,
     P: tl.constexpr,
+    MADE: tl.constexpr,
+    ADDS: tl.constexpr,
     SKIPS: tl.constexpr,
     TYPE: tl.constexpr,
     RATIO: tl.constexpr,
@@ -381,10 +447,13 @@ def _encode_steps_kernel(
     live = tl.load(skip) == 0 if SKIPS else True
     base, taken = start + first, tl.where(live, left, 0)
     acc = tl.load(residual + base + lane, mask=lane < taken, other=0.0)
-    step, _ = _made(base, taken, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
-    acc += step
+    if MADE:
+        step, _ = _made(base, taken, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
+        acc += step
+    elif ADDS:
+        acc += _gathered(base, taken, lane, where, pieces, floats, TYPE)
     upper, code, error = share(acc, left, P, BITS, BLOCKS, BLOCK)
-    tl.store(residual + base + lane, tl.where(chunk == own, acc, error), mask=lane < taken)
+    tl.store(out + base + lane, tl.where(chunk == own, acc, error), mask=lane < taken)
     _, longest = _chunk_of(0, n, chunks)
     _, mine = _chunk_of(own, n, chunks)
     short = _nbytes(n // chunks, BITS, BLOCK)
@@ -425,13 +494,67 @@ def _move_kernel(
         taken = tl.load(mean + base + lane, mask=lane < left, other=0.0)
     piece = _piece_at(where, pieces, base)
     while tl.load(where + ROW * piece) < base + left:
-        inside, there, target, span, _ = _piece(where, piece, base, left, lane, TYPE)
-        number = floats + MOVE * span
+        inside, there, address, place, span, _ = _piece(where, piece, base, left, lane)
+        target, number = address.to(tl.pointer_type(TYPE)) + place, floats + MOVE * span
         m = tl.load(momentum + base + lane, mask=inside, other=0.0) * tl.load(number) + taken * tl.load(number + 1)
         tl.store(momentum + base + lane, m, mask=inside)
         weight = tl.load(target, mask=there, other=0).to(tl.float32)
         tl.store(target, (weight * tl.load(number + 2) - m * tl.load(number + 3)).to(TYPE), mask=there)
         piece += 1
+
+
+@triton.jit
+def _rounded(x, TYPE: tl.constexpr):
+    """Return `x`, float32, rounded to nearest. Of bfloat16 by its bits, which the interpreter cuts off."""
+    if tl.bfloat16 == TYPE:
+        word = x.to(tl.int32, bitcast=True)
+        x = ((word + 0x7FFF + (word >> 16 & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _packets_fit_kernel(
+    where, fits, TIMES: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = where + 2 * tl.program_id(1)
+    k = tl.load(row + 1)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    value = decoded(tl.load(row).to(tl.pointer_type(tl.uint8)), first, left, lane, k, BITS, BLOCKS, BLOCK)
+    value = tl.where(lane < left, value, 0.0)  # signs are decoded behind the end too
+    worst = tl.maximum(magnitude(TIMES * value), magnitude(_rounded(value, TYPE).to(tl.float32)))
+    if tl.max(worst) >= INFINITE:
+        tl.store(fits, 0)
+
+
+@triton.jit(do_not_specialize=["n", "rank"])
+def _write_mean_kernel(
+    grad,
+    error,
+    residual,
+    packets,
+    skip,
+    n,
+    rank,
+    P: tl.constexpr,
+    KEEPS: tl.constexpr,
+    SKIPS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk = tl.program_id(1)
+    start, k = _chunk_of(chunk, n.to(tl.int64), P)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    base, live = start + first, tl.load(skip) == 0 if SKIPS else True
+    packet = tl.load(packets + chunk).to(tl.pointer_type(tl.uint8))
+    mean = decoded(packet, first, left, lane, k, BITS, BLOCKS, BLOCK)
+    written = _rounded(mean, grad.dtype.element_ty)
+    if KEEPS:
+        kept = tl.load(error + base + lane, mask=lane < left, other=0.0)
+        if grad.dtype.element_ty != tl.float32:
+            kept = tl.where(chunk == rank, kept + P * (mean - written.to(tl.float32)), kept)
+        tl.store(residual + base + lane, kept, mask=lane < tl.where(live, left, 0))
+    tl.store(grad + base + lane, tl.where(live, written, float("nan")), mask=lane < left)
 
 
 @triton.jit(do_not_specialize=["pieces", "n", "programs"])

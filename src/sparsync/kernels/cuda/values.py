@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes
-from sparsync.kernels.share_reference import decode_over_by, encode_share_by, reduce_shares_by
+from sparsync.kernels.share_reference import reduce_shares_by
 from sparsync.kernels.value_reference import BLOCK, LEVEL, POWERS, TERNARY, nan_packet, values_nbytes
 
 BLOCKS = 4  # of 256 values, that one program works on
@@ -36,7 +36,7 @@ def values_encode(value: Tensor, bits: int) -> Tensor:
         fives = triton.cdiv(k, len(POWERS))
         _ternary_codes_kernel[grid_of(fives)](value, packet, k, BLOCK=BLOCK, FIVES=BLOCKS * BLOCK)
     else:
-        _encode_kernel[grid_of(k)](value, packet, k, P=1, ERRORS=False, BITS=bits, **ROUNDED)
+        _encode_kernel[grid_of(k)](value, packet, k, BITS=bits, **ROUNDED)
     return packet
 
 
@@ -49,18 +49,6 @@ def values_decode(packet: Tensor, k: int, bits: int) -> Tensor:
     return value
 
 
-@takes(FLOAT32)
-def encode_share_(value: Tensor, bits: int, P: int) -> Tensor:
-    """Return the packet of value / P, and leave what it lacks, as the reference, in one launch; ternary values in several."""
-    if bits == TERNARY:
-        return encode_share_by(values_encode, values_decode, value, bits, P)
-    k = value.numel()
-    packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
-    if k:
-        _encode_kernel[grid_of(k)](value, packet, k, P=P, ERRORS=True, BITS=bits, **ROUNDED)
-    return packet
-
-
 def reduce_shares_(
     value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int, skip: Tensor | None = None
 ) -> Any:
@@ -71,12 +59,6 @@ def reduce_shares_(
         return NotImplemented
     kinds = FLOAT32, *[BYTES] * len(packets), FLOAT32
     return takes(*kinds)(_reduce_shares)(value, packets, bits, P, bits_down, skip)
-
-
-@takes(BYTES, FLOAT32, FLOAT32)
-def decode_over_(packet: Tensor, bits: int, out: Tensor, kept: Tensor | None = None) -> None:
-    """Write the values of a packet, as the reference."""
-    decode_over_by(values_decode, packet, bits, out, kept)
 
 
 def grid_of(k: int, chunks: int = 1) -> tuple[int, int]:
@@ -252,23 +234,12 @@ def decoded(packet, first, left, lane, k, BITS: tl.constexpr, BLOCKS: tl.constex
 
 
 @triton.jit(do_not_specialize=["k"])
-def _encode_kernel(
-    value,
-    packet,
-    k,
-    P: tl.constexpr,
-    ERRORS: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _encode_kernel(value, packet, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     k = k.to(tl.int64)
     first, left, lane = places(k, BLOCKS, BLOCK)
     x = tl.load(value + first + lane, mask=lane < left, other=0.0)
-    upper, code, error = share(x, left, P, BITS, BLOCKS, BLOCK)
+    upper, code = scales_and_codes(x, left, BITS, BLOCKS, BLOCK)
     store_packet(packet, upper, code, first, left, k, BITS, BLOCKS, BLOCK)
-    if ERRORS:
-        tl.store(value + first + lane, error, mask=lane < left)
 
 
 @triton.jit(do_not_specialize=["k"])
