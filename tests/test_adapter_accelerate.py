@@ -154,20 +154,6 @@ def test_accelerates_local_sgd_is_told_once_that_nothing_is_reduced_and_two_mode
         assert warned.startswith("SGD has stepped 10 times since gradients were last reduced")
 
 
-def registered(folder: Path) -> None:
-    as_torchrun()
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(network())
-    accelerator.register_for_checkpointing(attach(accelerator, prepared, MiCRO(density=DENSITY)))
-    with pytest.raises(ValueError, match="writes the state of the main process only, and each rank has its own"):
-        accelerator.save_state(str(folder / "state"))
-    assert not list(folder.glob("**/*.pkl"))
-
-
-def test_a_handle_registered_for_checkpointing_which_would_keep_one_ranks_state_is_refused(tmp_path: Path) -> None:
-    run(registered, 2, folder=tmp_path)
-
-
 def alone() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(network())
