@@ -69,9 +69,7 @@ def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scal
     for whole, resumed in ranks:
         assert resumed.same_weights(whole)
         assert {report.step for report in resumed.reports} == set(range(3, STEPS))
-    assert {path.name for path in tmp_path.glob("sparsync*")} == {
-        f"sparsync.step3.rank{rank}of2.safetensors" for rank in (0, 1)
-    }
+    assert {path.name for path in tmp_path.glob("sparsync*")} == {f"sparsync.step3.rank{rank}of2.pt" for rank in (0, 1)}
 
 
 def hooked() -> AdapterResult:

@@ -16,8 +16,6 @@ _SAVED_WITH = {
 
 def check_fingerprint(state: State, own: State) -> None:
     """Raise ValueError unless `state` is of the format, integration, scheme and model of `own`, a `Handle.fingerprint`."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"a state of sparsync is a dict, got {type(state).__name__}; load what state_dict returned")
     if state.get("version") != VERSION:
         raise ValueError(
             f"this state has format version {state.get('version')}, and this sparsync reads version {VERSION}; load it with the sparsync "
