@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import io
-import os
 import pickle
 import random
 import resource
@@ -365,13 +364,6 @@ def test_a_distributed_checkpoint_of_one_rank_is_read_and_damaged_metadata_is_na
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(ValueError, match=r"\.metadata is no metadata of a torch.distributed.checkpoint"):
             checkpoint.load(again, tmp_path, name="m")
-
-
-def test_saving_writes_through_no_link_and_no_pipe_that_is_in_the_way(tmp_path: Path) -> None:
-    for make in (lambda file: file.symlink_to(tmp_path / "elsewhere"), os.mkfifo):
-        make(tmp_path / "sparsync.rank0of1.unfinished")
-        checkpoint.save(fresh().step(3), tmp_path)
-        assert names(tmp_path) == ["sparsync.step3.rank0of1.pt"]
 
 
 def test_damaged_entries_of_a_distributed_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ def save(state: Mapping[str, Any], file: Path, unfinished: Path) -> None:  # Any
     """
     content = _written(state)
     try:
-        unfinished.unlink(missing_ok=True)
-        with unfinished.open("xb") as out:
+        with unfinished.open("wb") as out:
             out.write(content.getbuffer())
             out.flush()
             os.fsync(out.fileno())
