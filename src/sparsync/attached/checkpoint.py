@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.nn.functional import pad
 
+from sparsync.exchanges.journal import on_processor
 from sparsync.runtime import state_file
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.state_checks import check_fingerprint, other_model
@@ -133,22 +133,11 @@ def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dic
     """Return all ranks' states, in rank order, on the first rank of `group`, the handle's group; None on the others.
 
     Call it on every rank. For checkpoints in one file, which the first rank writes; it holds the residuals of all ranks in memory at once.
-    Ranks send bytes in the format of `save`; nothing that they send is executed.
     """
     rank, ranks = handle.place
-    device = _device_of(group)
-    mine = state_file.encoded(handle.state_dict()).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([mine.numel()], device=device), group=group)
-    padded = pad(mine, (0, int(max(lengths)) - mine.numel()))
-    received = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
-    dist.gather(padded, received, group=group, group_dst=0)
-    if received is None:
-        return None
-    return [
-        state_file.decoded(content[: int(length)], f"the state of rank {sender}")
-        for sender, (content, length) in enumerate(zip(received, lengths, strict=True))
-    ]
+    states: list[Any] | None = [None] * ranks if rank == 0 else None  # Any: as Handle.state_dict
+    dist.gather_object(on_processor(handle.state_dict()), states, group=group, group_dst=0)
+    return states
 
 
 def restore(handle: Handle, states: Sequence[State]) -> None:
@@ -300,12 +289,3 @@ def _slot(part: str, name: str) -> str:
 
 def _stem(slot: str, step: int, rank: int, ranks: int) -> str:
     return f"{slot}.step{step}.rank{rank}of{ranks}"
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device whose tensors the group sends: the CPU if it can."""
-    if "cpu" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())
