@@ -69,9 +69,7 @@ def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scal
     for whole, resumed in ranks:
         assert resumed.same_weights(whole)
         assert {report.step for report in resumed.reports} == set(range(3, STEPS))
-    assert {path.name for path in tmp_path.glob("sparsync*")} == {
-        f"sparsync.step3.rank{rank}of2.safetensors" for rank in (0, 1)
-    }
+    assert {path.name for path in tmp_path.glob("sparsync*")} == {f"sparsync.step3.rank{rank}of2.pt" for rank in (0, 1)}
 
 
 def hooked() -> AdapterResult:
@@ -152,20 +150,6 @@ def test_accelerates_local_sgd_is_told_once_that_nothing_is_reduced_and_two_mode
     for accumulated, (warned,) in run(local_sgd, 2):
         assert accumulated == []
         assert warned.startswith("SGD has stepped 10 times since gradients were last reduced")
-
-
-def registered(folder: Path) -> None:
-    as_torchrun()
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(network())
-    accelerator.register_for_checkpointing(attach(accelerator, prepared, MiCRO(density=DENSITY)))
-    with pytest.raises(ValueError, match="writes the state of the main process only, and each rank has its own"):
-        accelerator.save_state(str(folder / "state"))
-    assert not list(folder.glob("**/*.pkl"))
-
-
-def test_a_handle_registered_for_checkpointing_which_would_keep_one_ranks_state_is_refused(tmp_path: Path) -> None:
-    run(registered, 2, folder=tmp_path)
 
 
 def alone() -> None:

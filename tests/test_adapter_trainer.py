@@ -86,7 +86,7 @@ def test_a_training_by_the_trainer_sends_little_and_goes_on_to_the_same_bits(tmp
             assert again.same_weights(whole)
             assert {report.step for report in again.reports} == set(range(3, STEPS))
     files = {path.name for path in (tmp_path / "here" / "checkpoint-6").glob("sparsync*")}
-    assert files == {f"sparsync.step6.rank{rank}of2.safetensors" for rank in (0, 1)}
+    assert files == {f"sparsync.step6.rank{rank}of2.pt" for rank in (0, 1)}
 
 
 class SpikedTrainer(Trainer):

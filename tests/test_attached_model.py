@@ -270,7 +270,7 @@ def schemes_by_parameter_for_others() -> None:
         [sum(each) for each in zip(*(gradients(reduced, number) for number in range(3)), strict=True)]
         for reduced in (dense, model)
     )
-    with refused(ValueError, "for the pattern '*bias'", "assign TopK(density=1.0) to handle.scheme"):
+    with refused(ValueError, "is of the patterns ['*bias']", "assign TopK(density=1.0) to handle.scheme"):
         handle.scheme = PerParameter(TopK(density=0.1), {"0.*": Dense()})
     handle.scheme = TopK(density=1.0)  # takes the residual over, and sends all of it
     rest = zip(written, gradients(model, 3), came_in, gradients(dense, 3), strict=True)

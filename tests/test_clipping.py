@@ -4,7 +4,6 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -164,9 +163,6 @@ def test_optimizers_that_step_in_turn_each_have_a_usual_share_and_keep_it_in_the
             each.train(64 * drawn(comm.rank, 7), times(2.0**-8), by=1)
         assert torch.equal(follows.residual, again.residual)
         assert follows.state_dict()["clipping"] == again.state_dict()["clipping"]
-        for wrong in ({}, {**state["clipping"][1], "steps": -1}):
-            with pytest.raises(ValueError, match=r"\['clipping'\]\[1\]"):
-                again.load_state_dict({**state, "clipping": [state["clipping"][0], wrong]})
 
     LocalWorld(P).run(body)
 
@@ -250,13 +246,11 @@ def test_a_training_that_is_resumed_after_a_spike_goes_on_to_the_same_bits(schem
 
     def body(comm: Comm) -> None:
         whole, again = Reducer(comm, scheme), Reducer(comm, scheme)
-        state: dict[str, Any] = {}
         for step in range(8):
             grad = drawn(comm.rank, step) * (50 if step in (2, 4, 7) else 1)
             whole.train(grad, to_norm(1.0))
             if step == 4:
-                state = whole.state_dict()
-                again.load_state_dict(state)
+                again.load_state_dict(whole.state_dict())
                 again.optimizer.load_state_dict(whole.optimizer.state_dict())
                 again.model.load_state_dict(whole.model.state_dict())
             elif step > 4:
@@ -264,9 +258,6 @@ def test_a_training_that_is_resumed_after_a_spike_goes_on_to_the_same_bits(schem
         assert torch.equal(again.weights, whole.weights)
         assert torch.equal(again.residual, whole.residual)
         assert again.state_dict()["clipping"] == whole.state_dict()["clipping"]
-        del state["clipping"]  # of an earlier version
-        again.load_state_dict(state)
-        assert again.state_dict()["clipping"] == []
 
     LocalWorld(P).run(body)
 
@@ -280,34 +271,6 @@ def test_one_bit_adam_keeps_what_rounding_dropped_of_its_momentum_whatever_is_cu
         assert torch.equal(follows.residual, ignores.residual)
 
     LocalWorld(P).run(body)
-
-
-@pytest.mark.parametrize(
-    "clipping",
-    [
-        {"mean": -1.0},
-        {"mean": float("nan")},
-        {"mean": "1"},
-        {"steps": 1.5},
-        {"steps": -1},
-        {"cuts": 1},
-        {"more": 0},
-        [1],
-    ],
-    ids=str,
-)
-def test_a_state_with_a_clipping_that_cannot_be_is_refused_and_changes_nothing(clipping: Any) -> None:
-    def body(comm: Comm) -> None:
-        reducer = Reducer(comm, "topk:density=0.05")
-        reducer.train(drawn(comm.rank, 0), times(0.5))
-        before = reducer.state_dict()
-        with pytest.raises(ValueError, match="clipping"):
-            wrong = [{**before["clipping"][0], **clipping}] if isinstance(clipping, dict) else clipping
-            reducer.load_state_dict({**before, "clipping": wrong})
-        assert reducer.state_dict()["clipping"] == before["clipping"]
-        assert torch.equal(reducer.residual, torch.cat([*before["scheme"]["residual"].values()]))
-
-    LocalWorld(1).run(body)
 
 
 def test_a_gradient_that_is_reduced_twice_before_a_step_counts_as_one() -> None:

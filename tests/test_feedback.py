@@ -13,7 +13,7 @@ from sparsync import Bucket, SkipReduce, Span, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import ParameterSpan, Sparse
-from sparsync.feedback import ErrorFeedback, redistributed, state_from
+from sparsync.feedback import ErrorFeedback, redistributed
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
@@ -183,14 +183,6 @@ def test_redistribution_joins_parameters_that_not_every_rank_has() -> None:
 def test_a_world_without_ranks_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"a world has at least 1 rank, got {size}"):
         redistributed([{}], size)
-
-
-def test_a_state_that_lacks_something_says_what() -> None:
-    assert state_from({"residual": 1, "more": 2}, "residual", "TopK") == 1
-    with pytest.raises(
-        ValueError, match=r"the state of TopK needs 'residual', this one has \['protected', 'shift'\]; load what"
-    ):
-        state_from({"shift": 1, "protected": 2}, "residual", "TopK")
 
 
 @pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk, partial(TwoShot, values="float32")])

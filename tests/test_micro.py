@@ -116,10 +116,10 @@ def test_a_loaded_state_goes_on_as_the_saved_one(kind: str) -> None:
     assert all(LocalWorld(P).run(body))
 
 
-def test_a_state_of_before_sketches_were_kept_loads() -> None:
+def test_a_state_of_other_settings_brings_its_residual_and_the_rest_starts_again() -> None:
     def body(comm: LocalComm) -> int:
-        scheme = MiCRO(0.1)
-        scheme.load_state_dict({"scheme": "micro", "residual": {"bucket": torch.ones(60)}})
+        scheme, other = MiCRO(0.1), MiCRO.published(0.1)
+        scheme.load_state_dict(other.state_dict() | {"residual": {"bucket": torch.ones(60)}})
         return scheme.reduce(Bucket("bucket", torch.zeros(60), 7), comm).union
 
     assert LocalWorld(3).run(body) == [6] * 3

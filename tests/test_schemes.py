@@ -186,16 +186,6 @@ def test_one_stateful_scheme_cannot_serve_two_ranks(scheme: Scheme) -> None:
         run([scheme] * 2, reals(2, COUNT, 1))
 
 
-@pytest.mark.parametrize(
-    "scheme", [TopK(0.1), SkipReduce(), SkipReduce(feedback=True)], ids=["topk", "skip", "feedback"]
-)
-def test_a_state_of_something_else_is_refused(scheme: Scheme) -> None:
-    with pytest.raises(
-        ValueError, match=r"the state of \w+ needs '\w+', this one has \['steps'\]; load what its state_dict"
-    ):
-        scheme.load_state_dict({"steps": 1})
-
-
 @pytest.mark.parametrize("scheme", [Dense(), RandomPruning()], ids=["dense", "random_pruning"])
 def test_a_scheme_without_state_refuses_one(scheme: Scheme) -> None:
     scheme.load_state_dict({})

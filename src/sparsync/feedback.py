@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -331,20 +331,3 @@ def summed(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, residual in state.items():
             found[name] = found[name] + residual if name in found else residual.clone()
     return found
-
-
-def check_state_of(name: str, state: Mapping[str, Any]) -> None:  # Any: as Scheme.state_dict
-    """Raise ValueError when `state` names another scheme than `name`."""
-    if state.get("scheme", name) != name:
-        raise ValueError(
-            f"this is the state of {state['scheme']!r}, and this scheme is {name!r}; load the state of the same scheme"
-        )
-
-
-def state_from(state: Mapping[str, Any], key: str, owner: str) -> Any:  # Any: what state_dict put under this key
-    """Return `state[key]`. Raises ValueError that says what the state dict lacks."""
-    if key not in state:
-        raise ValueError(
-            f"the state of {owner} needs {key!r}, this one has {sorted(state)}; load what its state_dict returned"
-        )
-    return state[key]

@@ -24,7 +24,6 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sparsync import kernels
-from sparsync.attached import manual
 from sparsync.exchanges import taken_optimizer
 
 ENDS_S = 2.0  # in which threads end whose object was collected
@@ -112,7 +111,7 @@ def _settings() -> dict[str, Any]:
             if not getattr(hook, "__module__", "").startswith("sparsync.")  # which it keeps for good
         ],
         "backend of kernels": kernels.backend(),
-        "attached": (len(manual._REDUCERS), len(taken_optimizer._TAKEN)),
+        "attached": len(taken_optimizer._TAKEN),
         "signal handlers": [signal.getsignal(each) for each in SIGNALS],
         "hooks of Python": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),
         "hooks of threads": (threading._trace_hook, threading._profile_hook),  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sparsync.base import regular_file
+from sparsync_lab import regular_file
 
 Made = TypeVar("Made")
 

@@ -38,7 +38,7 @@ def attach(
     With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once.
     With steps, `accelerator.clip_grad_norm_` clips by the norm of all ranks, and returns it. From now on `accelerator.save_state` writes a
     file with each rank's residual into its folder, which all ranks must see, and `load_state` loads them, for any number of
-    ranks. After `register_for_checkpointing(handle)`, which would save one rank's state, `save_state` raises ValueError.
+    ranks. Leave `register_for_checkpointing(handle)` out, which would save one rank's state.
     The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
     """
     models = [model] if isinstance(model, nn.Module) else model
@@ -59,11 +59,6 @@ def attach(
     clip_by_common_norm(accelerator, "clip_grad_norm_", handle, iter, accelerator.unscale_gradients)
 
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        if any(each is handle for each in getattr(accelerator, "_custom_objects", ())):
-            raise ValueError(
-                "register_for_checkpointing writes the state of the main process only, and each rank has its own; leave it out: save_state "
-                "has every rank's since attach"
-            )
         checkpoint.save(handle, folder)
 
     last = _LoadedLast(handle) if isinstance(handle, LocalTraining) else None

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attached import ddp
 from sparsync.attached.doctor import doctor, exchanging, with_recipe
-from sparsync.attached.manual import GradientReducer, must_reduce
+from sparsync.attached.manual import GradientReducer
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -146,7 +146,9 @@ def _attached(
 
         return fsdp2.attach(model, scheme, given)
     reducer = GradientReducer(model, scheme, group=group, optimizer=optimizer, scaler=scaler, options=options)
-    return must_reduce(reducer, given.optimizers)
+    reducer.origin = "sparsync.attach"
+    reducer.guard(given.optimizers)
+    return reducer
 
 
 def _check(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGroup | None, options: Options) -> None:

@@ -3,7 +3,7 @@
 Any number of ranks can continue from any of them. Ranks have different states under the same parameter names, of which
 torch.distributed.checkpoint silently saves only one, so every rank's state has a different name here.
 
-The rule for folders. A state's name gives model, step, rank and number of ranks: "sparsync-NAME.step100.rank0of4.safetensors". A checkpoint
+The rule for folders. A state's name gives model, step, rank and number of ranks: "sparsync-NAME.step100.rank0of4.pt". A checkpoint
 is the states of all ranks at one step; it is complete if none is missing. `load` takes the complete one of the highest step; of two at one
 step, the one with the present number of ranks. `save` writes this rank's file, whole or not at all; each rank that finds the new checkpoint
 complete removes all states of earlier steps, and those of the same step from another number of ranks. So there is always a complete one,
@@ -12,10 +12,8 @@ to an attempt that ended. Nothing is sent between ranks; in the next step they f
 out if some have saved and others have not.
 """
 
-import gc
-import io
 import re
-import weakref
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,22 +23,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from sparsync.attached import distributed_checkpoint
+from sparsync.exchanges.journal import on_processor
 from sparsync.runtime import state_file
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.state_checks import check_version, other_model
+from sparsync.runtime.state_checks import check_fingerprint, other_model
 
-_SUFFIX = ".safetensors"
+_SUFFIX = ".pt"
 _STEM = re.compile(
     r"(?P<slot>sparsync(-[\w-]+)?(\.[\w-]+)?)\.step(?P<step>\d+)\.rank(?P<rank>\d+)of(?P<ranks>\d+)", re.ASCII
 )
-_BEFORE_VERSIONS = "sparsync.*rank*of*.pt"
+_OLD = "sparsync*.step*.rank*of*.safetensors"  # format version 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]*")
-
-# The scheme whose states lie in a folder, by folder, model and rank: another model of this process would replace them.
-_keepers: dict[tuple[Path, str, int, int], weakref.ref[Any]] = {}  # Any: a Scheme or its reduce-scatter form
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
 
@@ -82,7 +80,6 @@ def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{_stem(slot, step, rank, ranks)}{_SUFFIX}"
     state_file.save(state, file, folder / f"{slot}.rank{rank}of{ranks}.unfinished")
-    _keepers[folder.resolve(), slot, rank, ranks] = weakref.ref(handle.scheme)
     _remove_replaced(_found(_files(folder), slot), step, rank, ranks)
     return file
 
@@ -94,7 +91,7 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
     With the same number of ranks, every rank gets its state back. With another number P, new rank r gets the residuals of old ranks r,
     r + P, r + 2P, ..., scaled so that the mean over ranks of every element stays; state for the old number of ranks, such as thresholds of
     partitions, starts again. Under FSDP2 with a replicate axis this holds for the ranks with the same shard; keep the number of shards.
-    Nothing in a file is executed.
+    Nothing in a file is executed; `.metadata` of a torch.distributed.checkpoint is unpickled, as torch's own `load` does.
 
     Returns:
         The number of steps that had been made. Compare it with the step of the model's checkpoint.
@@ -111,19 +108,16 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
         raise ValueError(_incomplete(folder, found, slot, name))
     step, old = max(complete, key=lambda each: (each[0], each[1] == ranks, each[1]))
     places = [found[step, old][each] for each in range(old)]
-    if old == ranks:
-        states = [places[rank].read() if each == rank else _head(place) for each, place in enumerate(places)]
-    else:
-        states = [place.read() for place in places]
-    _restore(handle, states, [place.where for place in places], step)
-    _keepers[folder.resolve(), slot, rank, ranks] = weakref.ref(handle.scheme)
+    needed = [rank] if old == ranks else range(old)
+    _restore(handle, {each: (places[each].read(), places[each].where) for each in needed}, old, step)
     _remove_later(found, step, rank)
     return step
 
 
 def holds_states(folder: str | Path) -> bool:
     """Return whether `folder` has states of any handle, complete or not."""
-    return bool(_files(Path(folder)) or _entries(Path(folder)))
+    folder = Path(folder)
+    return bool(_files(folder) or any(folder.glob(_OLD)) or _entries(folder))
 
 
 def entries(handle: Handle, name: str = "") -> dict[str, Tensor]:
@@ -132,100 +126,59 @@ def entries(handle: Handle, name: str = "") -> dict[str, Tensor]:
     It is one tensor of bytes under this rank's name, which `load(handle, folder)` finds. `name` as in `save`.
     """
     state, (rank, ranks) = handle.state_dict(), handle.place
-    return {_stem(_slot(handle.part, name), state["step"] + 1, rank, ranks): _encoded(state)}
+    return {_stem(_slot(handle.part, name), state["step"] + 1, rank, ranks): state_file.encoded(state)}
 
 
 def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]] | None:
     """Return all ranks' states, in rank order, on the first rank of `group`, the handle's group; None on the others.
 
     Call it on every rank. For checkpoints in one file, which the first rank writes; it holds the residuals of all ranks in memory at once.
-    Ranks send bytes in the format of `save`; nothing that they send is executed.
     """
     rank, ranks = handle.place
-    device = _device_of(group)
-    mine = _encoded(handle.state_dict()).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([mine.numel()], device=device), group=group)
-    padded = pad(mine, (0, int(max(lengths)) - mine.numel()))
-    received = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
-    dist.gather(padded, received, group=group, group_dst=0)
-    if received is None:
-        return None
-    return [
-        _decoded(content[: int(length)], f"the state of rank {sender}")
-        for sender, (content, length) in enumerate(zip(received, lengths, strict=True))
-    ]
+    states: list[Any] | None = [None] * ranks if rank == 0 else None  # Any: as Handle.state_dict
+    dist.gather_object(on_processor(handle.state_dict()), states, group=group, group_dst=0)
+    return states
 
 
 def restore(handle: Handle, states: Sequence[State]) -> None:
     """Continue from what `gathered` returned on the first rank; call it on every rank, with all states. See `load`."""
     if not states:
         raise ValueError("there are no states to continue from; pass what sparsync.checkpoint.gathered returned")
-    _restore(handle, states, [f"the state of rank {rank}" for rank in range(len(states))])
+    (rank, ranks), count = handle.place, len(states)
+    needed = [rank] if count == ranks else range(count)
+    named = {each: (states[each], f"the state of rank {each}") for each in needed}
+    _restore(handle, named, count, states[0]["step"] + 1)
 
 
-def _restore(handle: Handle, states: Sequence[State], where: Sequence[str], step: int | None = None) -> None:
-    """Load from the states of all ranks. If there are as many as now, those of other ranks need no tensors."""
-    rank, ranks = handle.place
-    own = len(states) == ranks
-    for number, (state, named) in enumerate(zip(states, where, strict=True)):
-        try:
-            check_version(state) if own else handle.check_state(state)
-            if (state["rank"], state["ranks"], state["part"]) != (number, len(states), handle.part):
-                raise ValueError(
-                    f"it is of rank {state['rank']} of {state['ranks']}, and rank {number} of {len(states)} is needed here; "
-                    "leave all files under the names that save gave them"
-                )
-            _check_agrees(handle.integration, states[0], state, where[0], step)
-        except Exception as error:
-            raise _refused(named, error) from error
+def _restore(handle: Handle, states: Mapping[int, tuple[State, str]], count: int, step: int) -> None:
+    """Load from the states of `count` ranks, given with what they are called: of all, or of this rank alone if there are as many now."""
+    where = ""
     try:
-        handle.load_state_dict(states[rank] if own else handle.resized(states))
-    except Exception as error:
-        raise _refused(where[rank] if own else f"{where[0]} and those of the other ranks", error) from error
-
-
-def _check_agrees(integration: str, first: State, state: State, where: str, step: int | None) -> None:
-    """Raise ValueError unless two ranks' states are of one checkpoint."""
-    if step is not None and state["step"] + 1 != step:
-        raise ValueError(
-            f"it holds step {state['step'] + 1}, and its name says {step}; leave all files under their names"
-        )
-    if state["step"] != first["step"]:
-        raise ValueError(
-            f"it holds step {state['step'] + 1}, and {where} step {first['step'] + 1}; save on every rank between the same steps"
-        )
-    applied, others = (each.get(integration, {}).get("applied") for each in (first, state))
-    if applied != others:
-        raise ValueError(
-            f"it was saved after another exchange than {where}; save on every rank after the same exchange"
-        )
-
-
-def _refused(where: str, error: Exception) -> Exception:
-    """Return the error that names the refused state."""
-    if isinstance(error, ValueError):
-        return error if str(error).startswith(where) else ValueError(f"{where} cannot be loaded: {error}")
-    if isinstance(error, (AttributeError, LookupError, TypeError)):
-        return ValueError(f"{where} cannot be loaded: {type(error).__name__}: {error}; restore it from a copy")
-    return error
+        for number, (state, where) in states.items():  # noqa: B007  # errors name it
+            check_fingerprint(state, handle.fingerprint())
+            if (state["rank"], state["ranks"], state["part"]) != (number, count, handle.part):
+                raise ValueError(
+                    f"it is of rank {state['rank']} of {state['ranks']}, and rank {number} of {count} is needed here; leave all files "
+                    "under the names that save gave them"
+                )
+            if state["step"] + 1 != step:
+                raise ValueError(
+                    f"it holds step {state['step'] + 1}, and step {step} is needed here; save on every rank between the same steps, and "
+                    "leave all files under their names"
+                )
+        found = [state for state, _ in states.values()]
+        handle.load_state_dict(found[0] if count == handle.place[1] else handle.resized(found))
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be loaded: {error}") from error
 
 
 def _check_replaceable(handle: Handle, state: State, folder: Path, slot: str) -> None:
     """Raise ValueError if saving would replace the states of another model, or of a run that came further."""
     found = _found(_files(folder), slot)
-    if found and _is_kept(handle, folder, slot):
-        gc.collect()  # a model that is gone may wait in a cycle
-        if _is_kept(handle, folder, slot):
-            raise ValueError(
-                f"{folder} has the states of another model of this process; give each model a name: save(handle, folder, name=...), "
-                "and load with the same one"
-            )
     for each in sorted(found, reverse=True):
         place = next(iter(found[each].values()))
         try:
-            head = _head(place)
-            difference = other_model(head, handle.integration, state["scheme_name"], state["layout"])
+            difference = other_model(state_file.read(Path(place.where), checked=False), state)
         except Exception:  # a damaged file may be replaced
             continue
         if difference:
@@ -238,13 +191,6 @@ def _check_replaceable(handle: Handle, state: State, folder: Path, slot: str) ->
             f"{folder} has a complete checkpoint of step {max(later)[0]}, and this run is at step {state['step'] + 1}; load it first, save "
             "into another folder, or remove its files"
         )
-
-
-def _is_kept(handle: Handle, folder: Path, slot: str) -> bool:
-    """Return whether another scheme, which still exists, keeps its states here."""
-    keeper = _keepers.get((folder.resolve(), slot, *handle.place))
-    kept = keeper and keeper()
-    return kept is not None and kept is not handle.scheme
 
 
 def _remove_replaced(found: Found, step: int, rank: int, ranks: int) -> None:
@@ -271,8 +217,11 @@ def _remove(places: Iterable[_Place]) -> None:
 def _incomplete(folder: Path, found: Found, slot: str, name: str) -> str:
     """Return the message for a folder without a complete checkpoint."""
     if not found:
-        if old := sorted(folder.glob(_BEFORE_VERSIONS)):
-            return f"{old[0]} was saved by a sparsync before format version 1; load it with the version that saved it"
+        if old := sorted(folder.glob(_OLD)):
+            return (
+                f"{old[0]} has format version 1, and this sparsync reads version {state_file.VERSION}; load it with the sparsync that "
+                "saved it, or start without"
+            )
         others = sorted({place.name["slot"] for place in _files(folder)})
         hint = f" It has those of {', '.join(others)}; pass the name= they were saved with." if others else ""
         return f"{folder} has no state of {slot}; save one there with sparsync.checkpoint.save on every rank.{hint}"
@@ -298,16 +247,36 @@ def _files(folder: Path) -> list[_Place]:
 
 
 def _entries(folder: Path) -> list[_Place]:
-    def place(name: re.Match[str]) -> _Place:
-        stem, where = name[0], f"entry {name[0]!r} of {folder}"
-        return _Place(name, lambda: _decoded(distributed_checkpoint.read_tensor(stem, folder), where), where)
+    """Return the states in a torch.distributed.checkpoint; none for another folder."""
+    if not (folder / ".metadata").exists():
+        return []
+    try:
+        entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise ValueError(
+            f"{folder / '.metadata'} is no metadata of a torch.distributed.checkpoint ({type(error).__name__}: {error}); restore it from a "
+            "copy"
+        ) from error
+    sizes = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return [
+        _Place(name, partial(_read_entry, name[0], sizes[name[0]], folder), f"entry {name[0]!r} of {folder}")
+        for name in map(_STEM.fullmatch, sizes)
+        if name
+    ]
 
-    return [place(name) for name in map(_STEM.fullmatch, distributed_checkpoint.tensor_names(folder)) if name]
 
-
-def _head(place: _Place) -> dict[str, Any]:
-    """Return a state, without its tensors if they can be skipped."""
-    return place.read() if place.file is None else state_file.read(place.file, tensors=False)
+def _read_entry(stem: str, size: torch.Size, folder: Path) -> dict[str, Any]:
+    found = {stem: torch.empty(size, dtype=torch.uint8)}
+    try:
+        with warnings.catch_warnings():
+            # That torch.distributed is disabled: it is not, and each rank reads its own entry by itself.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_load(found, checkpoint_id=folder, no_dist=True)
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise ValueError(
+            f"{folder} has no entry {stem!r} that can be read ({type(error).__name__}: {error}); restore it from a copy"
+        ) from error
+    return state_file.decoded(found[stem], f"entry {stem!r} of {folder}")
 
 
 def _slot(part: str, name: str) -> str:
@@ -320,22 +289,3 @@ def _slot(part: str, name: str) -> str:
 
 def _stem(slot: str, step: int, rank: int, ranks: int) -> str:
     return f"{slot}.step{step}.rank{rank}of{ranks}"
-
-
-def _encoded(state: State) -> Tensor:
-    buffer = io.BytesIO()
-    state_file.write(state, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-
-
-def _decoded(content: Tensor, where: str) -> dict[str, Any]:
-    return state_file.parsed(bytearray(state_file.content_of(content.cpu().contiguous())), where)
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device whose tensors the group sends: the CPU if it can."""
-    if "cpu" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())

@@ -31,7 +31,6 @@ from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import GradientOptions, Options
 from sparsync.runtime.ownership import check_free, check_undriven, module_of
 from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
-from sparsync.runtime.state_checks import check_alike
 from sparsync.schemes.dense import Dense
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
@@ -171,9 +170,6 @@ class DdpHandle(AttachedHandle):
         """Return this rank's state, with the buckets of the last step, which the first step after loading it uses again."""
         state = super().state_dict()
         return {**state, "buckets": [[key, list(names)] for key, names in self._joining.layout]}
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        check_alike("state['buckets']", state.get("buckets", []), ((),))
 
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)

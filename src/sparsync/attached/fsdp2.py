@@ -199,6 +199,7 @@ class ShardHandle(Fsdp2Handle):
         super()._load({**state, "scheme": scheme})
 
     def _check(self, state: Mapping[str, Any]) -> None:
+        super()._check(state)
         whole = state["scheme"].get("residual", {})
         if unknown := sorted(whole.keys() - {each.name for each in self._trained()}):
             raise ValueError(

@@ -1,9 +1,8 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings
 from sparsync.exchanges.taken_optimizer import closure_of
-from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
     check_model,
     innermost,
@@ -26,7 +23,6 @@ from sparsync.runtime.findings import (
     sparse_embeddings,
     steps_in_backward,
     unrelated,
-    warn_of,
     warn_or_raise,
 )
 from sparsync.runtime.handle import Gradients, Handle
@@ -61,7 +57,6 @@ class GradientReducer(Handle):
     switches = True
     origin = "sparsync.GradientReducer"
     _undo: Sequence[Callable[[], object]] = ()  # what `close` calls
-    _let_go: Sequence[Callable[[], object]] = ()  # of the optimizers that keep this handle
 
     def __init__(
         self,
@@ -99,9 +94,6 @@ class GradientReducer(Handle):
         self._stepped: set[int] | None = (
             None  # ids of the optimizers that have since `reduce`; None: nothing is reduced
         )
-        dropped = weakref.finalize(self, _warn_of_dropped, weakref.ref(model), self._reports)
-        dropped.atexit = False
-        self._undo = [dropped.detach]
 
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
@@ -132,31 +124,31 @@ class GradientReducer(Handle):
             reports = [self._reduced(key, parameters) for key, parameters in self._buckets().items()]
         self._reports += reports
         self._stepped = set()
-        for let_go in self._let_go:
-            let_go()
         return reports
 
-    def refuses(self, optimizer: Optimizer) -> bool:
-        """Return whether `optimizer` would step gradients of this model that were not reduced, and note that it steps."""
+    def guard(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have these optimizers raise where they would step with gradients that were not reduced, until `close`."""
+        self._undo = [innermost(each).register_step_pre_hook(self._refuse_unreduced).remove for each in optimizers]
+
+    def _refuse_unreduced(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:  # Any: as `step` has them
         own = {id(each) for _, each in trained(self.model)}
-        if not any(
-            id(each) in own for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-        ):
-            return False
+        given = (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+        if closure_of(args, kwargs) is not None or not any(id(each) in own for each in given):  # a closure reduces
+            return
         if self._stepped is None or id(optimizer) in self._stepped:
             self._stepped = None
-            return True
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would step with this rank's own gradients: call handle.reduce() after the backward pass, "
+                "before clipping; or wrap the model by DistributedDataParallel before attach, which then reduces by itself"
+            )
         self._stepped.add(id(optimizer))
-        return False
-
-    def stay_with(self, optimizers: Sequence[Optimizer]) -> None:
-        """Live as long as `optimizers`, whose steps this refuses, until `reduce` is called, which shows that the loop has the handle."""
-        self._let_go = [innermost(each).register_step_pre_hook(partial(_refer_to, self)).remove for each in optimizers]
 
     def close(self) -> None:
         """Close connections, and let the optimizer step; see Handle."""
         super().close()
-        for undo in (*self._undo, *self._let_go):
+        for undo in self._undo:
             undo()
 
     def detach(self) -> None:
@@ -199,48 +191,6 @@ class GradientReducer(Handle):
                 mean = each.span.of(bucket.grad).view(parameter.shape)
                 _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
         return report
-
-
-def must_reduce(made: GradientReducer, optimizers: Sequence[Optimizer]) -> GradientReducer:
-    """Return a reducer of a bare model whose optimizers raise where they would step with gradients that it has not reduced."""
-    made.origin = "sparsync.attach"
-    made.stay_with(optimizers)
-    _look_at_steps()
-    _REDUCERS.add(made)
-    return made
-
-
-_REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-
-
-@cache
-def _look_at_steps() -> None:
-    """Look at the steps of all optimizers from here on: once, for torch iterates over its hooks while a reducer may be collected."""
-    register_optimizer_step_pre_hook(_refuse_unreduced)
-
-
-def _refuse_unreduced(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:  # Any: as `step` has them
-    if closure_of(args, kwargs) is not None:  # which reduces
-        return
-    if any(not each.closed and each.refuses(optimizer) for each in list(_REDUCERS)):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} would step with this rank's own gradients: call handle.reduce() after the backward pass, before "
-            "clipping; or wrap the model by DistributedDataParallel before attach, which then reduces by itself"
-        )
-
-
-def _refer_to(handle: GradientReducer, *_: object) -> None:
-    """Keep `handle`, as a hook of an optimizer, where nobody else does."""
-
-
-def _warn_of_dropped(model: "weakref.ref[nn.Module]", reports: ReportLog) -> None:
-    if model() is not None and reports.steps == 0:
-        warn_of(
-            "the handle of a bare model's gradients is gone, and its reduce() was never called, so nothing was exchanged; keep what "
-            "sparsync.attach or GradientReducer returns, and call reduce() after the backward pass; or close it"
-        )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -30,7 +30,7 @@ from sparsync.core import (
     phase,
     spans,
 )
-from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
+from sparsync.feedback import Accumulator, ErrorFeedback, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.wire import ValueCodec, Values
 
@@ -349,17 +349,15 @@ class ErrorFeedbackScheme(Scheme):
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         shared = {key: table.state_dict() for key, table in self._shared.items()}
         own = {key: table.state_dict() for key, table in self._own.items()}
-        return {"scheme": self.name, "residual": self.feedback.state_dict(), **shared, **({"own": own} if own else {})}
+        return {"residual": self.feedback.state_dict(), **shared, **({"own": own} if own else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state_of(self.name, state)
-        shared = {key: state_from(state, key, type(self).__name__) for key in ("residual", *self._shared)}
         own = state.get("own", {})
-        for key, table in self._shared.items():
-            table.load_state_dict(shared[key])
+        for key, table in self._shared.items():  # one that the state has not, of other settings, starts again
+            table.load_state_dict(state.get(key, {}))
         for key, table in self._own.items():
             table.load_state_dict(own.get(key, {}))
-        self.feedback.load_state_dict(shared["residual"])
+        self.feedback.load_state_dict(state["residual"])
         self._lost.clear()
         self._sent.clear()
 
@@ -402,9 +400,8 @@ class ByBucket(Generic[State]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         state = deepcopy(dict(state))
-        shapes = {key: list(state_from(entry, "shape", f"bucket {key!r}")) for key, entry in state.items()}
-        states = {key: self.make(**state_from(entry, "state", f"bucket {key!r}")) for key, entry in state.items()}
-        self._shapes, self._states = shapes, states
+        self._shapes = {key: entry["shape"] for key, entry in state.items()}
+        self._states = {key: self.make(**entry["state"]) for key, entry in state.items()}
 
 
 def _fits(mean: Tensor, P: int) -> bool:

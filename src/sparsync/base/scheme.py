@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
-from sparsync.feedback import ErrorFeedback, Residuals, state_from
+from sparsync.feedback import ErrorFeedback, Residuals
 from sparsync.kernels import operations as kernels
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class ReduceScatterScheme(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        self.feedback.load_state_dict(state_from(state, "residual", "a sharded scheme"))
+        self.feedback.load_state_dict(state["residual"])
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         """Multiply the residual of each named parameter by its factor."""

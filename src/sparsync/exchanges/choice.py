@@ -1,13 +1,12 @@
 """What `attach` exchanges, and how: a recipe for the optimizer, or what was given; and what suits an optimizer."""
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch.optim import LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import LBFGS, SGD, Adam, Muon, Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.base.scheme_text import of_variable, scheme_of, taken_apart, text_of_environment
@@ -21,14 +20,6 @@ from sparsync.runtime.handle import Gradients
 _COARSE = ("sign", "ternary", "int3")  # values of fewer than 4 bits
 # Which pass on to the one inside. Fabric and Lightning make a class of them for each kind of optimizer.
 _TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})
-# Those that divide each element by the size of its past gradients, or a matrix by its singular values.
-_DIVIDING = (Adam, Muon, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
-# Other packages' are recognised by the names of their classes.
-_LIKE_ADAM, _OF_SIGNS = (
-    re.compile("ada(m|n|belief)|lamb(?!da)|shampoo|soap|sophia|novograd", re.IGNORECASE),
-    re.compile("Lion|^lion|(?i:rprop|signsgd|signum)"),
-)
-
 _OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a text names them
 
 _CURE = (
@@ -209,16 +200,10 @@ def _of_one(inner: Optimizer, scheme: Scheme) -> Iterator[Finding]:
             f"{name} compares the gradients of several evaluations in a step, and {ours} sends part of each with later ones",
             "use torch.optim.SGD, or Dense() as the scheme",
         )
-    elif scheme.has_residual and scheme.leaves_out and _OF_SIGNS.search(name):
+    elif scheme.has_residual and scheme.leaves_out and not isinstance(inner, SGD):
         yield Finding(
-            f"{ours} leaves elements out, and {name} follows signs, which say little where means are sparse: quality may fall behind dense",
-            _CURE,
-        )
-    elif scheme.has_residual and scheme.leaves_out and (isinstance(inner, _DIVIDING) or _LIKE_ADAM.search(name)):
-        does = "follows directions" if isinstance(inner, Muon) else "divides by second moments"
-        yield Finding(
-            f"{ours} leaves elements out, and {name} {does}, which are wrong where means are sparse: quality falls "
-            "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
+            f"{ours} leaves elements out, and {name} is no SGD: it may use second moments or signs, which are wrong where means are "
+            "sparse, and quality falls clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
             _CURE,
         )
 

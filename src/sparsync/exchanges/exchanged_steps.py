@@ -31,7 +31,6 @@ from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, Sho
 from sparsync.exchanges.rules import MuonRule, ParameterGroups, Rule, Value, exchangeable, move_matrices_
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.steps_options import Steps
-from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.exchanges.weights import FewNonzero, Mean, Reduced, WeightBucket, by_name
@@ -41,7 +40,7 @@ from sparsync.kernels.step_reference import Move, Spread
 from sparsync.recipes import Recipe
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
-from sparsync.runtime.state_checks import check_form, check_version
+from sparsync.runtime.state_checks import check_fingerprint
 from sparsync.wire import Values
 
 _LOG = logging.getLogger("sparsync")
@@ -618,21 +617,16 @@ class ExchangedSteps(StepMethod):
         return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
 
     def load_state_dict(self, state: State) -> None:
-        if self._stopwatch is not None and state.get("step", -1) + 1 >= STEPS:
-            check_version(state)
-            check_form(state)
-            names = {each.name: each for each in self._stopwatch.recipes}
-            self._stopwatch = None  # it was chosen before
-            if (chosen := names.get(state.get("recipe", ""))) is not None:
-                self._take_recipe(chosen)
+        if self._stopwatch is not None:
+            own = self.fingerprint()
+            del own["scheme_name"]  # that of another recipe is taken below
+            check_fingerprint(state, own)
+            if state["step"] + 1 >= STEPS:
+                names = {each.name: each for each in self._stopwatch.recipes}
+                self._stopwatch = None  # it was chosen before
+                if (chosen := names.get(state["recipe"])) is not None:
+                    self._take_recipe(chosen)
         super().load_state_dict(state)
-
-    def _check(self, state: State) -> None:
-        super()._check(state)
-        like = dict(self._weights.common())
-        check_steps(
-            f"state[{self.integration!r}]", state[self.integration], state["step"] + 1, like, self.vectors, self.counts
-        )
 
     def _load(self, state: State) -> None:
         saved, ratios = state[self.integration], self._ratios

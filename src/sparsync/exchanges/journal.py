@@ -87,9 +87,12 @@ def unpacked(found: Packed) -> Tensor:
     return whole.view(torch.float32)
 
 
-def nbytes_of(found: Packed) -> int:
+def nbytes_of(found: Any) -> int:  # Any: Packed, or as Handle.state_dict
     """Return the bytes of the tensors in it."""
-    return sum(each.nbytes for each in found.values() if isinstance(each, Tensor))
+    if isinstance(found, Tensor):
+        return found.nbytes
+    inner = found.values() if isinstance(found, Mapping) else found if isinstance(found, (list, tuple)) else ()
+    return sum(map(nbytes_of, inner))
 
 
 def on_processor(state: Any) -> Any:  # Any: as Handle.state_dict

@@ -18,7 +18,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.journal import Packed, unpacked
-from sparsync.exchanges.local_exchange import OPTIMIZER, Exchanger, PendingExchange, merged
+from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import MEASURED, LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
@@ -26,7 +26,6 @@ from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
-from sparsync.runtime.state_checks import check_alike
 
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
@@ -323,13 +322,15 @@ class LocalTraining(StepMethod):
 
     def _check(self, state: State) -> None:
         super()._check(state)
-        saved, path = state[self.integration], f"state[{self.integration!r}]"
-        check_alike(path, saved, {"optimizers": (OPTIMIZER,)})
-        if len(saved["optimizers"]) != len(self.optimizers):
+        saved = state[self.integration]
+        groups = [each["param_groups"] for each in saved["optimizers"]], [each.param_groups for each in self.optimizers]
+        then, now = ([[len(one["params"]) for one in each] for each in optimizers] for optimizers in groups)
+        if then != now:
             raise ValueError(
-                f"this state was saved with {len(saved['optimizers'])} optimizers, and there are {len(self.optimizers)} now; pass as many"
+                f"this state was saved with optimizers whose groups have {then} parameters, and now they have {now}; pass as many "
+                "optimizers, with the same groups"
             )
-        self._exchanger.check(path, saved)
+        self._exchanger.check(saved)
 
     def _load(self, state: State) -> None:
         for exchange in self._exchanger.pending.values():

@@ -26,7 +26,6 @@ from sparsync.exchanges.journal import Journal, Packed, nbytes_of, on_processor,
 from sparsync.exchanges.own_weights import ShownWeights, frozen_and_copies
 from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
-from sparsync.feedback import state_from
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.handle import Handle
@@ -34,7 +33,6 @@ from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
 from sparsync.runtime.parameter_names import trained
-from sparsync.runtime.state_checks import check_alike, tensors_in
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
 _BUCKET_MB = 25.0
@@ -208,7 +206,7 @@ class StepMethod(Handle):
         Another rank gets there by `start_from` and `replay`, while this one trains, and then only by `follow` with a `rest_of_state`.
         """
         state = on_processor(self.shared_state())
-        journal = Journal(sum(each.nbytes for _, each in tensors_in("", state)))
+        journal = Journal(nbytes_of(state))
         self._journals.append(journal)
         return state, journal
 
@@ -288,9 +286,17 @@ class StepMethod(Handle):
         self.close()
 
     def _check(self, state: State) -> None:
-        saved, path = state_from(state, self.integration, "this handle"), f"state[{self.integration!r}]"
-        check_alike(path, saved, {"common": dict(self._weights.common()), "totals": self._totals})
-        check_alike(path, saved, {"buffers": dict(self.model.named_buffers())}, finite=False)
+        super()._check(state)
+        saved = state[self.integration]
+        for kind, own in {"common": dict(self._weights.common()), "buffers": dict(self.model.named_buffers())}.items():
+            other = [
+                name for name, each in own.items() if name not in saved[kind] or saved[kind][name].shape != each.shape
+            ]
+            if other:
+                raise ValueError(
+                    f"this state has no {other[0]!r} of {own[other[0]].numel()} elements among its {kind}, which this model "
+                    "trains or keeps; load the state of the same model, with the same parameters frozen"
+                )
 
     def _load(self, state: State) -> None:
         saved = state[self.integration]

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,13 +27,7 @@ from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler, UsualShare
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters, trained
-from sparsync.runtime.state_checks import (
-    check_form,
-    check_model,
-    check_residuals,
-    check_version,
-    refuse_distributed_checkpoint,
-)
+from sparsync.runtime.state_checks import check_fingerprint
 from sparsync.runtime.state_file import VERSION
 from sparsync.runtime.summary import Hidden, Summary
 from sparsync.schemes.per_parameter import PerParameter
@@ -259,25 +253,21 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
         """Return this rank's state. Save that of each rank, between two steps. See sparsync.checkpoint.
 
-        Raises TypeError inside torch.distributed.checkpoint, which would keep that of one rank only; see sparsync.checkpoint.entries.
+        torch.distributed.checkpoint would keep that of one rank only: give it sparsync.checkpoint.entries.
         Raises RuntimeError where an error has left a step applied in part, until a state was loaded.
         """
-        refuse_distributed_checkpoint()
         if self._connection.partly_applied:
             raise RuntimeError(
                 "an error left a step half applied on this rank, so its state cannot be saved; load an older one on all ranks"
             )
         self._settle()
         return {
-            "version": VERSION,
-            "integration": self.integration,
+            **self.fingerprint(),
             **self._place,
             "part": self.part,
             "step": self._step,
-            "scheme_name": self.scheme.name,
             "settings": self._scheme.config_fingerprint(),
             "recipe": "" if self.recipe is None else self.recipe.name,
-            "layout": self.layout(),
             "rates": dict(self._rescaler.units.rates),
             "highest_rates": dict(self._rescaler.units.highest),
             "loss_scale": self._rescaler.units.scale,
@@ -293,41 +283,28 @@ class Handle:
         """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
 
         Settings of the scheme may have changed. A state saved under DDP also loads without a wrapper, and the other way round.
-        Raises ValueError, and changes nothing, for a state of another integration, scheme, model, format, rank or number of ranks, and for
-        impossible entries such as NaN. The present state is copied once, to return to it, unless an error has left none.
+        Raises ValueError, and changes nothing, for a state of another integration, scheme, model, format, rank or number of ranks.
         """
-        refuse_distributed_checkpoint()
-        with _as_value_errors(self):
-            self._warn_of_recipe(state)
-            self.check_state(state)
-            self._check_place(state)
-            self._check(state)
-        before: Mapping[str, Any] | None = None
-        with suppress(RuntimeError):  # of a failure that loading is to mend
-            before = self.state_dict()
-        try:
-            with _as_value_errors(self):
-                self._load(state)
-        except BaseException:
-            if before is not None:
-                self._load(before)
-            raise
+        self._check(state)
+        self._warn_of_recipe(state)
+        self._load(state)
         self._loads.note_handle()
 
     def _warn_of_recipe(self, state: Mapping[str, Any]) -> None:
         """Warn where `state` was saved with another recipe, which then has other settings."""
-        saved, own = state.get("recipe", ""), "" if self.recipe is None else self.recipe.name
-        if saved and saved != own and state.get("settings") != self._scheme.config_fingerprint():
+        saved, own = state["recipe"], "" if self.recipe is None else self.recipe.name
+        if saved and saved != own and state["settings"] != self._scheme.config_fingerprint():
             here = f"this handle has {own or 'a scheme that was given'}"
             warn_of(f"this state was saved with {saved}, and {here}; attach with {saved} to go on as before")
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` is of this format, scheme and model, whatever its rank and number of ranks."""
-        check_version(state)
-        check_form(state)
-        layout = self.layout()
-        check_model(state, self.integration, self.scheme.name, layout)
-        check_residuals(state["scheme"], layout, self._residual_sizes())
+    def fingerprint(self) -> dict[str, Any]:  # Any: as state_dict
+        """Return what must be the same in a state that this handle continues from, whatever its rank and number of ranks."""
+        return {
+            "version": VERSION,
+            "integration": self.integration,
+            "scheme_name": _name_of(self._scheme),
+            "layout": self.layout(),
+        }
 
     def resized(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as state_dict
         """Return a state for this rank, made from those of all ranks of another number, in rank order. See `sparsync.checkpoint.load`."""
@@ -474,16 +451,16 @@ class Handle:
         """Return how many elements of each parameter this rank's state has, by name, where that is known."""
         return {name: math.prod(shape) for name, shape in self.layout().items()}
 
-    def _check_place(self, state: Mapping[str, Any]) -> None:
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state that this handle cannot continue from, before anything is loaded from it."""
+        check_fingerprint(state, self.fingerprint())
         place = {key: state[key] for key in self._place}
         if place != self._place or state["part"] != self.part:
             raise ValueError(
                 f"this is the state of {_described(place, state['part'])}, and this is {_described(self._place, self.part)}; "
-                "load each rank's own. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks"
+                "load each rank's own. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks; in a "
+                "torch.distributed.checkpoint, save sparsync.checkpoint.entries(handle), not the handle"
             )
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError for a state that this integration cannot continue from."""
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that was checked."""
@@ -494,7 +471,7 @@ class Handle:
         units = self._rescaler.units
         units.rates, units.highest = dict(state["rates"]), dict(state["highest_rates"])
         units.scale = state["loss_scale"]
-        units.clipping = [UsualShare(**each) for each in state.get("clipping", [])]
+        units.clipping = [UsualShare(**each) for each in state["clipping"]]
         self._rescaler.forget()
 
     def _pass_begins(self) -> None:
@@ -580,7 +557,7 @@ class DetachedHandle:
 
 def _carried(before: Scheme, scheme: Scheme) -> bool:
     """Copy what `before` holds back to `scheme`, and return whether it can hold anything. Raises ValueError where `scheme` cannot."""
-    if type(scheme) is type(before):
+    if type(scheme) is type(before) and _name_of(scheme) == _name_of(before):
         try:
             scheme.load_state_dict(before.state_dict())
         except ValueError as error:
@@ -667,16 +644,10 @@ def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:
     return [each.to_local() if hasattr(each, "to_local") else each for each in values]
 
 
-@contextmanager
-def _as_value_errors(handle: Handle) -> Iterator[None]:
-    """Turn the errors of a malformed state into ValueErrors."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"this state does not fit {type(handle).__name__} with {handle.scheme.name!r} ({type(error).__name__}: {error}); "
-            "load the state of the same scheme and model"
-        ) from error
+def _name_of(scheme: Any) -> str:  # Any: a Scheme or its reduce-scatter form
+    """Return the name of a scheme, with those of the schemes inside it that hold something back."""
+    inner = [_name_of(each) for each in getattr(scheme, "inner_schemes", ()) if each.has_residual]
+    return f"{scheme.name}({', '.join(inner)})" if inner else scheme.name
 
 
 def _described(place: Mapping[str, int], part: str) -> str:

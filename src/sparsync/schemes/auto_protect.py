@@ -15,7 +15,6 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Divisor, ParameterSpan, Report, exact_divisor
-from sparsync.feedback import state_from
 from sparsync.schemes.skip_reduce import Form, Mode, SkipReduce
 
 
@@ -108,9 +107,9 @@ class AutoProtect(Scheme):
         return {**self.scheme.state_dict(), "disagreement": asdict(self.disagreement), "protected": chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        disagreement, protected = (state_from(state, key, "AutoProtect") for key in ("disagreement", "protected"))
+        protected = state["protected"]
         self.scheme.load_state_dict(state)
-        self.disagreement = Disagreement(**{key: dict(values) for key, values in disagreement.items()})
+        self.disagreement = Disagreement(**{key: dict(values) for key, values in state["disagreement"].items()})
         self.protected = None if protected is None else tuple(protected)
 
     def _observing(self, bucket: Bucket) -> bool:

@@ -20,7 +20,7 @@ bytes, not 8; the threshold falls again where the union is up to 9 % too small. 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -187,10 +187,6 @@ class MiCRO(ErrorFeedbackScheme):
             encode=mean.encode,
             decode=mean.decode,
         )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
-        # States of before sketches were kept have none.
-        super().load_state_dict({"sketches": {}, **state})
 
     def _selector(self) -> Selector:
         if self.rule == "quotas":

@@ -22,7 +22,7 @@ The plain constructor differs more, so that traffic has a bound, nothing drifts,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -192,10 +192,6 @@ class OkTopk(ErrorFeedbackScheme):
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         return OkTopkReduceScatter(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
-        # States of before there were profiles have none.
-        super().load_state_dict({"profile": {}, **state})
 
     def _exact_step(self, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm) -> Update:
         n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)

@@ -10,7 +10,6 @@ from torch import Tensor
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, SpanSet, laid_out, matches
-from sparsync.feedback import state_from
 
 
 @dataclass
@@ -104,18 +103,15 @@ class PerParameter(Scheme):
         return {"residual": residual, "schemes": rest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        residual, rest = (state_from(state, key, "PerParameter") for key in ("residual", "schemes"))
-        if other := sorted(rest.keys() - self._schemes.keys()):
+        residual, rest = state["residual"], state["schemes"]
+        if rest.keys() != self._schemes.keys():
             raise ValueError(
-                f"this state has a scheme for the pattern {other[0]!r}, and this PerParameter has {sorted(self.patterns)}; use the same"
+                f"this state is of the patterns {sorted(rest.keys() - {''})}, and this PerParameter has {sorted(self.patterns)}; use "
+                "the same"
             )
-        # All of them, before any scheme is changed.
-        states = {key: dict(state_from(rest, key, "PerParameter")) for key in self._schemes}
         for key, scheme in self._schemes.items():
-            if "residual" in scheme.state_dict():
-                own = {name: values for name, values in residual.items() if self._pattern(name) == key}
-                states[key]["residual"] = own
-            scheme.load_state_dict(states[key])
+            own = {name: values for name, values in residual.items() if self._pattern(name) == key}
+            scheme.load_state_dict({**rest[key], "residual": own} if "residual" in scheme.state_dict() else rest[key])
 
     @property
     def _schemes(self) -> dict[str, Scheme]:

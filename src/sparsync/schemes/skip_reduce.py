@@ -55,7 +55,7 @@ from sparsync.core import (
     matches,
     spans,
 )
-from sparsync.feedback import Accumulator, ErrorFeedback, check_state_of, state_from
+from sparsync.feedback import Accumulator, ErrorFeedback
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 
@@ -195,16 +195,14 @@ class SkipReduce(Scheme):
         self.residual.weigh(factors)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        return {"scheme": self.name, "residual": self.residual.state_dict()}
+        return {"residual": self.residual.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state_of(self.name, state)
-        residual = state_from(state, "residual", "SkipReduce")
-        if residual and not self.feedback:
+        if state["residual"] and not self.feedback:
             raise ValueError(
                 "this state has a residual, which feedback=False would never send; make it with feedback=True"
             )
-        self.residual.load_state_dict(residual)
+        self.residual.load_state_dict(state["residual"])
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         return SkipReduceScatter(self)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
-from sparsync.base import regular_file
+from sparsync_lab import regular_file
 from sparsync_lab.checked import checked
 
 FILE_NAME = "results.jsonl"

@@ -17,7 +17,7 @@ from sparsync import Accumulator, Bucket, Comm, Report, TopK, Update, kernels
 from sparsync.base.error_feedback import add_dropped_
 from sparsync.comm.plan import Given, Plan
 from sparsync.core import count_for
-from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.feedback import ErrorFeedback
 
 _FIRST_DENSITY = 0.25  # of the warm-up, as in the paper
 
@@ -117,9 +117,8 @@ class DGC(TopK):
         return {**super().state_dict(), "velocity": self.velocity.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        velocity = state_from(state, "velocity", "DGC")
         super().load_state_dict(state)
-        self.velocity.load_state_dict(velocity)
+        self.velocity.load_state_dict(state["velocity"])
 
     def _clipped(self, grad: Tensor, P: int) -> Tensor:
         if self.clip is None:

@@ -20,7 +20,7 @@ from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, MeteredComm
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce
 from sparsync.comm.plan import Given, Plan
-from sparsync.feedback import ErrorFeedback, Residuals, state_from
+from sparsync.feedback import ErrorFeedback, Residuals
 from sparsync.schemes.quantized import planned_quantized
 from sparsync.wire import ValueCodec
 
@@ -127,11 +127,10 @@ class OneBitAdam(ErrorFeedbackScheme):
         return {**super().state_dict(), **moments, "steps": dict(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        first, second, steps = (state_from(state, key, "OneBitAdam") for key in ("first", "second", "steps"))
         super().load_state_dict(state)
-        self.first.load_state_dict(first)
-        self.second.load_state_dict(second)
-        self.steps = dict(steps)
+        self.first.load_state_dict(state["first"])
+        self.second.load_state_dict(state["second"])
+        self.steps = dict(state["steps"])
 
     def _forget(self) -> None:
         # Vectors by parameter name, the same on every rank, as residuals are by rank.

@@ -23,7 +23,7 @@ from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import mean_at_plan, quantized_all_reduce
 from sparsync.comm.plan import Given, Plan, planned, plus
 from sparsync.core import ParameterSpan, SpanSet, check_one_of, generator, phase
-from sparsync.feedback import Residuals, state_from
+from sparsync.feedback import Residuals
 from sparsync.wire import ValueCodec
 
 Factors = Literal["float32", "int8", "int4"]
@@ -136,9 +136,8 @@ class PowerSGD(ErrorFeedbackScheme):
         return {**super().state_dict(), "right": {name: q.clone() for name, q in self.right.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        right = state_from(state, "right", "PowerSGD")
         super().load_state_dict(state)
-        self.right = {name: q.clone() for name, q in right.items()}
+        self.right = {name: q.clone() for name, q in state["right"].items()}
 
     def _mean(self, value: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
         """Return the mean of `value` [k] over ranks and what rounding dropped of this rank's, [k]."""

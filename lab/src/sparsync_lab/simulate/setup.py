@@ -43,8 +43,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
 
-from sparsync.base import registry, regular_file
+from sparsync.base import registry
 from sparsync.base.registry import nearest
+from sparsync_lab import regular_file
 from sparsync_lab.checked import Checked, checked
 from sparsync_lab.toml import tomllib
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from sparsync.base import regular_file
+from sparsync_lab import regular_file
 from sparsync_lab.workloads.store import sha256, written
 
 LONGEST_HEADER = 10_000  # bytes

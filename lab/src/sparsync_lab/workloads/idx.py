@@ -13,7 +13,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from sparsync.base import regular_file
+from sparsync_lab import regular_file
 
 UNSIGNED_BYTE = 0x08
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync.base import regular_file
+from sparsync_lab import regular_file
 from sparsync_lab.workloads.package_index import downloaded
 from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
 
