@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsync
+import sparsync_elastic as elastic
 from helpers.distributed import run_fresh as run_on
-from sparsync import elastic
-from sparsync.elastic.catching_up import Serving
-from sparsync.elastic.members import TCPStore
-from sparsync.elastic.trained import Trained
+from sparsync_elastic.catching_up import Serving
+from sparsync_elastic.members import TCPStore
+from sparsync_elastic.trained import Trained
 
 EXCHANGES = {
     "steps": sparsync.Steps(),

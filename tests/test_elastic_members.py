@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from sparsync.comm.meeting import StoreSilentError
-from sparsync.elastic import Epoch, members
-from sparsync.elastic.epochs import Note, proposed
-from sparsync.elastic.members import Members, TCPStore
-from sparsync.elastic.presence import Presence
+from sparsync_elastic import Epoch, members
+from sparsync_elastic.epochs import Note, proposed
+from sparsync_elastic.members import Members, TCPStore
+from sparsync_elastic.presence import Presence
 
 PREFIX = f"sparsync/elastic/{members.VERSION}/run"
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsync
+import sparsync_elastic as elastic
 from helpers.distributed import run as run_on
-from sparsync import elastic
-from sparsync.elastic import Epoch
-from sparsync.elastic.epochs import LAST_TRIES, TRIES, Note, proposed
-from sparsync.elastic.members import VERSION, TCPStore
-from sparsync.elastic.presence import Presence
-from sparsync.elastic.world import brief, waited_for
+from sparsync_elastic import Epoch
+from sparsync_elastic.epochs import LAST_TRIES, TRIES, Note, proposed
+from sparsync_elastic.members import VERSION, TCPStore
+from sparsync_elastic.presence import Presence
+from sparsync_elastic.world import brief, waited_for
 
 STEPS = 24
 LAST = Epoch(4, ("a", "b", "c"), step=7)

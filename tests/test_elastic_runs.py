@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsync
+import sparsync_elastic as elastic
 from helpers.distributed import run_fresh as run_on
-from sparsync import elastic
 from sparsync.comm.group import ConnectionLostError
-from sparsync.elastic.__main__ import main, serve
-from sparsync.elastic.members import TCPStore
-from sparsync.elastic.world import GroupStore, receive, send
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync_elastic.__main__ import main, serve
+from sparsync_elastic.members import TCPStore
+from sparsync_elastic.world import GroupStore, receive, send
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":29400", "host:0", "host:70000", "host:port"])

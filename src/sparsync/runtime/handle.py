@@ -343,7 +343,7 @@ class Handle:
         None: the default group. The model, the optimizer and what this rank holds back stay. `step` is the last one that was applied, the
         same on all ranks; None: that of this handle. `reports_s`: how long a rank that has lost others waits for them to say why; None: 3
         seconds; 0: ranks say nothing. `agreed`: a name that is new to the group, where all ranks know that they exchange the same and come;
-        "": they find that out. What differs in the weights shows in the next step. `sparsync.elastic` calls this, and sends each rank what
+        "": they find that out. What differs in the weights shows in the next step. `sparsync_elastic` calls this, and sends each rank what
         it lacks.
         Raises RuntimeError where a rank does not come, or has another scheme or model, and where an error has left a step applied in part.
         """

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from sparsync.comm.meeting import StoreSilentError, asked
 from sparsync.core import digest
-from sparsync.elastic.epochs import Epoch, Note, proposed
-from sparsync.elastic.presence import Presence
+from sparsync_elastic.epochs import Epoch, Note, proposed
+from sparsync_elastic.presence import Presence
 
 Result = TypeVar("Result")
 # Public, but missing from torch's __all__.

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from sparsync.comm.interrupts import abort
-from sparsync.elastic.trained import Trained
-from sparsync.elastic.world import Group, receive, send
 from sparsync.exchanges.step_method import StepMethod
+from sparsync_elastic.trained import Trained
+from sparsync_elastic.world import Group, receive, send
 
 _LOG = logging.getLogger("sparsync")
 _END_S = 5.0  # how long a thread may take to end whose connections are closed

@@ -19,12 +19,18 @@ from typing_extensions import Self
 from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.core import digest
-from sparsync.elastic.catching_up import Serving, fetch
-from sparsync.elastic.epochs import Epoch, Note
-from sparsync.elastic.members import Members
-from sparsync.elastic.presence import Presence
-from sparsync.elastic.trained import Saved, Trained
-from sparsync.elastic.world import (
+from sparsync.exchanges.exchanged_steps import ExchangedSteps
+from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.exchanges.step_method import StepMethod
+from sparsync.runtime.findings import is_fsdp2
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.parameter_names import inside_wrappers
+from sparsync_elastic.catching_up import Serving, fetch
+from sparsync_elastic.epochs import Epoch, Note
+from sparsync_elastic.members import Members
+from sparsync_elastic.presence import Presence
+from sparsync_elastic.trained import Saved, Trained
+from sparsync_elastic.world import (
     GroupStore,
     brief,
     end_world,
@@ -35,12 +41,6 @@ from sparsync.elastic.world import (
     waited_for,
     world,
 )
-from sparsync.exchanges.exchanged_steps import ExchangedSteps
-from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.exchanges.step_method import StepMethod
-from sparsync.runtime.findings import is_fsdp2
-from sparsync.runtime.handle import Handle
-from sparsync.runtime.parameter_names import inside_wrappers
 
 _LOG = logging.getLogger("sparsync")
 _LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
@@ -74,7 +74,7 @@ class Change:
 class Run:
     """A training that goes on while ranks die, freeze, leave and join, without a restart and without a checkpoint.
 
-    All ranks meet over a store, a small process of its own: `python -m sparsync.elastic --port 29400`. Until `steps` begins, a rank is in a
+    All ranks meet over a store, a small process of its own: `python -m sparsync_elastic --port 29400`. Until `steps` begins, a rank is in a
     world of its own, in which the model is wrapped and attached as always; then the ranks meet, and those that come later get the weights,
     the optimizer's state and the step from one that is there. torch's default process group is always that of the present ranks.
 
@@ -606,6 +606,6 @@ def _address(address: str | None) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(
-            f"address must be host:port of the store, such as 10.0.0.1:29400, got {address!r}; start one: python -m sparsync.elastic"
+            f"address must be host:port of the store, such as 10.0.0.1:29400, got {address!r}; start one: python -m sparsync_elastic"
         )
     return host, int(port)
