@@ -17,8 +17,8 @@ from torch import nn
 import sparsync
 import sparsync_elastic as elastic
 from helpers.distributed import run_fresh as run_on
-from sparsync_elastic.catching_up import Serving
-from sparsync_elastic.members import TCPStore
+from sparsync_elastic.board import TCPStore
+from sparsync_elastic.catching_up import Serving, Sources
 from sparsync_elastic.trained import Trained
 
 EXCHANGES = {
@@ -52,7 +52,7 @@ def spoil(what: str) -> None:
         own, left = Trained.load, [1]
 
         def load(self: Trained, state: Any, late: bool, moved: Any = None) -> None:
-            wrong = {"digests": [-1]} if left and left.pop() and "digests" in state else {}
+            wrong = {"digest": -1} if left and left.pop() and state["digest"] is not None else {}
             own(self, {**state, **wrong}, late)
 
         Trained.load = load
@@ -213,14 +213,14 @@ def comes_back(port: int) -> list[tuple[int, int]]:
     handle = sparsync.attach(model, sparsync.TwoShot(density=0.2, values="sign"), optimizer=optimizer)
     run.add(model, handle, optimizer, schedule)
     if number == 0:
-        first = elastic.Run._state_for
+        first = Sources.state_for
 
-        def state_for(self: elastic.Run, receiver: str) -> Any:
+        def state_for(self: Sources, receiver: str, is_ahead: bool) -> Any:
             if len(run.changes) > 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return first(self, receiver)
+            return first(self, receiver, is_ahead)
 
-        elastic.Run._state_for = state_for
+        Sources.state_for = state_for
     told = []
     for step in run.steps(20 if number else 10**6):
         with run.attempt():

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from sparsync.comm.meeting import StoreSilentError
-from sparsync_elastic import Epoch, members
+from sparsync_elastic import Epoch, board, members
+from sparsync_elastic.board import TCPStore
 from sparsync_elastic.epochs import Note, proposed
-from sparsync_elastic.members import Members, TCPStore
+from sparsync_elastic.members import Members
 from sparsync_elastic.presence import Presence
+from sparsync_elastic.world import StoreSilentError
 
-PREFIX = f"sparsync/elastic/{members.VERSION}/run"
+PREFIX = f"sparsync/elastic/{board.VERSION}/run"
 
 
 def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int | None = None) -> Note:
@@ -124,7 +125,7 @@ def test_what_is_held_back_moves_the_weights_as_it_would_have_among_the_ranks_be
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(members, "ANSWER_S", 0.3)
     monkeypatch.setattr(members, "FIRST_S", 0.1)
-    monkeypatch.setattr(members, "CALL_S", 1.0)
+    monkeypatch.setattr(board, "CALL_S", 1.0)
     monkeypatch.setattr(members, "AGAIN_S", 0.5)
     yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -418,23 +419,12 @@ def test_what_another_release_says_and_what_nobody_can_read_is_ignored(store: An
         assert Epoch.read(json.dumps({**written, "colour": "red"})) == epochs[0]
 
 
-def test_a_store_whose_epoch_cannot_be_read_is_told_it_again(store: Any) -> None:
-    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
-        store.set(f"{PREFIX}/epoch", "garbage")
-        asks = threads.submit(member_of(store, "x", ranks=1).join, note(-1))
-        time.sleep(0.3)
-        a._write_epoch(store)
-        wait_for_line(store, 2)
-        a.meet(note(1))
-        assert set(asks.result(20).members) == {"a", "x"}
-
-
 def test_a_member_of_another_release_is_refused_before_it_joins(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     member_of(store, "a").agree("TopK(density=0.1)")
-    monkeypatch.setattr(members, "VERSION", members.VERSION + 1)
+    monkeypatch.setattr(members, "VERSION", board.VERSION + 1)
     with pytest.raises(
         RuntimeError,
-        match=r"begun by another release of sparsync \(version 2 of what members say, and this one has 3\)",
+        match=r"begun by another release of sparsync \(version 3 of what members say, and this one has 4\)",
     ):
         member_of(store, "b").agree("TopK(density=0.1)")
 
@@ -507,7 +497,7 @@ def test_an_end_waits_for_tries_to_connect_which_the_end_of_the_interpreter_woul
         ended.set()
         raise RuntimeError("nobody listens")
 
-    monkeypatch.setattr(members, "CONNECT_S", 1.0)
-    monkeypatch.setattr(members, "TCPStore", slow)
+    monkeypatch.setattr(board, "CONNECT_S", 1.0)
+    monkeypatch.setattr(board, "TCPStore", slow)
     Members("127.0.0.1", 1, "run", Presence("127.0.0.1", 1), ranks=1, least=1, wait_s=1.0).close()
     assert ended.is_set()

@@ -14,8 +14,8 @@ import sparsync
 import sparsync_elastic as elastic
 from helpers.distributed import run as run_on
 from sparsync_elastic import Epoch
+from sparsync_elastic.board import VERSION, TCPStore
 from sparsync_elastic.epochs import LAST_TRIES, TRIES, Note, proposed
-from sparsync_elastic.members import VERSION, TCPStore
 from sparsync_elastic.presence import Presence
 from sparsync_elastic.world import brief, waited_for
 

@@ -25,7 +25,9 @@ from helpers.distributed import run_fresh as run_on
 from sparsync.comm.group import ConnectionLostError
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync_elastic.__main__ import main, serve
-from sparsync_elastic.members import TCPStore
+from sparsync_elastic.board import TCPStore
+from sparsync_elastic.epochs import Factors
+from sparsync_elastic.trained import Trained
 from sparsync_elastic.world import GroupStore, receive, send
 
 
@@ -228,7 +230,7 @@ def test_what_a_late_rank_has_learnt_by_local_steps_waits_for_the_next_exchange(
     late.step()
     learnt = [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
     common = [each.detach().clone() for each in ahead.model.parameters()]
-    late.follow(ahead.shared_state(), late=True)
+    late.restore(ahead.snapshot()._replace(own=None))
     for each, theirs, change in zip(model.parameters(), common, learnt, strict=True):
         assert torch.equal(each, theirs + change)
     late.flush()
@@ -245,7 +247,8 @@ def test_what_local_steps_have_learnt_is_multiplied_with_what_waits() -> None:
             each.sub_(0.25)
     handle.step()
     learnt = [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
-    handle.multiply(held=9.0, still=9.0, learnt=0.5)
+    run = Trained(model, handle, handle.optimizers, ())
+    assert run.multiply(lambda _: Factors(held=9.0, still=9.0, learnt=0.5)) == 9.0
     assert all(torch.equal(a.detach(), b + c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
     handle.flush()
     assert all(torch.allclose(a, b + 0.5 * c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
@@ -261,14 +264,14 @@ def behind() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[flo
     others: Any = {}
     for step in range(6):
         if step == 4:
-            others = handle.shared_state()
+            others = handle.snapshot()
         optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
         optimizer.zero_grad()
         model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         optimizer.step()
-    before = handle.held_back()["learnt"]
-    handle.follow(others, late=True)
-    return before, handle.held_back()["learnt"], [0.01 / 4, optimizer.param_groups[0]["lr"]]
+    before = handle.snapshot(shared=False).own["learnt"]
+    handle.restore(others._replace(own=None))
+    return before, handle.snapshot(shared=False).own["learnt"], [0.01 / 4, optimizer.param_groups[0]["lr"]]
 
 
 @pytest.mark.distributed
@@ -293,7 +296,7 @@ def clipped(moved: bool) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step in (2, 4) else 1e3)
         optimizer.step()
         if moved and step == 4:
-            handle.regroup()
+            handle.regroup(sparsync.GroupComm.private())
     return handle.state_dict()["scheme"]["residual"]
 
 
@@ -314,9 +317,10 @@ def slowed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.reduce()
         optimizer.step()
-    before, others = handle.state_dict()["scheme"]["residual"], handle.shared_state()
+    before, others = handle.state_dict()["scheme"]["residual"], handle.snapshot()
     optimizer.param_groups[0]["lr"] = 5e-3
-    handle.follow({**others, "rates": dict.fromkeys(others["rates"], 5e-3)})
+    shared = {**others.shared, "rates": dict.fromkeys(others.shared["rates"], 5e-3)}
+    handle.restore(others._replace(shared=shared, own=None))
     handle._rescaler.rescale()
     return before, handle.state_dict()["scheme"]["residual"]
 

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from sparsync_elastic.members import TCPStore
+from sparsync_elastic.board import TCPStore
 
 
 def main(argv: Sequence[str] | None = None) -> None:

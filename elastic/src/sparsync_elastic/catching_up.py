@@ -15,33 +15,80 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-from sparsync.comm.interrupts import abort
-from sparsync.exchanges.step_method import StepMethod
+from sparsync import Snapshot
+from sparsync_elastic.journal import Journal
+from sparsync_elastic.members import Members
 from sparsync_elastic.trained import Trained
-from sparsync_elastic.world import Group, receive, send
+from sparsync_elastic.world import Group, StoreSilentError, abort, receive, send
 
 _LOG = logging.getLogger("sparsync")
 _END_S = 5.0  # how long a thread may take to end whose connections are closed
 
 
+class Sources:
+    """What this rank does for those that join: one after the other, because each takes a copy of the state."""
+
+    def __init__(self, members: Members, trained: Sequence[Trained]) -> None:
+        self._members, self._trained = members, trained
+        self._servings: dict[str, Serving] = {}  # by the member that is to join
+        self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
+        self._deferred: set[tuple[int, str]] = set()  # likewise
+
+    def answer(self, willing: bool) -> None:
+        """Answer those that ask for the state, unless that was done; with the state if this rank is `willing`."""
+        for each in self._members.fetching:
+            asked, busy = (self._members.current.number, each), any(one.sends for one in self._servings.values())
+            if asked in self._answered or (busy and asked in self._deferred):
+                continue
+            (self._deferred if busy else self._answered).add(asked)
+            try:
+                if busy:
+                    self._members.defer(each)
+                else:
+                    self._serve(each, willing and all(one.done for one in self._trained))
+            except StoreSilentError as error:
+                _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
+
+    def _serve(self, member: str, serves: bool) -> None:
+        store = self._members.answer(member, serves)
+        if serves:
+            if member in self._servings:
+                self._servings[member].stop()
+            self._servings[member] = Serving(self._trained, member, store, self._members.timeout_s)
+
+    def state_for(self, receiver: str, is_ahead: bool) -> list[dict[str, Any]]:  # Any: as Trained.state
+        """Return what a rank lacks that is behind; `is_ahead`: it has got most of it from here before."""
+        serving = self._servings.pop(receiver, None)
+        rest = serving.rest() if serving is not None and is_ahead else None
+        if serving is not None:
+            serving.stop()
+        return [each.state() for each in self._trained] if rest is None else rest
+
+    def end(self) -> None:
+        """Stop, and wait for the threads."""
+        for each in self._servings.values():
+            each.end()
+
+
 class Serving:
     """What a source does for one that joins. `member` is that one; the store serves a process group of the two."""
 
-    def __init__(
-        self, methods: Sequence[StepMethod], member: str, store: Any, timeout_s: float
-    ) -> None:  # Any: a store
-        self._methods, self.member, self._timeout_s = methods, member, timeout_s
-        recorded = [each.recorded() for each in methods]
-        self._journals = [journal for _, journal in recorded]
+    def __init__(self, trained: Sequence[Trained], member: str, store: Any, timeout_s: float) -> None:  # Any: a store
+        self._trained, self.member, self._timeout_s = trained, member, timeout_s
+        self._journals = list[Journal]()
+        states = list[Any]()
+        for each in trained:
+            states.append(on_processor(each.handle.snapshot().moved))
+            self._journals.append(Journal(each.handle, _nbytes(states[-1])))
         self._near = False  # all is sent but the moves that are still to come
         self._group: Group | None = None
-        states = [state for state, _ in recorded]
         self._thread = threading.Thread(target=self._send, args=(states, store), name="sparsync-serving", daemon=True)
         atexit.register(self.end)  # a thread inside C++ when the interpreter ends is killed there, with SIGABRT
         self._thread.start()
 
-    def _send(self, states: list[dict[str, Any]], store: Any) -> None:  # Any: as StepMethod.recorded; a store
+    def _send(self, states: list[Any], store: Any) -> None:  # Any: as Snapshot.moved; a store
         try:
             self._group = pair(store, 0, self._timeout_s)
             while states:
@@ -59,7 +106,8 @@ class Serving:
             self._group = None
             atexit.unregister(self.end)
             if not self._near:
-                self._stop_journals()
+                for each in self._journals:
+                    each.stop()
 
     def _send_moves(self, counts: Sequence[int]) -> None:
         """Send so many moves of each journal, one by one, because the one that joins takes time for each."""
@@ -81,17 +129,16 @@ class Serving:
         """Whether it may still have a copy of the state."""
         return self._thread.is_alive()
 
-    def rest(self, trained: Sequence[Trained]) -> list[dict[str, Any]] | None:  # Any: as Trained.rest
+    def rest(self) -> list[dict[str, Any]] | None:  # Any: as Trained.state
         """Return what the one that joins lacks still; None where it needs all."""
         if not self._near or self._is_broken():
             return None
-        return [each.rest(journal.take_all()) for each, journal in zip(trained, self._journals, strict=True)]
+        return [each.state(journal.moves) for each, journal in zip(self._trained, self._journals, strict=True)]
 
     def stop(self) -> None:
         """End the journals, and have the thread end soon."""
-        for each, journal in zip(self._methods, self._journals, strict=True):
-            each.forget(journal)
-        self._stop_journals()
+        for each in self._journals:
+            each.end()
         if (group := self._group) is not None:
             with suppress(RuntimeError):
                 abort(group)
@@ -104,12 +151,8 @@ class Serving:
     def _is_broken(self) -> bool:
         return any(each.broken for each in self._journals)
 
-    def _stop_journals(self) -> None:
-        for each in self._journals:
-            each.stop()
 
-
-def fetch(methods: Sequence[StepMethod], store: Any, timeout_s: float) -> tuple[int, float]:  # Any: a store
+def fetch(trained: Sequence[Trained], store: Any, timeout_s: float) -> tuple[int, float]:  # Any: a store
     """Get near the state of a source, whose `Serving` has the same store; return the bytes and the seconds of it.
 
     Raises RuntimeError where the source is lost meanwhile, or cannot go on.
@@ -123,20 +166,36 @@ def fetch(methods: Sequence[StepMethod], store: Any, timeout_s: float) -> tuple[
         nbytes += more
         return found
 
-    for each in methods:
-        each.start_from(next_one())
+    for each in trained:
+        each.handle.restore(Snapshot(next_one()))
     before = counts = None
     while counts is None or not _is_near(counts, before):
         before, counts = counts, next_one()
-        for each, count in zip(methods, counts, strict=True):
+        for each, count in zip(trained, counts, strict=True):
             for _ in range(count):
-                each.replay([next_one()])
+                each.replay(next_one())
     return nbytes, time.monotonic() - began
 
 
 def pair(store: Any, rank: int, timeout_s: float) -> Group:  # Any: a store
     """Return a process group of two, beside the default one."""
     return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=timeout_s))
+
+
+def on_processor(state: Any) -> Any:  # Any: as a part of a Snapshot
+    """Return a state with its tensors in this machine's memory."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: on_processor(each) for key, each in state.items()}
+    return [on_processor(each) for each in state] if isinstance(state, list) else state
+
+
+def _nbytes(state: Any) -> int:  # Any: as a part of a Snapshot
+    if isinstance(state, Tensor):
+        return state.nbytes
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return sum(map(_nbytes, inner))
 
 
 def _is_near(counts: Sequence[int], before: Sequence[int] | None) -> bool:

@@ -21,7 +21,6 @@ class Epoch:
     leaving: Mapping[str, str] = field(default_factory=dict)  # who goes, and the member that takes over what is unsent
     gone: tuple[str, ...] = ()  # members of the epoch before that did not come
     step: int = 0  # steps that are done
-    alike: bool = True  # all exchange the same: the notes of the members had the same digest
     ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
     # The step since which each of these, or who leaves, holds back.
     since: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +81,6 @@ class Note:
     step: int  # steps that it has done
     whole: bool  # it has lost nobody: the connections of the epoch before still serve
     leaves: bool = False
-    exchanges: int = 0  # a digest of what it exchanges, which must be the same on all ranks
     source: str = ""  # the member from which it has got most of the state already
     since: int = -1  # the step since which it holds back; -1: it holds back nothing
     failures: int = 0  # epochs in a row, with the same members, in which it could not take a step
@@ -151,7 +149,6 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], leas
         {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
         tuple(each for each in last.members if each not in present),
         step,
-        len({notes[each].exchanges for each in members}) == 1,
         tuple(served),
         {each: step if begun < 0 else min(begun, step) for each, begun in since.items()},
         refused,

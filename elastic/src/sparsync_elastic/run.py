@@ -5,8 +5,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -16,59 +17,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from sparsync.comm.group import ConnectionLostError
-from sparsync.comm.meeting import StoreSilentError
-from sparsync.core import digest
-from sparsync.exchanges.exchanged_steps import ExchangedSteps
-from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.exchanges.step_method import StepMethod
-from sparsync.runtime.findings import is_fsdp2
-from sparsync.runtime.handle import Handle
-from sparsync.runtime.parameter_names import inside_wrappers
-from sparsync_elastic.catching_up import Serving, fetch
+from sparsync import ConnectionLostError, GroupComm, Handle
+from sparsync_elastic.catching_up import Sources, fetch
+from sparsync_elastic.changes import Change, Lost
 from sparsync_elastic.epochs import Epoch, Note
+from sparsync_elastic.failures import Failures
 from sparsync_elastic.members import Members
 from sparsync_elastic.presence import Presence
 from sparsync_elastic.trained import Saved, Trained
 from sparsync_elastic.world import (
     GroupStore,
-    brief,
+    StoreSilentError,
+    comm_of,
     end_world,
     forget_frames,
     is_loss,
     receive,
     send,
-    waited_for,
     world,
 )
 
 _LOG = logging.getLogger("sparsync")
 _LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
 _LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to it, so that all hear of it before
-
-
-@dataclass(frozen=True)
-class Lost:
-    """What is missing in the weights for good. Everything else that ranks have not sent waits in their residuals."""
-
-    member: str
-    step: int  # steps that were done by then
-    what: str
-
-
-@dataclass(frozen=True)
-class Change:
-    """A meeting, as this rank has seen it."""
-
-    epoch: int
-    ranks: int
-    step: int  # steps that were done
-    seconds: float  # from its beginning until training goes on; of a rank that joins, with what came before
-    received_nbytes: int = 0  # of weights and states of optimizers, where this rank lacked them
-    received_s: float = 0.0
-    ahead_nbytes: int = 0  # received before, while the others trained
-    ahead_s: float = 0.0
-    factor: float = 1.0  # by which what this rank holds back of the first model was multiplied; the mean is over others
 
 
 class Run:
@@ -148,19 +119,14 @@ class Run:
         self._late = False  # the others went on without this rank
         self._margin = _LEAST_MARGIN
         self._background = background
-        self._servings: dict[str, Serving] = {}  # by the member that is to join
-        self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
-        self._deferred: set[tuple[int, str]] = set()  # likewise
+        self._sources = Sources(self._members, self._trained)
         self._source = ""  # the member from which this rank has got most of the state
         self._before: list[dict[str, Any]] | None = None  # this rank's state before that; Any: as Trained.state
         self._ahead = 0, 0.0  # bytes and seconds of that
         self._weighed = Epoch()  # what this rank holds back is for the mean over the ranks of this epoch
         self._factor = 1.0  # that it was multiplied by since the last meeting that went well
-        # Epochs in a row, with the same members, that have failed without a step that counts; why, the last time; and where this rank was
-        # when it had connected to the others.
-        self._failures, self._failing = 0, frozenset[str]()
-        self._error, self._waited_for, self._unreached = "", "", list[str]()
-        self._began_at: list[int] | None = None
+        self._failures = Failures()
+        self._comms = list[GroupComm]()  # of the handles
         self.changes: list[Change] = []
         self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
         dist.init_process_group(
@@ -210,31 +176,13 @@ class Run:
         optimizer: Optimizer | Sequence[Optimizer],
         *more: Saved,
     ) -> None:
-        """Train `model`, bare or wrapped by DistributedDataParallel, which `handle` of `sparsync.attach` is of. Before `steps`.
+        """Train `model`, bare or wrapped by DistributedDataParallel, with what `sparsync.attach` returned. Before `steps`.
 
         `more` has what a rank that joins needs besides, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot
-        change, and ValueError for local steps with a delay and for `bits="auto"`.
+        change, and ValueError for local steps with a delay, for `bits="auto"` and for gradients where `attach` was not given the optimizer.
         """
-        if is_fsdp2(inside_wrappers(model)):
-            raise TypeError(
-                "a run cannot change the mesh of an FSDP2 model; wrap it by DistributedDataParallel, or leave it bare"
-            )
-        if isinstance(handle, LocalTraining) and handle.options.delay:
-            raise ValueError(
-                f"a run takes local steps without a delay, got delay={handle.options.delay}: what is on its way when a rank is lost would "
-                "be applied on some ranks only; pass delay=0"
-            )
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        if isinstance(handle, ExchangedSteps) and handle.chooses:
-            raise ValueError(
-                'bits="auto" chooses by the first 20 steps of a run, and a rank that joins later was not there; pass a number of bits'
-            )
-        trained = Trained(model, handle, optimizers, more)
-        if not isinstance(handle, LocalTraining):  # whose step counts when it fails
-            handle.hold_steps()
-        if not isinstance(handle, (ExchangedSteps, LocalTraining)):
-            optimizers[0].register_step_post_hook(trained.count)
-        self._trained.append(trained)
+        self._trained.append(Trained(model, handle, optimizers, more))
 
     def steps(self, until: int) -> Iterator[int]:
         """Yield the number of the next step until this many are done, or this rank has left: after a loss the same number again.
@@ -275,8 +223,7 @@ class Run:
 
     def close(self) -> None:
         """Close the handles, the process group and the connections to the store."""
-        for serving in self._servings.values():
-            serving.end()
+        self._sources.end()
         for each in self._trained:
             each.handle.close()
         self._members.close()
@@ -288,25 +235,9 @@ class Run:
         if lost:
             _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
             self._failed = True
-            self._note_failure(error)
+            self._failures.note(error, self.epoch)
             forget_frames(error)
         return lost
-
-    def _note_failure(self, error: BaseException, unreached: Sequence[str] = ()) -> None:
-        """Note why this epoch has failed, for the next meeting."""
-        members, awaited = self.epoch.members, waited_for(error)
-        self._error = brief(error)
-        self._waited_for = members[awaited] if awaited is not None and awaited < len(members) else ""
-        self._unreached = list(unreached)
-
-    def _count_failure(self, members: Sequence[str], position: list[int]) -> None:
-        """Count the epochs of these members that have failed without a step that counts, before a meeting."""
-        if self._began_at not in (None, position):
-            self._failures = 0
-        if self._error:
-            self._failures = self._failures + 1 if self._failing == frozenset(members) else 1
-            self._failing = frozenset(members)
-        self._began_at = None
 
     def _is_due(self) -> bool:
         return self._members.stop_at is not None and self.step >= self._members.stop_at
@@ -314,8 +245,7 @@ class Run:
     def _ask(self) -> None:
         """Call a meeting where somebody wants to join or to leave, and serve those who will want to."""
         members = self._members
-        for each in members.fetching:
-            self._serve_once(each)
+        self._sources.answer(self._background and not self._leaves and all(each.catches_up for each in self._trained))
         if self._leaves and self.size == 1 and not members.asked_for:
             _LOG.warning("the last rank of this run leaves; what was trained is in this process only")
             members.end()
@@ -323,39 +253,10 @@ class Run:
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
             members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
 
-    def _serve_once(self, member: str) -> None:
-        """Answer one that is to join, unless that was done; one after the other, because each takes a copy of the state."""
-        asked, busy = (self.epoch.number, member), any(each.sends for each in self._servings.values())
-        if asked in self._answered or (busy and asked in self._deferred):
-            return
-        (self._deferred if busy else self._answered).add(asked)
-        try:
-            if busy:
-                self._members.defer(member)
-            else:
-                self._serve(member)
-        except StoreSilentError as error:
-            _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
-
-    def _serve(self, member: str) -> None:
-        """Send the state to one that is to join, beside the training."""
-        methods = self._methods()
-        serves = bool(methods) and not self._leaves and all(each.done for each in self._trained)
-        store = self._members.answer(member, serves)
-        if serves:
-            if member in self._servings:
-                self._servings[member].stop()
-            self._servings[member] = Serving(methods, member, store, self.timeout_s)
-
-    def _methods(self) -> list[StepMethod]:
-        """Return the handles that can catch up; none where not all of them can."""
-        found = [each.method for each in self._trained if self._background and each.method is not None]
-        return found if len(found) == len(self._trained) else []
-
     def _get_ahead(self) -> None:
         """Get most of the state while the others train, if there are any."""
         self._source, self._ahead = "", (0, 0.0)
-        if not (methods := self._methods()):
+        if not (self._background and all(each.catches_up for each in self._trained)):
             return
         try:
             found = self._members.source()
@@ -363,7 +264,7 @@ class Run:
                 source, store = found
                 # One that comes back may still be the last that is left, and goes on then from where it was.
                 self._before = [each.state() for each in self._trained] if self._knows else None
-                self._ahead = fetch(methods, store, self.timeout_s)
+                self._ahead = fetch(self._trained, store, self.timeout_s)
                 self._source = source
         except RuntimeError as error:
             if not (is_loss(error) or isinstance(error, StoreSilentError)):
@@ -405,7 +306,7 @@ class Run:
                 break
             except Exception as error:
                 if is_loss(error):
-                    self._note_failure(error, self._members.unreached)
+                    self._failures.note(error, self.epoch, self._members.unreached)
                 elif not isinstance(error, StoreSilentError):  # without the store the next meeting waits for it
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
@@ -414,7 +315,7 @@ class Run:
                     self._go_back()
             whole = False
         self._failed = self._late = False
-        self._began_at = [each.position for each in self._trained]
+        self._failures.begin([each.position for each in self._trained])
         seconds = time.monotonic() - began
         self.changes.append(
             Change(self.epoch.number, self.size, self.step, seconds, *received, *self._ahead, self._factor)
@@ -430,26 +331,12 @@ class Run:
             self._cut()
         members, before = self._members, self._members.current
         position = [each.position if self._knows else -1 for each in self._trained]
-        exchanges = digest("\n".join(each.handle.exchanged_text() for each in self._trained))
         # One that begins from a checkpoint has something to send as well.
         since = self._weighed.since.get(self.member, 0 if any(each.done for each in self._trained) else -1)
         if joins:
             self._get_ahead()
-        self._count_failure(before.members, position)
-        note = Note(
-            position,
-            self.step,
-            whole,
-            self._leaves,
-            exchanges,
-            self._source,
-            since,
-            self._failures if self._error else 0,
-            self._error,
-            self._waited_for,
-            self._unreached,
-        )
-        self._error = ""
+        told = self._failures.told(before.members, position)
+        note = Note(position, self.step, whole, self._leaves, self._source, since, **told)
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
@@ -460,17 +347,15 @@ class Run:
         if self.member not in epoch.members:
             end_world()
             self._late = True
-            self._take_back()
+            if self._failed:
+                self._take_back()
             self._get_ahead()
             members.join(replace(note, whole=False, leaves=False, source=self._source))
-        self._weigh(self.epoch)
         return False
 
     def _take_back(self) -> None:
-        """Make what this rank holds back what it was before a step that has failed."""
-        if self._failed:
-            for each in self._trained:
-                each.handle.take_back()
+        for each in self._trained:
+            each.take_back()
 
     def _give_up(self) -> None:
         """End a step that others have begun, which did not hear in time of the meeting before it; the next one is called earlier."""
@@ -479,8 +364,8 @@ class Run:
 
     def _cut(self) -> None:
         """Close the connections, so that others that wait for this rank learn that it does not come."""
-        for each in self._trained:
-            each.handle.abort()
+        for each in self._comms:
+            each.close()
         end_world()
 
     def _note_lost(self, epoch: Epoch, before: Epoch) -> None:
@@ -507,10 +392,10 @@ class Run:
                         "this rank had given up its connections before all had come to the meeting"
                     )
                 if self.member == member:
-                    send([each.handle.held_back() for each in self._trained], world(), before.rank(heir))
+                    send([each.own() for each in self._trained], world(), before.rank(heir))
                 elif self.member == heir:
                     for each, held in zip(self._trained, receive(world(), before.rank(member))[0], strict=True):
-                        each.handle.take_over(held)
+                        each.take_over(held)
             except RuntimeError as error:
                 if not is_loss(error):
                     raise
@@ -529,22 +414,19 @@ class Run:
             self._backend, store=self._store, rank=epoch.rank(self.member), world_size=size, timeout=timeout
         )
         behind = self.member in epoch.behind
-        if not behind:  # otherwise what it sent in the step that failed is in the weights of others
+        if self._failed and not behind:  # otherwise what it sent in the step that failed is in the weights of others
             self._take_back()
         for place, each in enumerate(self._trained):
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
-            # Ranks that have applied as many exchanges of local steps may have taken different steps.
-            local = isinstance(each.handle, LocalTraining) and not behind
-            step = (epoch.step if local else each.done) - 1
-            # A meeting tells who is lost, and has compared what ranks exchange.
-            agreed = f"handle{place}" if epoch.alike else ""
-            each.handle.regroup(step=step, timeout_s=self.timeout_s, reports_s=0.0, agreed=agreed)
+            # A meeting tells who is lost; what ranks exchange was compared when they joined.
+            self._comms[place:] = [comm_of(f"handle{place}", self.timeout_s)]
+            each.handle.regroup(self._comms[place], step=each.last(None if behind else epoch.step))
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
-                send(self._state_for(receiver), world(), epoch.rank(receiver))
+                send(self._sources.state_for(receiver, receiver in epoch.ahead), world(), epoch.rank(receiver))
             elif self.member == receiver:
                 began = time.monotonic()
                 states, nbytes = receive(world(), epoch.rank(source), self._members.moved)
@@ -556,6 +438,7 @@ class Run:
                 finally:
                     self._source = ""
         self._knows = True
+        self._weigh(epoch)
         if epoch.behind:
             if behind:
                 self._members.say("ready")
@@ -568,20 +451,10 @@ class Run:
     def _weigh(self, epoch: Epoch) -> None:
         """Have what this rank has for the others move the weights as it would have among the ranks that were there before."""
         if self._weighed.members:
-            factors = [epoch.factors_after(self._weighed, each.handle.full_after) for each in self._trained]
-            for each, its in zip(self._trained, factors, strict=True):
-                each.handle.multiply(*its)
-            self._factor *= factors[0].held
+            last = self._weighed
+            first, *_ = [each.multiply(partial(epoch.factors_after, last)) for each in self._trained]
+            self._factor *= first
         self._weighed = epoch
-
-    def _state_for(self, receiver: str) -> list[dict[str, Any]]:  # Any: as Trained.state
-        """Return what a rank lacks that is behind."""
-        serving = self._servings.pop(receiver, None)
-        rest = None
-        if serving is not None:
-            rest = serving.rest(self._trained) if receiver in self.epoch.ahead else None
-            serving.stop()
-        return [each.state() for each in self._trained] if rest is None else rest
 
 
 class _Attempt:
