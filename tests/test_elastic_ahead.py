@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsync
-import sparsync_elastic as elastic
 from helpers.distributed import run_fresh as run_on
+from helpers.elastic_runs import LastStep, patient_run
 from sparsync_elastic.board import TCPStore
 from sparsync_elastic.catching_up import Serving, Sources
 from sparsync_elastic.trained import Trained
@@ -67,7 +67,7 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
         signals.wait(["six"])
     spoil(wrong)
     torch.manual_seed(0)
-    run = elastic.Run(f"127.0.0.1:{port}", ranks=first, timeout_s=10.0, wait_s=60.0, background=background)
+    run = patient_run(port, ranks=first, background=background)
     model = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 20))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
@@ -77,8 +77,8 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     model.load_state_dict({name: each.sign() / 16 for name, each in model.state_dict().items()})  # as from a checkpoint
     run.add(model, handle, optimizer, schedule)
-    told, last = Told(), 3 if wrong in ("the source dies", "other weights") else 2
-    for step in run.steps(60):
+    told, last = Told(), LastStep(run, joins)
+    for step in run.steps(cast("int", last)):
         with run.attempt():
             inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(100 * step + run.rank))
             optimizer.zero_grad()
@@ -91,7 +91,7 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
                 told.digests[run.epoch.number, run.step] = digest_of(model, handle)
             if run.step == 6:
                 signals.set("six", "")
-            if run.step >= 6 and run.epoch.number < last:
+            if run.step >= 6 and not last.is_known:
                 time.sleep(0.1)  # until the one that joins is there
         told.ahead = [each.ahead_nbytes for each in run.changes]
         told.received = [each.received_nbytes for each in run.changes]
@@ -169,12 +169,19 @@ def several_join(port: int) -> tuple[int, int, int]:
         send(self, counts)
 
     Serving._send, Serving._send_moves = begin, send_moves
-    run = elastic.Run(f"127.0.0.1:{port}", timeout_s=10.0, wait_s=60.0)
+    run = patient_run(port)
     torch.manual_seed(0)
     model = nn.Linear(200, 300)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.add(model, sparsync.attach(model, sparsync.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
-    for step in run.steps(200):
+    whole = list[int]()
+    run.on_change = lambda of: whole.append(of.step) if of.size == ranks else None
+
+    class Last:  # 20 steps after the last has joined
+        def __gt__(self, step: int) -> bool:
+            return not whole or step < whole[0] + 20
+
+    for step in run.steps(cast("int", Last())):
         with run.attempt():
             optimizer.zero_grad()
             model(torch.randn(8, 200)).square().mean().backward()
@@ -205,7 +212,7 @@ def comes_back(port: int) -> list[tuple[int, int]]:
     number = dist.get_rank()
     dist.destroy_process_group()
     signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    run = elastic.Run(f"127.0.0.1:{port}", ranks=2, timeout_s=4.0, wait_s=30.0)
+    run = patient_run(port, timeout_s=15.0, ranks=2)  # which the other one waits when this one is stopped
     torch.manual_seed(0)
     model = nn.Linear(20, 5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -37,7 +37,7 @@ def serve(host: str | None, port: int) -> TCPStore:
     # torch listens at all addresses, whatever host it is given, unless it is given a socket.
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
-    port, descriptor = listening.getsockname()[1], listening.detach()  # which the store closes
+    port, descriptor = (listening.getsockname()[1], listening.detach())  # which the store closes
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 

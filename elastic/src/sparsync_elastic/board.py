@@ -31,7 +31,7 @@ class Said:
     Of a meeting: "comes", with the note of a member, which all others must follow; "asks", with the note of one that is to be let in; and
     "lives", of one that has heard. The first "next" has the text of the next epoch, and the first "stop" the step before which all meet.
     "ready" says one that has got the weights, and "done/N" one that has taken step N, the last. "fetches" names the source from which one
-    that will ask to be let in would have the state before, and that one "serves", "defers" or "declines". Lines that cannot be read are
+    that will ask to be let in would have the state before, and that one "serves" or "declines". Lines that cannot be read are
     ignored.
     """
 
@@ -75,7 +75,7 @@ class Board:
 
     def __init__(self, host: str, port: int, name: str, wait_s: float) -> None:
         self._host, self._port, self._name, self._wait_s = host, port, name, wait_s
-        self._prefix = f"sparsync/elastic/{VERSION}/{name}"
+        self._prefix = f"sparsync/elastic/{name}"
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
         self.current = Epoch()
         self._found_before = False  # the store has answered

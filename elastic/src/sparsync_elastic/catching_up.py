@@ -9,7 +9,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from sparsync import Snapshot
 from sparsync_elastic.journal import Journal
 from sparsync_elastic.members import Members
 from sparsync_elastic.trained import Trained
-from sparsync_elastic.world import Group, StoreSilentError, abort, receive, send
+from sparsync_elastic.world import Group, StoreSilentError, abort, forget_frames, is_loss, receive, send
 
 _LOG = logging.getLogger("sparsync")
 _END_S = 5.0  # how long a thread may take to end whose connections are closed
@@ -34,20 +34,16 @@ class Sources:
         self._members, self._trained = members, trained
         self._servings: dict[str, Serving] = {}  # by the member that is to join
         self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
-        self._deferred: set[tuple[int, str]] = set()  # likewise
 
     def answer(self, willing: bool) -> None:
         """Answer those that ask for the state, unless that was done; with the state if this rank is `willing`."""
         for each in self._members.fetching:
-            asked, busy = (self._members.current.number, each), any(one.sends for one in self._servings.values())
-            if asked in self._answered or (busy and asked in self._deferred):
-                continue
-            (self._deferred if busy else self._answered).add(asked)
+            asked = self._members.current.number, each
+            if asked in self._answered or any(one.sends for one in self._servings.values()):
+                continue  # one that has to wait is looked at before the next step again
+            self._answered.add(asked)
             try:
-                if busy:
-                    self._members.defer(each)
-                else:
-                    self._serve(each, willing and all(one.done for one in self._trained))
+                self._serve(each, willing and all(one.done for one in self._trained))
             except StoreSilentError as error:
                 _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
 
@@ -152,29 +148,71 @@ class Serving:
         return any(each.broken for each in self._journals)
 
 
-def fetch(trained: Sequence[Trained], store: Any, timeout_s: float) -> tuple[int, float]:  # Any: a store
-    """Get near the state of a source, whose `Serving` has the same store; return the bytes and the seconds of it.
+class Joiner:
+    """What this rank does to get most of the state while the others train."""
 
-    Raises RuntimeError where the source is lost meanwhile, or cannot go on.
-    """
-    began, nbytes = time.monotonic(), 0
-    group = pair(store, 1, timeout_s)
+    def __init__(self, members: Members, trained: Sequence[Trained]) -> None:
+        self._members, self._trained = members, trained
+        self.source = ""  # the member from which this rank has got most of the state
+        self._before: list[dict[str, Any]] | None = None  # this rank's state before that; Any: as Trained.state
+        self._ahead = 0, 0.0  # bytes and seconds of that
 
-    def next_one() -> Any:  # Any: as it was sent
-        nonlocal nbytes
-        found, more = receive(group, 0)
-        nbytes += more
+    def get_ahead(self, knows: bool) -> None:
+        """Get most of the state if anybody trains; a rank that `knows` the run has a state to go back to."""
+        self.source, self._ahead = "", (0, 0.0)
+        try:
+            if (found := self._members.source()) is not None:
+                source, store = found
+                # One that comes back may still be the last that is left, and goes on then from where it was.
+                self._before = [each.state() for each in self._trained] if knows else None
+                self._ahead = self._fetch(pair(store, 1, self._members.timeout_s))
+                self.source = source
+        except RuntimeError as error:
+            if not (is_loss(error) or isinstance(error, StoreSilentError)):
+                raise
+            _LOG.warning("the weights did not come while the others train, all of them are to come later: %s", error)
+            forget_frames(error)
+            self.go_back()
+
+    def _fetch(self, group: Group) -> tuple[int, float]:
+        """Get near the state of a source; return the bytes and the seconds of it. Raises RuntimeError where the source is lost."""
+        began, nbytes = time.monotonic(), 0
+
+        def next_one() -> Any:  # Any: as it was sent
+            nonlocal nbytes
+            found, more = receive(group, 0)
+            nbytes += more
+            return found
+
+        for each in self._trained:
+            each.handle.restore(Snapshot(next_one()))
+        before = counts = None
+        while counts is None or not _is_near(counts, before):
+            before, counts = counts, next_one()
+            for each, count in zip(self._trained, counts, strict=True):
+                for _ in range(count):
+                    each.replay(next_one())
+        return nbytes, time.monotonic() - began
+
+    def arrive(self, states: Sequence[Mapping[str, Any]], late: bool) -> None:  # Any: as Trained.load
+        """Take what this rank lacks still; `late`: see there."""
+        self.source = ""
+        for each, state in zip(self._trained, states, strict=True):
+            each.load(state, late, self._members.moved)
+        self._before = None
+
+    def go_back(self) -> None:
+        """Take the state from before `get_ahead`, if there is any, where the rest did not come."""
+        if self._before is not None:
+            for each, state in zip(self._trained, self._before, strict=True):
+                each.load(state, late=True)
+            self.source = ""
+        self._before = None
+
+    def take(self) -> tuple[int, float]:
+        """Return the bytes and the seconds of what came ahead, and forget them."""
+        found, self._ahead = self._ahead, (0, 0.0)
         return found
-
-    for each in trained:
-        each.handle.restore(Snapshot(next_one()))
-    before = counts = None
-    while counts is None or not _is_near(counts, before):
-        before, counts = counts, next_one()
-        for each, count in zip(trained, counts, strict=True):
-            for _ in range(count):
-                each.replay(next_one())
-    return nbytes, time.monotonic() - began
 
 
 def pair(store: Any, rank: int, timeout_s: float) -> Group:  # Any: a store

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class Epoch:
         def full(epoch: Epoch, members: Collection[str]) -> int:
             return sum(min(full_after, max(0, self.step - epoch.since[each])) for each in members)
 
-        ranks, before, there = len(self.members), len(last.members), [*self.members, *self.leaving]
+        ranks, before, there = (len(self.members), len(last.members), [*self.members, *self.leaving])
         held_before, held = full(last, last.members), full(self, there)
         learnt = sum(each in last.members or self.since[each] < self.step for each in there)
         return Factors(
@@ -59,7 +59,7 @@ class Epoch:
     def read(text: str | bytes | None) -> "Epoch | None":
         """Return the epoch of a text; None where there is none, or it cannot be read."""
         try:
-            found = _known(Epoch, json.loads(text or ""))
+            found = json.loads(text or "")
             return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
         except (ValueError, TypeError, KeyError):
             return None
@@ -90,23 +90,17 @@ class Note:
 
     @staticmethod
     def read(found: Any) -> "Note | None":  # Any: JSON
-        """Return the note that was read from a store; None where it is none. Fields that other releases have are left out."""
+        """Return the note that was read from a store; None where it is none."""
         try:
-            note = Note(**_known(Note, found))
+            note = Note(**found)
             return note if note.position and all(isinstance(each, int) for each in note.position) else None
-        except (AttributeError, TypeError):
+        except TypeError:
             return None
 
     @property
     def knows(self) -> bool:
         """Whether it has the state of the run, and not only asked for it."""
         return min(self.position) >= 0
-
-
-def _known(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """Return the entries that are fields of a dataclass."""
-    names = {each.name for each in fields(kind)}
-    return {key: value for key, value in found.items() if key in names}
 
 
 def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], least: int = 1) -> Epoch:

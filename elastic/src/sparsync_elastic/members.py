@@ -57,7 +57,7 @@ class Members(Board):
         timeout_s: float = 30.0,
     ) -> None:
         super().__init__(host, port, name, wait_s)
-        self.own, self._presence, self._ranks, self._least = presence.member, presence, ranks, least
+        self.own, self._presence, self._ranks, self._least = (presence.member, presence, ranks, least)
         self.timeout_s = timeout_s
         self._of_groups: Any = None  # Any: see `_store`
         # The epoch that was looked at, the step before which its members meet, whether somebody wants to join, and who fetches from whom.
@@ -110,7 +110,7 @@ class Members(Board):
         Where another member does not know of the meeting and waits for this one, `give_up` is called, which ends that.
         Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
         """
-        last, began, pause, looked, rang = self.current, time.monotonic(), POLL_S, -math.inf, False
+        last, began, pause, looked, rang = (self.current, time.monotonic(), POLL_S, -math.inf, False)
         kind = "comes" if self.own in last.members else "asks"
         self.say(kind, asdict(note))
         if not note.whole:
@@ -175,41 +175,30 @@ class Members(Board):
     def source(self) -> tuple[str, Any] | None:  # Any: a store
         """Ask one of the members, while they train, for the state, before `join`; return it, and a store for this process and it.
 
-        None where there is nobody, or nobody who trains: all are at a meeting already, or a rank is lost. One that serves another process
-        defers this one, which then waits, also over meetings.
+        None where there is nobody, or nobody who trains. One that serves another process answers later; after a meeting this asks again.
         """
-        asked_at, pause, source, deferred = time.monotonic(), POLL_S, "", False
-        others = list[str]()
-        while True:
-            if not source:
+        asked_at, pause = time.monotonic(), POLL_S
+        self._find()
+        others = [each for each in self.current.members if each != self.own]
+        if not others or self._said().of("comes"):
+            return None
+        while others and time.monotonic() < asked_at + self._wait_s:
+            source = random.SystemRandom().choice(others)
+            self.say("fetches", source)
+            self._do(self._ring)
+            while not (said := self._said()).of("comes") and time.monotonic() < asked_at + self._wait_s:
+                if said.has(source, "serves", self.own):
+                    return source, self.store_of_pair(source, self.own)
+                if said.has(source, "declines", self.own):
+                    return None
+                self._check_running()
+                time.sleep(pause)
+                pause = min(1.5 * pause, SLOWEST_POLL_S)
+            while self._said().of("comes") and time.monotonic() < asked_at + self._wait_s:
+                time.sleep(SLOWEST_POLL_S)
                 self._find()
-                others = [each for each in self.current.members if each != self.own]
-                if not others:
-                    return None
-            said, waited = self._said(), time.monotonic() - asked_at
-            if source and said.has(source, "serves", self.own):
-                return source, self.store_of_pair(source, self.own)
-            deferred = deferred or (bool(source) and said.has(source, "defers", self.own))
-            if (source and said.has(source, "declines", self.own)) or waited > (
-                self._wait_s if deferred else self.timeout_s
-            ):
-                return None
-            if said.of("comes"):
-                if not deferred:
-                    return None
-                source = ""  # asks again in the next epoch
-            elif not source:
-                source = random.SystemRandom().choice(others)
-                self.say("fetches", source)
-                self._do(self._ring)
-                continue
-            self._check_running()
-            time.sleep(pause)
-            pause = min(1.5 * pause, SLOWEST_POLL_S)
-
-    def defer(self, member: str) -> None:
-        """Have one that asks this member for the state wait until it serves no other one."""
-        self.say("defers", member)
+            others = [each for each in self.current.members if each != self.own]
+        return None
 
     def answer(self, member: str, serves: bool) -> Any:  # Any: a store
         """Tell one that asks this member for the state whether it gets it; return a store for both."""
@@ -224,14 +213,9 @@ class Members(Board):
     def agree(self, own: str) -> None:
         """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks.
 
-        Also where it was begun by a release that says other things at the store.
+        So does another release of what is said at the store.
         """
-        key, version = f"sparsync/elastic/{self._name}/version", str(VERSION)
-        if (theirs := self._do(lambda store: store.compare_set(key, "", version)).decode()) != version:
-            raise RuntimeError(
-                f"this run was begun by another release of sparsync (version {theirs} of what members say, and this one has {version}); "
-                "install the same one on all ranks"
-            )
+        own = f"release {VERSION} of what members say\n{own}"
         first = self._do(lambda store: store.compare_set(self._key("settings"), "", own)).decode()
         if first != own:
             theirs, ours = next(
@@ -269,7 +253,7 @@ class Members(Board):
 
     def say(self, kind: str, what: Any = None, found_again: float | None = None) -> None:  # Any: see `Said`
         """Say something in the present epoch; with `found_again`, only to the store that was found at that time."""
-        line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
+        line, key = (json.dumps([self.own, kind, what]), self._key("said", self.current.number))
         self._do(lambda store: found_again in (None, self._found_again) and store.append(key, f"{line}\n"))
 
     def moved(self) -> None:

@@ -5,10 +5,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from sparsync import ConnectionLostError, GroupComm, Handle
-from sparsync_elastic.catching_up import Sources, fetch
+from sparsync_elastic.catching_up import Joiner, Sources
 from sparsync_elastic.changes import Change, Lost
 from sparsync_elastic.epochs import Epoch, Note
 from sparsync_elastic.failures import Failures
@@ -39,7 +39,7 @@ from sparsync_elastic.world import (
 
 _LOG = logging.getLogger("sparsync")
 _LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
-_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to it, so that all hear of it before
+_LEAST_MARGIN, _MOST_MARGIN = (2, 64)  # steps from the call for a meeting to it, so that all hear of it before
 
 
 class Run:
@@ -60,10 +60,7 @@ class Run:
                 schedule.step()
 
     A step in which a rank is lost is taken again by those that are left, unless it was applied already; `steps` yields its number once
-    more. What a lost rank had not sent is lost, and listed in `lost`. A rank that was frozen or cut off joins again when it finds that the
-    others went on without it, and keeps what it has not sent. The mean is over those that are there.
-    Who does not reach the store cannot go on after a loss, so of the parts of a divided network only the one with the store does.
-    A failure is noticed within `timeout_s`, and by a closed connection at once.
+    more. The mean is over those that are there. What is lost for good is in `lost`.
 
     Args:
         address: "host:port" of the store. None: that of the environment variables MASTER_ADDR and MASTER_PORT.
@@ -120,9 +117,7 @@ class Run:
         self._margin = _LEAST_MARGIN
         self._background = background
         self._sources = Sources(self._members, self._trained)
-        self._source = ""  # the member from which this rank has got most of the state
-        self._before: list[dict[str, Any]] | None = None  # this rank's state before that; Any: as Trained.state
-        self._ahead = 0, 0.0  # bytes and seconds of that
+        self._joiner = Joiner(self._members, self._trained)
         self._weighed = Epoch()  # what this rank holds back is for the mean over the ranks of this epoch
         self._factor = 1.0  # that it was multiplied by since the last meeting that went well
         self._failures = Failures()
@@ -169,13 +164,7 @@ class Run:
         """Whether this rank has left."""
         return self._left
 
-    def add(
-        self,
-        model: nn.Module,
-        handle: Handle,
-        optimizer: Optimizer | Sequence[Optimizer],
-        *more: Saved,
-    ) -> None:
+    def add(self, model: nn.Module, handle: Handle, optimizer: Optimizer | Sequence[Optimizer], *more: Saved) -> None:
         """Train `model`, bare or wrapped by DistributedDataParallel, with what `sparsync.attach` returned. Before `steps`.
 
         `more` has what a rank that joins needs besides, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot
@@ -208,9 +197,14 @@ class Run:
             elif self._all_done():
                 return
 
-    def attempt(self) -> "_Attempt":
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
         """Return a context for one step, which ends without an error where another rank is lost: `steps` then meets the others."""
-        return _Attempt(self)
+        try:
+            yield
+        except Exception as error:
+            if not self._fails_with(error):
+                raise
 
     def leave(self) -> None:
         """Have this rank hand what it has not sent to another one, and go, a few steps from now: `steps` then ends."""
@@ -245,7 +239,7 @@ class Run:
     def _ask(self) -> None:
         """Call a meeting where somebody wants to join or to leave, and serve those who will want to."""
         members = self._members
-        self._sources.answer(self._background and not self._leaves and all(each.catches_up for each in self._trained))
+        self._sources.answer(not self._leaves and self._catches_up)
         if self._leaves and self.size == 1 and not members.asked_for:
             _LOG.warning("the last rank of this run leaves; what was trained is in this process only")
             members.end()
@@ -253,32 +247,13 @@ class Run:
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
             members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
 
-    def _get_ahead(self) -> None:
-        """Get most of the state while the others train, if there are any."""
-        self._source, self._ahead = "", (0, 0.0)
-        if not (self._background and all(each.catches_up for each in self._trained)):
-            return
-        try:
-            found = self._members.source()
-            if found is not None:
-                source, store = found
-                # One that comes back may still be the last that is left, and goes on then from where it was.
-                self._before = [each.state() for each in self._trained] if self._knows else None
-                self._ahead = fetch(self._trained, store, self.timeout_s)
-                self._source = source
-        except RuntimeError as error:
-            if not (is_loss(error) or isinstance(error, StoreSilentError)):
-                raise
-            _LOG.warning("the weights did not come while the others train, all of them are to come later: %s", error)
-            forget_frames(error)
-            self._go_back()
+    @property
+    def _catches_up(self) -> bool:
+        return self._background and all(each.catches_up for each in self._trained)
 
-    def _go_back(self) -> None:
-        """Take the state from before `_get_ahead` where the rest did not come."""
-        if self._before is not None:
-            for each, state in zip(self._trained, self._before, strict=True):
-                each.load(state, late=True)
-        self._before, self._source = None, ""
+    def _get_ahead(self) -> None:
+        if self._catches_up:
+            self._joiner.get_ahead(self._knows)
 
     def _all_done(self) -> bool:
         """Return whether all have taken the last step; False where one of them has called a meeting instead."""
@@ -311,16 +286,15 @@ class Run:
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
                 forget_frames(error)
-                if self._before is not None:
-                    self._go_back()
+                self._joiner.go_back()
             whole = False
         self._failed = self._late = False
         self._failures.begin([each.position for each in self._trained])
         seconds = time.monotonic() - began
         self.changes.append(
-            Change(self.epoch.number, self.size, self.step, seconds, *received, *self._ahead, self._factor)
+            Change(self.epoch.number, self.size, self.step, seconds, *received, *self._joiner.take(), self._factor)
         )
-        self._ahead, self._factor = (0, 0.0), 1.0
+        self._factor = 1.0
         if self.on_change is not None:
             with self.attempt():
                 self.on_change(self)
@@ -336,7 +310,7 @@ class Run:
         if joins:
             self._get_ahead()
         told = self._failures.told(before.members, position)
-        note = Note(position, self.step, whole, self._leaves, self._source, since, **told)
+        note = Note(position, self.step, whole, self._leaves, self._joiner.source, since, **told)
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
@@ -350,7 +324,7 @@ class Run:
             if self._failed:
                 self._take_back()
             self._get_ahead()
-            members.join(replace(note, whole=False, leaves=False, source=self._source))
+            members.join(replace(note, whole=False, leaves=False, source=self._joiner.source))
         return False
 
     def _take_back(self) -> None:
@@ -431,12 +405,7 @@ class Run:
                 began = time.monotonic()
                 states, nbytes = receive(world(), epoch.rank(source), self._members.moved)
                 received = nbytes, time.monotonic() - began
-                try:
-                    for each, state in zip(self._trained, states, strict=True):
-                        each.load(state, self._late, self._members.moved)
-                    self._before = None
-                finally:
-                    self._source = ""
+                self._joiner.arrive(states, self._late)
         self._knows = True
         self._weigh(epoch)
         if epoch.behind:
@@ -455,21 +424,6 @@ class Run:
             first, *_ = [each.multiply(partial(epoch.factors_after, last)) for each in self._trained]
             self._factor *= first
         self._weighed = epoch
-
-
-class _Attempt:
-    """One step; see `Run.attempt`."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return isinstance(error, Exception) and self._run._fails_with(error)
 
 
 def _address(address: str | None) -> tuple[str, int]:

@@ -20,11 +20,6 @@ _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the
 _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
 
 _AWAITED = re.compile(r"waiting for rank (\d+): .*Timed out", re.DOTALL)  # in errors of sparsync's own exchanges
-# What torch's and gloo's texts have besides what has happened.
-_NOISE = re.compile(
-    r"\[/\S+\] |Got the following error when running the callback: \w+: |\n+At:\n.*| This is typically caused by.*",
-    re.DOTALL,
-)
 _TAG = 3  # of the receive that aborts
 _LONGEST = 300  # characters of an error that others are told
 
@@ -145,7 +140,7 @@ def waited_for(error: BaseException) -> int | None:
 
 def brief(error: BaseException) -> str:
     """Return what an error says, in short."""
-    return f"{type(error).__name__}: {_NOISE.sub('', str(error))}"[:_LONGEST]
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST]
 
 
 def forget_frames(error: BaseException) -> None:
