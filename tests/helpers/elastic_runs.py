@@ -8,10 +8,10 @@ from sparsync_elastic import members
 PATIENT_S = 60.0  # longer than any rank stands still; one that ends is noticed at once all the same
 
 
-def patient_run(port: int, timeout_s: float = PATIENT_S, **given: Any) -> elastic.Run:
+def patient_run(port: int, timeout_s: float = PATIENT_S, wait_s: float = 4 * PATIENT_S, **given: Any) -> elastic.Run:
     """Begin a run in a process started for this call."""
     members.ANSWER_S = timeout_s
-    return elastic.Run(f"127.0.0.1:{port}", timeout_s=timeout_s, wait_s=4 * PATIENT_S, **given)
+    return elastic.Run(f"127.0.0.1:{port}", timeout_s=timeout_s, wait_s=wait_s, **given)
 
 
 class LastStep:
@@ -26,7 +26,7 @@ class LastStep:
 
     def _changed(self, run: elastic.Run) -> None:
         self._first = self._first or frozenset(run.epoch.members)
-        if self._last == -1 or (self._last is None and self._first.issuperset(run.epoch.members) is False):
+        if self._last == -1 or (self._last is None and not self._first.issuperset(run.epoch.members)):
             self._last = run.step + self._more
 
     @property

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -170,3 +171,15 @@ def _line(text: bytes) -> list[Any] | None:  # Any: see `Said`
         if isinstance(member, str) and isinstance(kind, str):
             return [member, kind, what]
     return None
+
+
+def store_address(address: str | None) -> tuple[str, int]:
+    """Return host and port of the store. Raises ValueError for an address that is none."""
+    if address is None:
+        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"address must be host:port of the store, such as 10.0.0.1:29400, got {address!r}; start one: python -m sparsync_elastic"
+        )
+    return host, int(port)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from sparsync_elastic.epochs import Epoch
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -25,3 +27,10 @@ class Change:
     ahead_nbytes: int = 0  # received before, while the others trained
     ahead_s: float = 0.0
     factor: float = 1.0  # by which what this rank holds back of the first model was multiplied; the mean is over others
+
+
+def losses(epoch: Epoch, before: Epoch) -> list[Lost]:
+    """Return what is missing for good after the meeting of an epoch."""
+    gone = [Lost(each, epoch.step, "what this rank had not sent, unless it comes back") for each in epoch.gone]
+    what = "got the weights of others; of a step that it lacked, what had not come back to it waits still"
+    return gone + [Lost(each, epoch.step, what) for each in epoch.behind if each in before.members]

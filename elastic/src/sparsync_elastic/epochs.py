@@ -41,7 +41,7 @@ class Epoch:
         def full(epoch: Epoch, members: Collection[str]) -> int:
             return sum(min(full_after, max(0, self.step - epoch.since[each])) for each in members)
 
-        ranks, before, there = (len(self.members), len(last.members), [*self.members, *self.leaving])
+        ranks, before, there = len(self.members), len(last.members), [*self.members, *self.leaving]
         held_before, held = full(last, last.members), full(self, there)
         learnt = sum(each in last.members or self.since[each] < self.step for each in there)
         return Factors(

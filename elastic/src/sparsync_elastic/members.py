@@ -57,7 +57,7 @@ class Members(Board):
         timeout_s: float = 30.0,
     ) -> None:
         super().__init__(host, port, name, wait_s)
-        self.own, self._presence, self._ranks, self._least = (presence.member, presence, ranks, least)
+        self.own, self._presence, self._ranks, self._least = presence.member, presence, ranks, least
         self.timeout_s = timeout_s
         self._of_groups: Any = None  # Any: see `_store`
         # The epoch that was looked at, the step before which its members meet, whether somebody wants to join, and who fetches from whom.
@@ -110,7 +110,7 @@ class Members(Board):
         Where another member does not know of the meeting and waits for this one, `give_up` is called, which ends that.
         Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
         """
-        last, began, pause, looked, rang = (self.current, time.monotonic(), POLL_S, -math.inf, False)
+        last, began, pause, looked, rang = self.current, time.monotonic(), POLL_S, -math.inf, False
         kind = "comes" if self.own in last.members else "asks"
         self.say(kind, asdict(note))
         if not note.whole:
@@ -253,7 +253,7 @@ class Members(Board):
 
     def say(self, kind: str, what: Any = None, found_again: float | None = None) -> None:  # Any: see `Said`
         """Say something in the present epoch; with `found_again`, only to the store that was found at that time."""
-        line, key = (json.dumps([self.own, kind, what]), self._key("said", self.current.number))
+        line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
         self._do(lambda store: found_again in (None, self._found_again) and store.append(key, f"{line}\n"))
 
     def moved(self) -> None:

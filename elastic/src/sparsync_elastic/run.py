@@ -1,7 +1,6 @@
 """A run of training that survives its ranks."""
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,9 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from sparsync import ConnectionLostError, GroupComm, Handle
+from sparsync_elastic.board import store_address
 from sparsync_elastic.catching_up import Joiner, Sources
-from sparsync_elastic.changes import Change, Lost
+from sparsync_elastic.changes import Change, Lost, losses
 from sparsync_elastic.epochs import Epoch, Note
 from sparsync_elastic.failures import Failures
 from sparsync_elastic.members import Members
@@ -39,7 +39,7 @@ from sparsync_elastic.world import (
 
 _LOG = logging.getLogger("sparsync")
 _LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
-_LEAST_MARGIN, _MOST_MARGIN = (2, 64)  # steps from the call for a meeting to it, so that all hear of it before
+_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to it, so that all hear of it before
 
 
 class Run:
@@ -59,8 +59,7 @@ class Run:
                 optimizer.step()
                 schedule.step()
 
-    A step in which a rank is lost is taken again by those that are left, unless it was applied already; `steps` yields its number once
-    more. The mean is over those that are there. What is lost for good is in `lost`.
+    A step in which a rank is lost is taken again by those that are left, unless it was applied already. What is lost for good is in `lost`.
 
     Args:
         address: "host:port" of the store. None: that of the environment variables MASTER_ADDR and MASTER_PORT.
@@ -77,7 +76,7 @@ class Run:
 
     Raises:
         ValueError: for an address that is none, and for numbers out of range.
-        RuntimeError: where torch.distributed is initialised already.
+        RuntimeError: if torch.distributed is initialised already.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Run:
         backend: str = "gloo",
         on_change: Callable[["Run"], None] | None = None,
     ) -> None:
-        host, port = _address(address)
+        host, port = store_address(address)
         if not 1 <= least <= ranks:
             raise ValueError(f"least must be in [1, ranks={ranks}], got {least}")
         if wait_s <= 0 or (timeout_s is not None and timeout_s <= 0):
@@ -123,10 +122,8 @@ class Run:
         self._failures = Failures()
         self._comms = list[GroupComm]()  # of the handles
         self.changes: list[Change] = []
-        self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
-        dist.init_process_group(
-            backend, store=self._store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s)
-        )
+        self._store: Any = None  # Any: torch's stubs have several stores and no common class
+        self._begin_world(dist.HashStore(), 0, 1)  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from __all__
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +185,8 @@ class Run:
             self._members.go_on()
         while not self._left:
             self._failed |= self._members.dropped
-            if self._failed or self._is_due():
+            stop_at = self._members.stop_at
+            if self._failed or (stop_at is not None and self.step >= stop_at):
                 self._change()
             elif self.step < until:
                 self._ask()
@@ -203,8 +201,12 @@ class Run:
         try:
             yield
         except Exception as error:
-            if not self._fails_with(error):
+            if not (is_loss(error) or any(each.handle.lost for each in self._trained)):
                 raise
+            _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
+            self._failed = True
+            self._failures.note(error, self.epoch)
+            forget_frames(error)
 
     def leave(self) -> None:
         """Have this rank hand what it has not sent to another one, and go, a few steps from now: `steps` then ends."""
@@ -222,19 +224,6 @@ class Run:
             each.handle.close()
         self._members.close()
         end_world()
-
-    def _fails_with(self, error: BaseException) -> bool:
-        """Return whether `error` says that another rank is lost; then the next step begins with a meeting."""
-        lost = any(each.handle.lost for each in self._trained) or is_loss(error)
-        if lost:
-            _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
-            self._failed = True
-            self._failures.note(error, self.epoch)
-            forget_frames(error)
-        return lost
-
-    def _is_due(self) -> bool:
-        return self._members.stop_at is not None and self.step >= self._members.stop_at
 
     def _ask(self) -> None:
         """Call a meeting where somebody wants to join or to leave, and serve those who will want to."""
@@ -317,19 +306,17 @@ class Run:
         if self.member in epoch.leaving:
             self._left = True
             return False
-        self._note_lost(epoch, before)
+        for each, why in epoch.refused.items():
+            _LOG.warning("rank %s is left out of this run: %s", each, why)
+        self._lost += losses(epoch, before)
         if self.member not in epoch.members:
             end_world()
             self._late = True
-            if self._failed:
-                self._take_back()
+            for each in self._trained if self._failed else ():
+                each.take_back()
             self._get_ahead()
             members.join(replace(note, whole=False, leaves=False, source=self._joiner.source))
         return False
-
-    def _take_back(self) -> None:
-        for each in self._trained:
-            each.take_back()
 
     def _give_up(self) -> None:
         """End a step that others have begun, which did not hear in time of the meeting before it; the next one is called earlier."""
@@ -341,21 +328,6 @@ class Run:
         for each in self._comms:
             each.close()
         end_world()
-
-    def _note_lost(self, epoch: Epoch, before: Epoch) -> None:
-        for each, why in epoch.refused.items():
-            _LOG.warning("rank %s is left out of this run: %s", each, why)
-        for each in epoch.gone:
-            self._lost.append(Lost(each, epoch.step, "what this rank had not sent, unless it comes back"))
-        for each in epoch.behind:
-            if each in before.members:
-                self._lost.append(
-                    Lost(
-                        each,
-                        epoch.step,
-                        "got the weights of others; of a step that it lacked, what had not come back to it waits still",
-                    )
-                )
 
     def _hand_over(self, epoch: Epoch, before: Epoch) -> None:
         """Send what a rank that leaves has not sent to its heir, over the connections of the epoch before."""
@@ -381,15 +353,12 @@ class Run:
         Returns the bytes that this rank has received, and the seconds that it took.
         """
         end_world()
-        store, size = self._members.store_of(epoch), len(epoch.members)
-        self._store = GroupStore(store, size, self.timeout_s) if self._backend == "gloo" else store
-        timeout = timedelta(seconds=self.timeout_s)
-        dist.init_process_group(
-            self._backend, store=self._store, rank=epoch.rank(self.member), world_size=size, timeout=timeout
-        )
+        store = self._members.store_of(epoch)
+        self._begin_world(store, epoch.rank(self.member), len(epoch.members))
         behind = self.member in epoch.behind
-        if self._failed and not behind:  # otherwise what it sent in the step that failed is in the weights of others
-            self._take_back()
+        # Where it is behind, what it sent in the step that failed is in the weights of others.
+        for each in self._trained if self._failed and not behind else ():
+            each.take_back()
         for place, each in enumerate(self._trained):
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
@@ -417,6 +386,11 @@ class Run:
             self._members.look()
         return received
 
+    def _begin_world(self, store: Any, rank: int, size: int) -> None:  # Any: see `_store`
+        timeout = timedelta(seconds=self.timeout_s)
+        self._store = GroupStore(store, size, self.timeout_s) if self._backend == "gloo" and size > 1 else store
+        dist.init_process_group(self._backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
+
     def _weigh(self, epoch: Epoch) -> None:
         """Have what this rank has for the others move the weights as it would have among the ranks that were there before."""
         if self._weighed.members:
@@ -424,15 +398,3 @@ class Run:
             first, *_ = [each.multiply(partial(epoch.factors_after, last)) for each in self._trained]
             self._factor *= first
         self._weighed = epoch
-
-
-def _address(address: str | None) -> tuple[str, int]:
-    """Return host and port."""
-    if address is None:
-        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"address must be host:port of the store, such as 10.0.0.1:29400, got {address!r}; start one: python -m sparsync_elastic"
-        )
-    return host, int(port)

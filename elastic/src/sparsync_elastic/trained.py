@@ -90,7 +90,7 @@ class Trained:
 
     def settings_text(self) -> str:
         """Return what must be the same on all ranks, line by line."""
-        wrapped, exchange = (isinstance(self.model, DistributedDataParallel), self.handle.exchange)
+        wrapped, exchange = isinstance(self.model, DistributedDataParallel), self.handle.exchange
         settings = ", ".join(f"{name}={value!r}" for name, value in getattr(exchange, "described", dict)().items())
         lines = [
             f"a model {'under DistributedDataParallel' if wrapped else 'without DistributedDataParallel'}",
