@@ -404,6 +404,9 @@ def refusals(port: int) -> list[str]:
     exchange = sparsync.LocalSteps(every=4, delay=2)
     handle: Any = sparsync.attach(model, sparsync.Dense(), optimizer=optimizer, exchange=exchange)
     tell(lambda: run.add(model, handle, optimizer))
+    other = nn.Linear(2, 2)
+    unknown: Any = sparsync.attach(other, sparsync.Dense(), exchange=sparsync.Gradients())
+    tell(lambda: run.add(other, unknown, torch.optim.SGD(other.parameters(), lr=0.1)))
     run.close()
     return told
 
@@ -411,12 +414,13 @@ def refusals(port: int) -> list[str]:
 @pytest.mark.distributed
 def test_what_a_run_cannot_train_is_refused() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    initialised, nothing, delayed = run_on(refusals, 1, port=store.port)[0]
+    initialised, nothing, delayed, uncounted = run_on(refusals, 1, port=store.port)[0]
     assert initialised.startswith("RuntimeError: torch.distributed is initialised already")
     assert (
         nothing == "RuntimeError: there is nothing to train; call run.add(model, handle, optimizer) before run.steps()"
     )
     assert delayed.startswith("ValueError: a run takes local steps without a delay, got delay=2")
+    assert uncounted.endswith("which this handle does not know; pass optimizer= to sparsync.attach")
 
 
 def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
