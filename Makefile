@@ -19,10 +19,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
-$(READY): pyproject.toml lab/pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
+$(READY): pyproject.toml elastic/pyproject.toml lab/pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	SKBUILD_WHEEL_CMAKE=0 SKBUILD_WHEEL_PY_API=py3 $(BIN)/python -m pip install --quiet --editable ./lab # brings a copy of the library, which the next line replaces
+	SKBUILD_WHEEL_CMAKE=0 SKBUILD_WHEEL_PY_API=py3 $(BIN)/python -m pip install --quiet --editable ./lab # brings copies of the library and of ./elastic, which the next lines replace
+	$(BIN)/python -m pip install --quiet --no-deps --editable ./elastic
 	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
 	touch $(READY)
 
@@ -70,10 +71,11 @@ mutations: $(READY)
 test-adapters: $(OTHERS)/.ready
 	$(OTHERS)/bin/python -m pytest tests/test_adapter_*.py tests/test_metrics.py
 
-$(OTHERS)/.ready: pyproject.toml lab/pyproject.toml
+$(OTHERS)/.ready: pyproject.toml elastic/pyproject.toml lab/pyproject.toml
 	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
 	$(OTHERS)/bin/python -m pip install --quiet "torch==2.13.0"
 	SKBUILD_WHEEL_CMAKE=0 SKBUILD_WHEEL_PY_API=py3 $(OTHERS)/bin/python -m pip install --quiet --editable ./lab # tests use it
+	$(OTHERS)/bin/python -m pip install --quiet --no-deps --editable ./elastic
 	$(OTHERS)/bin/python -m pip install --quiet --editable ".[dev,adapters]"
 	touch $(OTHERS)/.ready
 

@@ -1,6 +1,6 @@
 """A training that goes on while ranks die, leave and join, without a restart and without a checkpoint.
 
-A store, over which the ranks find each other:  python -m sparsync.elastic --port 29400
+A store, over which the ranks find each other:  python -m sparsync_elastic --port 29400
 A rank, as many as you like and at any time:    python examples/elastic.py 127.0.0.1:29400
 All of it over slow links, and with faults:
     sparsync launch --ranks 3 --link 2mbit --fault kill:1@20s --fault join@25s -- examples/elastic.py --steps 400
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import sparsync
-from sparsync import elastic
+import sparsync_elastic as elastic
 
 
 def batch(step: int, rank: int, size: int, teacher: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

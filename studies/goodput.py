@@ -5,7 +5,7 @@
     .venv/bin/python -m studies goodput --joiner [--option width=384 --option layers=6] [--out build/goodput]
 
 The first form trains the gpt job over links with a rate and a delay, one rank in each network namespace, and the store in one of its own:
-without `sparsync.elastic`; with it, undisturbed; with it, a random rank killed every --every seconds and a new one started; and under
+without `sparsync_elastic`; with it, undisturbed; with it, a random rank killed every --every seconds and a new one started; and under
 torchrun, which after the same kills starts all ranks again from the last checkpoint, one every --checkpoint-every steps. Where --torchft
 names the Python of an environment with torchft and this project, also with torchft, undisturbed and with these kills. Goodput is the
 samples of the steps that are in the weights at the end, a second, over those of the undisturbed run. --quality compares the perplexity
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync import elastic
+import sparsync_elastic as elastic
 from sparsync_lab import workloads
 from sparsync_lab.netlab import Delay, RunNetwork, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.report.format import significant
@@ -115,7 +115,7 @@ class Ranks:
                 "--quorum_tick_ms=100",
                 "--join_timeout_ms=10000",
             ]
-        return [sys.executable, "-m", "sparsync.elastic", "--port", str(self.port)]
+        return [sys.executable, "-m", "sparsync_elastic", "--port", str(self.port)]
 
     def start(self, place: int, torchrun: bool = False, waits_for: Path | None = None) -> Path:
         """Start a rank at a place, beside the one that is there if it is to wait for a file first; return its log."""

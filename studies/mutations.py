@@ -21,20 +21,24 @@ from tempfile import TemporaryDirectory
 from sparsync_lab.toml import tomllib
 from studies import parts
 
-PACKAGE = parts.ROOT / "src" / "sparsync"
+PACKAGES = {
+    "sparsync": parts.ROOT / "src" / "sparsync",
+    "sparsync_elastic": parts.ROOT / "elastic" / "src" / "sparsync_elastic",
+}
 CAUGHT, NOT_CAUGHT, DOES_NOT_APPLY, DO_NOT_RUN = "caught", "NOT CAUGHT", "does not apply", "tests do not run"
 TIMEOUT_S = 300  # of one test: a mutation may make ranks wait for each other
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault in one file of the package."""
+    """A fault in one file of a package."""
 
     name: str
     file: str  # from the folder of the package
     old: str  # occurs there once
     new: str
     tests: tuple[str, ...]  # node ids; at least one of them fails
+    package: str = "sparsync"
 
     def applied_to(self, source: str) -> str:
         """Return the source of the file with the mutation. Raises ValueError where the old text does not occur once."""
@@ -64,7 +68,8 @@ def main(argv: Sequence[str]) -> None:
     chosen = [known[name] for name in given.names] or list(known.values())
     with TemporaryDirectory() as folder:
         unchanged = Path(folder) / "unchanged"
-        shutil.copytree(PACKAGE, unchanged / "sparsync", ignore=shutil.ignore_patterns("__pycache__"))
+        for name, source in PACKAGES.items():
+            shutil.copytree(source, unchanged / name, ignore=shutil.ignore_patterns("__pycache__"))
         tests = ["tests"] if given.whole else sorted({test for each in chosen for test in each.tests})
         status, output = run(unchanged, tests)
         if status:
@@ -87,7 +92,7 @@ def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
     """Return what the tests make of a mutation of the copy in `unchanged`, and the tests that fail or else what is wrong."""
     folder = unchanged.with_name(mutation.name)
     shutil.copytree(unchanged, folder)
-    file = folder / "sparsync" / mutation.file
+    file = folder / mutation.package / mutation.file
     try:
         file.write_text(mutation.applied_to(file.read_text("utf-8")), "utf-8")
     except (ValueError, OSError) as error:
@@ -100,7 +105,7 @@ def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
 
 
 def run(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
-    """Run quick tests with the package in `folder`; return pytest's exit status and output."""
+    """Run quick tests with the packages in `folder`; return pytest's exit status and output."""
     path = os.pathsep.join(filter(None, [str(folder), str(parts.ROOT / "lab" / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [

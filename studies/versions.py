@@ -61,7 +61,7 @@ def _tried(python: str, torch: str) -> Verdicts:
     if not own.exists():
         _run(_interpreter(python), "-m", "venv", folder)
         _run(own, "-m", "pip", "install", "--quiet", f"torch=={torch}", *NEEDED)
-    _run(own, "-m", "pip", "uninstall", "--quiet", "--yes", "sparsync", "sparsync-lab")
+    _run(own, "-m", "pip", "uninstall", "--quiet", "--yes", "sparsync", "sparsync-elastic", "sparsync-lab")
     _run(own, "-m", "pip", "install", "--quiet", ROOT / "lab")  # brings the library, built here
     out = _result(python, torch)
     out.unlink(missing_ok=True)

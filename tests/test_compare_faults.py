@@ -57,7 +57,7 @@ def refused(play: Path, out: Path, capsys: pytest.CaptureFixture[str], *more: st
         ),
         (
             ["--fault", "kill:1@3s", "--schemes", "sparsync_lab.rivals.torch_ddp:TorchDDP"],
-            "which sparsync.elastic cannot take over; name dense",
+            "which sparsync_elastic cannot take over; name dense",
         ),
     ],
 )

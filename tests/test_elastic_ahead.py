@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ from torch import nn
 
 import sparsync
 from helpers.distributed import run_fresh as run_on
-from sparsync import elastic
-from sparsync.elastic.catching_up import Serving
-from sparsync.elastic.members import TCPStore
-from sparsync.elastic.trained import Trained
+from helpers.elastic_runs import LastStep, patient_run
+from sparsync_elastic.board import TCPStore
+from sparsync_elastic.catching_up import Serving, Sources
+from sparsync_elastic.trained import Trained
 
 EXCHANGES = {
     "steps": sparsync.Steps(),
@@ -52,7 +52,7 @@ def spoil(what: str) -> None:
         own, left = Trained.load, [1]
 
         def load(self: Trained, state: Any, late: bool, moved: Any = None) -> None:
-            wrong = {"digests": [-1]} if left and left.pop() and "digests" in state else {}
+            wrong = {"digest": -1} if left and left.pop() and state["digest"] is not None else {}
             own(self, {**state, **wrong}, late)
 
         Trained.load = load
@@ -67,7 +67,7 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
         signals.wait(["six"])
     spoil(wrong)
     torch.manual_seed(0)
-    run = elastic.Run(f"127.0.0.1:{port}", ranks=first, timeout_s=10.0, wait_s=60.0, background=background)
+    run = patient_run(port, ranks=first, background=background)
     model = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 20))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
@@ -77,8 +77,8 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     model.load_state_dict({name: each.sign() / 16 for name, each in model.state_dict().items()})  # as from a checkpoint
     run.add(model, handle, optimizer, schedule)
-    told, last = Told(), 3 if wrong in ("the source dies", "other weights") else 2
-    for step in run.steps(60):
+    told, last = Told(), LastStep(run, joins)
+    for step in run.steps(cast("int", last)):
         with run.attempt():
             inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(100 * step + run.rank))
             optimizer.zero_grad()
@@ -91,7 +91,7 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
                 told.digests[run.epoch.number, run.step] = digest_of(model, handle)
             if run.step == 6:
                 signals.set("six", "")
-            if run.step >= 6 and run.epoch.number < last:
+            if run.step >= 6 and not last.is_known:
                 time.sleep(0.1)  # until the one that joins is there
         told.ahead = [each.ahead_nbytes for each in run.changes]
         told.received = [each.received_nbytes for each in run.changes]
@@ -169,12 +169,19 @@ def several_join(port: int) -> tuple[int, int, int]:
         send(self, counts)
 
     Serving._send, Serving._send_moves = begin, send_moves
-    run = elastic.Run(f"127.0.0.1:{port}", timeout_s=10.0, wait_s=60.0)
+    run = patient_run(port)
     torch.manual_seed(0)
     model = nn.Linear(200, 300)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.add(model, sparsync.attach(model, sparsync.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
-    for step in run.steps(200):
+    whole = list[int]()
+    run.on_change = lambda of: whole.append(of.step) if of.size == ranks else None
+
+    class Last:  # 20 steps after the last has joined
+        def __gt__(self, step: int) -> bool:
+            return not whole or step < whole[0] + 20
+
+    for step in run.steps(cast("int", Last())):
         with run.attempt():
             optimizer.zero_grad()
             model(torch.randn(8, 200)).square().mean().backward()
@@ -205,7 +212,7 @@ def comes_back(port: int) -> list[tuple[int, int]]:
     number = dist.get_rank()
     dist.destroy_process_group()
     signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    run = elastic.Run(f"127.0.0.1:{port}", ranks=2, timeout_s=4.0, wait_s=30.0)
+    run = patient_run(port, timeout_s=15.0, ranks=2)  # which the other one waits when this one is stopped
     torch.manual_seed(0)
     model = nn.Linear(20, 5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -213,14 +220,14 @@ def comes_back(port: int) -> list[tuple[int, int]]:
     handle = sparsync.attach(model, sparsync.TwoShot(density=0.2, values="sign"), optimizer=optimizer)
     run.add(model, handle, optimizer, schedule)
     if number == 0:
-        first = elastic.Run._state_for
+        first = Sources.state_for
 
-        def state_for(self: elastic.Run, receiver: str) -> Any:
+        def state_for(self: Sources, receiver: str, is_ahead: bool) -> Any:
             if len(run.changes) > 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return first(self, receiver)
+            return first(self, receiver, is_ahead)
 
-        elastic.Run._state_for = state_for
+        Sources.state_for = state_for
     told = []
     for step in run.steps(20 if number else 10**6):
         with run.attempt():

@@ -12,7 +12,7 @@ from studies.elastic.drawing import EXCHANGES, KINDS, SCHEMES, Event, Trial, dra
 from studies.elastic.supervisor import RankSeen, Struck, TrialSeen, observe, places
 from studies.elastic.verdict import Outcome, changed_mass, dropped, ended_badly, judged, other_factors, split, unequal
 
-TIMEOUT_S = 3.0
+TIMEOUT_S, PATIENT_S = 3.0, 30.0
 
 
 def test_the_same_seed_draws_the_same_events_of_all_kinds() -> None:
@@ -175,6 +175,6 @@ def test_a_rank_is_killed_and_another_one_joins(tmp_path: Path) -> None:
     events = (Event("kill", 1.0, 0.0, 0.9), Event("join", 1.0, 0.0, 0.0))
     trial = Trial(0, 0, 3, "steps", "topk", events, finish_s=4.0)
     with places() as (links, _):
-        seen = observe(trial, TIMEOUT_S, links, tmp_path)
-    assert [(each.kind, each.why) for each in judged(seen, TIMEOUT_S, local=False)] == [("kill", ""), ("join", "")]
+        seen = observe(trial, PATIENT_S, links, tmp_path)
+    assert [(each.kind, each.why) for each in judged(seen, PATIENT_S, local=False)] == [("kill", ""), ("join", "")]
     assert sorted(each.status or 0 for each in seen.ranks) == [-9, 0, 0, 0]

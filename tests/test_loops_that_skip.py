@@ -199,7 +199,7 @@ def gradients() -> None:
                     spiked, never = (Training(scheme, Gradients(), wrapper) for _ in range(2))
                     for each in (spiked, never):
                         if holds:
-                            each.handle.hold_steps()
+                            each.handle._rescaler.takes_back = True
                         for number in (0, 1, *([] if holds else [SPIKE]), 2):
                             each.step(number)
                     for number in (SPIKE, SPIKE, 6, 7):

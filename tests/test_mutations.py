@@ -15,7 +15,7 @@ ALL = mutations.mutations()
 def test_every_mutation_applies_to_the_sources_and_leaves_a_program() -> None:
     assert len({each.name for each in ALL}) == len(ALL) >= 24
     for each in ALL:
-        source = (mutations.PACKAGE / each.file).read_text("utf-8")
+        source = (mutations.PACKAGES[each.package] / each.file).read_text("utf-8")
         assert ast.dump(ast.parse(each.applied_to(source))) != ast.dump(ast.parse(source)), each.name
 
 
@@ -29,7 +29,7 @@ def test_every_test_that_is_named_is_there() -> None:
 def test_a_mutation_whose_text_does_not_occur_once_is_an_error(old: str) -> None:
     each = replace(ALL[0], old=old)
     with pytest.raises(ValueError, match=f"the old text of '{each.name}' must occur once in {each.file}"):
-        each.applied_to((mutations.PACKAGE / each.file).read_text("utf-8"))
+        each.applied_to((mutations.PACKAGES[each.package] / each.file).read_text("utf-8"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src" / "sparsync"
 TRAINERS = (LIBRARY / "adapters", LIBRARY / "kernels" / "cuda")
-OURS = {"sparsync", "sparsync_lab"}
+OURS = {"sparsync", "sparsync_elastic", "sparsync_lab"}
 # What no program installs by itself.
 BROUGHT_BY = {"markupsafe": "jinja2", "PIL": "matplotlib", "annotated_types": "pydantic"}
 
@@ -20,7 +20,9 @@ BROUGHT_BY = {"markupsafe": "jinja2", "PIL": "matplotlib", "annotated_types": "p
 def test_each_distribution_asks_for_what_it_imports() -> None:
     everywhere = _names(ROOT / "pyproject.toml")
     lab = _used((ROOT / "lab" / "src").rglob("*.py"))
-    assert lab - everywhere == _names(ROOT / "lab" / "pyproject.toml") - {"sparsync"}
+    assert lab - everywhere == _names(ROOT / "lab" / "pyproject.toml") - OURS
+    elastic = _used((ROOT / "elastic" / "src").rglob("*.py"))
+    assert elastic - {"torch"} == _names(ROOT / "elastic" / "pyproject.toml") - OURS
     library = (path for path in LIBRARY.rglob("*.py") if not any(path.is_relative_to(each) for each in TRAINERS))
     assert _used(library) == everywhere
 

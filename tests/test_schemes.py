@@ -238,7 +238,7 @@ def test_the_report_tells_skip_and_shift() -> None:
     P = 5
     steps = run([SkipReduce(2)] * P, reals(P, COUNT, P))
     assert all(report.details["skip"] == 2 for step in steps for report in step.reports)
-    assert sorted(step.reports[0].details["shift"] for step in steps) == list(range(P))
+    assert sorted(float(step.reports[0].details["shift"]) for step in steps) == list(range(P))
     assert all(len({report.details["shift"] for report in step.reports}) == 1 for step in steps)
 
 

@@ -28,8 +28,10 @@ from sparsync.exchanges.local_options import LocalSteps as LocalSteps
 from sparsync.exchanges.local_options import OuterSGD as OuterSGD
 from sparsync.feedback import Accumulator as Accumulator
 from sparsync.runtime.handle import Gradients as Gradients
+from sparsync.runtime.handle import Handle as Handle
 from sparsync.runtime.options import Options as Options
 from sparsync.runtime.parameter_format import ParameterFormat as ParameterFormat
+from sparsync.runtime.snapshot import Snapshot as Snapshot
 from sparsync.schemes.dense import Dense as Dense
 from sparsync.schemes.micro import MiCRO as MiCRO
 from sparsync.schemes.oktopk import OkTopk as OkTopk

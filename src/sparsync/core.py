@@ -55,6 +55,9 @@ class Arriving:
         """Return whether any number is not zero."""
         return any(self.read())
 
+    def __float__(self) -> float:
+        return float(bool(self))
+
     def __repr__(self) -> str:
         return repr(bool(self))
 

@@ -156,17 +156,17 @@ def _cases(data: Data) -> list[KernelCase]:
     part = reference.top_k(reference.of_rows(data.before + grad, partition), max(1, k // 4))
     bound = WARM * float(part.value.abs().min())
 
-    def of_partition() -> tuple[list[Sparse], bool]:
+    def of_partition() -> tuple[list[Sparse], bool | Tensor]:
         return kernels.accumulate_top_k_of_rows(residual, grad, [partition], [part.index.numel()], residual, [bound])
 
-    def right_part(result: tuple[list[Sparse], bool]) -> bool:
-        return result[1] and _same(result[0][0], part)
+    def right_part(result: tuple[list[Sparse], bool | Tensor]) -> bool:
+        return bool(result[1]) and _same(result[0][0], part)
 
     def right(result: tuple[Sparse, bool]) -> bool:
-        return result[1] and _same(result[0], data.top)
+        return bool(result[1]) and _same(result[0], data.top)
 
     def right_beside(result: tuple[Sparse, bool]) -> bool:
-        return result[1] and _same(result[0], data.beside)
+        return bool(result[1]) and _same(result[0], data.beside)
 
     cases = [
         KernelCase(
@@ -205,16 +205,16 @@ def _two_shot(data: Data) -> list[KernelCase]:
     found, residual, out, n = _regions(data), data.residual, data.out, data.grad.numel()
     partition = BlockCyclic(n, 4)
 
-    def in_one() -> tuple[list[Sparse], bool]:
+    def in_one() -> tuple[list[Sparse], bool | Tensor]:
         return kernels.accumulate_top_k_of_rows(residual, data.grad, found.rows, found.counts, residual, found.bounds)
 
-    def one_by_one() -> tuple[list[Sparse], bool]:
+    def one_by_one() -> tuple[list[Sparse], bool | Tensor]:
         finite = kernels.accumulate(residual, data.grad, residual)
         whole = [partition.of(residual, p) for p in range(4)]
         return [kernels.top_k(*each) for each in zip(whole, found.counts, found.bounds, strict=True)], finite
 
-    def right(result: tuple[list[Sparse], bool]) -> bool:
-        return result[1] and all(_same(*each) for each in zip(result[0], found.tops, strict=True))
+    def right(result: tuple[list[Sparse], bool | Tensor]) -> bool:
+        return bool(result[1]) and all(_same(*each) for each in zip(result[0], found.tops, strict=True))
 
     def moved(_: None) -> bool:
         kept, written = data.before.clone(), torch.zeros_like(out)

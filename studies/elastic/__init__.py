@@ -1,4 +1,4 @@
-"""Random events in runs of `sparsync.elastic`, several in each, and what must hold afterwards."""
+"""Random events in runs of `sparsync_elastic`, several in each, and what must hold afterwards."""
 
 from studies.elastic.command import main as main
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import sparsync
-from sparsync import elastic
-from sparsync.elastic.__main__ import main as serve_store
+import sparsync_elastic as elastic
+from sparsync_elastic.__main__ import main as serve_store
 from sparsync_lab.netlab import RunNetwork
 from studies.campaign.rank import end_with_parent, enter
 from studies.elastic.drawing import Trial

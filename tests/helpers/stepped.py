@@ -21,7 +21,7 @@ class Stepped(Handle):
     def __init__(self, comm: Comm, scheme: Scheme | None = None, shapes: Mapping[str, Any] = SHAPES) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
         scheme = TopK(0.1) if scheme is None else scheme
-        self._own = scheme
+        self._exchanged_by = scheme
         names = {id(each): name for name, each in self._named()}
         super().__init__(scheme, comm, ResidualRescaler(scheme, names), Comparison([], names, None, every=0))
 
@@ -32,7 +32,7 @@ class Stepped(Handle):
             layout = laid_out((name, each.shape) for name, each in self._named())
             drawn = generator(rank, "gradient", self._step)
             grad = torch.randint(-8, 9, (layout[-1].span.stop,), generator=drawn).float()
-            self._connection.reduce(Bucket("all", grad, self._step, layout), self._own)
+            self._connection.reduce(Bucket("all", grad, self._step, layout), self._exchanged_by)
             self._connection.end_step()
         return self
 

@@ -175,7 +175,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time for the others to end after a rank has failed (default: 5)",
     )
-    add_fault_options(parser, "the command is to train with sparsync.elastic")
+    add_fault_options(parser, "the command is to train with sparsync_elastic")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
 
 

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from sparsync.exchanges.journal import on_processor
 from sparsync.runtime import state_file
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.state_checks import check_fingerprint, other_model
@@ -135,9 +134,11 @@ def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dic
     Call it on every rank. For checkpoints in one file, which the first rank writes; it holds the residuals of all ranks in memory at once.
     """
     rank, ranks = handle.place
-    states: list[Any] | None = [None] * ranks if rank == 0 else None  # Any: as Handle.state_dict
-    dist.gather_object(on_processor(handle.state_dict()), states, group=group, group_dst=0)
-    return states
+    states: list[Any] | None = [None] * ranks if rank == 0 else None  # Any: a tensor, once it is there
+    dist.gather_object(state_file.encoded(handle.state_dict()), states, group=group, group_dst=0)
+    if states is None:
+        return None
+    return [state_file.decoded(each, f"the state of rank {source}") for source, each in enumerate(states)]
 
 
 def restore(handle: Handle, states: Sequence[State]) -> None:

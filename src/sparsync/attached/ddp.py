@@ -31,6 +31,7 @@ from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import GradientOptions, Options
 from sparsync.runtime.ownership import check_free, check_undriven, module_of
 from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
+from sparsync.runtime.snapshot import Snapshot
 from sparsync.schemes.dense import Dense
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
@@ -180,9 +181,10 @@ class DdpHandle(AttachedHandle):
             hook.group = None
         self._want_by_type()
 
-    def follow(self, state: Mapping[str, Any], late: bool = False) -> None:
-        super().follow(state, late)
-        self._want_by_type()
+    def restore(self, snapshot: Snapshot) -> None:
+        super().restore(snapshot)
+        if snapshot.shared is not None:
+            self._want_by_type()
 
     def _want_by_type(self) -> None:
         """Have the next step reduce one bucket for each type and device: ranks that join have other buckets of DDP than the others."""

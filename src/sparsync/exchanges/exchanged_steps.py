@@ -25,7 +25,6 @@ from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.agreement import FirstRanks, Gathered
 from sparsync.exchanges.auto_bits import STEPS, Stopwatch
 from sparsync.exchanges.block_ratios import BlockRatios, Measurement
-from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.own_weights import CURE_OF_SET, CURE_OF_UNEXCHANGED, ShownWeights, frozen_and_copies
 from sparsync.exchanges.rules import MuonRule, ParameterGroups, Rule, Value, exchangeable, move_matrices_
@@ -40,6 +39,7 @@ from sparsync.kernels.step_reference import Move, Spread
 from sparsync.recipes import Recipe
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
+from sparsync.runtime.snapshot import Part, Snapshot
 from sparsync.runtime.state_checks import check_fingerprint
 from sparsync.wire import Values
 
@@ -116,7 +116,7 @@ class ExchangedSteps(StepMethod):
         self._skipped = 0  # steps in a row
         self._pending: Pending | None = None  # the last step, where it is not known yet whether it was skipped
         self._applied = -1  # the last step that was applied, or skipped
-        self._catching_up = False  # since `start_from`: the common weights are ahead of the steps taken
+        self._catching_up = False  # since `_start_from`: the common weights are ahead of the steps taken
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
@@ -422,12 +422,12 @@ class ExchangedSteps(StepMethod):
 
     def _drop_held(self, moments: bool) -> None:
         super()._drop_held(moments)
-        self._stop_journals()
+        self._note_other_move()
         self._write_own()
 
     def _apply(self, place: int, mean: Mean) -> None:
         """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
-        if self._journals and (whole := mean.whole()) is not None:
+        if self._callbacks and (whole := mean.whole()) is not None:
             self._note_move([whole], place=place, idle=sorted(self._idle))
         arrived = mean.arrived.mean if mean.arrived is not None else mean.whole()
         if arrived is not None:
@@ -501,7 +501,7 @@ class ExchangedSteps(StepMethod):
             for bucket, mean in zip(self._weights.buckets, means, strict=True):
                 if (whole := mean.whole()) is not None:
                     bucket.put_common(bucket.common.sub_(whole))
-            self._stop_journals()
+            self._note_other_move()
             self._write_own()
         return reports
 
@@ -559,62 +559,53 @@ class ExchangedSteps(StepMethod):
         self._write_own()
         self._divisor.next_step(self.clip_factor)
 
-    def shared_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        """Return this rank's state without what it holds back, and before the first step without vectors of zeros. See `follow`."""
-        state = super().shared_state()
-        left_out = self.vectors if self._step < 0 else ()
-        own = {key: value for key, value in state[self.integration].items() if key not in left_out}
-        return {
-            **state,
-            "step": self._applied,
-            self.integration: own,
-        }  # one that failed counts as taken until `regroup`
+    def snapshot(self, *, shared: bool = True) -> Snapshot:
+        found = super().snapshot(shared=shared)  # a step that failed counts as taken until `regroup`
+        return found if found.shared is None else found._replace(shared={**found.shared, "step": self._applied})
+
+    def _parts(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        vectors = self.vectors if self._step >= 0 else ()  # before the first step they are zeros
+        moved = {key: state[key] for key in ("common", *vectors, *self.counts)}
+        left_out = ("common", *self.vectors, "seen", "own", "idle")
+        return moved, {key: value for key, value in state.items() if key not in left_out}
 
     def _still(self) -> Collection[str]:
         return {*super()._still(), *self._idle}
 
-    def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        state = super().rest_of_state()
-        left_out = (*self.vectors, "seen")
-        own = {key: value for key, value in state[self.integration].items() if key not in left_out}
-        return {**state, self.integration: own}
-
-    def start_from(self, state: State) -> None:
+    def _start_from(self, moved: State) -> None:
         self._check_own()
-        saved, made = state[self.integration], self._step >= 0
-        self._take_common(self._weights.from_saved(saved["common"]))
+        made = self._step >= 0
+        self._take_common(self._weights.from_saved(moved["common"]))
         for key in self.vectors:
             # Second moments are a rank's own, if it has made steps.
             if not (made and key == "square"):
-                for vector, values in zip(self._vectors[key], self._weights.from_saved(saved[key]), strict=True):
+                for vector, values in zip(self._vectors[key], self._weights.from_saved(moved[key]), strict=True):
                     vector.copy_(values)
         self._catching_up = True
-        self._counts |= {key: dict(saved[key]) for key in self.counts if not (made and key == "seen")}
+        self._counts |= {key: dict(moved[key]) for key in self.counts if not (made and key == "seen")}
         self._groups.recount()
 
-    @torch.no_grad()
-    def replay(self, moves: Sequence[Packed]) -> None:
-        idle = self._idle
-        for move in moves:
-            self._take_settings(move["groups"])
-            self._groups.read()
-            self._idle = frozenset(move["idle"])
-            place = move["place"]
-            (mean,) = move["means"]
-            self._move(place, unpacked(mean).to(self._weights.buckets[place].device))
+    def _replay(self, move: Part) -> None:
+        idle, place = self._idle, move["place"]
+        self._take_settings(move["groups"])
+        self._groups.read()
+        self._idle = frozenset(move["idle"])
+        (mean,) = move["means"]
+        self._move(place, mean.to(self._weights.buckets[place].device))
         self._idle = idle
 
     def _movers(self) -> Sequence[Optimizer]:
         return self.optimizers
 
-    def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
-        theirs, mine = state[self.integration], own[self.integration]
-        kept = {key: mine[key] for key in (*self.vectors, "common") if key not in theirs}
-        if own["step"] >= 0 or "seen" not in theirs:
+    def _joined(self, snapshot: Snapshot, mine: State) -> dict[str, Any]:  # Any: as Handle.state_dict
+        joined, own = super()._joined(snapshot, mine), mine[self.integration]
+        theirs = {**joined[self.integration], **(snapshot.moved or {})}
+        kept = {key: own[key] for key in (*self.vectors, "common") if key not in theirs}
+        if mine["step"] >= 0 or "seen" not in theirs:
             # This rank may be a step ahead, which those that went on without it have not taken.
-            seen = {name: min(t, state["step"] + 1 + self._ahead) for name, t in mine["seen"].items()}
-            kept |= {"square": mine["square"], "seen": seen}
-        return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
+            seen = {name: min(t, joined["step"] + 1 + self._ahead) for name, t in own["seen"].items()}
+            kept |= {"square": own["square"], "seen": seen}
+        return {**joined, self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
 
     def load_state_dict(self, state: State) -> None:
         if self._stopwatch is not None:
@@ -703,7 +694,7 @@ class ExchangedSteps(StepMethod):
     def _skips_on_device(self) -> bool:
         """Return whether this step may be skipped without a word to the host: where nothing else depends on it."""
         alone = type(self._replica).agreed is Replica.agreed
-        depends = self._idle or self._journals or self._rescaler.takes_back or self._of_mean
+        depends = self._idle or self._callbacks or self._rescaler.takes_back or self._of_mean
         return alone and self._scheme.heeds_skip and not depends
 
     def _settle(self) -> None:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
-from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import MEASURED, LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
@@ -26,6 +25,7 @@ from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
+from sparsync.runtime.snapshot import Part, Snapshot
 
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
@@ -237,88 +237,75 @@ class LocalTraining(StepMethod):
         self._failed = True  # the next exchange compares the weights
         self._exchanger.regrouped(comm)
 
-    def follow(self, state: State, late: bool = False) -> None:
+    def snapshot(self, *, shared: bool = True) -> Snapshot:
         self._check_own()
-        learnt = [each.start - each.own() for each in self._weights.buckets]
-        super().follow(state, late)
-        self._failed = True
-        if late:
-            for bucket, change in zip(self._weights.buckets, learnt, strict=True):
-                if change.isfinite().all():
-                    bucket.write(bucket.start - change)
+        return super().snapshot(shared=shared)
+
+    def _own(self, scheme: Part) -> dict[str, Any]:  # Any: as Snapshot.own
+        learnt = self._weights.saved(each.start - each.own() for each in self._weights.buckets)
+        return {**super()._own(scheme), "learnt": learnt}
+
+    def _parts(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        # Copied, because optimizers change these in place.
+        moved = {
+            "common": state["common"],
+            "outer": deepcopy(state["outer"]),
+            "optimizers": deepcopy(state["optimizers"]),
+        }
+        settings = [{**each, "state": {}} for each in moved["optimizers"]]
+        rest = {key: value for key, value in state.items() if key not in moved}
+        return moved, {**rest, "start": {}, "own": {}, "optimizers": settings}
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check_own()
+        follows, own, buckets = snapshot.shared is not None, snapshot.own or {}, self._weights.buckets
+        saved = own.get("learnt", self._own({})["learnt"] if follows else {})
+        learnt = self._weights.from_saved(saved) if saved else []
+        super().restore(snapshot)
+        self._failed |= follows  # the next exchange compares the weights
+        for bucket, change in zip(buckets, learnt, strict=bool(learnt)):
+            now = bucket.own()
+            if not change.isfinite().all() or torch.equal(change, bucket.start - now):
+                continue
+            if follows:
+                bucket.write(bucket.start - change)
+            else:
+                bucket.start = now + change
+        if follows:
             self._note_written()
 
-    def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
-        theirs, mine = state[self.integration], own[self.integration]
-        kept = {key: mine[key] for key in ("common", "outer") if key not in theirs}
-        if own["step"] >= 0 or kept:  # moments are a rank's own, but rates and other settings are the same on all
-            pairs = zip(mine["optimizers"], theirs["optimizers"], strict=True)
-            kept["optimizers"] = [{**one, "param_groups": other["param_groups"]} for one, other in pairs]
-        return {**super()._following(state, own), self.integration: {**theirs, **kept}}
+    def _joined(self, snapshot: Snapshot, mine: State) -> dict[str, Any]:  # Any: as Handle.state_dict
+        joined, own = super()._joined(snapshot, mine), mine[self.integration]
+        rest = joined[self.integration]
+        theirs = {**rest, **(snapshot.moved or {key: own[key] for key in ("common", "outer")})}
+        if (
+            mine["step"] >= 0 or snapshot.moved is None
+        ):  # moments are a rank's own, but rates and other settings are the same on all
+            pairs = zip(own["optimizers"], rest["optimizers"], strict=True)
+            theirs["optimizers"] = [{**one, "param_groups": other["param_groups"]} for one, other in pairs]
+        return {**joined, self.integration: theirs}
 
-    def shared_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        """Return this rank's state without what it holds back, and without what it has learnt since the last exchange. See `follow`."""
-        state = super().shared_state()
-        own = state[self.integration]
-        copied = {key: deepcopy(own[key]) for key in ("outer", "optimizers")}  # optimizers change these in place
-        return {**state, self.integration: {**own, "start": {}, "own": {}, **copied}}
-
-    def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        state = super().rest_of_state()
-        own = {key: value for key, value in state[self.integration].items() if key != "outer"}
-        own["optimizers"] = [{**each, "state": {}} for each in own["optimizers"]]
-        return {**state, self.integration: own}
-
-    def start_from(self, state: State) -> None:
+    def _start_from(self, moved: State) -> None:
         self._check_own()
-        saved = state[self.integration]
         for bucket in self._weights.buckets:
             # What was learnt since the last exchange is the difference to these.
             bucket.start = bucket.start.clone() if bucket.start is bucket.common else bucket.start
-        self._take_common(self._weights.from_saved(saved["common"]))
+        self._take_common(self._weights.from_saved(moved["common"]))
         if self._exchanger.outer is not None:
-            self._exchanger.outer.optimizer.load_state_dict(saved["outer"])
-        for optimizer, one in zip(self.optimizers, saved["optimizers"], strict=True) if self._step < 0 else ():
+            self._exchanger.outer.optimizer.load_state_dict(moved["outer"])
+        for optimizer, one in zip(self.optimizers, moved["optimizers"], strict=True) if self._step < 0 else ():
             optimizer.load_state_dict(one)
 
-    @torch.no_grad()
-    def replay(self, moves: Sequence[Packed]) -> None:
-        for move in moves:
-            self._take_settings(move["groups"])
-            buckets = self._weights.fragments[move["fragment"]]
-            exchange = PendingExchange(buckets, 0, background=False, idle=frozenset(move["idle"]))
-            pairs = zip(buckets, map(unpacked, move["means"]), strict=True)
-            exchange.changes = [bucket.bucket(mean.to(bucket.common.device), 0) for bucket, mean in pairs]
-            self._exchanger.apply_to_common(exchange)
+    def _replay(self, move: Part) -> None:
+        self._take_settings(move["groups"])
+        buckets = self._weights.fragments[move["fragment"]]
+        exchange = PendingExchange(buckets, 0, background=False, idle=frozenset(move["idle"]))
+        pairs = zip(buckets, move["means"], strict=True)
+        exchange.changes = [bucket.bucket(mean.to(bucket.common.device), 0) for bucket, mean in pairs]
+        self._exchanger.apply_to_common(exchange)
 
     def _movers(self) -> Sequence[Optimizer]:
         return [] if self._exchanger.outer is None else [self._exchanger.outer.optimizer]
-
-    def held_back(self) -> dict[str, Any]:  # Any: as Handle
-        """Return what this rank has not sent, and what it has learnt since the last exchange."""
-        self._check_own()
-        buckets = self._weights.buckets
-        return {**super().held_back(), "learnt": self._weights.saved(each.start - each.own() for each in buckets)}
-
-    def take_over(self, held: State) -> None:
-        """Add what `held_back` returned on a rank that has left to what this rank has not sent."""
-        self._check_own()
-        super().take_over(held)
-        for bucket, learnt in zip(self._weights.buckets, self._weights.from_saved(held["learnt"]), strict=True):
-            bucket.start = bucket.start + learnt
-
-    @property
-    def full_after(self) -> int:
-        return super().full_after * self.options.every
-
-    def multiply(self, held: float, still: float, learnt: float) -> None:
-        self._check_own()
-        super().multiply(held, still, learnt)
-        for bucket in self._weights.buckets if learnt != 1.0 else ():
-            own = bucket.own()
-            change = bucket.start - own
-            if change.any() and change.isfinite().all():
-                bucket.start = own + learnt * change
 
     def _check(self, state: State) -> None:
         super()._check(state)
@@ -440,7 +427,7 @@ class LocalTraining(StepMethod):
         super()._drop_held(moments)
         if moments and self._exchanger.outer is not None:
             self._exchanger.outer.optimizer.state.clear()
-        self._stop_journals()
+        self._note_other_move()
         with torch.no_grad():
             for bucket in self._weights.buckets:
                 bucket.start = bucket.write(bucket.common)  # nothing was learnt since

@@ -22,17 +22,16 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import differences
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report, digest
-from sparsync.exchanges.journal import Journal, Packed, nbytes_of, on_processor, packed
 from sparsync.exchanges.own_weights import ShownWeights, frozen_and_copies
 from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
-from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
 from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.snapshot import Part, Snapshot
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
 _BUCKET_MB = 25.0
@@ -133,7 +132,7 @@ class StepMethod(Handle):
         self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since
         self._comm, self._keep = comm, options.keep_for(scheme)
         self._totals = {"bytes_sent": 0}
-        self._journals: list[Journal] = []
+        self._callbacks: list[Callable[[Part | None], None]] = []  # see `on_move`
         self._shown: ShownWeights | None = None  # where own weights differ from the common ones
         self.on_detach: Sequence[Callable[[], None]] = ()  # what `detach` does besides
         drive(replica.owned.items(), self, replica.axis)
@@ -200,46 +199,45 @@ class StepMethod(Handle):
     def _method_state(self) -> dict[str, Any]:
         """Return what this method saves besides common weights, buffers and totals."""
 
-    def recorded(self) -> tuple[dict[str, Any], Journal]:  # Any: as Handle.state_dict
-        """Return what `shared_state` does, and a journal of what moves the common weights from here on, until `forget`.
-
-        Another rank gets there by `start_from` and `replay`, while this one trains, and then only by `follow` with a `rest_of_state`.
-        """
-        state = on_processor(self.shared_state())
-        journal = Journal(nbytes_of(state))
-        self._journals.append(journal)
-        return state, journal
-
-    def forget(self, journal: Journal) -> None:
-        """End a journal."""
-        self._journals = [each for each in self._journals if each is not journal]
+    def snapshot(self, *, shared: bool = True) -> Snapshot:
+        found = super().snapshot(shared=shared)
+        if found.shared is None:
+            return found
+        moved, rest = self._parts(found.shared[self.integration])
+        return found._replace(moved=moved, shared={**found.shared, self.integration: rest})
 
     @abstractmethod
-    def start_from(self, state: State) -> None:
-        """Take the vectors of a state of another rank, which `recorded` returned: a beginning for `replay`, and nothing to train with."""
+    def _parts(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what moves with the common weights, and the rest, without what is a rank's own."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot; see Handle. With `moved` alone this is a beginning for `moves`, and nothing to train with."""
+        with torch.no_grad():
+            for move in snapshot.moves:
+                self._replay(move)
+        if snapshot.moved is not None and snapshot.shared is None:
+            self._start_from(snapshot.moved)
+        super().restore(snapshot)
 
     @abstractmethod
-    def replay(self, moves: Sequence[Packed]) -> None:
-        """Move the common weights as another rank has moved its own, by a part of its journal."""
+    def _start_from(self, moved: State) -> None:
+        """Take what moves with the common weights of another rank."""
 
-    def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        """Return `shared_state` without what `start_from` and `replay` bring."""
-        state = self.shared_state()
-        own = {key: value for key, value in state[self.integration].items() if key != "common"}
-        return {**state, self.integration: own}
+    @abstractmethod
+    def _replay(self, move: Part) -> None:
+        """Move the common weights as another rank has moved its own."""
 
-    def digests(self) -> list[int]:
-        """Return digests of the bits of the common weights."""
-        return kernels.digests([each for _, each in self._weights.common()]).tolist()
+    def on_move(self, callback: Callable[[Part | None], None]) -> Callable[[], None]:
+        def end() -> None:
+            self._callbacks = [each for each in self._callbacks if each is not callback]
+
+        self._callbacks.append(callback)
+        return end
 
     def _note_move(self, means: Sequence[Tensor], **more: Any) -> None:  # Any: numbers, names and settings
-        """Note in the journals what moves the common weights now: `means` [n] and what else `replay` needs."""
-        self._journals = [each for each in self._journals if not each.broken]
-        if self._journals:
-            found = [packed(each) for each in means]
-            nbytes = sum(map(nbytes_of, found))
-            for journal in self._journals:
-                journal.note({"means": found, "groups": self._settings(), **more}, nbytes)
+        """Tell of what moves the common weights now: `means` [n] and what else `_replay` needs."""
+        for each in self._callbacks:
+            each({"means": means, "groups": self._settings(), **more})
 
     def _settings(self) -> list[dict[str, Any]]:  # Any: settings
         """Return the settings of the optimizer of the common weights, by group."""
@@ -257,11 +255,11 @@ class StepMethod(Handle):
     def _take_common(self, common: Sequence[Tensor]) -> None:
         for bucket, weights in zip(self._weights.buckets, common, strict=True):
             bucket.put_common(weights)
-        self._stop_journals()
+        self._note_other_move()
 
-    def _stop_journals(self) -> None:
-        for each in self._journals:
-            each.stop()
+    def _note_other_move(self) -> None:
+        for each in self._callbacks:
+            each(None)
 
     def load_state_dict(self, state: State) -> None:
         """Continue from what `state_dict` returned; see Handle. Settings may have changed."""
@@ -338,7 +336,7 @@ class StepMethod(Handle):
         if names:
             self._weights.adopt(names)
             self._adopted.update(names)
-            self._stop_journals()
+            self._note_other_move()
 
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
         return Loads(self._replica.bodies, optimizers, lambda: [each for _, each in self._weights.common()])

@@ -9,16 +9,14 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
-from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
-from sparsync.feedback import PER_RANK, redistributed, summed
+from sparsync.feedback import PER_RANK, redistributed
 from sparsync.recipes import Recipe
 from sparsync.runtime.backward_passes import BackwardPasses
 from sparsync.runtime.connection import Connection, ReportLog
@@ -27,6 +25,7 @@ from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler, UsualShare
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters, trained
+from sparsync.runtime.snapshot import Part, Snapshot, held_in, with_held
 from sparsync.runtime.state_checks import check_fingerprint
 from sparsync.runtime.state_file import VERSION
 from sparsync.runtime.summary import Hidden, Summary
@@ -34,7 +33,6 @@ from sparsync.schemes.per_parameter import PerParameter
 
 Residual = Literal["carry", "drop"]
 _Vectors = Mapping[str, Tensor]  # by parameter name
-FULL_AFTER = 100  # steps after which a new residual is as large as an old one, at least; see `Handle.full_after`
 
 
 @dataclass(frozen=True)
@@ -312,23 +310,68 @@ class Handle:
         scheme = _merged([each["scheme"] for each in states], lambda vectors: redistributed(vectors, ranks)[rank])
         return {**states[0], **self._place, "scheme": scheme}
 
-    def regroup(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        step: int | None = None,
-        timeout_s: float | None = None,
-        reports_s: float | None = None,
-        agreed: str = "",
-    ) -> None:
-        """Exchange with the ranks of `group` from the next step on, after ranks have gone or come. Collective over them.
+    @property
+    def done(self) -> int | None:
+        """The number of steps that were applied. With gradients None where the optimizer is not known: pass it to `attach`."""
+        return self._rescaler.done
 
-        None: the default group. The model, the optimizer and what this rank holds back stay. `step` is the last one that was applied, the
-        same on all ranks; None: that of this handle. `reports_s`: how long a rank that has lost others waits for them to say why; None: 3
-        seconds; 0: ranks say nothing. `agreed`: a name that is new to the group, where all ranks know that they exchange the same and come;
-        "": they find that out. What differs in the weights shows in the next step. `sparsync.elastic` calls this, and sends each rank what
-        it lacks.
-        Raises RuntimeError where a rank does not come, or has another scheme or model, and where an error has left a step applied in part.
+    def snapshot(self, *, shared: bool = True) -> Snapshot:
+        """Return copies of this rank's state between two steps; without `shared`, of what it has for the others.
+
+        After `regroup` a step that has failed counts as not taken: what this rank holds back is from then on what it was before.
+        """
+        with suppress(RuntimeError):  # of a thread that has ended
+            self._flush()
+        self._rescaler.settle()
+        self._rescaler.take_back(self._residual_sizes())
+        if not shared:
+            self._settle()
+            return Snapshot(own={**self._own(self._scheme.state_dict()), "still": sorted(self._still())})
+        state = self.state_dict()
+        own = self._own(state["scheme"])
+        return Snapshot(None, {**state, "scheme": with_held(state["scheme"], None), "done": self.done}, own)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot of this rank, or from parts of one of another rank of the same group.
+
+        Moments that each rank has alone stay this rank's, once it has taken steps. Raises ValueError as `load_state_dict`.
+        """
+        if snapshot.shared is not None:
+            joined = self._joined(snapshot, self.state_dict())
+            done = joined.pop("done")
+            self.load_state_dict(joined)
+            self._rescaler.count(done)
+        elif snapshot.own is not None:
+            self._settle()
+            self._rescaler.applied()  # the scheme loses the copy that a step would be taken back to
+            self._scheme.load_state_dict(with_held(self._scheme.state_dict(), snapshot.own["scheme"]))
+
+    def _own(self, scheme: Part) -> dict[str, Any]:  # Any: as Snapshot.own
+        """Return what this rank has for the others, of which `scheme` is the state of the scheme."""
+        return {"scheme": held_in(scheme)}
+
+    def _joined(self, snapshot: Snapshot, mine: Part) -> dict[str, Any]:  # Any: as state_dict
+        """Return the state of a snapshot with what is this rank's own, of which `mine` is the state."""
+        # What is held back is in the units of this rank's last step.
+        units = {key: mine[key] for key in ("rates", "highest_rates", "loss_scale", "clipping") if mine["step"] >= 0}
+        theirs, own = snapshot.shared or {}, snapshot.own or {}
+        held = own["scheme"] if "scheme" in own else held_in(mine["scheme"])
+        return {**theirs, **self._place, **units, "scheme": with_held(theirs["scheme"], held)}
+
+    def on_move(self, callback: Callable[[Part | None], None]) -> Callable[[], None]:
+        """Call `callback` with each move of the common weights, for `Snapshot.moves`, or with None where anything else has changed them.
+
+        Tensors of a move are good during the call. Returns what ends this. With gradients nothing calls it: optimizers move the weights.
+        """
+        return lambda: None
+
+    def regroup(self, comm: Comm, *, step: int | None = None) -> None:
+        """Exchange with the ranks of `comm` from the next step on, after ranks have gone or come. Collective over them.
+
+        The model, the optimizer and what this rank holds back stay. `step` is the last one that was applied, the same on all ranks; None:
+        that of this handle. What differs in the weights shows in the next step. From then on what this rank holds back is copied before
+        each step, which takes as much memory, so that `snapshot` can take back one that has failed.
+        Raises RuntimeError where an error has left a step applied in part.
         """
         self._check_attached()
         if self._connection.partly_applied:
@@ -337,9 +380,7 @@ class Handle:
             self._flush()
         self._rescaler.settle()
         self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
-        timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
-        comm = GroupComm.private(group, timeout_s, fingerprint=self.exchanged_text(), agreed=agreed)
-        comm.reports_s = comm.reports_s if reports_s is None else reports_s
+        self._rescaler.takes_back = True
         self._step = self._step if step is None else step
         self._connection.regroup(comm, self._step)
         self._comparison.saved = False  # ranks that have come now saved nothing
@@ -347,105 +388,18 @@ class Handle:
         self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)
 
-    def hold_steps(self) -> None:
-        """From now on copy what this rank holds back before each step, so that `take_back` can return to it. Takes as much memory.
-
-        With gradients the first step that the loop skips is then undone as exactly as later ones are anyway.
-        """
-        self._rescaler.takes_back = True
-
-    def applied(self) -> None:
-        """Note that the optimizer has applied the step, where the handle cannot know."""
-        self._rescaler.applied()
-
-    def take_back(self) -> None:
-        """After `hold_steps`: make what this rank holds back what it was before a step that has failed, which is to be taken again.
-
-        Not where other ranks have applied that step: there what was sent is in the weights, and what was not sent is in the residual.
-        """
-        with suppress(RuntimeError):  # of a thread that has ended
-            self._flush()
-        self._rescaler.settle()
-        self._rescaler.take_back(self._residual_sizes())
-
-    @property
-    def full_after(self) -> int:
-        """After how many steps a rank that began with nothing holds back about as much as the others."""
-        return max(FULL_AFTER, math.ceil(3 / self.scheme.share_sent))
-
-    def multiply(self, held: float, still: float, learnt: float) -> None:
-        """Multiply what this rank has for the others, between two steps: where the mean is from now on over more ranks, or over fewer.
-
-        `held` is for what it holds back, `still` for that of parameters that do not move now, and `learnt` for what it has learnt since the
-        last exchange, where it does so.
-        """
-        self._settle()
-        not_moved = self._still()
-        names = self._residual_sizes()
-        self._scheme.rescale_residual({name: still if name in not_moved else held for name in names})
+    def _regrouped(self, comm: Comm) -> None:
+        """Take what depends on the ranks from `comm`."""
 
     def _still(self) -> Collection[str]:
         """Return the parameters that do not move now."""
         module = module_of(self._scheme)
         return () if module is None else {name for name, each in named_parameters(module) if not each.requires_grad}
 
-    def settings_text(self) -> str:
-        """Return the settings and the model, line by line, which must be the same on all ranks."""
-        return "\n".join([self._scheme.config_fingerprint(), *self._lines()])
-
-    def exchanged_text(self) -> str:
-        """Return what must be the same on all ranks that exchange, line by line.
-
-        Without settings of the scheme, which may have changed since a rank that joins has begun; each step compares them.
-        """
-        return "\n".join([self._scheme.name, *self._lines()])
-
-    def _lines(self) -> list[str]:
-        described = getattr(self.exchange, "described", dict)()
-        settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
-        layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
-        return [f"{type(self.exchange).__name__}({settings})", *layout]
-
     @property
     def lost(self) -> bool:
         """Whether the last step failed because another rank has failed, or is gone."""
         return self._connection.lost
-
-    def abort(self) -> None:
-        """End all waits for other ranks, on all threads: they raise. `regroup` opens other connections."""
-        self._connection.abort()
-
-    def _regrouped(self, comm: Comm) -> None:
-        """Take what depends on the ranks from `comm`."""
-
-    def follow(self, state: Mapping[str, Any], late: bool = False) -> None:  # Any: as state_dict
-        """Continue where another rank of the same group is, of which `state` is what `shared_state` returned. What is held back stays.
-
-        `late`: the others have exchanged without this rank, so what it has learnt by local steps stays as well.
-        """
-        self.load_state_dict(self._following(state, self.state_dict()))
-
-    def shared_state(self) -> dict[str, Any]:  # Any: as state_dict
-        """Return this rank's state without what it holds back: what a rank that joins needs. See `follow`."""
-        state = self.state_dict()
-        return {**state, "scheme": _with_residual(state["scheme"], None)}
-
-    def _following(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `state`, that of another rank, with what is this rank's own, which is in `own`."""
-        # What is held back is in the units of this rank's last step.
-        units = {key: own[key] for key in ("rates", "highest_rates", "loss_scale", "clipping") if own["step"] >= 0}
-        return {**state, **self._place, **units, "scheme": _with_residual(state["scheme"], own["scheme"])}
-
-    def held_back(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
-        """Return what this rank has not sent, for a rank that takes it over."""
-        self._settle()
-        return {"scheme": self._scheme.state_dict()}
-
-    def take_over(self, held: Mapping[str, Any]) -> None:  # Any: as Scheme.state_dict
-        """Add what `held_back` returned on a rank that has left to what this rank has not sent."""
-        self._settle()
-        self._rescaler.applied()  # the scheme loses the copy of `hold_steps`
-        self._scheme.load_state_dict(_merged([self._scheme.state_dict(), held["scheme"]], summed))
 
     def _residual_sizes(self) -> dict[str, int]:
         """Return how many elements of each parameter this rank's state has, by name, where that is known."""
@@ -518,7 +472,7 @@ class Handle:
         self._forget_residual()
 
     def _forget_residual(self) -> None:
-        self._scheme.load_state_dict(_with_residual(self._scheme.state_dict(), None))
+        self._scheme.load_state_dict(with_held(self._scheme.state_dict(), None))
         self._rescaler.restart()
 
     def _settle(self) -> None:
@@ -605,17 +559,6 @@ def _merged(
         inner = [each["schemes"][key] for each in states]
         state["schemes"] = {**state["schemes"], key: _merged(inner, merge)}
     return state
-
-
-def _with_residual(state: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:  # Any: as state_dict
-    """Return the state of a scheme with what is held back in `own`, of the same scheme; None: with nothing."""
-    found = {key: value for key, value in state.items() if key != "own"}
-    for key in PER_RANK:
-        if key in found:
-            found[key] = {} if own is None else own[key]
-    for key, inner in state.get("schemes", {}).items():
-        found["schemes"] = {**found["schemes"], key: _with_residual(inner, own and own["schemes"][key])}
-    return found
 
 
 def _remove(hooks: Sequence[Any]) -> None:  # Any: torch's handles of hooks

@@ -411,13 +411,13 @@ class ResidualRescaler:
         self._optimizers = [weakref.ref(each) for each in optimizers] if follow_rates else []
         self._scheme = scheme
         self.clippings = [Clipping(each, self.names, adds_up) for each in optimizers]
-        self._held = False  # since the last step of the optimizer
+        self._held: int | None = None  # steps that were done when residuals were held; None: they are not
         self.takes_back = False  # residuals are held before every step, for `take_back`
         self._thrown_away = False  # the gradients that were reduced last, and no step was taken with them
 
     def use(self, scheme: Any) -> None:  # Any: as ResidualUnits.of
         """Rescale the residuals of another scheme from now on; they are in the units of the last one's."""
-        self._scheme, self._held = scheme, False
+        self._scheme, self._held = scheme, None
         self.units.belong_to(scheme)
 
     def written(self, bucket: Bucket, rolled_back: bool) -> None:
@@ -469,24 +469,38 @@ class ResidualRescaler:
             self._scheme.weigh_step(dict.fromkeys(self.names.values(), 0.0))
             self.clippings[0].forget()
             self.units.usual_share(0).cuts = True
-            self._held = False
+            self._held = None
         self._thrown_away = False
 
     def hold(self) -> None:
         """Copy the residuals before a step."""
-        if not self._held:
+        if not self._holds:
             self._scheme.hold_residual()
-            self._held = True
+            self._held = self.done or 0
 
     def applied(self) -> None:
-        """Note that the step was applied."""
-        self._held = False
+        """Note that the step was applied, where this does not watch the optimizer."""
+        self._held = None
+
+    @property
+    def done(self) -> int | None:
+        """The steps that the first optimizer has taken; None where it is not watched."""
+        return self.clippings[0].done if self.clippings else None
+
+    def count(self, done: int | None) -> None:
+        """Make `done` the number of steps that the first optimizer has taken, where it is watched."""
+        if self.clippings and done is not None:
+            self.clippings[0].done = done
+
+    @property
+    def _holds(self) -> bool:
+        return self._held is not None and self._held == (self.done or 0)
 
     def take_back(self, names: Iterable[str]) -> None:
         """Make the residuals of these parameters what they were before a step that was not applied, if they were held for that."""
-        if self.takes_back and self._held:
+        if self.takes_back and self._holds:
             self._scheme.weigh_step(dict.fromkeys(names, 0.0))
-        self._held = False
+        self._held = None
 
     def settle(self) -> None:
         """Make the residuals what the last step has left, as far as the optimizer has applied it."""
@@ -502,7 +516,7 @@ class ResidualRescaler:
             return
         if cut := {name: factor for name, factor in factors.items() if factor < 1.0}:
             self._scheme.weigh_step(cut)
-        self._held = False
+        self._held = None
 
     def restart(self) -> None:
         """Begin with the units of the next step: there is no residual any more. Whether any step was cut stays known."""
@@ -512,7 +526,7 @@ class ResidualRescaler:
 
     def forget(self) -> None:
         """Forget the last step, because another state was loaded."""
-        self._held = self._thrown_away = False
+        self._held, self._thrown_away = None, False
         for each in self.clippings:
             each.forget()
         if (passes := self._passes()) is not None:
@@ -553,6 +567,7 @@ class Clipping:
         self._loss_scale: Tensor | float = 1.0  # that the applied gradient still has
         self.passes: BackwardPasses | None = None  # None: not watched
         self.unreduced = 0  # steps with gradients since any were reduced
+        self.done = 0  # steps
         known = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -609,6 +624,7 @@ class Clipping:
         return (*args[:1], measured, *args[2:]), kwargs
 
     def _measure(self, optimizer: Optimizer) -> None:
+        self.done += 1
         if self.passes is not None:
             self.passes.stepped()
         names, found = self._names, {}

@@ -1,4 +1,4 @@
-"""One rank of a comparison with faults: it trains one scheme with `sparsync.elastic`, and tells the program that started it each step.
+"""One rank of a comparison with faults: it trains one scheme with `sparsync_elastic`, and tells the program that started it each step.
 
 Nothing here is collective but the steps: what the ranks have told is put together in `merged`, whichever of them are left.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from sparsync import elastic
+import sparsync_elastic as elastic
 from sparsync_lab import workloads
 from sparsync_lab.compare.one_rank import (
     Training,

@@ -91,7 +91,7 @@ class CompareSettings:
                 )
             if isinstance(choice.make(), TorchDDP):
                 raise ValueError(
-                    f"{choice.label!r} is DDP's own all-reduce, which sparsync.elastic cannot take over; name dense, which sends as much, "
+                    f"{choice.label!r} is DDP's own all-reduce, which sparsync_elastic cannot take over; name dense, which sends as much, "
                     "or leave out --fault and --chaos"
                 )
             sizes = self.faults.sizes(self.ranks)

@@ -14,7 +14,7 @@ from sparsync_lab.netlab import RunNetwork
 from sparsync_lab.workers.descendants import die_with_parent
 from sparsync_lab.workers.ranks import Ranks
 
-STORE = "sparsync.elastic"
+STORE = "sparsync_elastic"
 _NOT_GIVEN = "not given: "
 
 

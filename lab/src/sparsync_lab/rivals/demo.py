@@ -57,7 +57,7 @@ class DeMo(ErrorFeedbackScheme):
         check_per_tile(self.per_tile)
         check_one_of("divide_by", self.divide_by, Divisor)
         check_values(self.values)
-        self._sent: dict[str, Sparse] = {}  # the components that this rank sent in the last step of each bucket
+        self._components: dict[str, Sparse] = {}  # the components that this rank sent in the last step of each bucket
 
     @classmethod
     def published(cls, per_tile: int = 32) -> Self:
@@ -107,18 +107,20 @@ class DeMo(ErrorFeedbackScheme):
                 written = written.to(bucket.grad.dtype)
 
         def commit() -> None:
-            self._sent[bucket.key] = sent
+            self._components[bucket.key] = sent
 
         return DenseUpdate(written, values, index.numel(), mean.index.numel(), commit=commit)
 
     def rollback(self, bucket: Bucket) -> None:
-        if bucket.key in self._sent:
+        if bucket.key in self._components:
             residual = self.feedback.residual_of(bucket)
-            residual += _inverse(self._sent.pop(bucket.key), tiles_of(bucket.layout), bucket.grad.to(residual.dtype))
+            residual += _inverse(
+                self._components.pop(bucket.key), tiles_of(bucket.layout), bucket.grad.to(residual.dtype)
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
         super().load_state_dict(state)
-        self._sent = {}
+        self._components = {}
 
 
 def transformed(tiles: Tensor, layout: Tiles, inverse: bool = False) -> Tensor:

@@ -13,24 +13,21 @@ import math
 import random
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from sparsync.comm.meeting import StoreSilentError, asked
-from sparsync.core import digest
-from sparsync.elastic.epochs import Epoch, Note, proposed
-from sparsync.elastic.presence import Presence
+from sparsync_elastic.board import CALL_S, VERSION, Board, Said, value
+from sparsync_elastic.epochs import Epoch, Note, proposed
+from sparsync_elastic.presence import Presence
+from sparsync_elastic.world import StoreSilentError, asked
 
-Result = TypeVar("Result")
-# Public, but missing from torch's __all__.
-TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 POLL_S = 0.02  # between two looks at the others' notes, at first
@@ -38,64 +35,14 @@ SLOWEST_POLL_S = 0.1
 ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its main thread computes
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
 LOOK_S = 1.0  # how long one that waits looks at the list of an epoch only
-CALL_S = 5.0  # how long a call of the store may take before another connection is tried
-CONNECT_S = 2.0  # how long torch tries to connect to the store, with longer and longer pauses, before it begins anew
 # How long a meeting that lacks members waits once the store is found again. If others have gone on without this process, a store that was
 # started again has forgotten it, and they write their epoch down when they find the store, too: within CONNECT_S and a pause of torch's.
 AGAIN_S = 4.0
 WATCH_S = 60.0  # how long a watcher waits before it asks again
-# Of what is said at the store: another number where members of two releases could not follow each other.
-VERSION = 2
-_NOTHING = "-"  # what no key has as its value
 
 
-class _Said:
-    """What was said in an epoch, in order: who has said it, of what kind it is, and what more.
-
-    Of a meeting: "comes", with the note of a member, which all others must follow; "asks", with the note of one that is to be let in; and
-    "lives", of one that has heard. The first "next" has the text of the next epoch, and the first "stop" the step before which all meet.
-    "ready" says one that has got the weights, and "done/N" one that has taken step N, the last. "fetches" names the source from which one
-    that will ask to be let in would have the state before, and that one "serves", "defers" or "declines". Lines that cannot be read are
-    ignored.
-    """
-
-    def __init__(self, text: bytes | None) -> None:
-        self._lines = [line for each in (text or b"").splitlines() if (line := _line(each)) is not None]
-
-    def of(self, kind: str) -> dict[str, Any]:  # Any: see above
-        """Return what was said last, of a kind, by member."""
-        return {member: what for member, each, what in self._lines if each == kind}
-
-    def has(self, *line: object) -> bool:
-        """Return whether a member has said this: member, kind, and what more."""
-        return list(line) in self._lines
-
-    @property
-    def notes(self) -> dict[str, Note]:
-        said = (line for kind in ("asks", "comes") for line in self.of(kind).items())
-        return {member: note for member, each in said if (note := Note.read(each)) is not None}
-
-    @property
-    def next(self) -> Epoch | None:
-        """The next epoch, once it is decided."""
-        return next((found for _, kind, text in self._lines if kind == "next" and (found := Epoch.read(text))), None)
-
-    @property
-    def stop(self) -> int | None:
-        """The step before which all meet."""
-        return next((step for _, kind, step in self._lines if kind == "stop" and isinstance(step, int)), None)
-
-    @property
-    def alive(self) -> set[str]:
-        """Who has answered since a meeting was called, or asks to be let in."""
-        return {member for member, kind, _ in self._lines if kind in ("lives", "comes", "asks")}
-
-
-class Members:
-    """The store of a run as one member sees it. Raises StoreSilentError when the store has not answered for `wait_s` seconds.
-
-    A store that was started again is empty, and its members write down the epoch once more.
-    """
+class Members(Board):
+    """The members of a run, as one of them sees them. `timeout_s` is how long one of them may be busy."""
 
     def __init__(
         self,
@@ -109,30 +56,15 @@ class Members:
         wait_s: float,
         timeout_s: float = 30.0,
     ) -> None:
+        super().__init__(host, port, name, wait_s)
         self.own, self._presence, self._ranks, self._least = presence.member, presence, ranks, least
-        self._host, self._port, self._name = host, port, name
-        self._prefix = f"sparsync/elastic/{VERSION}/{name}"
-        self.timeout_s, self._wait_s = timeout_s, wait_s
-        self._store: Any = None  # Any: torch's stubs have several stores and no common class
+        self.timeout_s = timeout_s
         self._of_groups: Any = None  # Any: see `_store`
-        self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, whether somebody wants to join, and who fetches from whom.
         self._seen: tuple[int, int | None, bool, Mapping[str, str]] = (0, None, False, {})
-        self._found_before = False  # the store has answered
-        self._found_again = -math.inf  # when one has answered that may be another
         self._dropped_in = 0  # the epoch of others that have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
-        self._connecting = set[threading.Thread]()
-
-    def round_trip_s(self) -> float:
-        """Return the least of a few round trips to the store, in seconds."""
-        found = list[float]()
-        for _ in range(5):
-            began = time.monotonic()
-            self._do(lambda store: store.add(self._key("rings"), 0))
-            found.append(time.monotonic() - began)
-        return min(found)
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
         """Return a store for the process group of an epoch, over another connection than this object's own, the same for all epochs.
@@ -145,13 +77,13 @@ class Members:
             self._of_groups = None
             self._write_epoch_for_groups()
         # A store that was started again may have taken two epochs of one number.
-        prefix = f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}"
+        prefix = f"{self._prefix}/groups/{epoch.number}/{zlib.crc32(epoch.text.encode())}"
         return PrefixStore(prefix, self._of_groups)
 
     def _write_epoch_for_groups(self) -> None:
         if self._of_groups is None:
             self._of_groups = self._connected()
-        asked(CALL_S, lambda: self._write_epoch(self._of_groups), "a rank asks the store of its run")
+        asked(CALL_S, lambda: self._write_epoch(self._of_groups))
 
     def watch(self) -> None:
         """Answer others that ask whether this process lives, and learn of who wants to join, on a thread."""
@@ -167,13 +99,10 @@ class Members:
         self._presence.close()
         with suppress(RuntimeError):  # the store may be gone
             store = self._store or self._connected()
-            asked(CALL_S, lambda: self._ring(store), "a rank ends")
+            asked(CALL_S, lambda: self._ring(store))
         if self._watching is not None:
             self._watching.join(CALL_S)
-        # What comes back from C++ when the interpreter has ended is killed there, with SIGABRT. torch tries once more after its timeout.
-        deadline = time.monotonic() + 3 * CALL_S
-        for each in list(self._connecting):
-            each.join(max(0.0, deadline - time.monotonic()))
+        self._wait_for_threads()
 
     def meet(self, note: Note, give_up: Callable[[], None] = lambda: None) -> Epoch:
         """Meet the members of the present epoch and whoever wants to join, and return the next one. It may lack this process.
@@ -246,41 +175,30 @@ class Members:
     def source(self) -> tuple[str, Any] | None:  # Any: a store
         """Ask one of the members, while they train, for the state, before `join`; return it, and a store for this process and it.
 
-        None where there is nobody, or nobody who trains: all are at a meeting already, or a rank is lost. One that serves another process
-        defers this one, which then waits, also over meetings.
+        None where there is nobody, or nobody who trains. One that serves another process answers later; after a meeting this asks again.
         """
-        asked_at, pause, source, deferred = time.monotonic(), POLL_S, "", False
-        others = list[str]()
-        while True:
-            if not source:
+        asked_at, pause = time.monotonic(), POLL_S
+        self._find()
+        others = [each for each in self.current.members if each != self.own]
+        if not others or self._said().of("comes"):
+            return None
+        while others and time.monotonic() < asked_at + self._wait_s:
+            source = random.SystemRandom().choice(others)
+            self.say("fetches", source)
+            self._do(self._ring)
+            while not (said := self._said()).of("comes") and time.monotonic() < asked_at + self._wait_s:
+                if said.has(source, "serves", self.own):
+                    return source, self.store_of_pair(source, self.own)
+                if said.has(source, "declines", self.own):
+                    return None
+                self._check_running()
+                time.sleep(pause)
+                pause = min(1.5 * pause, SLOWEST_POLL_S)
+            while self._said().of("comes") and time.monotonic() < asked_at + self._wait_s:
+                time.sleep(SLOWEST_POLL_S)
                 self._find()
-                others = [each for each in self.current.members if each != self.own]
-                if not others:
-                    return None
-            said, waited = self._said(), time.monotonic() - asked_at
-            if source and said.has(source, "serves", self.own):
-                return source, self.store_of_pair(source, self.own)
-            deferred = deferred or (bool(source) and said.has(source, "defers", self.own))
-            if (source and said.has(source, "declines", self.own)) or waited > (
-                self._wait_s if deferred else self.timeout_s
-            ):
-                return None
-            if said.of("comes"):
-                if not deferred:
-                    return None
-                source = ""  # asks again in the next epoch
-            elif not source:
-                source = random.SystemRandom().choice(others)
-                self.say("fetches", source)
-                self._do(self._ring)
-                continue
-            self._check_running()
-            time.sleep(pause)
-            pause = min(1.5 * pause, SLOWEST_POLL_S)
-
-    def defer(self, member: str) -> None:
-        """Have one that asks this member for the state wait until it serves no other one."""
-        self.say("defers", member)
+            others = [each for each in self.current.members if each != self.own]
+        return None
 
     def answer(self, member: str, serves: bool) -> Any:  # Any: a store
         """Tell one that asks this member for the state whether it gets it; return a store for both."""
@@ -295,14 +213,9 @@ class Members:
     def agree(self, own: str) -> None:
         """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks.
 
-        Also where it was begun by a release that says other things at the store.
+        So does another release of what is said at the store.
         """
-        key, version = f"sparsync/elastic/{self._name}/version", str(VERSION)
-        if (theirs := self._do(lambda store: store.compare_set(key, "", version)).decode()) != version:
-            raise RuntimeError(
-                f"this run was begun by another release of sparsync (version {theirs} of what members say, and this one has {version}); "
-                "install the same one on all ranks"
-            )
+        own = f"release {VERSION} of what members say\n{own}"
         first = self._do(lambda store: store.compare_set(self._key("settings"), "", own)).decode()
         if first != own:
             theirs, ours = next(
@@ -338,7 +251,7 @@ class Members:
                 return False
             time.sleep(POLL_S)
 
-    def say(self, kind: str, what: Any = None, found_again: float | None = None) -> None:  # Any: see `_Said`
+    def say(self, kind: str, what: Any = None, found_again: float | None = None) -> None:  # Any: see `Said`
         """Say something in the present epoch; with `found_again`, only to the store that was found at that time."""
         line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
         self._do(lambda store: found_again in (None, self._found_again) and store.append(key, f"{line}\n"))
@@ -437,26 +350,6 @@ class Members:
         self._presence.reach([each for each in epoch.members if each != self.own])
         return epoch
 
-    def _write_epoch(self, store: Any) -> None:  # Any: see `_store`
-        """Write down the present epoch, unless a later one is."""
-        key, epoch = self._key("epoch"), self.current
-        text = _value(store, key)
-        while epoch.members and ((found := Epoch.read(text)) is None or found.number < epoch.number):
-            if text is not None and found is None:  # nothing that anybody could read
-                store.set(key, epoch.text)
-                return
-            text = store.compare_set(key, "" if text is None else text.decode(), epoch.text)
-            if text == epoch.text.encode():
-                return
-
-    def _said(self) -> _Said:
-        """Return what was said in the present epoch."""
-        return _Said(self._read(self._key("said", self.current.number)))
-
-    def _ring(self, store: Any) -> None:  # Any: see `_store`
-        """Wake the watchers of all members."""
-        store.set(self._key("bell", str(store.add(self._key("rings"), 1))), "1")
-
     def _watch(self) -> None:
         heard, store = -1, None
         while not self._shut.is_set():
@@ -483,78 +376,21 @@ class Members:
         if not self.current.members:
             return
         key = self._key("said", number)
-        said = _Said(_value(store, key))
+        said = Said(value(store, key))
         if said.of("comes") and self.own not in said.alive:
             store.append(key, f"{json.dumps([self.own, 'lives', None])}\n")
         self._note(said, number)
-        found = Epoch.read(_value(store, self._key("epoch")))
+        found = Epoch.read(value(store, self._key("epoch")))
         if found is not None and found.number >= number and self.own not in found.members:
             self._dropped_in = found.number
 
-    def _note(self, said: _Said, number: int) -> None:
+    def _note(self, said: Said, number: int) -> None:
         """Note the step that was named in an epoch, and whether somebody wants to join."""
         if number >= self._seen[0]:  # another thread may have seen a later epoch meanwhile
             self._seen = number, said.stop, bool(said.of("asks")), said.of("fetches")
-
-    def _read(self, key: str) -> bytes | None:
-        return self._do(lambda store: _value(store, key))
-
-    def _key(self, *parts: object) -> str:
-        return "/".join([self._prefix, *map(str, parts)])
-
-    def _do(self, call: Callable[[Any], Result]) -> Result:  # Any: see `_store`
-        """Return `call` of the store, over another connection where one fails."""
-        deadline = time.monotonic() + self._wait_s
-        while True:
-            try:
-                if self._store is None:
-                    self._store = self._connected()
-                    self._found_again = time.monotonic() if self._found_before else self._found_again
-                    self._found_before = True
-                    if self.current.members:
-                        asked(CALL_S, partial(self._write_epoch, self._store), "a rank asks the store of its run")
-                return asked(CALL_S, partial(call, self._store), "a rank asks the store of its run")
-            except StoreSilentError as error:
-                self._store = None
-                if time.monotonic() > deadline:
-                    raise StoreSilentError(
-                        f"the store of this run at {self._host}:{self._port} has not answered for {self._wait_s:g} s, and without it "
-                        "nobody can tell which ranks go on; start it again, or start from a checkpoint"
-                    ) from error
-                time.sleep(0.2)
-
-    def _connected(self) -> Any:  # Any: see `_store`
-        def connect() -> Any:
-            thread = threading.current_thread()
-            self._connecting.add(thread)
-            try:
-                store = TCPStore(
-                    self._host, self._port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False
-                )
-                store.set_timeout(timedelta(seconds=CALL_S))
-                return store
-            finally:
-                self._connecting.discard(thread)
-
-        return asked(CONNECT_S + 1, connect, "a rank connects to the store of its run")
 
     def _found(self) -> str:
         return (
             f"its store at {self._host}:{self._port} remembers the members {', '.join(self.current.members)}; if these have ended, start "
             "a store anew, or give this run another name"
         )
-
-
-def _line(text: bytes) -> list[Any] | None:  # Any: see `_Said`
-    """Return a line as member, kind, and what more; None where it is none."""
-    with suppress(ValueError, TypeError):
-        member, kind, what = json.loads(text)
-        if isinstance(member, str) and isinstance(kind, str):
-            return [member, kind, what]
-    return None
-
-
-def _value(store: Any, key: str) -> bytes | None:  # Any: see `Members._store`
-    """Return the value of a key, or None, in one round trip: a comparison with what no key has changes nothing, and brings the value."""
-    found = store.compare_set(key, _NOTHING, _NOTHING)
-    return None if found == _NOTHING.encode() else found

@@ -11,35 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync import wire
+import sparsync
 
 Packed = Mapping[str, Any]  # Any: tensors and numbers
 _BITS = torch.arange(8, dtype=torch.uint8)
 
 
 class Journal:
-    """The moves since a state was copied, in order. `broken`: something else has changed the common weights since, or too much has.
+    """The moves of a handle from now on, in order. `broken`: something else has changed the common weights since, or too much has.
 
     `most_nbytes` is when a new copy is less than all that has moved the old one.
     """
 
-    def __init__(self, most_nbytes: int) -> None:
+    def __init__(self, handle: sparsync.Handle, most_nbytes: int) -> None:
         self.moves: deque[Packed] = deque()
         self.broken = False
         self._nbytes, self._most_nbytes = 0, most_nbytes
+        self._end = handle.on_move(self.note)
 
-    def note(self, move: Packed, nbytes: int) -> None:
-        """Add a move that takes so many bytes."""
-        self._nbytes += nbytes
-        if self._nbytes > self._most_nbytes:
+    def note(self, move: Mapping[str, Any] | None) -> None:  # Any: as Snapshot.moves
+        """Add a move of the handle."""
+        if self.broken:
+            return
+        means = [] if move is None else [packed(each) for each in move["means"]]
+        self._nbytes += sum(map(nbytes_of, means))
+        if move is None or self._nbytes > self._most_nbytes:
             self.stop()
-        if not self.broken:
-            self.moves.append(move)
+        else:
+            self.moves.append({**move, "means": means})
 
     def stop(self) -> None:
         """Note that there is no way to catch up by these moves."""
         self.broken = True
         self.moves.clear()
+
+    def end(self) -> None:
+        """Stop, and listen no longer. Once, between two steps."""
+        self.stop()
+        self._end()
 
     def take(self) -> Packed:
         """Return the first move, and forget it. Raises RuntimeError where the journal has ended."""
@@ -48,9 +57,10 @@ class Journal:
         except IndexError as error:
             raise RuntimeError("the journal has ended") from error
 
-    def take_all(self) -> list[Packed]:
-        """Return all moves, and forget them."""
-        return [self.take() for _ in range(len(self.moves))]
+
+def unpacked_move(move: Packed) -> dict[str, Any]:  # Any: as Snapshot.moves
+    """Return a move of a journal as `Handle.restore` takes it."""
+    return {**move, "means": [unpacked(each) for each in move["means"]]}
 
 
 def packed(x: Tensor) -> Packed:
@@ -62,13 +72,14 @@ def packed(x: Tensor) -> Packed:
     index = bits.nonzero().view(-1)
     bits = bits if len(index) == len(bits) else bits[index]
     magnitudes, counts = torch.unique_consecutive(bits & 0x7FFFFFFF, return_counts=True)
-    # Cloned, because a part of a tensor is sent with the whole of its memory.
-    index = wire.encode_fixed_length(index.to(torch.int32), x.numel()).clone()
-    found = {"n": x.numel(), "k": len(bits), "index": index}
+    found = {"n": x.numel(), "k": len(bits), **_packed_index(index, x.numel())}
     if 2 * len(counts) > len(bits):
-        return {**found, "bits": bits.clone()}
+        return {
+            **found,
+            "bits": bits.clone(),
+        }  # cloned, because a part of a tensor is sent with the whole of its memory
     different, which = torch.unique(magnitudes, return_inverse=True)
-    runs = {"magnitudes": different.clone(), "which": _short(which), "counts": _short(counts)}
+    runs = {"magnitudes": different, "which": _short(which), "counts": _short(counts)}
     return {**found, **runs, "signs": _packed_bits(bits < 0)}
 
 
@@ -83,7 +94,7 @@ def unpacked(found: Packed) -> Tensor:
         bits = found["magnitudes"][found["which"].long()].repeat_interleave(found["counts"].long())
         bits = torch.where(_unpacked_bits(found["signs"], k), bits | torch.iinfo(torch.int32).min, bits)
     whole = torch.zeros(n, dtype=torch.int32)
-    whole[wire.decode_fixed_length(found["index"], k, n).long()] = bits
+    whole[_unpacked_index(found)] = bits
     return whole.view(torch.float32)
 
 
@@ -95,13 +106,29 @@ def nbytes_of(found: Any) -> int:  # Any: Packed, or as Handle.state_dict
     return sum(map(nbytes_of, inner))
 
 
-def on_processor(state: Any) -> Any:  # Any: as Handle.state_dict
-    """Return a state with its tensors in this machine's memory."""
-    if isinstance(state, Tensor):
-        return state.cpu()
-    if isinstance(state, Mapping):
-        return {key: on_processor(each) for key, each in state.items()}
-    return [on_processor(each) for each in state] if isinstance(state, list) else state
+def _packed_index(index: Tensor, n: int) -> dict[str, Tensor]:
+    """Return ascending numbers below n in 2 + log2(n / k) bits each, by Elias and Fano: low bits as they are, high ones in unary."""
+    k = len(index)
+    if k == n:
+        return {}
+    low = _low_bits(k, n)
+    places = (index >> low) + torch.arange(k)
+    high = torch.zeros((n >> low) + k + 1, dtype=torch.bool).index_fill_(0, places, True)
+    return {"low": _packed_bits(((index.view(-1, 1) >> torch.arange(low)) & 1).view(-1)), "high": _packed_bits(high)}
+
+
+def _unpacked_index(found: Packed) -> Tensor:
+    n, k = found["n"], found["k"]
+    if k == n:
+        return torch.arange(n)
+    low = _low_bits(k, n)
+    places = _unpacked_bits(found["high"], (n >> low) + k + 1).nonzero().view(-1)
+    lower = _unpacked_bits(found["low"], k * low).view(k, low).long() << torch.arange(low)
+    return (places - torch.arange(k) << low) + lower.sum(1)
+
+
+def _low_bits(k: int, n: int) -> int:
+    return (n // k).bit_length() - 1 if k else 0
 
 
 def _short(x: Tensor) -> Tensor:

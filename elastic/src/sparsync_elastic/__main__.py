@@ -1,4 +1,4 @@
-"""The store over which the ranks of a run find each other: `python -m sparsync.elastic --port 29400`."""
+"""The store over which the ranks of a run find each other: `python -m sparsync_elastic --port 29400`."""
 
 import argparse
 import signal
@@ -6,13 +6,13 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from sparsync.elastic.members import TCPStore
+from sparsync_elastic.board import TCPStore
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve a store until SIGTERM or Ctrl-C."""
     parser = argparse.ArgumentParser(
-        prog="python -m sparsync.elastic", description="Serve the store of a sparsync.elastic.Run until Ctrl-C."
+        prog="python -m sparsync_elastic", description="Serve the store of a sparsync_elastic.Run until Ctrl-C."
     )
     parser.add_argument("--host", help="address of this machine to listen on (default: all of them)")
     parser.add_argument("--port", type=int, default=29400, help="0: any that is free (default: 29400)")
@@ -37,7 +37,7 @@ def serve(host: str | None, port: int) -> TCPStore:
     # torch listens at all addresses, whatever host it is given, unless it is given a socket.
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
-    port, descriptor = listening.getsockname()[1], listening.detach()  # which the store closes
+    port, descriptor = (listening.getsockname()[1], listening.detach())  # which the store closes
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsync import AdamWSteps, LocalWorld, TwoShot
+from sparsync import AdamWSteps, LocalWorld, Snapshot, TwoShot
 from sparsync.core import Comm, generator
-from sparsync.exchanges.journal import Journal, nbytes_of, packed, unpacked
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync_elastic.journal import Journal, nbytes_of, packed, unpacked, unpacked_move
+from sparsync_elastic.trained import digest_of
 
 P = 2
 
@@ -55,14 +56,6 @@ def test_signs_take_what_they_take_in_the_packets_of_a_scheme(density: float, bi
     n = 100_000
     x = normal(n).sign() if density == 1 else in_signs(n, density)
     assert 8 * nbytes_of(packed(x)) / n < bits
-
-
-def test_a_journal_ends_where_a_copy_is_less() -> None:
-    journal = Journal(100)
-    journal.note({"a": 1}, 60)
-    assert not journal.broken and len(journal.moves) == 1
-    journal.note({"a": 2}, 60)
-    assert journal.broken and not journal.moves
 
 
 def network() -> nn.Sequential:
@@ -115,38 +108,40 @@ def caught_up(comm: Comm, kind: str, made_steps: int) -> list[dict[str, Any]]:
     if comm.rank:
         train(method, optimizers, comm.rank, range(6, 11))
         return []
-    state, journal = method.recorded()
+    state, journal = method.snapshot(), Journal(method, 1 << 30)
     train(method, optimizers, comm.rank, range(6, 11))
     assert not journal.broken
 
     def follows(alone: Comm) -> dict[str, Any]:
         other, its_optimizers = start(kind, alone)
         train(other, its_optimizers, 7, range(made_steps))
-        other.start_from(state)
-        other.replay([journal.take() for _ in range(2)])
-        other.replay(journal.take_all())
-        assert other.digests() == method.digests()
-        other.follow(method.rest_of_state())
-        assert other.digests() == method.digests()
-        return other.shared_state()
+        other.restore(Snapshot(state.moved))
+        first = [journal.take() for _ in range(2)]
+        for moves in (first, list(journal.moves)):
+            other.restore(Snapshot(moves=list(map(unpacked_move, moves))))
+        assert digest_of(other.snapshot()) == digest_of(method.snapshot())
+        other.restore(Snapshot(shared=method.snapshot().shared))
+        assert digest_of(other.snapshot()) == digest_of(method.snapshot())
+        return common_of(other)
 
     (found,) = LocalWorld(1).run(follows)
-    return [method.shared_state(), found]
+    return [common_of(method), found]
+
+
+def common_of(method: AdamWSteps | LocalTraining) -> dict[str, Any]:
+    """Return what must be the same on all ranks."""
+    moved, shared, *_ = method.snapshot()
+    assert moved is not None and shared is not None
+    moved = {**shared[method.integration], **moved}
+    keys = ("common", "momentum", "applied", "outer", "common_buffers")
+    return {"step": shared["step"], **{key: moved[key] for key in keys if key in moved}}
 
 
 @pytest.mark.parametrize("made_steps", [0, 3])
 @pytest.mark.parametrize("kind", ["steps", "muon", "local", "local, outer, fragments"])
 def test_a_rank_catches_up_to_the_bit_by_the_journal_of_another(kind: str, made_steps: int) -> None:
     (own, found), _ = LocalWorld(P).run(partial(caught_up, kind=kind, made_steps=made_steps))
-    (name,) = (
-        own.keys()
-        - {"scheme", "step"}
-        - {key for key in own if not isinstance(own[key], dict) or "common" not in own[key]}
-    )
-    for key in ("common", "momentum", "applied", "outer", "common_buffers"):
-        if key in own[name]:
-            assert_same(own[name][key], found[name][key])
-    assert own["step"] == found["step"]
+    assert_same(own, found)
 
 
 def assert_same(a: Any, b: Any) -> None:  # Any: as state_dict
@@ -164,17 +159,32 @@ def assert_same(a: Any, b: Any) -> None:  # Any: as state_dict
         assert a == b
 
 
+def outgrown(comm: Comm) -> list[bool]:
+    """Return whether a journal has ended after the first and the second move, where the copy takes a little more than one."""
+    method, _ = start("steps", comm)
+    move = {"means": [normal(100)], "place": 0, "idle": [], "groups": []}
+    journal, found = Journal(method, nbytes_of(packed(normal(100))) + 1), []
+    for _ in range(2):
+        journal.note(move)
+        found.append(journal.broken)
+    assert not journal.moves
+    return found
+
+
+def test_a_journal_ends_where_a_copy_is_less() -> None:
+    assert LocalWorld(1).run(outgrown) == [[False, True]]
+
+
 def ended(comm: Comm, how: str) -> bool:
     """Return whether a journal has ended after something else than a step has changed the common weights."""
     method, optimizers = start("steps", comm)
     train(method, optimizers, comm.rank, range(3))
-    before = method.shared_state()
-    _, journal = method.recorded()
+    before, journal = method.snapshot(), Journal(method, 1 << 30)
     if how == "set":
         with torch.no_grad():
             next(iter(method.model.parameters())).fill_(1.0)
     elif how == "load":
-        method.follow(before)
+        method.restore(before)
     elif how == "flush":
         method.flush()
     train(method, optimizers, comm.rank, range(3, 4))

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ class Epoch:
     leaving: Mapping[str, str] = field(default_factory=dict)  # who goes, and the member that takes over what is unsent
     gone: tuple[str, ...] = ()  # members of the epoch before that did not come
     step: int = 0  # steps that are done
-    alike: bool = True  # all exchange the same: the notes of the members had the same digest
     ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
     # The step since which each of these, or who leaves, holds back.
     since: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +59,7 @@ class Epoch:
     def read(text: str | bytes | None) -> "Epoch | None":
         """Return the epoch of a text; None where there is none, or it cannot be read."""
         try:
-            found = _known(Epoch, json.loads(text or ""))
+            found = json.loads(text or "")
             return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
         except (ValueError, TypeError, KeyError):
             return None
@@ -82,7 +81,6 @@ class Note:
     step: int  # steps that it has done
     whole: bool  # it has lost nobody: the connections of the epoch before still serve
     leaves: bool = False
-    exchanges: int = 0  # a digest of what it exchanges, which must be the same on all ranks
     source: str = ""  # the member from which it has got most of the state already
     since: int = -1  # the step since which it holds back; -1: it holds back nothing
     failures: int = 0  # epochs in a row, with the same members, in which it could not take a step
@@ -92,23 +90,17 @@ class Note:
 
     @staticmethod
     def read(found: Any) -> "Note | None":  # Any: JSON
-        """Return the note that was read from a store; None where it is none. Fields that other releases have are left out."""
+        """Return the note that was read from a store; None where it is none."""
         try:
-            note = Note(**_known(Note, found))
+            note = Note(**found)
             return note if note.position and all(isinstance(each, int) for each in note.position) else None
-        except (AttributeError, TypeError):
+        except TypeError:
             return None
 
     @property
     def knows(self) -> bool:
         """Whether it has the state of the run, and not only asked for it."""
         return min(self.position) >= 0
-
-
-def _known(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """Return the entries that are fields of a dataclass."""
-    names = {each.name for each in fields(kind)}
-    return {key: value for key, value in found.items() if key in names}
 
 
 def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], least: int = 1) -> Epoch:
@@ -151,7 +143,6 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], leas
         {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
         tuple(each for each in last.members if each not in present),
         step,
-        len({notes[each].exchanges for each in members}) == 1,
         tuple(served),
         {each: step if begun < 0 else min(begun, step) for each, begun in since.items()},
         refused,

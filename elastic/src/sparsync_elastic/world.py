@@ -2,30 +2,31 @@
 
 import io
 import re
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from sparsync.comm.group import ConnectionLostError
-from sparsync.comm.interrupts import abort
-from sparsync.comm.meeting import RanksMissingError, StoreSilentError
+from sparsync import ConnectionLostError, GroupComm
 
+Result = TypeVar("Result")
 Group = Any  # a process group, also one of gloo's by itself, of which torch's stubs do not know that it sends
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
 _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
 
 _AWAITED = re.compile(r"waiting for rank (\d+): .*Timed out", re.DOTALL)  # in errors of sparsync's own exchanges
-# What torch's and gloo's texts have besides what has happened.
-_NOISE = re.compile(
-    r"\[/\S+\] |Got the following error when running the callback: \w+: |\n+At:\n.*| This is typically caused by.*",
-    re.DOTALL,
-)
+_TAG = 3  # of the receive that aborts
 _LONGEST = 300  # characters of an error that others are told
+
+
+def _passed_on(name: str) -> Callable[..., Any]:  # Any: as dist.Store
+    """Return a method of GroupStore that calls the store within."""
+    return lambda self, *given: getattr(self._store, name)(*given)
 
 
 class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
@@ -60,29 +61,9 @@ class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # pu
     def get(self, key: str) -> bytes:
         return self._found.pop(key, None) or self._store.get(key)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._store.multi_get(keys)
-
-    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        self._store.multi_set(keys, values)
-
-    def append(self, key: str, value: bytes) -> None:
-        self._store.append(key, value)
-
-    def add(self, key: str, value: int) -> int:
-        return self._store.add(key, value)
-
-    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:  # Any: see `set`
-        return self._store.compare_set(key, expected_value, desired_value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
+    multi_get, multi_set, append, add, compare_set, check, delete_key, num_keys = map(
+        _passed_on, ["multi_get", "multi_set", "append", "add", "compare_set", "check", "delete_key", "num_keys"]
+    )
 
     def has_extended_api(self) -> bool:
         return True
@@ -95,13 +76,55 @@ class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # pu
         self._store.set_timeout(timeout)
 
 
+class StoreSilentError(RuntimeError):
+    """The store of a run does not answer: its process hangs, is gone, or cannot be reached."""
+
+
+def asked(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return `call()`, which asks a store. Raises StoreSilentError where that takes longer than `seconds`, or the store is gone.
+
+    A TCPStore waits without a bound for a server that neither answers nor closes the connection, whatever timeout it was given.
+    """
+    found, failed = list[Result](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # raised again by the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="sparsync-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed and not isinstance(failed[0], RuntimeError):
+        raise failed.pop()
+    if failed or not found:
+        why = f"is gone: {failed[0]}" if failed else f"has not answered for {seconds:g} s"
+        raise StoreSilentError(f"the store of this run {why}") from (failed.pop() if failed else None)
+    return found.pop()
+
+
+def abort(group: Group) -> None:
+    """Close the connections of a group, and make everything that waits on them fail, on whatever thread."""
+    with suppress(RuntimeError):
+        group.abort()
+        own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+        if own.name() == "gloo":
+            # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
+            # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
+            # what gloo does after a timeout, and on a tag without other users.
+            for other in (rank for rank in range(group.size()) if rank != group.rank()):
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], other, _TAG).wait(timedelta(milliseconds=1))
+
+
 def is_loss(error: BaseException) -> bool:
     """Return whether an error, or one that led to it, says that another rank cannot be reached."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, StoreSilentError):
             return False  # without the store nobody knows who goes on
-        if isinstance(seen, (ConnectionLostError, RanksMissingError, dist.DistError)):
+        if isinstance(seen, (ConnectionLostError, dist.DistError)):
             return True
         if isinstance(seen, RuntimeError) and any(each in str(seen) for each in _LOSSES):
             return True  # of torch's own collectives
@@ -117,7 +140,7 @@ def waited_for(error: BaseException) -> int | None:
 
 def brief(error: BaseException) -> str:
     """Return what an error says, in short."""
-    return f"{type(error).__name__}: {_NOISE.sub('', str(error))}"[:_LONGEST]
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST]
 
 
 def forget_frames(error: BaseException) -> None:
@@ -144,6 +167,16 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def comm_of(name: str, timeout_s: float) -> GroupComm:
+    """Return a communicator of the default process group; a meeting tells who is lost, so ranks report nothing."""
+    try:
+        comm = GroupComm.private(timeout_s=timeout_s, agreed=name)
+    except RuntimeError as error:
+        raise ConnectionLostError(f"ranks that have met could not connect to each other: {error}") from error
+    comm.reports_s = 0.0
+    return comm
 
 
 def send(what: object, group: Group, to: int, check: Callable[[], None] = lambda: None) -> None:

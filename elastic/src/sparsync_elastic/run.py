@@ -1,0 +1,400 @@
+"""A run of training that survives its ranks."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from sparsync import ConnectionLostError, GroupComm, Handle
+from sparsync_elastic.board import store_address
+from sparsync_elastic.catching_up import Joiner, Sources
+from sparsync_elastic.changes import Change, Lost, losses
+from sparsync_elastic.epochs import Epoch, Note
+from sparsync_elastic.failures import Failures
+from sparsync_elastic.members import Members
+from sparsync_elastic.presence import Presence
+from sparsync_elastic.trained import Saved, Trained
+from sparsync_elastic.world import (
+    GroupStore,
+    StoreSilentError,
+    comm_of,
+    end_world,
+    forget_frames,
+    is_loss,
+    receive,
+    send,
+    world,
+)
+
+_LOG = logging.getLogger("sparsync")
+_LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
+_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to it, so that all hear of it before
+
+
+class Run:
+    """A training that goes on while ranks die, freeze, leave and join, without a restart and without a checkpoint.
+
+    All ranks meet over a store, a small process of its own: `python -m sparsync_elastic --port 29400`. Until `steps` begins, a rank is in a
+    world of its own, in which the model is wrapped and attached as always; then the ranks meet, and those that come later get the weights,
+    the optimizer's state and the step from one that is there. torch's default process group is always that of the present ranks.
+
+        run = elastic.Run("10.0.0.1:29400", ranks=4)
+        handle = sparsync.attach(model, scheme, optimizer=optimizer)
+        run.add(model, handle, optimizer, schedule)
+        for step in run.steps(10_000):
+            with run.attempt():
+                optimizer.zero_grad()
+                loss_of(model, batch(step, run.rank, run.size)).backward()
+                optimizer.step()
+                schedule.step()
+
+    A step in which a rank is lost is taken again by those that are left, unless it was applied already. What is lost for good is in `lost`.
+
+    Args:
+        address: "host:port" of the store. None: that of the environment variables MASTER_ADDR and MASTER_PORT.
+        ranks: how many the first meeting waits for.
+        least: the fewest that go on; with fewer the others wait for more.
+        name: of the run, where several use one store.
+        timeout_s: seconds that a rank waits for the others before they count as lost; longer than a step takes, with whatever one of them
+            does between two steps. None: 10 s and 100 round trips to the store, as measured.
+        wait_s: seconds that a rank waits for the store, for the first meeting and to be let in.
+        background: whether a rank that joins gets the state while the others train, and only what these have changed meanwhile when it is
+            let in; with steps and local steps. It needs twice the memory of the state on one rank. False: the others wait for it.
+        backend: of the process groups.
+        on_change: called with the run after every meeting, on all ranks at the same step, such as to share out the batch anew.
+
+    Raises:
+        ValueError: for an address that is none, and for numbers out of range.
+        RuntimeError: if torch.distributed is initialised already.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        ranks: int = 1,
+        least: int = 1,
+        name: str = "run",
+        timeout_s: float | None = None,
+        wait_s: float = 300.0,
+        background: bool = True,
+        backend: str = "gloo",
+        on_change: Callable[["Run"], None] | None = None,
+    ) -> None:
+        host, port = store_address(address)
+        if not 1 <= least <= ranks:
+            raise ValueError(f"least must be in [1, ranks={ranks}], got {least}")
+        if wait_s <= 0 or (timeout_s is not None and timeout_s <= 0):
+            raise ValueError(f"timeout_s and wait_s must be above 0 seconds, got {timeout_s} and {wait_s}")
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialised already, and a run makes its process groups itself; leave init_process_group out"
+            )
+        presence = Presence(host, port)
+        self.member, self.on_change, self._backend = presence.member, on_change, backend
+        self._members = Members(host, port, name, presence, ranks=ranks, least=least, wait_s=wait_s)
+        self.timeout_s = (
+            _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s() if timeout_s is None else timeout_s
+        )
+        self._members.timeout_s = self.timeout_s
+        self._trained: list[Trained] = []
+        self._lost: list[Lost] = []
+        self._leaves = self._left = self._failed = False
+        self._knows = False  # this rank has the state of the run
+        self._late = False  # the others went on without this rank
+        self._margin = _LEAST_MARGIN
+        self._background = background
+        self._sources = Sources(self._members, self._trained)
+        self._joiner = Joiner(self._members, self._trained)
+        self._weighed = Epoch()  # what this rank holds back is for the mean over the ranks of this epoch
+        self._factor = 1.0  # that it was multiplied by since the last meeting that went well
+        self._failures = Failures()
+        self._comms = list[GroupComm]()  # of the handles
+        self.changes: list[Change] = []
+        self._store: Any = None  # Any: torch's stubs have several stores and no common class
+        self._begin_world(dist.HashStore(), 0, 1)  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from __all__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def epoch(self) -> Epoch:
+        """The present members."""
+        return self._members.current
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among the present ones; it may change from step to step."""
+        return self.epoch.rank(self.member) if self.member in self.epoch.members else 0
+
+    @property
+    def size(self) -> int:
+        """The number of present ranks."""
+        return max(1, len(self.epoch.members))
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are done: that of the next one."""
+        return self._trained[0].done if self._trained else 0
+
+    @property
+    def lost(self) -> list[Lost]:
+        """What is missing in the weights for good, as far as this rank has seen."""
+        return list(self._lost)
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left."""
+        return self._left
+
+    def add(self, model: nn.Module, handle: Handle, optimizer: Optimizer | Sequence[Optimizer], *more: Saved) -> None:
+        """Train `model`, bare or wrapped by DistributedDataParallel, with what `sparsync.attach` returned. Before `steps`.
+
+        `more` has what a rank that joins needs besides, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot
+        change, and ValueError for local steps with a delay, for `bits="auto"` and for gradients where `attach` was not given the optimizer.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._trained.append(Trained(model, handle, optimizers, more))
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Yield the number of the next step until this many are done, or this rank has left: after a loss the same number again.
+
+        Meets the other ranks first. Between two steps it lets others join and leave. Call `attempt` around each step.
+        Raises RuntimeError where the others leave this rank out, because the same members have failed again and again and it is the cause.
+        """
+        if not self._trained:
+            raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
+        if not self.epoch.members:
+            self._members.agree("\n".join(each.settings_text() for each in self._trained))
+            self._change(joins=True)
+        elif self.step < until:
+            self._members.go_on()
+        while not self._left:
+            self._failed |= self._members.dropped
+            stop_at = self._members.stop_at
+            if self._failed or (stop_at is not None and self.step >= stop_at):
+                self._change()
+            elif self.step < until:
+                self._ask()
+                if not self._left:
+                    yield self.step
+            elif self._all_done():
+                return
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Return a context for one step, which ends without an error where another rank is lost: `steps` then meets the others."""
+        try:
+            yield
+        except Exception as error:
+            if not (is_loss(error) or any(each.handle.lost for each in self._trained)):
+                raise
+            _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
+            self._failed = True
+            self._failures.note(error, self.epoch)
+            forget_frames(error)
+
+    def leave(self) -> None:
+        """Have this rank hand what it has not sent to another one, and go, a few steps from now: `steps` then ends."""
+        self._leaves = True
+
+    def leave_on(self, *signals: int) -> None:
+        """Have this rank leave when the process gets one of these signals, such as SIGTERM, which spot machines send."""
+        for each in signals or (signal.SIGTERM,):
+            signal.signal(each, lambda *_: self.leave())
+
+    def close(self) -> None:
+        """Close the handles, the process group and the connections to the store."""
+        self._sources.end()
+        for each in self._trained:
+            each.handle.close()
+        self._members.close()
+        end_world()
+
+    def _ask(self) -> None:
+        """Call a meeting where somebody wants to join or to leave, and serve those who will want to."""
+        members = self._members
+        self._sources.answer(not self._leaves and self._catches_up)
+        if self._leaves and self.size == 1 and not members.asked_for:
+            _LOG.warning("the last rank of this run leaves; what was trained is in this process only")
+            members.end()
+            self._left = True
+        elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
+            members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
+
+    @property
+    def _catches_up(self) -> bool:
+        return self._background and all(each.catches_up for each in self._trained)
+
+    def _get_ahead(self) -> None:
+        if self._catches_up:
+            self._joiner.get_ahead(self._knows)
+
+    def _all_done(self) -> bool:
+        """Return whether all have taken the last step; False where one of them has called a meeting instead."""
+        done = f"done/{self.step}"  # of several last steps, where `steps` is called again
+        self._members.say(done)
+        if self._members.wait_for(done, self.epoch.members):
+            self._members.end()
+            return True
+        self._failed = True
+        return False
+
+    def _change(self, joins: bool = False) -> None:
+        """Meet the others, and go on with those that are there; again where one of these is lost meanwhile."""
+        began, whole = time.monotonic(), not (joins or self._failed)
+        if self._failed:
+            for each in self._trained:
+                each.forget()
+        while True:
+            joins = self._meet(joins, whole)
+            if self._left:
+                return
+            self._members.watch()
+            try:
+                received = self._gather(self.epoch)
+                break
+            except Exception as error:
+                if is_loss(error):
+                    self._failures.note(error, self.epoch, self._members.unreached)
+                elif not isinstance(error, StoreSilentError):  # without the store the next meeting waits for it
+                    raise
+                _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
+                forget_frames(error)
+                self._joiner.go_back()
+            whole = False
+        self._failed = self._late = False
+        self._failures.begin([each.position for each in self._trained])
+        seconds = time.monotonic() - began
+        self.changes.append(
+            Change(self.epoch.number, self.size, self.step, seconds, *received, *self._joiner.take(), self._factor)
+        )
+        self._factor = 1.0
+        if self.on_change is not None:
+            with self.attempt():
+                self.on_change(self)
+
+    def _meet(self, joins: bool, whole: bool) -> bool:
+        """Go to a meeting, and come out of it with a new epoch, or having left; return whether this process has lost its place in it."""
+        if not whole:
+            self._cut()
+        members, before = self._members, self._members.current
+        position = [each.position if self._knows else -1 for each in self._trained]
+        # One that begins from a checkpoint has something to send as well.
+        since = self._weighed.since.get(self.member, 0 if any(each.done for each in self._trained) else -1)
+        if joins:
+            self._get_ahead()
+        told = self._failures.told(before.members, position)
+        note = Note(position, self.step, whole, self._leaves, self._joiner.source, since, **told)
+        epoch = members.join(note) if joins else members.meet(note, self._give_up)
+        if whole:
+            self._hand_over(epoch, before)
+        if self.member in epoch.leaving:
+            self._left = True
+            return False
+        for each, why in epoch.refused.items():
+            _LOG.warning("rank %s is left out of this run: %s", each, why)
+        self._lost += losses(epoch, before)
+        if self.member not in epoch.members:
+            end_world()
+            self._late = True
+            for each in self._trained if self._failed else ():
+                each.take_back()
+            self._get_ahead()
+            members.join(replace(note, whole=False, leaves=False, source=self._joiner.source))
+        return False
+
+    def _give_up(self) -> None:
+        """End a step that others have begun, which did not hear in time of the meeting before it; the next one is called earlier."""
+        self._margin = min(2 * self._margin, _MOST_MARGIN)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Close the connections, so that others that wait for this rank learn that it does not come."""
+        for each in self._comms:
+            each.close()
+        end_world()
+
+    def _hand_over(self, epoch: Epoch, before: Epoch) -> None:
+        """Send what a rank that leaves has not sent to its heir, over the connections of the epoch before."""
+        for member, heir in epoch.leaving.items():
+            try:
+                if self.member in (member, heir) and not dist.is_initialized():
+                    raise ConnectionLostError(
+                        "this rank had given up its connections before all had come to the meeting"
+                    )
+                if self.member == member:
+                    send([each.own() for each in self._trained], world(), before.rank(heir))
+                elif self.member == heir:
+                    for each, held in zip(self._trained, receive(world(), before.rank(member))[0], strict=True):
+                        each.take_over(held)
+            except RuntimeError as error:
+                if not is_loss(error):
+                    raise
+                self._lost.append(Lost(member, epoch.step, "what it had not sent: lost on the way to another rank"))
+
+    def _gather(self, epoch: Epoch) -> tuple[int, float]:
+        """Make the process group of an epoch, and send the state to those that lack it.
+
+        Returns the bytes that this rank has received, and the seconds that it took.
+        """
+        end_world()
+        store = self._members.store_of(epoch)
+        self._begin_world(store, epoch.rank(self.member), len(epoch.members))
+        behind = self.member in epoch.behind
+        # Where it is behind, what it sent in the step that failed is in the weights of others.
+        for each in self._trained if self._failed and not behind else ():
+            each.take_back()
+        for place, each in enumerate(self._trained):
+            if isinstance(each.model, DistributedDataParallel):
+                # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
+                each.model._update_process_group(dist.group.WORLD)
+            # A meeting tells who is lost; what ranks exchange was compared when they joined.
+            self._comms[place:] = [comm_of(f"handle{place}", self.timeout_s)]
+            each.handle.regroup(self._comms[place], step=each.last(None if behind else epoch.step))
+        received = 0, 0.0
+        for receiver, source in epoch.behind.items():
+            if self.member == source:
+                send(self._sources.state_for(receiver, receiver in epoch.ahead), world(), epoch.rank(receiver))
+            elif self.member == receiver:
+                began = time.monotonic()
+                states, nbytes = receive(world(), epoch.rank(source), self._members.moved)
+                received = nbytes, time.monotonic() - began
+                self._joiner.arrive(states, self._late)
+        self._knows = True
+        self._weigh(epoch)
+        if epoch.behind:
+            if behind:
+                self._members.say("ready")
+            if not self._members.wait_for("ready", list(epoch.behind)):
+                raise ConnectionLostError("a rank was lost while others got the weights")
+        else:
+            self._members.look()
+        return received
+
+    def _begin_world(self, store: Any, rank: int, size: int) -> None:  # Any: see `_store`
+        timeout = timedelta(seconds=self.timeout_s)
+        self._store = GroupStore(store, size, self.timeout_s) if self._backend == "gloo" and size > 1 else store
+        dist.init_process_group(self._backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
+
+    def _weigh(self, epoch: Epoch) -> None:
+        """Have what this rank has for the others move the weights as it would have among the ranks that were there before."""
+        if self._weighed.members:
+            last = self._weighed
+            first, *_ = [each.multiply(partial(epoch.factors_after, last)) for each in self._trained]
+            self._factor *= first
+        self._weighed = epoch

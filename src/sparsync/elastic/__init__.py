@@ -1,8 +1,0 @@
-"""Training that goes on while ranks die, freeze, leave and join: `Run`."""
-
-from sparsync.elastic.epochs import Epoch as Epoch
-from sparsync.elastic.run import Change as Change
-from sparsync.elastic.run import Lost as Lost
-from sparsync.elastic.run import Run as Run
-
-__all__ = ["Change", "Epoch", "Lost", "Run"]
