@@ -149,12 +149,6 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 
     hosts = _on_hosts(options)
     settings = _settings(options)
-    if hosts and settings.faults:
-        given = f"--fault {options.fault[0]}" if options.fault else f"--chaos {options.chaos}"
-        raise ValueError(
-            f"{given} is for ranks that compare starts, and torchrun, which has started these, ends all when one has died; leave it out, "
-            "or compare without torchrun"
-        )
     check_file(options.csv, "--csv")
     if hosts:
         if not compare_on_hosts(settings, options.out, ["sparsync", *arguments], options.backend):
@@ -447,11 +441,8 @@ def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _settings(options: argparse.Namespace) -> "CompareSettings":
-    from sparsync_lab.compare.settings import TIMEOUT_S, TIMEOUT_UNDER_FAULTS_S, CompareSettings
-    from sparsync_lab.faults.plan import parse_faults
+    from sparsync_lab.compare.settings import CompareSettings
 
-    faults = parse_faults(options.fault, options.chaos, options.faults_until)
-    usual_s = TIMEOUT_UNDER_FAULTS_S if faults else TIMEOUT_S
     return CompareSettings(
         schemes=_choices(options, (options.ranks,)),
         **_training(options),
@@ -464,8 +455,7 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
         target=options.target,
         eval_every=options.eval_every,
         bucket_mb=options.bucket_mb,
-        timeout_s=usual_s if options.timeout is None else options.timeout,
-        faults=faults,
+        timeout_s=options.timeout,
     )
 
 

@@ -96,11 +96,10 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--timeout",
         type=positive,
-        default=None,
+        default=120.0,
         metavar="S",
-        help="timeout of an operation between ranks (default: 120; with faults 30, after which one that is silent counts as lost)",
+        help="timeout of an operation between ranks (default: 120)",
     )
-    add_fault_options(parser, "each scheme gets them, in seconds since its first step")
     add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
     add_within(parser)
     add_csv(parser)

@@ -80,10 +80,6 @@ def _minutes(seconds: float) -> str:
     return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
 
 
-def _fault(message: Message) -> str:
-    return f"{message['seconds']:.1f} s, {message['name']}: {message['what']}"
-
-
 class _ComparisonLines:
     def __init__(self, clock: _Clock, names: Mapping[str, str], metric: str) -> None:
         self._clock, self._names, self._metric = clock, names, metric
@@ -93,8 +89,6 @@ class _ComparisonLines:
         kind = message["kind"]
         if kind == "scheme":
             self._clock.begin()
-        elif kind == "fault":
-            print(_fault(message), file=sys.stderr, flush=True)
         elif kind == "quality":
             print(
                 f"[{self._clock.number}/{self._clock.trainings}] {self._names[message['scheme']]}  "
@@ -132,8 +126,6 @@ class _Bars:
             self._bars.update(
                 self._task, completed=step, count=f"{step}/{steps}", loss=f"{message['loss']:.3f}", time=told
             )
-        elif kind == "fault":
-            self._bars.console.print(_fault(message), markup=False, highlight=False)
         elif kind == "quality":
             self._bars.update(self._task, quality=f"{message['value']:.2f}")
 

@@ -50,13 +50,6 @@ _METHOD = (
     "interface, framing and acknowledgements included. The least time of a link is payload x 8 / rate.",
 )
 
-_UNDER_FAULTS = (
-    "With faults training time is that since the first step, pauses included, and stands still while a rank evaluates for all. Loss and "
-    "bytes of a step are means over the ranks that took it; its times are those of the first rank. The pause after a fault is the longest "
-    "time with less than a third of the usual steps that began before the next one. A step by fewer ranks than began brings fewer samples "
-    "into the weights. Compute was measured while all ranks began, not all at the same step."
-)
-
 
 def report(folder: Path, run: str | None = None, within: float = WITHIN, csv: Path | None = None) -> tuple[Path, ...]:
     """Write four PNG images and report.html into `folder`, then print the tables, and return the paths.
@@ -129,7 +122,7 @@ def render(
         lines=lambda head: Markup("<br>").join(escape(line) for line in head.split("\n")),
         remarks=remarks(summary),
         notes=summary.notes,
-        method=[text.format(within=within) for text in (*_METHOD, *([_UNDER_FAULTS] if run.faults else ()))],
+        method=[text.format(within=within) for text in _METHOD],
         command=_command(run.command),
         sections=_sections(summary),
         others=others,

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from sparsync_lab.report import breakdown, curves, marks
+from sparsync_lab.report import breakdown, curves
 from sparsync_lab.report.curves import FAINT, INK
 from sparsync_lab.report.format import (
     behind_text,
@@ -106,19 +106,15 @@ def quality_over_time(summary: RunSummary, figure: Figure, within: float = WITHI
     run, hue = summary.run, hues(summary)
     title = headline(summary, within) or f"{quality_axis(run)} over training time"
     beside = (
-        f"without evaluations; {'shaded: pauses; ' if run.faults else ''}beside a name: "
+        "without evaluations; beside a name: "
         + ("" if run.target is None else f"speed-up over {speed_baseline(summary)}, ")
         + "% behind dense"
     )
     axes = _axes(summary, figure, title, f"{place_text(run)}; {beside}{_band(summary)}")
     named = _is_wide(figure)
-    if run.faults:
-        marks.make_room(axes)
     drawn = [curves.curve(each, _seconds, _name_with_time(summary, each), hue[each.label]) for each in summary.schemes]
-    axes.set_xlabel("seconds since the first step" if run.faults else "seconds of training")
+    axes.set_xlabel("seconds of training")
     curves.draw(axes, run, drawn, named)
-    if run.faults:
-        marks.draw(axes, run, summary.schemes, hue)
 
 
 def quality_over_steps(summary: RunSummary, figure: Figure) -> None:

@@ -18,7 +18,6 @@ from sparsync_lab.labels import PHASES, short_labels
 from sparsync_lab.netlab.delay import Delay
 from sparsync_lab.report.format import bytes_text, delay_text, significant
 from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
-from sparsync_lab.report.under_faults import UnderFaults, under_faults
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 
 DISTURBED = 1.25  # if the computing-only steps of schemes differ by more, the run was disturbed: all compute the same
@@ -137,7 +136,6 @@ class SchemeFigures:
     curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed; bytes are there, see RunSummary
     speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or there is no such baseline
     link_s: float | None  # the least time the link needs for the payload of a step; None over links without limit
-    under_faults: tuple[UnderFaults, ...] = ()  # a seed each, in a run with faults
 
     @property
     def reached(self) -> int:
@@ -243,7 +241,6 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
             curve=tuple(tuple(trace.quality) for trace in traces),
             speedup={base: _speedup(seeds[label], seeds.get(base, ())) for base in BASELINES},
             link_s=_link_s(run, spread(seed.sent_bytes for seed in seeds[label] if seed.sent_bytes is not None)),
-            under_faults=tuple(under_faults(run, trace) for trace in traces) if run.faults else (),
         )
         for label, traces in by_label.items()
     )
@@ -255,14 +252,6 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
         (*notes, *_carried(records), *_notes(schemes)),
     )
     return RunSummary(run, schemes, *about)
-
-
-def named_faults(schemes: Sequence[SchemeFigures]) -> list[tuple[float, str]]:
-    """Return when faults were given, and their names: one that several trainings got at the same second once."""
-    found: dict[tuple[int, str], float] = {}
-    for each in (fault for scheme in schemes for training in scheme.under_faults for fault in training.given):
-        found.setdefault((round(each.seconds), each.name), each.seconds)
-    return sorted((at_s, name) for (_, name), at_s in found.items())
 
 
 def spread(values: Iterable[float]) -> Spread | None:

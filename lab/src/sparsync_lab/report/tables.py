@@ -14,9 +14,7 @@ from sparsync_lab.report.format import (
     significant,
 )
 from sparsync_lab.report.lead import details, first_line, lead
-from sparsync_lab.report.results import GivenFault
-from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread, named_faults, spread
-from sparsync_lab.report.under_faults import UnderFaults
+from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread
 from sparsync_lab.report.verdict import WITHIN, speed_baseline
 from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
 
@@ -43,8 +41,7 @@ def tables(summary: RunSummary) -> tuple[Table, ...]:
     Over several seeds a cell has a second line with the range.
     """
     inside = _inside(summary)
-    disturbed = [_under_faults(summary)] if summary.run.faults else []
-    return (_reached(summary), _sent(summary), _spent(summary), *([inside] if inside else []), *disturbed)
+    return (_reached(summary), _sent(summary), _spent(summary), *([inside] if inside else []))
 
 
 def remarks(summary: RunSummary) -> tuple[str, ...]:
@@ -75,7 +72,6 @@ def remarks(summary: RunSummary) -> tuple[str, ...]:
             "hidden: the share of scheme and communicate that did not make the step longer, because the model computed meanwhile. "
             f"< marks a share that may be noise: computing steps differed by up to {seconds_text(summary.noise_s)} in this run."
         )
-    lines += _faults(summary)
     if any(len(scheme.seeds) > 1 for scheme in summary.schemes):
         lines.append("Over several seeds: the median, and under it the lowest and the highest.")
     return (*lines, *summary.notes)
@@ -187,60 +183,6 @@ def _inside(summary: RunSummary) -> Table | None:
     ]
     title = "Where the time inside a scheme goes, in ms (medians over the steps)"
     return _table(title, columns, recorded) if recorded else None
-
-
-def _under_faults(summary: RunSummary) -> Table:
-    """Return the table of what faults did to each scheme."""
-    batch = summary.run.config.get("batch_size")
-    columns: list[Column] = [
-        ("scheme", lambda scheme: scheme.name),
-        (
-            f"{'samples' if batch else 'batches'} in\nthe weights\nper s",
-            lambda scheme: _of_faults(scheme, lambda each: each.batches_per_s, batch or 1.0),
-        ),
-        ("ranks\n(mean)", lambda scheme: _of_faults(scheme, lambda each: each.mean_ranks)),
-        ("\nmeetings", lambda scheme: _range(len(each.meetings) for each in scheme.under_faults)),
-        ("longest\npause, s", lambda scheme: _of_faults(scheme, lambda each: each.longest_pause_s)),
-        ("paused\nin all, s", lambda scheme: _of_faults(scheme, lambda each: each.paused_s)),
-    ]
-    return _table("What faults did", columns, summary.schemes)
-
-
-def _of_faults(scheme: SchemeFigures, value: Callable[[UnderFaults], float | None], times: float = 1.0) -> str:
-    found = [each for training in scheme.under_faults if (each := value(training)) is not None]
-    return _cell(spread(times * each for each in found), significant)
-
-
-def _faults(summary: RunSummary) -> list[str]:
-    """Return a line for each fault, with the pause of each scheme, and for those that were not given."""
-    lines = []
-    for at_s, name in named_faults(summary.schemes):
-        near = [
-            (scheme, each)
-            for scheme in summary.schemes
-            for training in scheme.under_faults
-            for each in training.given
-            if each.name == name and round(each.seconds) == round(at_s)
-        ]
-        what = near[0][1].what
-        told = [
-            f"{scheme.name} {_pause(each)}{'' if each.what == what else f' ({each.what})'}" for scheme, each in near
-        ]
-        lines.append(
-            f"Fault at {at_s:.1f} s, {name}: {what}. Longest pause that began before the next: {', '.join(told)}."
-        )
-    for scheme in summary.schemes:
-        for training in scheme.under_faults:
-            lines += [
-                f"Fault at {each.seconds:.1f} s, {each.name}: {each.what} ({scheme.name})."
-                for each in training.faults
-                if not each.given
-            ]
-    return lines
-
-
-def _pause(fault: GivenFault) -> str:
-    return f"{fault.pause_s:.1f} s" if fault.pause_s else "no pause"
 
 
 def _seconds(scheme: SchemeFigures, phase: str) -> float:
