@@ -119,7 +119,7 @@ def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas
         assert "because the scheme has its own momentum: dgc:density=0.25 by SGD." in " ".join(printed.split())
     assert "prove nothing" in (tmp_path / "report.html").read_text()
 
-    for name in ("report.html", "quality_over_time.png", "quality_over_bytes.png", "step_breakdown.png"):
+    for name in ("report.html", "quality_over_time.png", "quality_over_steps.png"):
         assert (tmp_path / name).stat().st_size > 1000
         (tmp_path / name).unlink()
     cli.main(["report", str(tmp_path)])  # from the results alone

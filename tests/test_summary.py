@@ -148,7 +148,6 @@ def test_the_components_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: 
     assert seed.hidden_s == 0.0
     assert (seed.sent_bytes, seed.interface_bytes, seed.messages) == (2.5e6, 937.5, 6.0)
     assert found.step_over_compute == Spread(16.0, 16.0, 16.0)
-    assert found.interface_ratio == Spread(0.000375, 0.000375, 0.000375)
     assert seed.union_density == 0.5
 
 
@@ -197,16 +196,15 @@ def test_without_an_interface_bytes_are_those_of_the_payload(tmp_path: Path) -> 
     found = summary(tmp_path, replace(SPARSE, interface_bytes=None))
     assert not found.interface_counted
     assert [point.bytes for point in found.schemes[0].curve[0]] == [1000.0, 2000.0, 3000.0, 4000.0]
-    assert found.schemes[0].target_bytes == Spread(2500.0, 2500.0, 2500.0)
-    assert found.schemes[0].interface_ratio is None
+    assert found.schemes[0].seeds[0].target_bytes == 2500.0
     counted = summary(tmp_path / "counted", SPARSE)
     assert counted.interface_counted
-    assert counted.schemes[0].target_bytes == Spread(3125.0, 3125.0, 3125.0)
+    assert counted.schemes[0].seeds[0].target_bytes == 3125.0
 
 
 def test_a_run_without_target_has_no_times_to_it(tmp_path: Path) -> None:
     found = scheme(tmp_path, SPARSE, DENSE, run=run(target=None))
-    assert (found.target_s, found.target_bytes, found.speedup["dense"]) == (None, None, None)
+    assert (found.target_s, found.seeds[0].target_bytes, found.speedup["dense"]) == (None, None, None)
 
 
 def test_failed_and_interrupted_trainings_are_told_above_all_else_and_others_noted(tmp_path: Path) -> None:

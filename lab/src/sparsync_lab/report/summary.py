@@ -154,23 +154,17 @@ class SchemeFigures:
 
     @property
     def ended(self) -> bool:
-        """It trained to its end with every seed, with exchanges, so that its last quality is that of the scheme at the end."""
-        return all(seed.finished and not seed.exchanged_nothing for seed in self.seeds)
+        """It trained to its end with every seed, with exchanges, and with the same weights on all ranks."""
+        return all(
+            seed.finished and seed.steps and seed.replicas_identical is not False and not seed.exchanged_nothing
+            for seed in self.seeds
+        )
 
     @property
     def target_s(self) -> Spread | None:
         """Seconds to the target; seeds that did not reach it count as infinitely late. None when most did not."""
-        return self._arrival("target_s")
-
-    @property
-    def target_bytes(self) -> Spread | None:
-        return self._arrival("target_bytes")
-
-    @property
-    def interface_ratio(self) -> Spread | None:
-        """Bytes that left the interface over bytes of payload; None without payload or without an interface's count."""
-        pairs = [(seed.interface_bytes, seed.sent_bytes) for seed in self.seeds]
-        return spread(interface / sent for interface, sent in pairs if interface is not None and sent)
+        found = spread(math.inf if seed.target_s is None else seed.target_s for seed in self.seeds)
+        return None if found is None or math.isinf(found.median) else found
 
     @property
     def step_over_compute(self) -> Spread | None:
@@ -180,11 +174,6 @@ class SchemeFigures:
     def over_seeds(self, name: str) -> Spread | None:
         """Return the spread of the field or property `name` of SeedFigures."""
         return spread(value for seed in self.seeds if (value := getattr(seed, name)) is not None)
-
-    def _arrival(self, name: str) -> Spread | None:
-        values = [getattr(seed, name) for seed in self.seeds]
-        found = spread(math.inf if value is None else value for value in values)
-        return None if found is None or math.isinf(found.median) else found
 
 
 @dataclass(frozen=True)
