@@ -422,7 +422,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
 
 
 def test_lists_of_names_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, names in (("schemes", "dense powersgd"), ("workloads", "shakespeare-small fashion")):
+    for command, names in (("schemes", "dense powersgd"), ("workloads", "shakespeare-small movielens")):
         cli.main([command])
         listed, _, cure = capsys.readouterr().out.partition("\n\n")
         starts = {line.index(re.split(r"\S+ +", line, maxsplit=1)[1]) for line in listed.splitlines() if line[0] != " "}
