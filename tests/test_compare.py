@@ -392,10 +392,6 @@ def test_the_command_that_a_new_job_comes_with_runs(tmp_path: Path) -> None:
             ["--seeds", "0,a"],
             "argument --seed/--seeds: takes whole numbers with commas between them, such as 0,1,2, got '0,a'",
         ),
-        (
-            ["--skip", "a"],
-            "argument --skip: takes a number of ranks, such as 1, or a share of them, such as 0.5, got 'a'",
-        ),
         (["--option", "width"], "--option takes KEY=VALUE"),
         (["--option", "widht=3"], "did you mean 'width'?"),
     ],

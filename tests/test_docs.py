@@ -232,8 +232,7 @@ def _check_study(arguments: list[str]) -> None:
 
 def _check_options(options: argparse.Namespace) -> None:
     if schemes := getattr(options, "schemes", None):
-        skip = getattr(options, "skip", None)
-        parse_schemes(schemes, getattr(options, "density", 0.01), skip, ORACLE)
+        parse_schemes(schemes, getattr(options, "density", 0.01), ORACLE)
     workload = getattr(options, "workload", None)
     if workload and workload != "JOB" and "clip_norm=C" not in getattr(options, "option", ()):
         workloads.get(workload, **cli._workload_options(options))
