@@ -177,8 +177,8 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Networ
     try:
         if choice.local is None:
             return advice.step(choice.label, scheme, probe, backward, network=network)
-        around = advice.local_step if choice.steps == "local_steps" else advice.adamw_step
-        return around(choice.label, scheme, probe, backward, choice.local, network)
+        steps = "local_steps" if choice.steps == "local_steps" else "adamw_steps"
+        return advice.step_around(steps, choice.label, scheme, probe, backward, choice.local, network)
     except advice.MissingKernelError as error:
         raise ValueError(f"{choice.label}: {error}, or leave this method out of --schemes") from error
 

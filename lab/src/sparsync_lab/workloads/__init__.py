@@ -102,10 +102,6 @@ WORKLOADS: dict[str, WorkloadEntry] = {
             "learning_rate": 4e-4,
         },
     ),
-    "prose": WorkloadEntry(
-        "sparsync_lab.workloads.byte_level:Prose",
-        "byte-level transformer on the addresses on the State of the Union, 1.03 M parameters, AdamW, bits per byte",
-    ),
     "movielens": WorkloadEntry(
         "sparsync_lab.workloads.movielens:MovieLens",
         "recommender NeuMF on MovieLens-100K, 1.52 M parameters, hit rate at 10",
