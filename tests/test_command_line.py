@@ -22,12 +22,9 @@ from helpers.made_results import BF16, DENSE, SPARSE, run, write
 from sparsync.kernels import dispatch
 from sparsync_lab import cli, environment
 from sparsync_lab.doctor import command, trial
-from sparsync_lab.predict import probe_file
-from sparsync_lab.probe import command as probe
 from sparsync_lab.report.page import report
 from sparsync_lab.slow_kernels import SLOW_KERNELS
 from sparsync_lab.terminal import wrapped
-from test_advice import PROBE
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
 
@@ -152,16 +149,6 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     assert re.search(
         r"cannot write .*; choose another (file |folder )?with --(out|csv|plot|json)", capsys.readouterr().err
     )
-
-
-def test_a_probe_is_written_before_its_tables_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(found: object) -> None:
-        raise ImportError("rich")
-
-    monkeypatch.setattr(probe, "_print", failing)
-    with pytest.raises(ImportError):
-        probe._finish(probe_file.text(PROBE), tmp_path / "probe.toml")
-    assert probe_file.read(tmp_path / "probe.toml") == PROBE
 
 
 # doctor

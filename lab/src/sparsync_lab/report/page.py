@@ -50,13 +50,12 @@ def report(folder: Path, within: float = WITHIN, csv: Path | None = None) -> tup
     dense's quality its choice may be. `csv`: a file for the numbers of each training. Raises ValueError when the folder holds no such
     results, RuntimeError when it cannot be written.
     """
-    results = read(folder)
-    summary = _newest(results)
+    summary = _newest(read(folder))
     from sparsync_lab.report.plots import pictures  # loads matplotlib
 
     try:
         drawn = pictures(summary, within)
-        page = render(summary, drawn, _others(results, summary, within), within)
+        page = render(summary, drawn, within)
         images = {f"{name}.png": picture for name, picture in drawn.items()}
         written = _write(Path(folder), {**images, PAGE: page.encode()})
         if csv is not None:
@@ -84,7 +83,6 @@ def check(folder: Path) -> None:
 def render(
     summary: RunSummary,
     pictures: Mapping[str, bytes],
-    others: Sequence[Mapping[str, str]] = (),
     within: float = WITHIN,
 ) -> str:
     """Return the page as HTML that needs no other file: images inside, no script, nothing loaded from anywhere."""
@@ -111,7 +109,6 @@ def render(
         method=[text.format(within=within) for text in _METHOD],
         command=_command(run.command),
         sections=_sections(summary),
-        others=others,
     )
 
 
@@ -123,15 +120,6 @@ def _newest(results: Results) -> RunSummary:
         return summarise(newest, results.notes)
     note = f"The newest run, {newest.run.run}, recorded no training; this is the one before it that did."
     return summarise(trained[-1], (*results.notes, note))
-
-
-def _others(results: Results, shown: RunSummary, within: float) -> list[dict[str, str]]:
-    """Return the other runs of the file, newest first, with a sentence for each."""
-    return [
-        {"run": records.run.run, "text": f"{records.run.time}: {' '.join(sentences(summarise(records), within))}"}
-        for records in reversed(results.runs)
-        if records.run.run != shown.run.run
-    ]
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
