@@ -220,12 +220,12 @@ def test_the_page_has_everything_that_is_needed_to_make_it_again(tmp_path: Path)
     html = page(found)
     for entry in (
         "<pre>sparsync compare \\\n  --target 150 \\\n  --out &#39;my results&#39;</pre>",
-        "<dt>link</dt><dd>8mbit</dd>",
-        "<dt>data.words</dt><dd>3</dd>",
-        "<dt>torch</dt><dd>2.13.0</dd>",
-        "<dt>commit</dt><dd>null</dd>",
-        "<dt>cpu</dt><dd>a processor</dd>",
-        "<dt>topk</dt><dd>name = topk</dd>",
+        *(
+            "&#34;link&#34;: &#34;8mbit&#34;",
+            "&#34;words&#34;: 3",
+            "&#34;commit&#34;: null",
+            "&#34;cpu&#34;: &#34;a processor&#34;",
+        ),
         "2024-02-29T12:00:00+00:00",
     ):
         assert entry in html

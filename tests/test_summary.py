@@ -194,11 +194,9 @@ def test_links_without_limit_need_no_least_time(tmp_path: Path) -> None:
 
 def test_without_an_interface_bytes_are_those_of_the_payload(tmp_path: Path) -> None:
     found = summary(tmp_path, replace(SPARSE, interface_bytes=None))
-    assert not found.interface_counted
     assert [point.bytes for point in found.schemes[0].curve[0]] == [1000.0, 2000.0, 3000.0, 4000.0]
     assert found.schemes[0].seeds[0].target_bytes == 2500.0
     counted = summary(tmp_path / "counted", SPARSE)
-    assert counted.interface_counted
     assert counted.schemes[0].seeds[0].target_bytes == 3125.0
 
 

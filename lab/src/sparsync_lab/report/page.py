@@ -3,10 +3,9 @@
 import json
 import shlex
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from sparsync_lab.report.choice import WITHIN, failure, sentences
 from sparsync_lab.report.format import place_text
@@ -108,7 +107,7 @@ def render(
         notes=summary.notes,
         method=[text.format(within=within) for text in _METHOD],
         command=_command(run.command),
-        sections=_sections(summary),
+        settings=_settings(summary),
     )
 
 
@@ -142,27 +141,10 @@ def _command(argv: Sequence[str]) -> str:
     return " ".join(f"{_NEXT_LINE if word.startswith('--') else ''}{word}" for word in words)
 
 
-def _sections(summary: RunSummary) -> list[dict[str, Any]]:  # Any: a title and its entries, for the template
+def _settings(summary: RunSummary) -> str:
+    """Return all settings of the run as JSON, to be read."""
     run = summary.run
-    schemes = [
-        (scheme.label, ", ".join(f"{key} = {value}" for key, value in _flat(scheme.config)))
-        for scheme in summary.schemes
-    ]
-    return [
-        {"title": "Schemes", "entries": schemes},
-        {"title": "Configuration", "entries": list(_flat({**run.config, "schemes": len(schemes)}))},
-        {"title": "Workload", "entries": list(_flat(run.workload))},
-        {"title": "Versions", "entries": list(_flat(run.versions))},
-        {"title": "Machine", "entries": list(_flat(run.machine))},
-    ]
-
-
-def _flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:  # Any: JSON
-    """Yield the entries of a nested mapping by dotted name, as text."""
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        elif isinstance(value, str):
-            yield above + key, value
-        else:
-            yield above + key, json.dumps(value)
+    schemes = {scheme.label: scheme.config for scheme in summary.schemes}
+    config = {**run.config, "schemes": len(schemes)}
+    parts = {"schemes": schemes, "configuration": config, "workload": run.workload}
+    return json.dumps({**parts, "versions": run.versions, "machine": run.machine}, indent=1)

@@ -192,7 +192,6 @@ class RunSummary:
     run: Run
     schemes: tuple[SchemeFigures, ...]
     dense_link_s: float | None  # the least time the link needs for a step's gradient as float32; None without a limit
-    interface_counted: bool  # True: bytes over a run are those of the interface; False: of the payload
     noise_s: float  # by how much the computing steps of the trainings differ, though all compute the same
     banners: tuple[Banner, ...]
     notes: tuple[str, ...]
@@ -235,7 +234,6 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
     )
     about = (
         _dense_link_s(run),
-        counted,
         _noise_s(schemes),
         tuple(_banners(run, schemes)),
         (*notes, *_carried(records), *_notes(schemes)),
