@@ -123,17 +123,13 @@ def test_seeds_that_miss_the_target_count_as_infinitely_late(tmp_path: Path) -> 
     assert scheme(tmp_path / "most", made[0], *most_missed, *dense).target_s is None
 
 
-def test_seeds_that_bound_a_speed_up_from_both_sides_leave_it_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late_dense", [0, 1])
+def test_seeds_that_bound_a_speed_up_from_both_sides_or_not_at_all_leave_it_unknown(
+    tmp_path: Path, late_dense: int
+) -> None:
     late = (400.0, 300.0)
     sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
-    dense = [replace(DENSE, seed=0, values=late), replace(DENSE, seed=1)]
-    assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
-
-
-def test_one_seed_without_a_speed_up_leaves_that_of_all_unknown(tmp_path: Path) -> None:
-    late = (400.0, 300.0)
-    sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
-    dense = [replace(DENSE, seed=0), replace(DENSE, seed=1, values=late)]
+    dense = [replace(DENSE, seed=seed, values=late if seed == late_dense else DENSE.values) for seed in (0, 1)]
     assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
 
 

@@ -110,7 +110,13 @@ def _set_x(axes: Axes, curves: Sequence[Curve], widths: Sequence[float]) -> None
     else:
         axes.set_xlim(0, last)
         places = [end / last for end in ends]
-    make_room(axes, places, [width + _POLE + 2 * _GAP for width in widths])
+    # No narrower than half of what they are: a name that is wider is cut off.
+    box, whole = axes.get_position(), axes.bbox.width
+    fits = [
+        (whole - width - _POLE - 2 * _GAP) / place for place, width in zip(places, widths, strict=True) if place > 0
+    ]
+    room = min(fits, default=whole)
+    axes.set_position((box.x0, box.y0, box.width * min(1.0, max(0.5, room / whole)), box.height))
 
 
 def _set_x_ticks(axes: Axes, apart: float) -> None:
@@ -145,18 +151,6 @@ def _apart(ticks: Sequence[float], pixel: Callable[[float], float], least: float
 
 def _written(tick: float, is_round: bool) -> str:
     return f"{round(tick, 10):g}" if is_round or tick == round(tick) else significant(tick)
-
-
-def make_room(axes: Axes, places: Sequence[float], widths: Sequence[float]) -> None:
-    """Make the axes so narrow that a text of each width, in pixels, fits to the right of its place, a share of the axis.
-
-    No narrower than half of what they are: a text that is wider is cut off.
-    """
-    box, whole = axes.get_position(), axes.bbox.width
-    room = min(
-        ((whole - width) / place for place, width in zip(places, widths, strict=True) if place > 0), default=whole
-    )
-    axes.set_position((box.x0, box.y0, box.width * min(1.0, max(0.5, room / whole)), box.height))
 
 
 def _set_y(axes: Axes, run: Run, curves: Sequence[Curve], room: float) -> None:

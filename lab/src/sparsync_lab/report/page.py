@@ -3,7 +3,7 @@
 import json
 import shlex
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from sparsync_lab.report.tables import as_text, remarks, tables
 from sparsync_lab.terminal import manner
 
 PAGE = "report.html"
-_NEXT_LINE = "\\\n  "  # of a command
 _ALT = {
     "quality_over_time": "Quality over training time, a curve for each scheme",
     "quality_over_steps": "Quality over training steps, a curve for each scheme",
@@ -106,7 +105,7 @@ def render(
         remarks=remarks(summary),
         notes=summary.notes,
         method=[text.format(within=within) for text in _METHOD],
-        command=_command(run.command),
+        command=shlex.join(["sparsync", *run.command[1:]]),
         settings=_settings(summary),
     )
 
@@ -133,12 +132,6 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
             ) from error
         written.append(path)
     return tuple(written)
-
-
-def _command(argv: Sequence[str]) -> str:
-    """Return the command as a user types it: the program by its name, not by its path, and a line for each option."""
-    words = [shlex.quote(word) for word in (Path(argv[0]).name, *argv[1:])] if argv else []
-    return " ".join(f"{_NEXT_LINE if word.startswith('--') else ''}{word}" for word in words)
 
 
 def _settings(summary: RunSummary) -> str:

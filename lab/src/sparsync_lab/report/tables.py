@@ -8,6 +8,7 @@ from sparsync_lab.report.format import (
     behind_text,
     bytes_text,
     percent,
+    place_text,
     quality_text,
     ratio_text,
     seconds_text,
@@ -21,7 +22,7 @@ Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell o
 
 def tables(summary: RunSummary) -> tuple[Table, Table]:
     """Return the tables of what schemes reached and of where the time of a step goes."""
-    return reached(summary, "What each scheme reached"), _spent(summary)
+    return reached(summary, f"What each scheme reached: {place_text(summary.run)}"), _spent(summary)
 
 
 def reached(summary: RunSummary, title: str, name: Callable[[SchemeFigures], str] = lambda each: each.name) -> Table:
