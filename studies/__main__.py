@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sparsync_lab.cli_options import add_delay_options, positive
-from sparsync_lab.cli_parser import Command, Formatter, Parser, add_commands, example, run_command
+from sparsync_lab.cli_options import add_named, positive
+from sparsync_lab.cli_parser import Command, parser_of, run_command
 from sparsync_lab.simulate.command import write
 from sparsync_lab.writable import check_file
 
@@ -48,16 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_command(parser(), argv)
 
 
-def parser() -> Parser:
+def parser() -> argparse.ArgumentParser:
     """Return the parser of all studies."""
-    made = Parser(
-        prog="python -m studies",
-        description="What makes the figures of the pages.",
-        epilog=example("python -m studies bench kernels"),
-        formatter_class=Formatter,
+    commands = _commands() | {name: _part(name, about) for name, about in PARTS.items()}
+    return parser_of(
+        "python -m studies", "What makes the figures of the pages.", "python -m studies bench kernels", commands
     )
-    add_commands(made, _commands() | {name: _part(name, about) for name, about in PARTS.items()})
-    return made
 
 
 def _commands() -> dict[str, Command]:
@@ -100,7 +96,7 @@ def _add_campaign_options(parser: argparse.ArgumentParser) -> None:
     add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
     add("--timeout", type=positive, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
     add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
-    add_delay_options(parser)
+    add_named(parser, "--delay --jitter")
     add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
     add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
 

@@ -30,8 +30,8 @@ ELEMENTS = 20_000
 DENSITY = 0.01
 # What settings alone determine, the same in each step.
 SETTLED = (
-    "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,in_turn,skip_reduce,skip_reduce:form=direct,random_k,quantized,powersgd,"
-    "dgc:warmup_steps=0,sparse_loco,demo,cltk,gtopk"
+    "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,in_turn,skip_reduce,skip_reduce:form=direct,quantized,powersgd,"
+    "dgc:warmup_steps=0,sparse_loco,demo,gtopk"
 )
 # The same after a first step.
 WARMED_UP = "onebit_adam:warmup_steps=1,auto_protect:observe_steps=1"

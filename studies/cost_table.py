@@ -29,7 +29,7 @@ SCHEMES = (
     "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,in_turn,skip_reduce,"
     "auto_protect:observe_steps=1,micro,micro:values=int4,micro.published,exdyna,exdyna:values=int4,exdyna.published,oktopk,"
     "oktopk:values=int4,oktopk.published,quantized,int4,powersgd,loco,sparse_loco,demo,onebit_adam:warmup_steps=1,dgc:warmup_steps=0,"
-    "random_k,ring_pruning,random_pruning,topk_dsa,cltk,gtopk"
+    "ring_pruning,topk_dsa,gtopk"
 )
 WORD_NBYTES = 4
 

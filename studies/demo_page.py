@@ -16,10 +16,11 @@ from PIL import Image
 
 from sparsync_lab import cli
 from sparsync_lab.demo import HALVES as DEMO
-from sparsync_lab.demo import PICTURE, commands, table
+from sparsync_lab.demo import PICTURE, commands
 from sparsync_lab.report.plots import ORIGIN
 from sparsync_lab.report.results import read
 from sparsync_lab.report.summary import summarise
+from sparsync_lab.report.tables import reached
 from sparsync_lab.terminal import Table, markdown
 from studies import parts
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
             origin = json.loads(image.info[ORIGIN])
         elements = found.run.workload["parameters"]
         title = f"{half.title}, {elements / 1e6:.2f} M parameters"
-        shown = markdown(without(table(title, found, lambda scheme: scheme.label), LESS))
+        shown = markdown(without(reached(found, title, lambda scheme: scheme.label), LESS))
         page = PAGES[half.folder]
         link = os.path.relpath(picture, Path(page).parent)
         warned = "".join(f"\n\n{each.text.capitalize()} {each.why}" for each in found.banners)

@@ -398,18 +398,20 @@ def test_dense_does_not_deviate_and_a_scheme_that_holds_back_does() -> None:
         deviations(job, 0, replace(stream, values=stream.values[:5]), parse_schemes("dense", 0.01), 20)
 
 
+ONE_BUCKET = Backward("made", 0.001, 0.002, 0.0, (ReadyBucket(2000, 0.002),))
+
+
 def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "probe.toml"
-    probe_file.write(PROBE, path)
-    model = ["--parameters", "2000", "--forward-ms", "1", "--backward-ms", "2"]
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk", *model])
+    probe_file.write(replace(PROBE, backward=ONE_BUCKET), path)
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk"])
     said = capsys.readouterr().out
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
     assert "not known" in said
     assert "~: the probe has no buckets of dense, bf16, topk" in said
     assert "guesses" not in said
     assert "is not known without --gradients" in said
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", "--json", "-"])
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"]["label"] == "bf16"
     assert found["steps"]["dense"]["step_s"] > found["steps"]["bf16"]["step_s"]
@@ -419,13 +421,12 @@ def test_a_probe_of_the_slow_reference_kernels_gives_a_banner_and_no_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "probe.toml"
-    probe_file.write(replace(PROBE, group=replace(PROBE.group, kernels="reference")), path)
-    model = ["--parameters", "2000", "--forward-ms", "1", "--backward-ms", "2"]
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk", *model])
+    probe_file.write(replace(PROBE, backward=ONE_BUCKET, group=replace(PROBE.group, kernels="reference")), path)
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk"])
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("!!! THE SLOW REFERENCE KERNELS RAN IN THE PROBE")
     assert said.endswith("The probe ran on the slow reference kernels, so it does not show which method to use.")
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", "--json", "-"])
     assert json.loads(capsys.readouterr().out)["verdict"]["label"] == ""
 
 
@@ -449,76 +450,28 @@ def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it()
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--bucket-mb", "1"], "--bucket-mb 1.0 changes nothing: the model in "),
-        (["--optimizer-ms", "5000"], "--optimizer-ms 5000.0 changes nothing: the model in "),
-        (
-            ["--seed", "0"],
-            "--seed 0 changes nothing: it is of the training whose gradients are replayed; leave it out, or",
-        ),
-        (
-            ["--steps", "9"],
-            "--steps 9 changes nothing: it is of the training whose gradients are replayed; leave it out, or",
-        ),
-        (
-            ["--option", "width=3"],
-            "--option width=3 changes nothing: it is of a workload, and there is none; leave it out, or",
-        ),
-        (["--data", "here"], "--data here changes nothing: it is of a workload, and there is none; leave it out, or"),
-    ],
-)
-def test_options_that_would_change_nothing_are_refused(
-    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "probe.toml"
-    probe_file.write(replace(PROBE, backward=TWO_BUCKETS), path)
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16"])
-    assert "2000 parameters in 2 buckets" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *more])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ([], "says nothing of a model"),
-        (["--steps", "0"], "--steps: takes a whole number above 0, got '0'"),
-        (
-            ["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "dense,bf16,dense"],
-            "names one twice",
-        ),
-        (["--parameters", "10"], "says nothing of a model"),
-        (["--parameters", "0", "--forward-ms", "1", "--backward-ms", "1"], "--parameters must be at least 1"),
-        (["--parameters", "9", "--forward-ms", "nan"], "--forward-ms: takes a finite number of 0 or more, got 'nan'"),
-        (["--parameters", "9", "--optimizer-ms", "-1"], "--optimizer-ms: takes a finite number of 0 or more, got '-1'"),
-        (["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "topk"], "needs dense and bf16"),
-        (
-            ["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--gradients", "g.pt"],
-            "--gradients needs --workload",
-        ),
+        (["--steps", "x"], "--steps: invalid int value: 'x'"),
+        (["--option", "width=3"], "--option and --data are of a workload, and there is none; name one with --workload"),
+        (["--schemes", "dense,bf16,dense"], "names one twice"),
+        (["--schemes", "topk"], "needs dense and bf16"),
+        (["--gradients", "g.pt"], "--gradients needs --workload"),
     ],
 )
 def test_wrong_arguments_are_said_so(
     more: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "probe.toml"
-    probe_file.write(PROBE, path)
-    with pytest.raises(SystemExit) as ended:
-        main(["advise", "--probe", str(path), *more])
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
-def test_a_model_has_times_that_are_finite_and_not_negative(wrong: float) -> None:
-    right = (10, 25.0, 0.0, 0.0, 0.0)
-    command.even_backward(*right)
-    for place, name in enumerate(("--bucket-mb", "--forward-ms", "--backward-ms", "--optimizer-ms"), start=1):
-        with pytest.raises(ValueError, match=f"{name} must be finite"):
-            command.even_backward(right[0], *(wrong if at == place else each for at, each in enumerate(right) if at))
+    for probe, words, said in (
+        (PROBE, [], "says nothing of a model"),
+        (replace(PROBE, backward=TWO_BUCKETS), more, expected),
+    ):
+        probe_file.write(probe, path)
+        with pytest.raises(SystemExit) as ended:
+            main(["advise", "--probe", str(path), *words])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_probes_of_jobs_have_the_buckets_of_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync_lab.workloads import byte_text, linux_source, state_of_the_union
-from sparsync_lab.workloads.byte_level import Code, Prose
+from sparsync_lab.workloads import byte_text, linux_source
+from sparsync_lab.workloads.byte_level import Code
 from sparsync_lab.workloads.byte_text import ByteText, is_held_out, prepared, read, split
 from sparsync_lab.workloads.store import DataMissingError, cache_folder, sha256
 
@@ -30,7 +30,6 @@ TREE = {  # of a source tree, below its top folder
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     linux_source.source_text.cache_clear()
-    state_of_the_union.addresses.cache_clear()
     return cache_folder()
 
 
@@ -181,44 +180,39 @@ def test_a_fetched_package_is_prepared_and_its_version_told(
 
 
 def test_jobs_on_other_texts_or_versions_describe_themselves_otherwise(tmp_path: Path) -> None:
-    for kind, suffix in ((Code, "c"), (Prose, "txt")):
-        folder = tmp_path / kind.__name__
-        write(folder, {f"a.{suffix}": b"one"})
-        before = kind(data=str(folder), context=2).describe()
-        write(folder, {f"a.{suffix}": b"two"})
-        linux_source.source_text.cache_clear()
-        state_of_the_union.addresses.cache_clear()
-        after = kind(data=str(folder), context=2).describe()
-        assert before["data"].pop("sha256") != after["data"].pop("sha256")
-        assert before == after
+    write(tmp_path, {"a.c": b"one"})
+    before = Code(data=str(tmp_path), context=2).describe()
+    write(tmp_path, {"a.c": b"two"})
+    linux_source.source_text.cache_clear()
+    after = Code(data=str(tmp_path), context=2).describe()
+    assert before["data"].pop("sha256") != after["data"].pop("sha256")
+    assert before == after
 
 
-def test_without_the_package_managers_the_errors_name_every_cure(
+def test_without_the_package_manager_the_error_names_every_cure(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linux_source, "INSTALLED", tmp_path / "none" / linux_source.INSTALLED.name)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for job, command in ((Code(), "apt-get"), (Prose(), "npm")):
-        with pytest.raises(DataMissingError) as caught:
-            job.prepare()
-        for cure in (f"{command} cannot be run", str(empty_cache), "--data FOLDER"):
-            assert cure in str(caught.value)
+    with pytest.raises(DataMissingError) as caught:
+        Code().prepare()
+    for cure in ("apt-get cannot be run", str(empty_cache), "--data FOLDER"):
+        assert cure in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         (None, "--data must name a folder"),
-        ({"a.md": b"x"}, r"has no \.(c or \.h|txt) file"),
-        ({"a.c": b"x" * 99, "a.txt": b"x" * 99}, "too short for windows of 64 bytes .* 0 held out"),
+        ({"a.md": b"x"}, r"has no \.c or \.h file"),
+        ({"a.c": b"x" * 99}, "too short for windows of 64 bytes .* 0 held out"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, files: dict[str, bytes] | None, message: str) -> None:
     if files is not None:
         write(tmp_path / "text", files)
-    for kind in (Code, Prose):
-        with pytest.raises(ValueError, match=message):
-            kind(data=str(tmp_path / "text")).prepare()
+    with pytest.raises(ValueError, match=message):
+        Code(data=str(tmp_path / "text")).prepare()
 
 
 def test_a_file_that_is_no_prepared_text_is_refused(tmp_path: Path) -> None:
@@ -228,23 +222,13 @@ def test_a_file_that_is_no_prepared_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_batch_is_of_numbers_that_an_embedding_takes(tmp_path: Path) -> None:
-    files = {"a.txt": bytes(range(256)), "b.txt": bytes(range(256))}
+    files = {"a.c": bytes(range(256)), "b.c": bytes(range(256))}
     text = byte_text.split(files, "", 10**9)
     assert text.training.numel() == 512
-    job = Prose(data=str(write(tmp_path, files)), context=8, batch_size=4)
+    job = Code(data=str(write(tmp_path, files)), context=8, batch_size=4)
     batch = job.batch(0, 0, 0, 1)
     assert batch.input.dtype == torch.int64
     assert torch.equal((batch.input + 1) % 256, batch.target)
-
-
-@pytest.mark.slow
-def test_the_addresses_are_whole() -> None:
-    try:
-        described = Prose().describe()["data"]
-    except DataMissingError as error:
-        pytest.skip(str(error))
-    assert described["files"] == {"training": 221, "held_out": 12}
-    assert sum(described["bytes"].values()) == 10_761_413
 
 
 @pytest.mark.skipif(

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from helpers.resized import check_resized
 from helpers.stepped import SHAPES, Stepped
-from sparsync import LocalWorld, MiCRO, TopK
+from sparsync import Dense, LocalWorld, MiCRO, TopK
 from sparsync.attached import checkpoint
 from sparsync.comm.local import LocalComm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import state_file
 from sparsync.schemes import PerParameter
 from sparsync_lab.rivals.dgc import DGC
-from sparsync_lab.rivals.random_k import RandomK
 
 OTHER = {"weight": (4, 5), "head": (7,)}
 
@@ -424,5 +423,5 @@ def test_the_velocity_of_dgc_is_redistributed_as_residuals_are() -> None:
 
 
 def test_schemes_without_a_residual_are_saved_too(tmp_path: Path) -> None:
-    saved(tmp_path, scheme=RandomK(0.5, unbiased=True))
-    assert checkpoint.load(fresh(scheme=RandomK(0.5, unbiased=True)), tmp_path) == 2
+    saved(tmp_path, scheme=Dense())
+    assert checkpoint.load(fresh(scheme=Dense()), tmp_path) == 2

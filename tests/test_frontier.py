@@ -30,7 +30,7 @@ LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
 
 
 def made(schemes: str = "dense,topk:density=0.2", **settings: object) -> FrontierStudy:
-    return FrontierStudy(parse_schemes(schemes, 0.2, None, ORACLE), LINE_FIT, **settings)  # pyright: ignore[reportArgumentType]
+    return FrontierStudy(parse_schemes(schemes, 0.2, ORACLE), LINE_FIT, **settings)  # pyright: ignore[reportArgumentType]
 
 
 def pretended(quality: Callable[[SchemeChoice, Key], float]) -> Callable[..., Finished]:
@@ -281,7 +281,7 @@ def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
 
 
 def test_the_names_say_what_is_published_and_what_is_ours() -> None:
-    asked = parse_schemes("dense,bf16,topk,micro,micro.published,diloco,oracle", 0.01, None, ORACLE)
+    asked = parse_schemes("dense,bf16,topk,micro,micro.published,diloco,oracle", 0.01, ORACLE)
     assert [kind(choice, OURS) for choice in asked] == [
         *("baseline", "baseline", "published", "ours", "published", "published", "limit")
     ]
@@ -362,7 +362,7 @@ def test_a_training_that_fails_is_told_and_the_others_go_on(tmp_path: Path, caps
 
 @pytest.mark.parametrize(("every", "exchanges"), [(4, 1), (5, 0)])
 def test_local_steps_that_end_before_an_exchange_is_due_exchanged_nothing(every: int, exchanges: int) -> None:
-    (choice,) = parse_schemes(f"local_steps(every={every})/dense", 0.2, None)
+    (choice,) = parse_schemes(f"local_steps(every={every})/dense", 0.2)
     key = Key("", "", ranks=2, steps=4, seed=0, rate=1.0)
     done = study.train(f"{PLAIN_JOBS}:Least", {}, choice, key)
     assert done.trained.exchanges == exchanges
@@ -389,7 +389,7 @@ def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None
 
 def test_a_state_is_kept_after_a_step_or_more(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--checkpoint-every must be at least 1 step, got 0"):
-        frontier(made(), Outputs(tmp_path), 1, OURS, [], checkpoint_every=0)
+        frontier(made(), Outputs(tmp_path), 1, [], checkpoint_every=0)
 
 
 @pytest.mark.slow
@@ -460,7 +460,7 @@ def test_a_device_is_part_of_a_key_and_a_missing_gpu_is_said(
 def test_a_training_on_a_gpu_ends_about_where_one_on_the_cpu_does(name: str, scheme: str, tmp_path: Path) -> None:
     ends = []
     for device in ("cpu", "cuda"):
-        chosen = parse_schemes(f"dense,{scheme}" if scheme != "dense" else scheme, 0.2, None, ORACLE)
+        chosen = parse_schemes(f"dense,{scheme}" if scheme != "dense" else scheme, 0.2, ORACLE)
         job = FrontierStudy(chosen, name, steps=(20,), rates=(1.0,), device=device)
         found = complete(job, tmp_path, 1, lambda line: None)
         ends.append([each.end for each in found.values() if each.key.device == device][-1])

@@ -19,7 +19,7 @@ from sparsync_lab.predict.probe_file import Kernel, Latency, Memory, Operation, 
 from sparsync_lab.report import results
 from sparsync_lab.simulate import setup
 from sparsync_lab.traffic import stream
-from sparsync_lab.workloads import idx, shakespeare_text
+from sparsync_lab.workloads import shakespeare_text
 from studies.campaign import records
 
 GROUP = ProbedGroup(4, "gloo", 2, "10 Gbit/s", "cpu", 8, "2.13.0", "2026-11-22T15:00:00+00:00")
@@ -38,7 +38,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     runs.FILE_NAME: lambda file: runs.read(file.parent),
     records.FILE_NAME: lambda file: records.read(file.parent),
     "gradients.pt": stream.recorded,
-    "images-idx3-ubyte": idx.read,
     "play.txt": lambda file: shakespeare_text._folder_texts(file.parent),
 }
 

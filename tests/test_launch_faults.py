@@ -71,23 +71,6 @@ def test_settings_keep_their_faults_and_have_a_link_for_each_that_joins_and_for_
     assert LaunchSettings(("x",), 4, 1e8, 1e8).places == 4
 
 
-@pytest.mark.parametrize(
-    ("faults", "chaos", "sizes"),
-    [
-        (["kill:2@30s", "join@45s"], None, (3, 4)),
-        (["join@10s", "kill:2@30s", "leave:4@50s"], None, (3, 5)),
-        (["freeze:1@5s+1s", "freeze:1@20s+1s"], None, (3, 4)),
-        (["store@5s+1s"], None, (4, 4)),
-        (["join@45s"], 7, (1, 5)),
-    ],
-)
-def test_a_plan_tells_with_how_many_ranks_a_run_may_train(
-    faults: list[str], chaos: int | None, sizes: tuple[int, int]
-) -> None:
-    found = parse_faults(faults, chaos, None).sizes(4)
-    assert (found[0], found[-1]) == sizes
-
-
 def drawn(seed: int, now: Situation, count: int = 200) -> list[Fault | None]:
     chaos = Chaos(seed)
     return [chaos.draw(now) for _ in range(count)]

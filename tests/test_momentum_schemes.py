@@ -9,12 +9,9 @@ from torch import Tensor
 
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Bucket, Report
-from sparsync.testing import check_scheme
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
-from sparsync_lab.rivals.random_k import RandomK
 
 N = 300
 
@@ -126,32 +123,6 @@ def test_each_rank_clips_its_gradient_to_where_a_mean_of_unlike_ones_has_the_nor
     torch.testing.assert_close(reduced(schemes, [small] * P)[0][0], small)
 
 
-@pytest.mark.slow
-def test_random_elements_keep_all_invariants_without_a_residual() -> None:
-    check_scheme(
-        lambda: RandomK(0.1, unbiased=True),
-        complete=lambda: RandomK(1.0, unbiased=True),
-        worlds=(1, 2, 4, 5),
-        without={"scale": "what is written is divided by the density"},
-    )
-
-
-@pytest.mark.slow
-def test_scaled_random_elements_are_right_on_average_and_carry_no_positions() -> None:
-    P, steps = 2, 1000
-    schemes: list[Scheme] = [RandomK(0.23, unbiased=True) for _ in range(P)]
-    total, seen = torch.zeros(N), []
-    for step in range(steps):
-        written, report = reduced(schemes, [torch.ones(N)] * P, step)[0]
-        total += written
-        seen.append(report)
-    (k,) = {report.selected for report in seen}
-    assert k == seen[0].union == int(0.23 * N)
-    assert seen[0].cost == all_reduce_cost(k, 4, P, 0)
-    assert float((total / steps - 1).abs().max()) < 0.3
-    assert float(total.mean() / steps) == pytest.approx(1.0, abs=0.02)
-
-
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
@@ -161,7 +132,6 @@ def test_scaled_random_elements_are_right_on_average_and_carry_no_positions() ->
         (DGC, {"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         (DGC, {"warmup_steps": -1}, "warmup_steps must be 0 or more, got -1"),
         (DGC, {"clip": 0.0}, "clip must be above 0, or None"),
-        (RandomK, {"density": 0.0}, r"density must be in \(0, 1\]"),
     ],
 )
 def test_wrong_settings_are_refused(make: type, settings: dict[str, Any], message: str) -> None:

@@ -34,10 +34,10 @@ EXACT = (
     "two_shot:density=1.0:density_down=0.3,two_shot:density=0.2:density_down=1.0:values_down=float32,"
     "in_turn,in_turn:every=1,in_turn:every=3:values=float32:values_down=bfloat16,in_turn:every=16:values_down=sign,"
     "skip_reduce,skip_reduce:skip=1,skip_reduce:protect=*.bias,skip_reduce:form=direct:mode=naive,"
-    "skip_reduce:form=direct:mode=naive:protect=*.bias,skip_reduce:feedback=true,skip_reduce.published,ring_pruning,random_pruning,"
-    "quantized,quantized:values=sign,int4,powersgd,powersgd:rank=2:factors=int8:least_saving=1.0,random_k,random_k:unbiased=true,"
+    "skip_reduce:form=direct:mode=naive:protect=*.bias,skip_reduce:feedback=true,skip_reduce.published,ring_pruning,"
+    "quantized,quantized:values=sign,int4,powersgd,powersgd:rank=2:factors=int8:least_saving=1.0,"
     "onebit_adam:warmup_steps=1,dgc:warmup_steps=0:density=0.05,sparse_loco,sparse_loco:values=int8:per_tile=9,demo,"
-    "demo:values=int4,cltk,cltk:values=int4,gtopk,gtopk:values=int4"
+    "demo:values=int4,gtopk,gtopk:values=int4"
 )
 NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,skip_reduce:node_size=2:protect=*.bias"
 # What also depends on figures of the step.

@@ -90,20 +90,15 @@ def test_what_was_measured_is_in_its_file_before_a_table_of_it_is_made(
     ("before", "after", "said"),
     [
         ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; measure again"),
-        ("format = 1", "", "format must be 1, got None"),
         ("[latency]", "[latency", "not TOML: .*line"),
         ("ranks = 4\n", "", "group needs ranks; edit it, or measure again"),
         ("ranks = 4", "ranks = 1", "group.ranks must be at least 2, got 1"),
-        ("hosts = 2", "hosts = 0", "group.hosts must be at least 1, got 0"),
-        ("cores = 8", "cores = 0", "group.cores must be at least 1, got 0"),
         ('device = "cpu"', 'device = "tpu"', "group.device must be 'cpu' or 'cuda', got 'tpu'"),
         ("ranks = 4", "ranks = 4.5", "group.ranks must be a whole number, got 4.5"),
-        ("ranks = 4", "ranks = true", "group.ranks must be a whole number, got True"),
         ('backend = "gloo"', "backend = 1", "group.backend must be a text, got 1"),
         ("seconds = 0.5", 'seconds = "fast"', r"operation\[2\].seconds must be a number, got 'fast'"),
         ("seconds = 0.5", "seconds = -1.0", "must be at least 0, got -1.0"),
         ("seconds = 0.5", "seconds = nan", "must be a finite number, got nan"),
-        ("seconds = 0.5", f"seconds = 1{'0' * 400}", "must be a finite number, got 1"),
         ("bytes_per_s = 1.5e+10", "bytes_per_s = 0", "memory.bytes_per_s must be above 0, got 0"),
         ("nbytes = 5000", "nbytes = 1000", "all_gather of 1000 bytes is there 2 times"),
         (
@@ -113,17 +108,11 @@ def test_what_was_measured_is_in_its_file_before_a_table_of_it_is_made(
         ),
         (KERNEL, f"{KERNEL}{KERNEL}", "the kernel select is there 2 times; leave one"),
         (
-            "elements = 10\nready_s",
-            "elements = 0\nready_s",
-            r"backward.bucket\[0\].elements must be at least 1, got 0",
-        ),
-        (
             BUCKETS,
             "bucket = []\n",
             r"backward.bucket must be at least 1 of them, got \[\]",
         ),
         ('kind = "all_reduce"', 'kind = "broadcast"', "must be 'send_recv', .*, got 'broadcast'"),
-        ('kind = "select"', 'kind = "sort"', "must be 'accumulate', .*, got 'sort'"),
         (
             "[memory]",
             "[memorie]",

@@ -157,7 +157,7 @@ def test_a_block_without_a_step_and_a_model_without_parameters_are_errors() -> N
         ),
         (
             ["--option", "width=3"],
-            "--option width=3 changes nothing: it is of a workload, and there is none; leave it out",
+            "--option and --data are of a workload, and there is none; name one with --workload",
         ),
     ],
 )

@@ -83,35 +83,23 @@ def test_a_terminal_gets_a_bar_that_vanishes() -> None:
     assert shown.count("a line") == 1
 
 
-@pytest.mark.slow
-def test_a_comparison_shows_its_phases_on_a_terminal() -> None:
-    messages = [
-        {"kind": "alive"},
-        {"kind": "scheme", "scheme": "topk[a]"},
-        {"kind": "progress", "step": 3, "loss": 1.5},
-        {"kind": "quality", "value": 7.25},
-        {"kind": "alive"},
-        {"kind": "scheme", "scheme": "dense"},
-    ]
-    code = (
-        "from sparsync_lab.compare import progress\nimport time\n"
-        "with progress.shown(['topk[a]', 'dense'], 1, 4, 'perplexity') as display:\n"
-        f"    for message in {messages!r}:\n        time.sleep(0.15); display.update(message)\n"
-    )
-    shown = on_a_terminal(code)
-    for text in ("starting the ranks", "1/2 computing alone", "1/2 topk[a]", "3/4", "7.25", "2/2 computing alone"):
-        assert text in shown
-
-
-def test_a_comparison_without_a_terminal_prints_a_line_for_each_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
-    with comparison.shown(["topk"], 1, 4, "perplexity") as display:
+def test_a_comparison_prints_a_line_for_each_evaluation_and_counts_the_steps_of_all_trainings(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with comparison.shown(["topk", "dense"], 1, 4, "perplexity") as display:
+        clock.now += 3.0
         display.update({"kind": "alive"})
         display.update({"kind": "scheme", "scheme": "topk"})
         display.update({"kind": "progress", "step": 4, "loss": 1.5})
         display.update({"kind": "quality", "scheme": "topk", "step": 4, "value": 7.25, "seconds": 2.0})
+        display.update({"kind": "scheme", "scheme": "dense"})
+        clock.now += 6.0
+        display.update({"kind": "progress", "step": 2, "loss": 1.5})
     assert capsys.readouterr().err.splitlines() == [
         "starting the ranks",
-        "[1/1] topk  step 4/4  perplexity 7.25  2.0 s trained  0:00 left",
+        "steps of all trainings: 0/8  1/2 computing alone",
+        "[1/2] topk  step 4/4  perplexity 7.25  2.0 s trained",
+        "steps of all trainings: 6/8  0:03 left  2/2 dense",
     ]
 
 

@@ -12,18 +12,16 @@ from sparsync import Bucket, GroupComm, LocalWorld, MeteredComm, schemes
 from sparsync.core import Report, Sparse
 from sparsync.schemes.topk_allgather import TopK
 from sparsync.wire import Elements, Raw
-from sparsync_lab.rivals.cltk import CLTk
 from sparsync_lab.rivals.gtopk import GTopK
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 from sparsync_lab.rivals.tree_top_k import cut, rounds, tree_top_k
 
-NAMES = ("cltk", "gtopk", "topk_dsa")
+NAMES = ("gtopk", "topk_dsa")
 
 
 @pytest.mark.parametrize(
     ("make", "config", "told"),
     [
-        (CLTk, {"low_pass": 0.0}, r"low_pass must be in \(0, 1\], .*, got 0.0"),
         (TopKDSA, {"dense_from": 1.5}, r"dense_from must be in \[0, 1\], .*, got 1.5"),
         *[(schemes.get, {"name": name, "density": 0.0}, r"density must be in \(0, 1\]") for name in NAMES],
         *[(schemes.get, {"name": name, "values": "int5"}, "values must be one of .*, got 'int5'") for name in NAMES],
@@ -87,37 +85,6 @@ def test_dsa_sends_less_than_topk_where_ranks_agree() -> None:
         for make in (TopK, TopKDSA)
     ]
     assert sent[1] < 0.5 * sent[0]
-
-
-# ---- CLT-k
-
-
-def test_the_leader_of_cltk_takes_turns_and_chooses_for_all() -> None:
-    P, k = 3, 9
-    steps = run([CLTk(0.1) for _ in range(P)], reals(P, COUNT, 4))
-    assert [step.reports[1].details["leader"] for step in steps] == [0, 1, 2, 0]
-    chosen = steps[0].grads[0].abs().topk(k).indices.sort().values
-    assert torch.equal(steps[0].written[2].nonzero().view(-1), chosen)
-    assert not any(residual[chosen].any() for residual in steps[0].residuals)
-    nbytes = [report.cost.nbytes for report in steps[0].reports]
-    assert nbytes[0] > nbytes[1]  # the leader sends the positions, too
-
-
-def test_the_low_pass_filter_takes_up_a_share_of_what_was_not_sent() -> None:
-    P, beta = 2, 0.25
-    grads = integers(P, COUNT, 2, unit=8)
-    plain = [CLTk(0.1, low_pass=beta) for _ in range(P)]
-    first, second = run(plain, grads)
-    for rank in range(P):
-        before = torch.zeros(COUNT)
-        for step, leader in ((first, 0), (second, 1)):
-            leading = step.grads[leader] + (first.residuals[leader] if step is second else 0)
-            sent = leading.abs().sort(descending=True, stable=True).indices[:9]
-            mask = torch.zeros(COUNT).index_fill_(0, sent, 1.0)
-            m, g = before, step.grads[rank]
-            expected = (1 - beta) * m + beta * (m + g) * (1 - mask)
-            assert torch.equal(step.residuals[rank], expected)
-            before = step.residuals[rank]
 
 
 # ---- gTop-k

@@ -13,14 +13,13 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out, matches
 from sparsync.schemes import AutoProtect, PerParameter
-from sparsync_lab.rivals.random_pruning import RandomPruning
 
 # ---- the registry
 
 
 @pytest.mark.slow
 def test_every_name_makes_a_scheme_that_reduces() -> None:
-    assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning", "random_pruning"} <= set(schemes.names())
+    assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning"} <= set(schemes.names())
     for name in schemes.names():
         for variant in (name, f"{name}.published") if name not in ("two_shot", "in_turn") else (name,):
             step = run([schemes.get(variant) for _ in range(2)], reals(2, COUNT, 1))[0]
@@ -141,9 +140,6 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         "AutoProtect chooses what its scheme protects, got protect=",
     ),
     (SkipReduce, {"divide_by": "contributors", "feedback": True}, 'use divide_by="ranks"'),
-    (RandomPruning, {"drop": 1.0}, r"drop must be in \[0, 1\), the share of ranks each element loses, got 1.0"),
-    (RandomPruning, {"mode": "both"}, "mode must be one of complementary, independent, got 'both'"),
-    (RandomPruning, {"divide_by": "P"}, "divide_by must be one of contributors, ranks, got 'P'"),
 ]
 
 
@@ -186,8 +182,8 @@ def test_one_stateful_scheme_cannot_serve_two_ranks(scheme: Scheme) -> None:
         run([scheme] * 2, reals(2, COUNT, 1))
 
 
-@pytest.mark.parametrize("scheme", [Dense(), RandomPruning()], ids=["dense", "random_pruning"])
-def test_a_scheme_without_state_refuses_one(scheme: Scheme) -> None:
+def test_a_scheme_without_state_refuses_one() -> None:
+    scheme = Dense()
     scheme.load_state_dict({})
     with pytest.raises(
         ValueError,
@@ -204,7 +200,6 @@ def test_published_settings_are_the_authors() -> None:
     assert SkipReduce.ring_pruning(3) == SkipReduce(skip=3, mode="naive", divide_by="ranks", form="ring")
     assert TopK.published(0.1) == TopK(0.1)
     assert Dense.published() == Dense()
-    assert RandomPruning.published(0.25) == RandomPruning(0.25, "complementary", "ranks")
 
 
 @pytest.mark.parametrize(("share", "P", "skip"), [(0.5, 2, 1), (0.5, 5, 2), (0.25, 8, 2), (0.25, 3, 0), (0.99, 4, 3)])
@@ -358,37 +353,6 @@ def test_names_tell_the_wire_type() -> None:
         "bf16",
         "dense_float16",
     ]
-
-
-# ---- RandomPruning
-
-
-@pytest.mark.parametrize(("drop", "P", "lost"), [(0.5, 4, 2), (0.25, 8, 2), (0.375, 8, 3), (0.75, 4, 3), (0.0, 5, 0)])
-def test_complementary_masks_drop_exactly_their_share_of_ranks(drop: float, P: int, lost: int) -> None:
-    for step in run([RandomPruning(drop, divide_by="ranks")] * P, marks(P, COUNT, 3, 24)):
-        total = (step.written[0] * P).long()
-        there = torch.stack([(total & 2**rank) > 0 for rank in range(P)])
-        assert set(there.sum(dim=0).tolist()) == {P - lost}
-        assert lost == 0 or len({tuple(column) for column in there.T.tolist()}) > 1
-
-
-def test_an_element_that_lost_all_ranks_is_zero() -> None:
-    step = run([RandomPruning(0.9, "independent")] * 2, [[torch.ones(1000)] * 2])[0]
-    assert set(step.written[0].tolist()) == {0.0, 1.0}
-    assert step.reports[0].union == int(step.written[0].sum())
-
-
-def test_independent_masks_drop_their_share_on_average() -> None:
-    """Of 40 000 draws at one half, 4 standard deviations are 400."""
-    P, n = 4, 10_000
-    step = run([RandomPruning(0.5, "independent")] * P, [[torch.ones(n)] * P])[0]
-    assert abs(sum(report.selected for report in step.reports) - P * n / 2) < 400
-
-
-def test_pruning_saves_no_traffic() -> None:
-    P = 4
-    pruned, dense = (run([scheme] * P, reals(P, COUNT, 1))[0].counted for scheme in (RandomPruning(0.75), Dense()))
-    assert pruned == dense
 
 
 def test_a_scheme_reduces_the_tensor_it_was_given() -> None:

@@ -6,7 +6,6 @@ import re
 import statistics
 from pathlib import Path
 from typing import get_args
-from xml.etree import ElementTree
 
 import pytest
 
@@ -106,41 +105,17 @@ def test_every_preset_names_its_sources_and_is_predicted(name: str) -> None:
     [
         (("elements = 1048576", "elemnts = 1048576"), r"job has no 'elemnts'.*did you mean 'elements'\?"),
         (("elements = 1048576\n", ""), r"set-up 'own': job needs elements"),
-        (("ranks = 4", 'ranks = "4"'), "ranks must be a whole number, got '4'"),
         (('"job.ranks" = "made up"\n', ""), r"\[sources\] must say where job.ranks is from"),
         (('"job.ranks" =', '"job.rnks" ='), "must say where job.ranks is from"),
         (("[sources]", '[sources]\n"job.unit" = "x"'), "names job.unit, which is not there"),
         (("[network]", "[network]\nranks_per_node = 2"), "2 ranks on a node; give inside_gbit_per_s"),
-        (("[network]", "[nework]"), "no 'nework'"),
         (("[job]", "[job"), "is no TOML"),
-        (("elements = 1048576", "elements = 0"), r"set-up 'own': job.elements must be at least 1, got 0"),
-        (("elements = 1048576", f"elements = {10**400}"), "elements must be at most 1e[+]15, got 1000"),
-        (("elements = 1048576", "elements = 1" + 5000 * "0"), "is no TOML"),
-        (("ranks = 4", "ranks = [4]"), r"ranks must be a whole number, got \[4\]"),
-        (("ranks = 4", "ranks = 10000000"), "ranks must be at most 100,000, got 10000000"),
-        (("forward_s = 1", "forward_s = nan"), "forward_s must be a finite number, got nan"),
-        (("backward_s = 2", "backward_s = inf"), "backward_s must be a finite number, got inf"),
-        (("optimizer_s = 0.5", f"optimizer_s = {10**400}"), "optimizer_s must be a finite number, got 1000"),
-        (("bucket_mb = 0", "bucket_mb = -1"), "bucket_mb must be at least 0, got -1"),
         (("bucket_mb = 0", "bucket_mb = 1e-9"), "bucket_mb = 1e-09 makes over 100,000 buckets"),
-        (("samples = 8", "samples = 0"), "samples must be above 0, got 0"),
         (("samples = 8", "itemsize = 3"), "itemsize must be 2, 4 or 8, got 3"),
-        (("gbit_per_s = 0.008388608", "gbit_per_s = 1e400"), "gbit_per_s must be a finite number, got inf"),
-        (("[network]", "[network]\nefficiency = 1.5"), "efficiency must be at most 1, got 1.5"),
-        (("[network]", "[network]\nranks_per_node = 0"), "ranks_per_node must be at least 1, got 0"),
         (("[network]", "[network]\nranks_per_leaf = 1"), "ranks_per_leaf must be more than the 1 of a node.*, got 1"),
-        (("[network]", '[network]\nall_reduce = "bogus"'), "all_reduce must be 'ring', 'tree' or 'best', got 'bogus'"),
-        (("[network]", '[network]\nrings = "all_gather"'), "rings must be a list, got 'all_gather'"),
-        (("[network]", '[network]\nrings = ["bogus"]'), r"rings\[0\] must be .*'all_gather'.*, got 'bogus'"),
-        (("[network]", "[memory]\ngb_per_s = -1\n[network]"), "gb_per_s must be at least 0, got -1"),
-        (("[network]", "[memory]\ngb = 1\n[network]"), "memory has no 'gb'; it has gb_per_s"),
-        (("every = 10", "every = 0"), r"scheme\[1\].every must be at least 1, got 0"),
         (("every = 10", "delay = 1"), "fragments and delay are of exchanges every few steps"),
         (("every = 10", "every = 10\nfragments = 5\ndelay = 3"), r"delay must be in \[0, 2\].*, got 3"),
-        (("every = 10", "settings = 3"), "settings must be a table, got 3"),
         (('label = "every 10"', 'label = "dense"'), "set-up 'own': .*'dense' is there 2 times"),
-        (('label = "every 10"', 'label = ""'), "label must be at least 1 letter long, got ''"),
-        (('"job.ranks" = "made up"', '"job.ranks" = 3'), "sources.job.ranks must be a text, got 3"),
     ],
 )
 def test_a_set_up_that_cannot_be_says_what_is_wrong(change: tuple[str, str], message: str) -> None:
@@ -188,24 +163,6 @@ def test_options_that_cannot_be_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--list", "--ranks", "7"], "--ranks goes with --preset, got --ranks 7 and --list; leave one of them out"),
-        (["--list", "--gbit", "7"], "--gbit goes with --preset, got --gbit 7.0 and --list; leave one of them out"),
-        (["--list", "--out", "x"], "--out goes with --preset, got --out x and --list"),
-        (["--list", "--json", "-"], "--json goes with --preset, got --json - and --list"),
-    ],
-)
-def test_options_that_would_change_nothing_are_refused(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", *options])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_rings_are_the_kinds_of_exchange_that_have_no_choice_of_their_own() -> None:
     assert {*get_args(setup.Ring), "all_reduce"} == set(get_args(Kind))
 
@@ -226,29 +183,18 @@ def test_a_fat_tree_and_nodes_of_a_set_up() -> None:
     assert [(tier.ranks, tier.links[0].bandwidth_bits_per_s) for tier in tiers] == [(1, 80e9), (4, 16e9), (16, 16e9)]
 
 
-def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "own.toml"
     file.write_text(OWN)
     main(["simulate", "--preset", str(file), "--json", "-"])
     content = json.loads(capsys.readouterr().out)
     assert [each["label"] for each in content["predicted"]] == ["dense", "every 10"]
     assert {each["ranks"] for each in content["by_ranks"]} == set(model.RANKS)
-    main(["simulate", "--preset", str(file), "--out", str(tmp_path)])
+    main(["simulate", "--preset", str(file), "--json", str(tmp_path / "own.json")])
     printed = capsys.readouterr().out
     assert "9.50 s" in printed and " 3.37 " in printed and " 2.3x" in printed  # 32 / 9.5 a second; 9.5 s over 4.1 s
     assert "what a scheme does to quality is not in it" in " ".join(printed.split())
-    assert ElementTree.fromstring((tmp_path / "own.svg").read_bytes()).tag.endswith("svg")
     assert json.loads((tmp_path / "own.json").read_text()) == content
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", setup.names())
-def test_every_preset_scales_to_16384_ranks_and_makes_the_same_picture_twice(name: str, tmp_path: Path) -> None:
-    pictures = []
-    for _ in range(2):
-        main(["simulate", "--preset", name, "--out", str(tmp_path)])
-        pictures.append((tmp_path / f"{name}.svg").read_bytes())
-    assert pictures[0] == pictures[1]
 
 
 # Published figures.

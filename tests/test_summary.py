@@ -123,17 +123,13 @@ def test_seeds_that_miss_the_target_count_as_infinitely_late(tmp_path: Path) -> 
     assert scheme(tmp_path / "most", made[0], *most_missed, *dense).target_s is None
 
 
-def test_seeds_that_bound_a_speed_up_from_both_sides_leave_it_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late_dense", [0, 1])
+def test_seeds_that_bound_a_speed_up_from_both_sides_or_not_at_all_leave_it_unknown(
+    tmp_path: Path, late_dense: int
+) -> None:
     late = (400.0, 300.0)
     sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
-    dense = [replace(DENSE, seed=0, values=late), replace(DENSE, seed=1)]
-    assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
-
-
-def test_one_seed_without_a_speed_up_leaves_that_of_all_unknown(tmp_path: Path) -> None:
-    late = (400.0, 300.0)
-    sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
-    dense = [replace(DENSE, seed=0), replace(DENSE, seed=1, values=late)]
+    dense = [replace(DENSE, seed=seed, values=late if seed == late_dense else DENSE.values) for seed in (0, 1)]
     assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
 
 
@@ -148,7 +144,6 @@ def test_the_components_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: 
     assert seed.hidden_s == 0.0
     assert (seed.sent_bytes, seed.interface_bytes, seed.messages) == (2.5e6, 937.5, 6.0)
     assert found.step_over_compute == Spread(16.0, 16.0, 16.0)
-    assert found.interface_ratio == Spread(0.000375, 0.000375, 0.000375)
     assert seed.union_density == 0.5
 
 
@@ -195,18 +190,15 @@ def test_links_without_limit_need_no_least_time(tmp_path: Path) -> None:
 
 def test_without_an_interface_bytes_are_those_of_the_payload(tmp_path: Path) -> None:
     found = summary(tmp_path, replace(SPARSE, interface_bytes=None))
-    assert not found.interface_counted
     assert [point.bytes for point in found.schemes[0].curve[0]] == [1000.0, 2000.0, 3000.0, 4000.0]
-    assert found.schemes[0].target_bytes == Spread(2500.0, 2500.0, 2500.0)
-    assert found.schemes[0].interface_ratio is None
+    assert found.schemes[0].seeds[0].target_bytes == 2500.0
     counted = summary(tmp_path / "counted", SPARSE)
-    assert counted.interface_counted
-    assert counted.schemes[0].target_bytes == Spread(3125.0, 3125.0, 3125.0)
+    assert counted.schemes[0].seeds[0].target_bytes == 3125.0
 
 
 def test_a_run_without_target_has_no_times_to_it(tmp_path: Path) -> None:
     found = scheme(tmp_path, SPARSE, DENSE, run=run(target=None))
-    assert (found.target_s, found.target_bytes, found.speedup["dense"]) == (None, None, None)
+    assert (found.target_s, found.seeds[0].target_bytes, found.speedup["dense"]) == (None, None, None)
 
 
 def test_failed_and_interrupted_trainings_are_told_above_all_else_and_others_noted(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def trained(job: Gpt, choice: SchemeChoice, unfinished: Unfinished | None = None
 def test_a_training_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, play: Path, scheme: str, optimizer: str
 ) -> None:
-    (choice,) = parse_schemes(scheme, 0.1, None)
+    (choice,) = parse_schemes(scheme, 0.1)
     options: dict[str, Any] = {"data": str(play), "optimizer_name": optimizer}
     whole = trained(Stopping(**options), choice)
     for every, stop in ((2, 3), (5, 6)):
@@ -80,7 +80,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(
 
 
 def test_residuals_that_follow_the_rate_are_kept_with_it(tmp_path: Path, play: Path) -> None:
-    (choice,) = parse_schemes("topk:density=0.1", 0.1, None)
+    (choice,) = parse_schemes("topk:density=0.1", 0.1)
     whole = trained(Stopping(data=str(play)), choice, follows=True)
     with pytest.raises(Stopped):
         trained(Stopping(data=str(play), stop_at=4), choice, Unfinished(tmp_path / "a.pt", 4), follows=True)
@@ -118,7 +118,7 @@ BEHIND_DENSE = ("topk:density=0.1", "local_steps(every=2)/topk:density=0.1")
 
 def kept_as(tmp_path: Path, scheme: str, write: Callable[[Path], object]) -> Callable[[], object]:
     """Return a training by a method that may fail, after `write` got the file of its state."""
-    (choice,) = parse_schemes(scheme, 0.1, None)
+    (choice,) = parse_schemes(scheme, 0.1)
     write(tmp_path / "a.pt")
     return lambda: train(LINE_FIT, {}, choice, Key("", "", 2, 6, 0, 1.0), Unfinished(tmp_path / "a.pt", 2))
 
@@ -185,7 +185,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], None]:
 def test_a_study_that_was_stopped_continues_within_a_training_and_leaves_its_result_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = FrontierStudy(parse_schemes("dense", 0.1, None), "helpers.third_party:LineFit", steps=(6,), rates=(1.0,))
+    asked = FrontierStudy(parse_schemes("dense", 0.1), "helpers.third_party:LineFit", steps=(6,), rates=(1.0,))
     whole = complete(asked, tmp_path / "whole", 1, print)
     put_back = interrupted(monkeypatch, at=5)
     with pytest.raises(Stopped):

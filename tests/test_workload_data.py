@@ -1,34 +1,17 @@
 """Where the lab's data comes from: texts, images, the cache and the download; whole, damaged, or not to be had."""
 
-import gzip
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import idx_files
-from helpers.idx_files import files, idx_file, write
-from sparsync_lab.workloads import fashion_images, idx, movielens_ratings, shakespeare_text
-from sparsync_lab.workloads.fashion import Fashion
+from sparsync_lab.workloads import movielens_ratings, shakespeare_text
 from sparsync_lab.workloads.gpt import Gpt
 from sparsync_lab.workloads.movielens import MovieLens
 from sparsync_lab.workloads.shakespeare import Shakespeare
 from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
-
-needs_fashion_mnist = pytest.mark.skipif(
-    not fashion_images.DEBIAN_FOLDER.is_dir(), reason="Fashion-MNIST is absent: apt-get install dataset-fashion-mnist"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return idx_files.write(tmp_path_factory.mktemp("idx"), idx_files.files())
 
 
 @pytest.fixture
@@ -112,7 +95,7 @@ def test_a_folder_that_does_not_fit_is_refused(
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    for kind in (Shakespeare, Gpt, Fashion, MovieLens):
+    for kind in (Shakespeare, Gpt, MovieLens):
         made = kind(data=str(tmp_path / "none"))
         with pytest.raises(ValueError, match="--data must name a folder"):
             made.prepare()
@@ -280,153 +263,3 @@ for _ in range(10):
     assert [process.returncode for process in running] == [0, 0, 0], ended
     check_even(path.read_bytes())
     assert list(tmp_path.iterdir()) == [path]
-
-
-# Fashion-MNIST
-
-
-@needs_fashion_mnist
-def test_fashion_mnist_is_whole() -> None:
-    data = fashion_images.images("")
-    assert data.sha256 == fashion_images.SHA256
-    assert torch.bincount(data.training.classes).tolist() == [6000] * 10
-    assert torch.bincount(data.test.classes).tolist() == [1000] * 10
-    pixels = data.training.images.double() / 255
-    assert (pixels.mean().item(), pixels.std().item()) == pytest.approx((0.2860, 0.3530), abs=5e-5)
-
-
-def test_an_uncompressed_folder_is_the_same_data_and_known_to_be_none_of_fashion_mnist(
-    folder: Path, tmp_path: Path
-) -> None:
-    for name, content in files().items():
-        (tmp_path / name).write_bytes(content)
-    plain, packed = Fashion(data=str(tmp_path)).describe(), Fashion(data=str(folder)).describe()
-    assert plain["data"]["sha256"] == packed["data"]["sha256"]
-    assert plain["data"]["is_fashion_mnist"] is False
-
-
-def test_a_damaged_debian_package_is_an_error_with_its_cure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fashion_images, "DEBIAN_FOLDER", folder)
-    with pytest.raises(DataMissingError, match="apt-get install --reinstall dataset-fashion-mnist"):
-        fashion_images.images("")
-
-
-# The reader
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "must begin with the bytes 00 00 08 03 .* got an empty file"),
-        (idx_file(b"\0" * 4, 4), "must begin with the bytes 00 00 08 03 .* got 00 00 08 01"),
-        (b"PK\3\4 a zip file", "got 50 4b 03 04"),
-        (idx_file(b"", 1, 2, 2)[:10], "ends within its header: 10 bytes, the header alone has 16"),
-        (idx_file(b"\0" * 7, 2, 2, 2), "announces 2 x 2 x 2 = 8 bytes of data, 7 follow"),
-        (idx_file(b"\0" * 9, 2, 2, 2), "announces 2 x 2 x 2 = 8 bytes of data, 9 follow"),
-    ],
-)
-def test_what_is_not_a_whole_idx_file_is_refused_by_name(content: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^pictures .*{message}"):
-        idx.parse(content, "pictures", dimensions=3)
-
-
-def test_an_idx_file_is_read_in_its_order() -> None:
-    read = idx.parse(idx_file(bytes(range(12)), 2, 3, 2), "pictures", dimensions=3)
-    assert torch.equal(read, torch.arange(12, dtype=torch.uint8).reshape(2, 3, 2))
-
-
-@pytest.mark.parametrize(
-    "content", [b"plain", gzip.compress(b"long " * 99)[:-9], gzip.compress(b"x" * 99)[:20] + b"?" * 9]
-)
-def test_what_is_not_a_whole_gzip_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file.gz").write_bytes(content)
-    with pytest.raises(ValueError, match=r"file\.gz is not a whole gzip file"):
-        idx.read(tmp_path / "file.gz")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("train-images-idx3-ubyte", None, "has no train-images-idx3-ubyte.gz"),
-        (
-            "train-labels-idx1-ubyte",
-            idx_file(b"\1" * 399, 399),
-            "has 200 images and train-labels-idx1-ubyte 399 labels",
-        ),
-        ("t10k-labels-idx1-ubyte", idx_file(b"\x0a" * 260, 260), "must hold labels below 10, got 10"),
-        ("t10k-images-idx3-ubyte", idx_file(b"\1" * 260, 260, 1, 1), r"images of 28 x 28, got \(1, 1\)"),
-    ],
-)
-def test_files_that_do_not_belong_together_are_refused(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
-    made = files() | ({} if content is None else {name: content})
-    if content is None:
-        made.pop(name)
-    with pytest.raises(ValueError, match=message):
-        fashion_images.images(str(write(tmp_path, made)))
-
-
-# The download
-
-
-@pytest.fixture
-def address(folder: Path) -> Iterator[str]:
-    """Where the made-up files are served, on this machine."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join(10)
-
-
-def without_debian(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, digests: dict[str, str]) -> None:
-    monkeypatch.setattr(fashion_images, "DEBIAN_FOLDER", tmp_path / "not installed")
-    monkeypatch.setattr(fashion_images, "UPSTREAM", address)
-    monkeypatch.setattr(fashion_images, "SHA256", digests)
-    fashion_images.images.cache_clear()
-
-
-def test_what_is_not_installed_is_downloaded_once_checked_and_kept(
-    empty_cache: Path, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digests = {name: sha256(content) for name, content in files().items()}
-    without_debian(monkeypatch, tmp_path, address, digests)
-    assert fashion_images.images("").sha256 == digests
-    without_debian(monkeypatch, tmp_path, "http://127.0.0.1:9/nobody", digests)
-    assert fashion_images.images("").sha256 == digests
-    fashion_images.images.cache_clear()
-    kept = sorted(path.name for path in (empty_cache / "fashion-mnist").iterdir())
-    assert kept == sorted(f"{name}.gz" for name in digests)
-
-
-def test_a_damaged_download_in_the_cache_is_fetched_again(empty_cache: Path, address: str) -> None:
-    name, content = next(iter(files().items()))
-    kept = empty_cache / "fashion-mnist" / f"{name}.gz"
-    kept.parent.mkdir(parents=True)
-    kept.write_bytes(b"half of it")
-    assert fashion_images.from_internet(address, {name: sha256(content)}) == {name: content}
-    assert gzip.decompress(kept.read_bytes()) == content
-
-
-def test_a_download_of_something_else_is_refused_and_not_kept(empty_cache: Path, address: str) -> None:
-    name = next(iter(files()))
-    with pytest.raises(DataMissingError, match="expected 0000"):
-        fashion_images.from_internet(address, {name: "0" * 64})
-    assert not list(empty_cache.rglob("*.gz"))
-
-
-@pytest.mark.parametrize("path", ["", "/no/such/folder"])
-def test_without_data_or_internet_the_error_names_every_cure(empty_cache: Path, address: str, path: str) -> None:
-    place = address + path if path else "http://127.0.0.1:9"  # a server without the file; nobody at all
-    with pytest.raises(DataMissingError) as caught:
-        fashion_images.from_internet(place, fashion_images.SHA256)
-    for cure in ("apt-get install dataset-fashion-mnist", "--data FOLDER", "internet"):
-        assert cure in str(caught.value)
-    assert not empty_cache.exists()

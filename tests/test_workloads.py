@@ -13,30 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers import idx_files
-from helpers.idx_files import TRAINING_IMAGES
 from helpers.quick import one_in
 from sparsync_lab import workloads
-from sparsync_lab.workloads import fashion_images, language
+from sparsync_lab.workloads import language
 from sparsync_lab.workloads.base import Batch, Workload, chunks, exactly_addable
 from sparsync_lab.workloads.byte_level import Code
-from sparsync_lab.workloads.fashion import Fashion
 from sparsync_lab.workloads.gpt import Gpt
 from sparsync_lab.workloads.movielens import MovieLens
 from sparsync_lab.workloads.movielens_ratings import ratings
-from sparsync_lab.workloads.networks import population_statistics
 from sparsync_lab.workloads.shakespeare import Shakespeare
 
 RANKS = (1, 2, 4, 8, 16)
 LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
-needs_fashion_mnist = pytest.mark.skipif(
-    not fashion_images.DEBIAN_FOLDER.is_dir(), reason="Fashion-MNIST is absent: apt-get install dataset-fashion-mnist"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return idx_files.write(tmp_path_factory.mktemp("idx"), idx_files.files())
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +45,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=one_in(3, ["gpt", "shakespeare", "code", "mlp", "resnet", "movielens"]))
-def workload(request: pytest.FixtureRequest, folder: Path, films: Path, source: Path) -> Workload:
+@pytest.fixture(params=one_in(3, ["gpt", "shakespeare", "code", "movielens"]))
+def workload(request: pytest.FixtureRequest, films: Path, source: Path) -> Workload:
     # 45 windows: the last chunk is a part of one.
     if request.param == "shakespeare":
         made: Workload = Shakespeare(vocabulary=500, width=16, batch_size=16, length=7, windows=45)
@@ -67,10 +55,8 @@ def workload(request: pytest.FixtureRequest, folder: Path, films: Path, source: 
     elif request.param == "code":
         options: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 7, "windows": 45}
         made = Code(**options, learning_rate=0.02, data=str(source))
-    elif request.param == "movielens":
-        made = MovieLens(width=8, batch_size=16, learning_rate=0.02, data=str(films))
     else:
-        made = Fashion(network=request.param, batch_size=16, data=str(folder))
+        made = MovieLens(width=8, batch_size=16, learning_rate=0.02, data=str(films))
     made.prepare()
     return made
 
@@ -107,7 +93,7 @@ def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
 
 def test_a_mistyped_option_is_answered_with_the_nearest_one() -> None:
     with pytest.raises(ValueError, match=r"no option 'batchsize'; .*; did you mean 'batch_size'"):
-        workloads.get("fashion", batchsize=3)
+        workloads.get("gpt", batchsize=3)
 
 
 def test_options_given_as_text_take_the_type_of_their_default() -> None:
@@ -134,11 +120,6 @@ def test_impossible_options_are_refused(options: dict[str, int | float | str]) -
 def test_impossible_transformers_are_refused(options: dict[str, int | float | str]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(options))} must be"):
         workloads.get("gpt", **options)
-
-
-def test_an_unknown_network_is_refused() -> None:
-    with pytest.raises(ValueError, match="network must be resnet or mlp, got 'vgg'"):
-        workloads.get("fashion", network="vgg")
 
 
 # Jobs by module and by file
@@ -279,7 +260,7 @@ def test_a_model_is_its_parameters(workload: Workload) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["shakespeare", "gpt", "mlp", "movielens"], indirect=True)
+@pytest.mark.parametrize("workload", ["shakespeare", "gpt", "movielens"], indirect=True)
 def test_the_mean_of_the_ranks_gradients_is_the_gradient_of_the_global_batch(workload: Workload) -> None:
     def gradient(rank: int, ranks: int) -> torch.Tensor:
         model = workload.model(0).double()
@@ -556,82 +537,6 @@ def test_the_transformers_rate_rises_falls_and_ends_at_a_tenth() -> None:
         schedule.step()
     assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-
-
-# Fashion-MNIST
-
-
-@needs_fashion_mnist
-@pytest.mark.parametrize("network", ["resnet", "mlp"])
-def test_a_model_that_always_says_the_same_class_is_right_once_in_ten(network: str) -> None:
-    workload = Fashion(network=network)
-    model = workload.model(0)
-    *_, last = model.children()
-    assert isinstance(last, nn.Linear)
-    nn.init.zeros_(last.weight)
-    total, count = workload.evaluate(model, 0, 1)
-    assert (total, count) == (1000, 10_000)
-    assert workload.quality(total, count) == 10.0
-
-
-@needs_fashion_mnist
-def test_the_perceptron_learns_fashion_mnist() -> None:
-    workload = Fashion(network="mlp")
-    model = workload.model(0)
-    optimizer, schedule = workload.optimizer(model, 100)
-    for step in range(100):
-        optimizer.zero_grad()
-        workload.loss(model, workload.batch(0, step, 0, 1)).backward()
-        optimizer.step()
-        schedule.step()
-    # A classifier by nearest class mean is right in about two of three.
-    assert workload.quality(*workload.evaluate(model, 0, 1)) > 70
-
-
-def test_an_epoch_shows_every_image_at_most_once_and_the_next_in_another_order(folder: Path) -> None:
-    workload = Fashion(network="mlp", batch_size=64, data=str(folder))
-    steps = TRAINING_IMAGES // 64
-    epochs = [torch.cat([workload.batch(0, e * steps + s, 0, 1).input for s in range(steps)]) for e in range(2)]
-    for epoch in epochs:
-        assert len(torch.unique(epoch.flatten(1), dim=0)) == steps * 64
-    assert not torch.equal(*epochs)
-
-
-def test_images_stay_with_their_classes(folder: Path) -> None:
-    data = fashion_images.images(str(folder))
-    batch = Fashion(batch_size=32, data=str(folder)).batch(0, 0, 0, 1)
-    pixels = (batch.input.squeeze(1) * 0.3530 + 0.2860) * 255
-    for image, label in zip(pixels.round().to(torch.uint8), batch.target, strict=True):
-        (number,) = (data.training.images == image).flatten(1).all(1).nonzero().flatten().tolist()
-        assert data.training.classes[number] == label
-
-
-def test_a_prediction_does_not_depend_on_the_other_images_of_its_chunk(folder: Path) -> None:
-    model = Fashion(data=str(folder)).model(0)
-    images = torch.randn(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    with population_statistics(model, images), torch.no_grad():
-        model.eval()
-        together, alone = model(images), torch.cat([model(image[None]) for image in images])
-    # Measured: 4e-7 apart where the scores are around 1.
-    assert torch.allclose(together, alone, atol=1e-5)
-    with torch.no_grad():
-        assert not torch.allclose(model(images[:2]), alone[:2], atol=1e-2)
-
-
-def test_the_statistics_of_an_evaluation_are_those_of_the_population(folder: Path) -> None:
-    model = Fashion(data=str(folder)).model(0)
-    images = torch.randn(256, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        normalised_by_themselves = model(images)
-        with population_statistics(model, images):
-            by_the_population = model.eval()(images)
-    # Apart only by the correction of the variance, n / (n - 1) with n >= 1024 values a channel, in each of the layers.
-    assert torch.allclose(by_the_population, normalised_by_themselves, rtol=0, atol=0.01)
-
-
-def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=f"there are {TRAINING_IMAGES}"):
-        Fashion(batch_size=TRAINING_IMAGES + 1, data=str(folder)).prepare()
 
 
 # MovieLens

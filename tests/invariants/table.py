@@ -21,15 +21,12 @@ from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
-from sparsync_lab.rivals.cltk import CLTk
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.gtopk import GTopK
 from sparsync_lab.rivals.loco import LoCo
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.rivals.powersgd import PowerSGD
-from sparsync_lab.rivals.random_k import RandomK
-from sparsync_lab.rivals.random_pruning import RandomPruning
 from sparsync_lab.rivals.sparse_loco import SparseLoCo
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 
@@ -58,7 +55,7 @@ PLANNED = (
         "loco",
         "powersgd",
     ),
-    *("sparse-loco", "demo", "same", "cltk", "gtopk", "ring-pruning", "random-pruning"),
+    *("sparse-loco", "demo", "gtopk", "ring-pruning"),
 )
 
 
@@ -161,14 +158,6 @@ def _skip(  # Any: what `make` takes
         observes=scheme.observe_steps if isinstance(scheme, AutoProtect) else 0,
         without=without,
         slow=slow,
-    )
-
-
-def _pruning(id: str, by_ranks: str | None = None, **config: Any) -> Row:  # Any: the fields of RandomPruning
-    scheme = RandomPruning(**config)
-    without = {} if by_ranks else {"scale": "divides by all ranks, also what some dropped"}
-    return Row(
-        id, lambda: RandomPruning(**config), lambda: replace(scheme, drop=0.0), by_ranks=by_ranks, without=without
     )
 
 
@@ -339,7 +328,6 @@ def _quantized_rows() -> list[Row]:
         *[_rounded(Quantized, "quantized", values) for values in formats],
         _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
         Row("loco", partial(LoCo, reset_every=3), None, has_residual=True, conserves=False, exact_in=torch.float64),
-        *[_sparse(f"same-{density}-at-random", RandomK, density, delivers=False) for density in (0.001, 0.1)],
     ]
 
 
@@ -383,7 +371,6 @@ def _rival_rows() -> list[Row]:
     """Published schemes to compare with. Those that find a threshold may find one that nothing reaches, and so promise no delivery."""
     equal = {"balance": "the regions that ranks own have equal lengths, wherever the large elements are"}
     return [
-        *[_sparse(f"cltk-{density}", CLTk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"topk-dsa-{density}", TopKDSA, density) for density in (0.001, 0.5)],
         _without(_sparse("topk-dsa-0.1", TopKDSA, 0.1), **equal),
@@ -391,15 +378,13 @@ def _rival_rows() -> list[Row]:
         *[_rounded(GTopK, "gtopk", values, density=0.1) for values in ("bfloat16", "int8")],
         *[_without(_rounded(TopKDSA, "topk-dsa", values, density=0.1), **equal) for values in ("bfloat16", "int8")],
         _rounded(partial(TopKDSA, dense_from=0.0), "topk-dsa-dense", "int4", density=0.1),
-        replace(_rounded(CLTk, "cltk", "int4", density=0.1), delivers=False),
     ]
 
 
 # Of the schemes to compare with, and of formats, the rows that are not for the slow tests only.
 QUICK = (
     *("two-shot-0.1", "two-shot-down-finer-ternary", "two-shot-down-more-sign", "in-turn-sign", "quantized-decay-int8"),
-    *("sparse-loco-bins", "demo-ranks", "dgc-plain", "onebit-adam", "same-0.1-at-random", "powersgd-2", "gtopk-0.1"),
-    "cltk-0.1",
+    *("sparse-loco-bins", "demo-ranks", "dgc-plain", "onebit-adam", "powersgd-2", "gtopk-0.1"),
 )
 
 
@@ -442,10 +427,6 @@ ROWS = [
     _skip("skip-published-selective", SkipReduce.published, protect=("*.bias",)),
     _skip("ring-pruning", SkipReduce.ring_pruning),
     *[row for row in SKIP_ROWS if not row.slow],
-    _pruning("random-pruning-complementary", by_ranks="random-pruning-complementary-ranks", drop=0.375),
-    _pruning("random-pruning-complementary-ranks", drop=0.375, divide_by="ranks"),
-    _pruning("random-pruning-independent", by_ranks="random-pruning-independent-ranks", mode="independent", drop=0.5),
-    _pruning("random-pruning-independent-ranks", mode="independent", drop=0.5, divide_by="ranks"),
 ]
 
 BY_ID = {row.id: row for row in (*ROWS, *SKIP_ROWS)}  # those too that only others refer to

@@ -4,13 +4,14 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync import __version__
 from sparsync_lab import cli_options, terminal
-from sparsync_lab.cli_parser import Command, Formatter, Parser, add_commands, discard_output, example, run_command
-from sparsync_lab.simulate.command import add_options as add_simulate_options
+from sparsync_lab.cli_options import add_options
+from sparsync_lab.cli_parser import Command, discard_output, parser_of, run_command
 from sparsync_lab.simulate.command import run as run_simulate
 from sparsync_lab.writable import check_file
 
@@ -39,18 +40,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def commands() -> list[str]:
     """Return the names of all commands."""
-    return [name for action in _parser()._actions for name in action.choices or ()]
+    return list(_commands())
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="sparsync",
-        description="Compress gradient traffic, and measure the result on real data over slow links.",
-        epilog=example("sparsync demo\nsparsync COMMAND --help"),
-        formatter_class=Formatter,
-    )
+def _parser() -> argparse.ArgumentParser:
+    about = "Compress gradient traffic, and measure the result on real data over slow links."
+    parser = parser_of("sparsync", about, "sparsync demo\nsparsync COMMAND --help", _commands())
     parser.add_argument("--version", action="version", version=f"sparsync {__version__}")
-    add_commands(parser, _commands())
     return parser
 
 
@@ -58,83 +54,83 @@ def _commands() -> dict[str, Command]:
     return {
         "compare": (
             _compare,
-            cli_options.add_compare_options,
+            partial(add_options, command="compare"),
             "train a job with several schemes over rate-limited links, one after the other, and report which is best",
             "sparsync compare --ranks 4 --link 100mbit --out results \\\n"
             "  --schemes dense,bf16,topk:density=0.01:values=int8",
         ),
         "launch": (
             _launch,
-            cli_options.add_launch_options,
+            partial(add_options, command="launch"),
             "run an unchanged script of torch.distributed over links of a chosen rate",
             "sparsync launch --ranks 4 --link 100mbit -- python train.py --epochs 1\n"
             "sparsync launch --fault kill:2@30s --fault join@45s -- examples/elastic.py",
         ),
         "probe": (
             _probe,
-            cli_options.add_probe_options,
+            partial(add_options, command="probe"),
             "measure what exchanges, memory and kernels take on a group of ranks, and write it to a file for `sparsync advise`",
             "sparsync probe --up 20mbit --down 100mbit --workload gpt --out probe.toml",
         ),
         "advise": (
             _advise,
-            cli_options.add_advise_options,
+            partial(add_options, command="advise"),
             "predict what each scheme would gain on a probed group, and say which to use, including dense bf16",
             "sparsync gradients --workload gpt --out gradients.pt\n"
             "sparsync advise --probe probe.toml --workload gpt --gradients gradients.pt",
         ),
         "demo": (
             _demo,
-            cli_options.add_demo_options,
+            partial(add_options, command="demo"),
             "compare schemes on two language models, trained by SGD and by AdamW, within minutes on two cores",
             "sparsync demo --steps 5 --out demo",
         ),
         "frontier": (
             _frontier,
-            cli_options.add_frontier_options,
+            partial(add_options, command="frontier"),
             "train each method at its best learning rate, all ranks in this process, and show the quality for the bits it sends",
             "sparsync frontier --workload gpt-tiny --steps 300 \\\n"
             "  --schemes dense,bf16,topk,two_shot:density=0.05:values=int4",
         ),
         "doctor": (
             _doctor,
-            cli_options.add_doctor_options,
+            partial(add_options, command="doctor"),
             "say what this machine can do, what is missing, and what would not work with a script or a job",
             "sparsync doctor\nsparsync doctor --scheme oktopk -- train.py --epochs 1\nsparsync doctor --workload my_job.py:MyJob",
         ),
         "report": (
             _report,
-            cli_options.add_report_options,
+            partial(add_options, command="report"),
             "make tables, pictures and report.html again from the folder that a comparison wrote",
             "sparsync report results --csv results.csv",
         ),
         "simulate": (
             run_simulate,
-            add_simulate_options,
+            partial(add_options, command="simulate"),
             "predict a published setup, or your own, for other numbers of ranks and link rates",
             "sparsync simulate --list\nsparsync simulate --preset oktopk-bert-256 --ranks 64",
         ),
         "traffic": (
             _traffic,
-            cli_options.add_traffic_options,
+            partial(add_options, command="traffic"),
             "count what schemes send, select and leave in the residual, step by step, in this process",
             "sparsync traffic --schemes micro,topk --ranks 8 --density 0.01",
         ),
         "gradients": (
             _gradients,
-            cli_options.add_gradients_options,
+            partial(add_options, command="gradients"),
             "record every rank's gradients of a training, for `sparsync traffic` and `sparsync advise`",
             "sparsync gradients --workload gpt --steps 50 --out gradients.pt",
         ),
         "schemes": (
             _schemes,
-            cli_options.add_schemes_options,
+            partial(add_options, command="schemes"),
             "list the schemes, or the settings of one",
             "sparsync schemes\nsparsync schemes topk",
         ),
         "workloads": (
             _workloads,
-            cli_options.add_workloads_options,
+            partial(add_options, command="workloads"),
             "list the training jobs, or start your own",
             "sparsync workloads --new my_job.py",
         ),
@@ -149,12 +145,6 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 
     hosts = _on_hosts(options)
     settings = _settings(options)
-    if hosts and settings.faults:
-        given = f"--fault {options.fault[0]}" if options.fault else f"--chaos {options.chaos}"
-        raise ValueError(
-            f"{given} is for ranks that compare starts, and torchrun, which has started these, ends all when one has died; leave it out, "
-            "or compare without torchrun"
-        )
     check_file(options.csv, "--csv")
     if hosts:
         if not compare_on_hosts(settings, options.out, ["sparsync", *arguments], options.backend):
@@ -233,7 +223,7 @@ def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab.doctor.command import doctor
     from sparsync_lab.doctor.trial import TrialJob
 
-    script = tuple(options.script[1:] if options.script[:1] == ["--"] else options.script)
+    script = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
     if script and Path(script[0]).name.startswith("python"):
         script = script[1:]
     if script and options.workload is not None:
@@ -284,29 +274,12 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
     if options.json != "-":
         check_file(None if options.json is None else Path(options.json), "--json")
     probe = probe_file.read(options.probe)
-    times = (options.forward_ms, options.backward_ms)
-    if options.parameters is not None and None not in times:
-        seconds = (1e-3 * each for each in (*times, options.optimizer_ms or 0.0))
-        bucket_mb = 25.0 if options.bucket_mb is None else options.bucket_mb
-        backward = command.even_backward(options.parameters, bucket_mb, *seconds)
-    elif options.parameters is None and times == (None, None) and probe.backward is not None:
-        _refuse(
-            {"--optimizer-ms": options.optimizer_ms, "--bucket-mb": options.bucket_mb},
-            f"the model in {options.probe} counts as it was measured",
-            "give --parameters, --forward-ms and --backward-ms with it",
-        )
-        backward = probe.backward
-    else:
+    if probe.backward is None:
         raise ValueError(
-            f"{options.probe} says nothing of a model; probe with --workload, or give --parameters, --forward-ms and --backward-ms"
-            if probe.backward is None
-            else "a model is --parameters, --forward-ms and --backward-ms together, or none of them for the one in the probe"
+            f"{options.probe} says nothing of a model; probe with --workload, or write your model's timeline into it"
         )
     if options.gradients is not None and options.workload is None:
         raise ValueError("--gradients needs --workload: the gradients are replayed with the job's optimizer")
-    if options.gradients is None:
-        unused = {"--seed": options.seed, "--steps": options.steps}
-        _refuse(unused, "it is of the training whose gradients are replayed", "give these by --gradients")
     own = _workload_options(options)
     workload = None if options.workload is None else workloads.get(options.workload, **own)
     if workload is not None:
@@ -317,17 +290,15 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
             (cli_options.ADVISED, cli_options.ADVISED_LOCAL, *([cli_options.ADVISED_ADAMW] * adamw))
         )
     choices = _choices(options, (probe.group.ranks,), workload=workload)
-    seed, steps = options.seed or 0, 300 if options.steps is None else options.steps
-    found = command.advise(probe, backward, choices, workload, options.gradients, seed, steps)
+    found = command.advise(probe, probe.backward, choices, workload, options.gradients, options.seed, options.steps)
     if options.json is not None:
         command.write(found, options.json)
     if options.json != "-":
-        print(command.text(found, probe, backward, choices, *terminal.manner()))
+        print(command.text(found, probe, probe.backward, choices, *terminal.manner()))
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab.frontier.command import Outputs, frontier
-    from sparsync_lab.frontier.figures import OURS
     from sparsync_lab.frontier.study import ORACLE, FrontierStudy
 
     check_file(options.csv, "--csv")
@@ -336,12 +307,10 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
         **_training(options),
         rates=options.rates,
         rates_seed=options.rates_seed,
-        follow_rate=options.follow_rate,
         device=options.device,
     )
-    ours = OURS if options.ours is None else tuple(options.ours.split(","))
     where = Outputs(options.out, options.page, options.part, options.csv)
-    frontier(study, where, options.jobs, ours, ["sparsync", *arguments], options.checkpoint_every)
+    frontier(study, where, options.jobs, ["sparsync", *arguments], options.checkpoint_every)
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -367,7 +336,7 @@ def _report(options: argparse.Namespace, arguments: list[str]) -> None:
 
     check_file(options.csv, "--csv")
     try:
-        report(options.out, within=options.within, csv=options.csv)
+        report(getattr(options, "folder", None) or options.out, within=options.within, csv=options.csv)
         sys.stdout.flush()
     except BrokenPipeError:  # the files are written, and what comes after them goes on
         discard_output()
@@ -382,7 +351,7 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
 
     check_file(options.plot, "--plot")
     torch.set_num_threads(1)  # so that sums, and with them the lines, are the same however many cores there are
-    schemes = parse_schemes(options.schemes, options.density, options.skip)
+    schemes = parse_schemes(options.schemes, options.density)
     asked = {"ranks": options.ranks, "elements": options.elements, "steps": options.steps}
     if options.gradients is None:
         study = synthetic_study(schemes, **asked, seed=options.seed, jump=options.jump)
@@ -403,7 +372,7 @@ def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
 
     workload = workloads.get(options.workload, **_workload_options(options))
     check_file(options.out)
-    asked = (options.seed, options.ranks, options.steps, options.every, options.precision)
+    asked = (options.seed, options.ranks, options.steps, options.every)
     with progress("training steps", options.steps) as shown:
         recorded = record(workload, *asked, after=shown.at)
     save(recorded, options.out)
@@ -411,7 +380,7 @@ def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
     counted = " x ".join(
         f"{count} {what}{'s' * (count != 1)}" for count, what in ((T, "step"), (P, "rank"), (n, "element"))
     )
-    print(f"{options.out}: {counted}, {options.precision}")
+    print(f"{options.out}: {counted}")
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -447,11 +416,8 @@ def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _settings(options: argparse.Namespace) -> "CompareSettings":
-    from sparsync_lab.compare.settings import TIMEOUT_S, TIMEOUT_UNDER_FAULTS_S, CompareSettings
-    from sparsync_lab.faults.plan import parse_faults
+    from sparsync_lab.compare.settings import CompareSettings
 
-    faults = parse_faults(options.fault, options.chaos, options.faults_until)
-    usual_s = TIMEOUT_UNDER_FAULTS_S if faults else TIMEOUT_S
     return CompareSettings(
         schemes=_choices(options, (options.ranks,)),
         **_training(options),
@@ -464,8 +430,7 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
         target=options.target,
         eval_every=options.eval_every,
         bucket_mb=options.bucket_mb,
-        timeout_s=usual_s if options.timeout is None else options.timeout,
-        faults=faults,
+        timeout_s=options.timeout,
     )
 
 
@@ -483,7 +448,7 @@ def _choices(
     family = "steps"
     if asks_for_recipe(options.schemes) and options.workload is not None:
         family = family_of_job(workload or workloads.get(options.workload, **_workload_options(options)))
-    return parse_schemes(options.schemes, options.density, options.skip, also, family, ranks)
+    return parse_schemes(options.schemes, options.density, also, family, ranks)
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types of the fields
@@ -492,17 +457,9 @@ def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types 
     return {**shared, "options": _workload_options(options)}
 
 
-def _refuse(unused: Mapping[str, object], why: str, cure: str) -> None:
-    """Raise ValueError where one of the options that would change nothing was given."""
-    for name, value in unused.items():
-        if value is not None:
-            raise ValueError(f"{name} {value} changes nothing: {why}; leave it out, or {cure}")
-
-
 def _workload_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: the workload converts the text
-    if options.workload is None:
-        unused = {"--option": next(iter(options.option), None), "--data": options.data}
-        _refuse(unused, "it is of a workload, and there is none", "name one with --workload")
+    if options.workload is None and (options.option or options.data is not None):
+        raise ValueError("--option and --data are of a workload, and there is none; name one with --workload")
     chosen: dict[str, Any] = dict(_key_value(item) for item in options.option)
     if options.data is not None:
         chosen["data"] = str(Path(options.data).resolve())

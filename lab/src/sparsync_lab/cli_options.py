@@ -1,9 +1,11 @@
-"""The options of the commands of `sparsync`. Nothing here imports torch."""
+"""The options of the commands of `sparsync`, each said once. Nothing here imports torch."""
 
 import argparse
 import math
 from argparse import ArgumentTypeError
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sparsync.recipes import recipe
 
@@ -24,317 +26,27 @@ ADVISED_ADAMW = recipe("steps", 4, 0.8).text
 # Whose buckets a probe measures: what these reduce with.
 PROBED = f"{ADVISED},{ADVISED_ADAMW.partition('/')[2]}"
 
-SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
-RECIPES_HELP = "; default or bits=0.8, as attach takes them with the job's optimizer"
-METHODS_HELP = (
-    SCHEMES_HELP
-    + "; in front of one steps(keep=0.5)/ or local_steps(every=4)/, as attach(..., exchange=Steps(keep=0.5)) or LocalSteps(every=4)"
-    + RECIPES_HELP
+_METHODS = (
+    "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings; in front of one steps(keep=0.5)/ or "
+    "local_steps(every=4)/, as attach(..., exchange=Steps(keep=0.5)) or LocalSteps(every=4); default or bits=0.8, as attach takes them "
+    "with the job's optimizer"
 )
+Changes = dict[str, Any]  # Any: what argparse takes
 
 
-def add_workload_options(parser: argparse.ArgumentParser, default: str | None) -> None:
-    add = parser.add_argument
-    forms = "a name of `sparsync workloads`, package.module:Class or path/to/file.py:Class"
-    add("--workload", default=default, help=f"the training job: {forms} (default: {default or 'none'})")
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
-    add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
+def positive(text: str) -> float:
+    """Return a finite number above 0. Raises ArgumentTypeError for another text."""
+    return _number(text, "a finite number above 0", math.ulp(0.0))
 
 
-def add_group_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--ranks", type=int, default=None, help="data-parallel ranks (default: 4; under torchrun: its processes)")
-    link = "rate of each rank's link, such as 100mbit, 1Gbps or none (default: 100mbit; not under torchrun)"
-    add("--link", default=None, help=link)
-    _add_directions(parser)
-    gpu = "under torchrun: gloo or nccl (default: nccl if every rank has its own GPU)"
-    add("--backend", choices=("gloo", "nccl"), default=None, help=gpu)
-
-
-def _add_directions(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--up", default=None, metavar="RATE", help="rate at which a rank sends, or none (default: --link)")
-    add("--down", default=None, metavar="RATE", help="rate at which a rank receives, or none (default: --link)")
-    add_delay_options(parser)
-
-
-def add_delay_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--delay", default=None, metavar="TIME", help="one-way delay between any two ranks, such as 25ms (default: 0)")
-    most = "by how much it is longer or shorter at most, such as 5ms; packets keep their order (default: 0)"
-    add("--jitter", default=None, metavar="TIME", help=most)
-
-
-def add_fault_options(parser: argparse.ArgumentParser, about: str) -> None:
-    add = parser.add_argument
-    fault = "kill:2@30s, leave:1@60s, freeze:3@20s+8s, partition:0@70s+10s, join@45s or store@10s+3s; again for more; "
-    add("--fault", action="append", default=[], metavar="KIND:RANK@TIME+TIME", help=fault + about)
-    add("--chaos", type=int, default=None, metavar="SEED", help="draw faults, one in about 20 s; a rank is always left")
-    add("--faults-until", default=None, metavar="TIME", help="no fault begins after this, such as 300s (default: none)")
-
-
-def add_compare_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_workload_options(parser, default="shakespeare")
-    add_group_options(parser)
-    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=METHODS_HELP)
-    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
-    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add("--target", type=_finite, default=None, help="quality to reach; its time is reported")
-    add("--steps", type=int, default=300, help="training steps of each scheme (default: 300)")
-    add("--eval-every", type=int, default=10, metavar="STEPS", help="steps between evaluations (default: 10)")
-    add(
-        "--seed",
-        "--seeds",
-        dest="seeds",
-        type=_integers,
-        default=(0,),
-        help="one or more, separated by commas (default: 0)",
-    )
-    same = "size of all buckets in MB, DDP's bucket_cap_mb (default: 25; in DDP's default the first has 1)"
-    add("--bucket-mb", type=positive, default=25.0, help=same)
-    add(
-        "--timeout",
-        type=positive,
-        default=None,
-        metavar="S",
-        help="timeout of an operation between ranks (default: 120; with faults 30, after which one that is silent counts as lost)",
-    )
-    add_fault_options(parser, "each scheme gets them, in seconds since its first step")
-    add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
-    add_within(parser)
-    add_csv(parser)
-
-
-def add_within(parser: argparse.ArgumentParser) -> None:
-    near = "how far behind dense's quality the report's choice may be (default: 2)"
-    parser.add_argument("--within", type=_not_negative, default=2.0, metavar="PERCENT", help=near)
-
-
-def add_csv(parser: argparse.ArgumentParser) -> None:
-    each = "also write a row of numbers per training there, as sparsync_lab.read_results returns them"
-    parser.add_argument("--csv", type=Path, default=None, metavar="FILE", help=each)
-
-
-def add_demo_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("demo"), help="folder for results and reports (default: demo)")
-    add("--steps", type=int, default=None, help="training steps of each scheme, for a quick trial")
-
-
-def add_report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="folder", help="the folder a comparison wrote")
-    add_within(parser)
-    add_csv(parser)
-
-
-def add_schemes_options(parser: argparse.ArgumentParser) -> None:
-    what = "show its settings: NAME, package.module:Class or path/to/file.py:Class"
-    parser.add_argument("name", nargs="?", help=what)
-
-
-def add_workloads_options(parser: argparse.ArgumentParser) -> None:
-    what = "write a job that runs; replace its model, data and loss"
-    parser.add_argument("--new", type=Path, default=None, metavar="FILE.py", help=what)
-
-
-def add_doctor_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_workload_options(parser, default=None)
-    add(
-        "--scheme",
-        default=None,
-        metavar="A:KEY=VALUE",
-        help=f"for the script or the job (default: the recipe that attach takes): {METHODS_HELP}",
-    )
-    add(
-        "--timeout", type=positive, default=120.0, metavar="S", help="timeout of the script's first step (default: 120)"
-    )
-    script = "your script and its arguments: it runs on one rank up to its first optimizer step"
-    add("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT", help=script)
-
-
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes, each with its own link and address (default: 4)")
-    add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
-    _add_directions(parser)
-    add(
-        "--scheme",
-        default=None,
-        metavar="A:KEY=VALUE",
-        help=f"for scripts that call sparsync.attach(model, optimizer=optimizer): {METHODS_HELP}",
-    )
-    add(
-        "--nodes", action="store_true", help="each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1"
-    )
-    add(
-        "--grace",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="time for the others to end after a rank has failed (default: 5)",
-    )
-    add_fault_options(parser, "the command is to train with sparsync_elastic")
-    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
-
-
-def add_probe_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_workload_options(parser, default=None)
-    add_group_options(parser)
-    add(
-        "--schemes",
-        default=PROBED,
-        metavar="A,B:KEY=VALUE",
-        help=f"methods whose buckets are measured, for `sparsync advise`; their default density is 0.01 (default: {PROBED})",
-    )
-    layout = "size of all of the job's DDP buckets in MB (default: DDP's, a first one of 1 and then 25; compare has 25 for all)"
-    add("--bucket-mb", type=positive, default=None, help=layout)
-    add("--seconds", type=positive, default=45.0, help="approximate time for exchanges and kernels (default: 45)")
-    add(
-        "--timeout",
-        type=positive,
-        default=120.0,
-        metavar="S",
-        help="timeout of an operation between ranks (default: 120)",
-    )
-    add("--out", type=Path, default=Path("probe.toml"), metavar="FILE", help="the file to write (default: probe.toml)")
-
-
-def add_advise_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_workload_options(parser, default=None)
-    add("--probe", type=Path, required=True, metavar="FILE.toml", help="the file that `sparsync probe` wrote")
-    add(
-        "--gradients",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="the job's gradients from `sparsync gradients`, to estimate extra steps",
-    )
-    add("--seed", type=int, default=None, help="with --gradients: seed of the recorded training (default: 0)")
-    add(
-        "--steps",
-        type=_count,
-        default=None,
-        help="with --gradients: all steps of the recorded training, for its schedule (default: 300)",
-    )
-    advised = "those that `sparsync probe` measures, local steps, and AdamW steps for a job with AdamW"
-    add("--schemes", default=None, metavar="A,B:KEY=VALUE", help=f"{METHODS_HELP} (default: {advised})")
-    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
-    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add(
-        "--parameters",
-        type=int,
-        default=None,
-        metavar="N",
-        help="parameters of the model, if the probe has no [backward]",
-    )
-    add("--forward-ms", type=_not_negative, default=None, metavar="MS", help="its forward pass")
-    add("--backward-ms", type=_not_negative, default=None, metavar="MS", help="its backward pass")
-    add("--optimizer-ms", type=_not_negative, default=None, metavar="MS", help="its optimizer (default: 0)")
-    size = "size of its buckets in MB, except the first, which has 1 as in DDP's default (default: 25)"
-    add("--bucket-mb", type=positive, default=None, help=size)
-    add(
-        "--json", default=None, metavar="FILE", help="write the answer as JSON; -: on standard output, and nothing else"
-    )
-
-
-def add_frontier_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_workload_options(parser, default="gpt-tiny")
-    further = "laprop: dense with LaProp in place of AdamW; oracle: the limit of every selection, which sends nothing"
-    methods = f"{METHODS_HELP}; {further} (default: {FRONTIER})"
-    add("--schemes", default=FRONTIER, metavar="A,B:KEY=VALUE", help=methods)
-    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
-    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add("--ranks", type=_integers, default=(4,), help="one or more numbers, separated by commas (default: 4)")
-    add(
-        "--steps", type=_integers, default=(300,), help="of a training; one or more, separated by commas (default: 300)"
-    )
-    add(
-        "--seed",
-        "--seeds",
-        dest="seeds",
-        type=_integers,
-        default=(0,),
-        help="one or more, separated by commas (default: 0)",
-    )
-    add(
-        "--rates",
-        type=_numbers,
-        default=(0.5, 1.0, 2.0),
-        help="factors of the job's rate; if the lowest or the highest is best, more are tried (default: 0.5,1,2)",
-    )
-    add("--rates-seed", type=int, default=None, metavar="SEED", help="try the rates with this seed only")
-    add("--follow-rate", action="store_true", help="residuals follow the learning rate")
-    add("--jobs", type=int, default=1, metavar="N", help="trainings at a time, each on one core (default: 1)")
-    on_gpu = "where all ranks of a training are; cuda: in bfloat16 autocast (default: cpu)"
-    add("--device", choices=("cpu", "cuda"), default="cpu", help=on_gpu)
-    kept = (
-        "steps after which the state of a training is kept, for one that is stopped (default: about every ten minutes)"
-    )
-    add("--checkpoint-every", type=int, default=None, metavar="STEPS", help=kept)
-    add("--ours", default=None, metavar="A,B", help="names of schemes that are marked as ours, not as published")
-    add("--page", type=Path, default=None, metavar="FILE.md", help="a page in which one part is rewritten")
-    add("--part", default=None, metavar="NAME", help="the part of the page (default: the name of the workload)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("frontier"),
-        help="folder of finished trainings and results (default: frontier)",
-    )
-    add_csv(parser)
-
-
-def add_traffic_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--scheme",
-        "--schemes",
-        dest="schemes",
-        default="micro,exdyna,oktopk,topk",
-        metavar="A,B:KEY=VALUE",
-        help=SCHEMES_HELP,
-    )
-    add("--ranks", type=int, default=None, help="ranks, all in this process (default: 4, or as recorded)")
-    add("--elements", type=int, default=None, help="of the gradient (default: 100000, or as recorded)")
-    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
-    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add("--steps", type=int, default=None, help="steps (default: 300, or all that were recorded)")
-    add("--seed", type=int, default=0, help="of the drawn gradients (default: 0)")
-    add(
-        "--jump",
-        type=int,
-        default=None,
-        metavar="STEP",
-        help="from this step on, drawn gradients are 10 times as large",
-    )
-    add("--gradients", type=Path, default=None, metavar="FILE", help="use gradients that `sparsync gradients` recorded")
-    add("--every", type=int, default=1, metavar="STEPS", help="steps between two lines (default: 1)")
-    add("--json", default=None, metavar="FILE", help="write JSON lines there; -: on standard output, and nothing else")
-    add("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture")
-
-
-def add_gradients_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_workload_options(parser, default="shakespeare-small")
-    add("--ranks", type=int, default=4, help="equal shares of each batch (default: 4)")
-    add("--steps", type=int, default=50, help="training steps, with the dense mean (default: 50)")
-    add("--every", type=int, default=1, metavar="STEPS", help="steps between two records (default: 1)")
-    add("--precision", default="bfloat16", help="of the file: bfloat16 or float32 (default: bfloat16)")
-    add("--seed", type=int, default=0, help="of the training (default: 0)")
-    add("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-
-
-def _count_or_share(text: str) -> int | float:
+def _number(text: str, wanted: str, least: float) -> float:
     try:
-        return float(text) if "." in text else int(text)
+        value = float(text)
     except ValueError:
-        raise ArgumentTypeError(
-            f"takes a number of ranks, such as 1, or a share of them, such as 0.5, got {text!r}"
-        ) from None
+        value = math.nan
+    if not math.isfinite(value) or value < least:
+        raise ArgumentTypeError(f"takes {wanted}, got {text!r}")
+    return value
 
 
 def _count(text: str) -> int:
@@ -354,23 +66,203 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(positive(number) for number in text.split(","))
 
 
-def _finite(text: str) -> float:
-    return _number(text, "a finite number", -math.inf)
+_finite = partial(_number, wanted="a finite number", least=-math.inf)
+_not_negative = partial(_number, wanted="a finite number of 0 or more", least=0.0)
+_FILE: Changes = {"type": Path, "metavar": "FILE"}
+_SCHEMES: Changes = {"metavar": "A,B:KEY=VALUE", "help": _METHODS}
+_COUNTS: Changes = {"type": _integers}
+# What argparse takes for each option; a command may say some of it in another way.
+_SAID: dict[str, Changes] = {
+    "--workload": {
+        "help": "the training job: a name of `sparsync workloads`, package.module:Class or path/to/file.py:Class"
+    },
+    "--option": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "an option of the workload, e.g. width=128",
+    },
+    "--data": {"metavar": "FOLDER", "help": "the workload's data, instead of where it is usually found"},
+    "--ranks": {"type": int, "help": "data-parallel ranks, 4 unless given; under torchrun its processes"},
+    "--link": {
+        "help": "rate of each rank's link, such as 100mbit, 1Gbps or none, 100mbit unless given; not under torchrun"
+    },
+    "--up": {"metavar": "RATE", "help": "rate at which a rank sends, or none, where it is not --link"},
+    "--down": {"metavar": "RATE", "help": "rate at which a rank receives, or none, where it is not --link"},
+    "--delay": {"metavar": "TIME", "help": "one-way delay between any two ranks, such as 25ms"},
+    "--jitter": {
+        "metavar": "TIME",
+        "help": "by how much the delay is longer or shorter at most, such as 5ms; packets keep their order",
+    },
+    "--backend": {"choices": ("gloo", "nccl"), "help": "under torchrun; nccl if every rank has its own GPU"},
+    "--fault": {
+        "action": "append",
+        "default": [],
+        "metavar": "KIND:RANK@TIME+TIME",
+        "help": "kill:2@30s, leave:1@60s, freeze:3@20s+8s, partition:0@70s+10s, join@45s or store@10s+3s, for a command that trains with "
+        "sparsync_elastic; again for more",
+    },
+    "--chaos": {"type": int, "metavar": "SEED", "help": "draw faults, one in about 20 s; a rank is always left"},
+    "--faults-until": {"metavar": "TIME", "help": "no fault begins after this, such as 300s"},
+    "--schemes": _SCHEMES,
+    "--scheme": {"metavar": "A:KEY=VALUE", "help": _METHODS},
+    "--density": {"type": float, "default": 0.01, "help": "share of elements that sparse schemes send"},
+    "--target": {"type": _finite, "help": "quality to reach; its time is reported"},
+    "--steps": {"type": int, "default": 300, "help": "training steps of each scheme"},
+    "--eval-every": {"type": int, "default": 10, "metavar": "STEPS", "help": "steps between evaluations"},
+    "--seed": {"type": int, "default": 0, "help": "of the training, or of the drawn gradients"},
+    "--seeds": {
+        "flags": ("--seed", "--seeds"),
+        "dest": "seeds",
+        "default": "0",
+        "help": "one or more, separated by commas",
+    }
+    | _COUNTS,
+    "--bucket-mb": {
+        "type": positive,
+        "help": "size of all buckets in MB; in DDP's default the first has 1 and the others 25",
+    },
+    "--timeout": {"type": positive, "default": 120.0, "metavar": "S", "help": "timeout of an operation between ranks"},
+    "--out": {"type": Path, "help": "what is written: the folder of results, or the file"},
+    "--within": {
+        "type": _not_negative,
+        "default": 2.0,
+        "metavar": "PERCENT",
+        "help": "how far behind dense's quality the report's choice may be",
+    },
+    "--csv": {"help": "also write a row of numbers per training there, as sparsync_lab.read_results returns them"}
+    | _FILE,
+    "--json": {"metavar": "FILE", "help": "write the figures there; -: on standard output, and nothing else"},
+    "--nodes": {
+        "action": "store_true",
+        "help": "each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1",
+    },
+    "--grace": {
+        "type": float,
+        "default": 5.0,
+        "metavar": "S",
+        "help": "time for the others to end after a rank has failed",
+    },
+    "command": {
+        "nargs": argparse.REMAINDER,
+        "metavar": "-- COMMAND",
+        "help": "what every rank runs, as with torchrun; or the script that doctor runs on one rank up to its first optimizer step",
+    },
+    "--seconds": {"type": positive, "default": 45.0, "help": "approximate time for exchanges and kernels"},
+    "--probe": {"required": True, "help": "the file that `sparsync probe` wrote"} | _FILE,
+    "--gradients": {"help": "gradients that `sparsync gradients` recorded of the job"} | _FILE,
+    "--rates": {
+        "type": _numbers,
+        "default": "0.5,1,2",
+        "help": "factors of the job's rate; if the lowest or the highest is best, more are tried",
+    },
+    "--rates-seed": {"type": int, "metavar": "SEED", "help": "try the rates with this seed only"},
+    "--jobs": {"type": int, "default": 1, "metavar": "N", "help": "trainings at a time, each on one core"},
+    "--device": {
+        "choices": ("cpu", "cuda"),
+        "default": "cpu",
+        "help": "where all ranks of a training are; cuda: in bfloat16 autocast",
+    },
+    "--checkpoint-every": {
+        "type": int,
+        "metavar": "STEPS",
+        "help": "steps after which the state of a training is kept, for one that is stopped; about every ten minutes unless given",
+    },
+    "--page": {"type": Path, "metavar": "FILE.md", "help": "a page in which one part is rewritten"},
+    "--part": {"metavar": "NAME", "help": "the part of the page, the name of the workload unless given"},
+    "--elements": {"type": int, "help": "of the gradient, 100000 unless recorded"},
+    "--jump": {"type": int, "metavar": "STEP", "help": "from this step on, drawn gradients are 10 times as large"},
+    "--every": {"type": int, "default": 1, "metavar": "STEPS", "help": "steps between two lines or records"},
+    "--plot": {"type": Path, "metavar": "FILE.png", "help": "draw a picture"},
+    "--preset": {
+        "metavar": "NAME|FILE.toml",
+        "help": "a name of --list, or a file like those in sparsync_lab/simulate/presets",
+    },
+    "--list": {"action": "store_true", "help": "list the presets"},
+    "--gbit": {"type": float, "metavar": "RATE", "help": "Gbit/s of a link between nodes, instead of the preset's own"},
+    "--new": {"type": Path, "metavar": "FILE.py", "help": "write a job that runs; replace its model, data and loss"},
+    "folder": {"type": Path, "help": "the folder a comparison wrote"},
+    "name": {"nargs": "?", "help": "show its settings: NAME, package.module:Class or path/to/file.py:Class"},
+}
+_JOB, _LINKS, _FAULTS = (
+    "--workload --option --data",
+    "--link --up --down --delay --jitter",
+    "--fault --chaos --faults-until",
+)
+# The options of each command, and what it says in another way.
+_OF: dict[str, tuple[str, dict[str, Changes]]] = {
+    "compare": (
+        f"{_JOB} --ranks {_LINKS} --backend --schemes --density --target --steps --eval-every --seeds --bucket-mb --timeout --out "
+        "--within --csv",
+        {
+            "--workload": {"default": "shakespeare"},
+            "--schemes": {"default": "dense,bf16,topk,skip_reduce"},
+            "--bucket-mb": {"default": 25.0},
+            "--out": {"default": Path("results")},
+        },
+    ),
+    "launch": (
+        f"--ranks {_LINKS} --scheme --nodes --grace {_FAULTS} command",
+        {"--ranks": {"default": 4}, "--link": {"default": "100mbit"}},
+    ),
+    "probe": (
+        f"{_JOB} --ranks {_LINKS} --backend --schemes --bucket-mb --seconds --timeout --out",
+        {"--schemes": {"default": PROBED}, "--out": {"default": Path("probe.toml")}},
+    ),
+    "advise": (f"{_JOB} --probe --gradients --seed --steps --schemes --density --json", {}),
+    "demo": ("--out --steps", {"--out": {"default": Path("demo")}, "--steps": {"default": None}}),
+    "frontier": (
+        f"{_JOB} --schemes --density --ranks --steps --seeds --rates --rates-seed --jobs --device --checkpoint-every --page --part "
+        "--out --csv",
+        {
+            "--workload": {"default": "gpt-tiny"},
+            "--schemes": {
+                "default": FRONTIER,
+                "help": f"{_METHODS}; laprop: dense with LaProp in place of AdamW; oracle: the limit of every selection",
+            },
+            "--ranks": {"default": "4", "help": "one or more numbers, separated by commas"} | _COUNTS,
+            "--steps": {"default": "300", "help": "of a training; one or more, separated by commas"} | _COUNTS,
+            "--out": {"default": Path("frontier")},
+        },
+    ),
+    "doctor": (f"{_JOB} --scheme --timeout command", {}),
+    "report": ("folder --within --csv", {}),
+    "simulate": (
+        "--preset --list --ranks --gbit --json",
+        {"--ranks": {"help": "instead of the preset's own"}},
+    ),
+    "traffic": (
+        "--schemes --ranks --elements --density --steps --seed --jump --gradients --every --json --plot",
+        {
+            "--schemes": {"flags": ("--scheme", "--schemes"), "dest": "schemes", "default": "micro,exdyna,oktopk,topk"},
+            "--ranks": {"help": "ranks, all in this process, 4 unless recorded"},
+            "--steps": {"default": None, "help": "steps, 300 unless recorded"},
+        },
+    ),
+    "gradients": (
+        f"{_JOB} --ranks --steps --every --seed --out",
+        {
+            "--workload": {"default": "shakespeare-small"},
+            "--ranks": {"default": 4, "help": "equal shares of each batch"},
+            "--steps": {"default": 50, "help": "training steps, with the dense mean"},
+            "--out": {"required": True},
+        },
+    ),
+    "schemes": ("name", {}),
+    "workloads": ("--new", {}),
+}
 
 
-def _not_negative(text: str) -> float:
-    return _number(text, "a finite number of 0 or more", 0.0)
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the options of a command."""
+    names, changes = _OF[command]
+    add_named(parser, names, changes)
 
 
-def positive(text: str) -> float:
-    return _number(text, "a finite number above 0", math.ulp(0.0))
-
-
-def _number(text: str, wanted: str, least: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < least:
-        raise ArgumentTypeError(f"takes {wanted}, got {text!r}")
-    return value
+def add_named(parser: argparse.ArgumentParser, names: str, changes: dict[str, Changes] | None = None) -> None:
+    """Add these options, separated by spaces, with what is said in another way; a default is told behind the help."""
+    for name in names.split():
+        about = _SAID[name] | (changes or {}).get(name, {})
+        flags = about.pop("flags", (name,))
+        told = "" if about.get("default") in (None, []) else " (default: %(default)s)"
+        parser.add_argument(*flags, **about | {"help": about["help"] + told})

@@ -1,24 +1,16 @@
 """What `sparsync demo` shows: two comparisons that two cores finish within minutes, and one table of both."""
 
-import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsync_lab.report.format import (
-    behind_text,
-    bytes_text,
-    percent,
-    place_text,
-    quality_text,
-    ratio_text,
-    significant,
-)
+from sparsync_lab.report.choice import sentences
+from sparsync_lab.report.format import place_text
 from sparsync_lab.report.results import read
-from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread, summarise
-from sparsync_lab.report.tables import warnings
-from sparsync_lab.terminal import NOTHING, Table, markdown, show, wrapped
+from sparsync_lab.report.summary import summarise
+from sparsync_lab.report.tables import reached, warnings
+from sparsync_lab.terminal import Table, markdown, show, wrapped
 
 PAGE = "summary.md"
 PICTURE = "quality_over_time.png"
@@ -81,18 +73,20 @@ def summary(out: Path, halves: Sequence[Half] = HALVES) -> Path:
     above: list[tuple[str, str]] = []
     for half in halves:
         found = summarise(read(out / half.folder).runs[-1])
-        command = shlex.join(["sparsync", *found.run.command[1:]])
         title = f"{half.title}: {place_text(found.run)}"
+        said = " ".join(sentences(found))
         parts += [
             f"## {half.title}\n",
-            f"```text\n{command}\n```\n",
+            f"```text\n{shlex.join(['sparsync', *found.run.command[1:]])}\n```\n",
             *(f"**{each.text} {each.why}**\n" for each in found.banners),
-            markdown(table(title, found, lambda scheme: scheme.label)) + "\n",
+            f"{said}\n",
+            markdown(reached(found, title, lambda scheme: scheme.label)) + "\n",
             *(f"{note}\n" for note in found.notes),
         ]
         above += [(f"{half.folder}: {text}", style) for text, style in warnings(found)]
         above += [(f"{half.folder}: {note}", "yellow") for note in found.notes]
-        shown.append(table(title, found, lambda scheme: scheme.name))
+        above.append((f"{half.folder}: {said}", "bold"))
+        shown.append(reached(found, title))
     page = out / PAGE
     page.write_text("\n".join(parts))
     show(shown, above)
@@ -103,49 +97,3 @@ def summary(out: Path, halves: Sequence[Half] = HALVES) -> Path:
 
 def _minutes(seconds: float) -> str:
     return f"{int(seconds // 60)}:{int(seconds % 60):02d} min"
-
-
-def table(title: str, found: RunSummary, name: Callable[[SchemeFigures], str]) -> Table:
-    """Return the table of a half, with `name` of each scheme."""
-    run = found.run
-    target = "\na target" if run.target is None else f"\nto {run.target:g}{percent(run)}"
-    heads = (
-        "scheme",
-        "sent in\na step",
-        "bits per\nparameter\nper step",
-        "bits on\nthe inter-\nface",
-        "step\ntime, ms",
-        f"seconds{target}",
-        "speed-up\nover bf16",
-        f"{run.metric}\nat the end",
-        "% behind\ndense",
-    )
-    rows = tuple((name(scheme), *_cells(found, scheme)) for scheme in found.schemes)
-    return Table(title, heads, rows, less=(heads[1], heads[4], heads[3], heads[2]))
-
-
-def _cells(found: RunSummary, scheme: SchemeFigures) -> Iterator[str]:
-    yield _text(scheme.over_seeds("sent_bytes"), bytes_text)
-    yield _text(scheme.over_seeds("bits"), significant)
-    yield _text(scheme.over_seeds("interface_bits"), significant)
-    yield _text(scheme.over_seeds("step_s"), lambda step_s: significant(1e3 * step_s))
-    if scheme.exchanged_nothing:
-        yield from (NOTHING, NOTHING, "exchanged nothing", NOTHING)
-        return
-    yield "not reached" if scheme.target_s is None else significant(scheme.target_s.median)
-    ratio = scheme.speedup["bf16"]
-    yield NOTHING if ratio is None or scheme.label == "bf16" else ratio_text(ratio.spread.median, ratio.bound)
-    yield _text(scheme.over_seeds("quality"), lambda value: quality_text(found.run, value))
-    yield NOTHING if scheme.label == "dense" else _range(scheme.behind_dense, behind_text)
-
-
-def _range(spread: Spread | None, text: Callable[[float], str]) -> str:
-    """Return the median, and where seeds differ the lowest and the highest."""
-    shown = _text(spread, text)
-    if spread is None or spread.low == spread.high or shown == NOTHING:
-        return shown
-    return f"{shown} ({text(spread.low)} to {text(spread.high)})"
-
-
-def _text(spread: Spread | None, text: Callable[[float], str]) -> str:
-    return NOTHING if spread is None or not math.isfinite(spread.median) else text(spread.median)

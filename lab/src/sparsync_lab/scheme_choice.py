@@ -115,19 +115,18 @@ class SchemeChoice:
 def parse_schemes(
     text: str,
     density: float,
-    skip: int | float | None = None,
     also: Mapping[str, str] | None = None,
     family: Family = "steps",
     ranks: Sequence[int] = (4,),
 ) -> tuple[SchemeChoice, ...]:
     """Return the schemes of "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
 
-    `density` and `skip` go to those schemes that take them and do not set them. Lists are joined by "+": "protect=*.bias+norm.*".
+    `density` goes to those schemes that take one and do not set it. Lists are joined by "+": "protect=*.bias+norm.*".
     `also`: further names, and what each stands for. `family` and `ranks`: of the job, for "default" and "bits=0.8". Raises ValueError for
     an unknown scheme or setting, suggesting the nearest.
     """
     items = (item.strip() for item in text.split(","))
-    return tuple(_parse_method(item, density, skip, also or {}, family, ranks) for item in items if item)
+    return tuple(_parse_method(item, density, also or {}, family, ranks) for item in items if item)
 
 
 def check_labels(choices: Sequence[SchemeChoice]) -> None:
@@ -216,19 +215,19 @@ def _written_out(text: str, family: Family, ranks: Sequence[int]) -> str:
 
 
 def _parse_method(
-    label: str, density: float, skip: int | float | None, also: Mapping[str, str], family: Family, ranks: Sequence[int]
+    label: str, density: float, also: Mapping[str, str], family: Family, ranks: Sequence[int]
 ) -> SchemeChoice:
     text = _written_out(label, family, ranks)
     written, local, scheme = taken_apart(text, SYSTEMS)
     if not written:
-        return _parse_scheme(label, scheme, None, "local_steps", density, skip, also)
+        return _parse_scheme(label, scheme, None, "local_steps", density, also)
     steps = "local_steps" if written == "local_steps" else "adamw_steps"  # as results and their folders have it
     if local.get("clip_factor") == "measured":
         raise ValueError(
             f"a job clips by itself, so nothing would be measured; give clip_factor as a number, or leave it out, in {text!r}"
         )
     exchange_of(written, local, text)
-    choice = _parse_scheme(label, scheme, local, steps, density, skip, also)
+    choice = _parse_scheme(label, scheme, local, steps, density, also)
     with suppress(LookupError):
         choice = replace(choice, auto=label if candidates(family, max(ranks), bits_of(label)) else "")
     try:
@@ -249,15 +248,13 @@ def _parse_scheme(
     local: dict[str, Any] | None,  # Any: as in SchemeChoice
     steps: str,
     density: float,
-    skip: int | float | None,
     also: Mapping[str, str],
 ) -> SchemeChoice:
     name, config = parsed(text)
     name = (LAB_SCHEMES | dict(also)).get(name, name)
     known = schemes.settings(name)
-    for key, value in (("density", density), ("skip", skip)):
-        if value is not None and key not in config and key in known:
-            config[key] = value
+    if "density" in known:
+        config.setdefault("density", density)
     choice = SchemeChoice(label, name, config, local, steps)
     choice.make()
     return choice

@@ -12,7 +12,7 @@ from sparsync.recipes import Family, bits_of, recipe, rows
 from sparsync_lab.advise import extra_steps
 from sparsync_lab.advise.replay import deviations
 from sparsync_lab.labels import short_labels
-from sparsync_lab.predict import advice, step_time
+from sparsync_lab.predict import advice
 from sparsync_lab.predict.advice import BASELINES, Extra, PredictedStep, Recommendation
 from sparsync_lab.predict.network import Network
 from sparsync_lab.predict.probe_file import Backward, Probe
@@ -26,7 +26,6 @@ from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, family_of_job
 
 FAR = 32  # times the largest measured exchange of its kind, beyond which a prediction is marked as a guess
-MOST_BUCKETS = 10**5  # of a model
 _LITTLE = 0.1  # of a step, below which what it waits for is not worth shortening
 HEADS = (
     "method",
@@ -85,32 +84,6 @@ def _check_recording(workload: Workload, seed: int, stream: Recorded) -> None:
         raise ValueError(
             f"--gradients has one of {stream.every} steps, and a replay needs all of them; record them with --every 1"
         )
-
-
-def even_backward(elements: int, bucket_mb: float, forward_s: float, backward_s: float, optimizer_s: float) -> Backward:
-    """Return the timeline of a model of which only its size and times are known: buckets of `bucket_mb`, the more ready the more is done.
-
-    The first bucket of DistributedDataParallel is of 1 MB, as by its default. Raises ValueError for a model without elements,
-    for over MOST_BUCKETS buckets, and for times that are not finite and 0 or more.
-    """
-    if elements < 1:
-        raise ValueError(f"--parameters must be at least 1, got {elements}")
-    if not 0 < bucket_mb < float("inf"):
-        raise ValueError(f"--bucket-mb must be finite and above 0, got {bucket_mb}")
-    if not elements <= MOST_BUCKETS * bucket_mb * 2**20 / 4:
-        raise ValueError(
-            f"--bucket-mb {bucket_mb:g} makes over {MOST_BUCKETS:,} buckets of {elements} parameters; raise it"
-        )
-    for name, seconds in (("forward", forward_s), ("backward", backward_s), ("optimizer", optimizer_s)):
-        if not 0 <= seconds < float("inf"):
-            raise ValueError(f"--{name}-ms must be finite and 0 or more, got {1e3 * seconds}")
-    sizes: list[int] = []
-    left, limits = elements, [min(1.0, bucket_mb), bucket_mb]
-    while left:
-        size = min(left, max(1, round(limits[min(len(sizes), 1)] * 2**20 / 4)))
-        sizes.append(size)
-        left -= size
-    return step_time.even_backward(sizes, forward_s, backward_s, optimizer_s)
 
 
 def advise(
@@ -204,8 +177,8 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Networ
     try:
         if choice.local is None:
             return advice.step(choice.label, scheme, probe, backward, network=network)
-        around = advice.local_step if choice.steps == "local_steps" else advice.adamw_step
-        return around(choice.label, scheme, probe, backward, choice.local, network)
+        steps = "local_steps" if choice.steps == "local_steps" else "adamw_steps"
+        return advice.step_around(steps, choice.label, scheme, probe, backward, choice.local, network)
     except advice.MissingKernelError as error:
         raise ValueError(f"{choice.label}: {error}, or leave this method out of --schemes") from error
 

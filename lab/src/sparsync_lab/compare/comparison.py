@@ -3,17 +3,15 @@
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from itertools import product
 from pathlib import Path
 
 from sparsync_lab import environment
 from sparsync_lab.compare import progress
 from sparsync_lab.compare.settings import CompareSettings
-from sparsync_lab.compare.under_faults import DisturbedTraining
-from sparsync_lab.netlab import RunNetwork, network
+from sparsync_lab.netlab import network
 from sparsync_lab.progress import progress as waiting
 from sparsync_lab.report import results
 from sparsync_lab.report.format import links_text
@@ -28,8 +26,6 @@ _RECORDS: dict[str, type] = {
     "step": results.StepRecord,
     "quality": results.Quality,
     "end": results.End,
-    "meeting": results.Meeting,
-    "fault": results.GivenFault,
 }
 
 
@@ -43,9 +39,6 @@ def compare(settings: CompareSettings, out: Path, command: Sequence[str]) -> Non
         workload = settings.check()
     run = _run_record(settings, workload, command)
     up, down = settings.rates_bits_per_s
-    if settings.faults:
-        _compare_under_faults(settings, workload, run, out)
-        return
     with (
         _recorded(run, out) as records,
         _display(settings, workload) as display,
@@ -55,33 +48,8 @@ def compare(settings: CompareSettings, out: Path, command: Sequence[str]) -> Non
         for message in workers.messages():
             display.update(message)
             records.take(message)
-        _record_carried(run, out, links)
-
-
-def _compare_under_faults(settings: CompareSettings, workload: Workload, run: results.Run, out: Path) -> None:
-    """Train with each scheme and seed on ranks that are started for it, under the same faults; raises as `compare` does."""
-    up, down = settings.rates_bits_per_s
-    places = settings.faults.places(settings.ranks)
-    with (
-        _recorded(run, out) as records,
-        _display(settings, workload) as display,
-        network(places, up, down_bits_per_s=down, delay=settings.between) as links,
-    ):
-        for seed, choice in product(settings.seeds, settings.schemes):
-            training = DisturbedTraining(settings, choice, seed, links)
-            try:
-                with closing(training.messages()) as messages:
-                    for message in messages:
-                        display.update(message)
-            finally:
-                for message in training.records():
-                    records.take(message)
-        _record_carried(run, out, links)
-
-
-def _record_carried(run: results.Run, out: Path, links: RunNetwork) -> None:
-    if (carried := links.forwarded()) is not None:
-        results.append(out, results.Carried(run.run, carried.packets, carried.nbytes, carried.processor_s))
+        if (carried := links.forwarded()) is not None:
+            results.append(out, results.Carried(run.run, carried.packets, carried.nbytes, carried.processor_s))
 
 
 def compare_on_hosts(settings: CompareSettings, out: Path, command: Sequence[str], backend: Backend | None) -> bool:
@@ -183,11 +151,6 @@ def _run_record(
     settings: CompareSettings, workload: Workload, command: Sequence[str], hosts: str = "", device: str = "cpu"
 ) -> results.Run:
     config = asdict(settings)
-    del config["faults"]
-    if settings.faults:
-        config["faults"] = [f"{each.name} at {each.at_s:g} s" for each in settings.faults.faults]
-        config["chaos"], config["faults_until_s"] = settings.faults.chaos, settings.faults.until_s
-        config["batch_size"] = getattr(workload, "batch_size", None)
     config["rate_bits_per_s"] = settings.rate_bits_per_s
     config["links"] = links_text(*settings.rates_bits_per_s, settings.between)
     config["delay_s"], config["jitter_s"] = settings.between.one_way_s, settings.between.jitter_s

@@ -5,14 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsync_lab import workloads
-from sparsync_lab.faults.plan import NO_FAULTS, FaultPlan, plan_of_json
 from sparsync_lab.netlab import Delay, delay_of, rates
 from sparsync_lab.netlab.delay import check_delay
-from sparsync_lab.rivals.torch_ddp import TorchDDP
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
 from sparsync_lab.workloads.base import Workload, model_and_optimizer, share
-
-TIMEOUT_S, TIMEOUT_UNDER_FAULTS_S = 120.0, 30.0  # where none is given
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,7 @@ class CompareSettings:
     eval_every: int = 10  # steps
     seeds: tuple[int, ...] = (0,)
     bucket_mb: float = 25.0  # DDP's bucket_cap_mb
-    timeout_s: float = TIMEOUT_S  # for one operation of a rank
-    faults: FaultPlan = NO_FAULTS  # given to each training, in seconds since its first step
+    timeout_s: float = 120.0  # for one operation of a rank
 
     @property
     def rates_bits_per_s(self) -> tuple[float | None, float | None]:
@@ -72,41 +67,14 @@ class CompareSettings:
         check_delay(self.between, self.rate_bits_per_s is not None)
         for choice in self.schemes:
             try_out(choice, self.ranks)
-        self.faults.check(self.ranks, self.rate_bits_per_s is not None)
-        if self.faults:
-            self._check_schemes_for_faults()
         workload = workloads.get(self.workload, **self.options)
         share(getattr(workload, "batch_size", self.ranks), 0, self.ranks)
         workload.prepare()
         check_optimizer(self.schemes, lambda: model_and_optimizer(workload))
         return workload
 
-    def _check_schemes_for_faults(self) -> None:
-        """Raise ValueError for a scheme that cannot train while ranks come and go."""
-        for choice in self.schemes:
-            if choice.local and choice.local.get("delay"):
-                raise ValueError(
-                    f"with faults local steps have no delay, got {choice.label!r}: what is on its way when a rank is lost would be applied "
-                    "on some ranks only; leave delay out, or leave out --fault and --chaos"
-                )
-            if isinstance(choice.make(), TorchDDP):
-                raise ValueError(
-                    f"{choice.label!r} is DDP's own all-reduce, which sparsync_elastic cannot take over; name dense, which sends as much, "
-                    "or leave out --fault and --chaos"
-                )
-            sizes = self.faults.sizes(self.ranks)
-            try:
-                for ranks in sizes:
-                    try_out(choice, ranks)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}; with these faults between {sizes[0]} and {sizes[-1]} ranks may train: choose a scheme that runs on all of "
-                    "these, or list other faults"
-                ) from error
-
 
 def settings_from_json(plain: dict[str, Any]) -> CompareSettings:  # Any: JSON, as dataclasses.asdict makes it
     """Return the settings that `asdict` turned into JSON; the inverse of it, in another process."""
     choices = tuple(SchemeChoice(**each) for each in plain["schemes"])
-    faults = plan_of_json(plain["faults"])
-    return CompareSettings(**{**plain, "schemes": choices, "seeds": tuple(plain["seeds"]), "faults": faults})
+    return CompareSettings(**{**plain, "schemes": choices, "seeds": tuple(plain["seeds"])})

@@ -1,32 +1,81 @@
 """The training of one rank with one scheme after the other, timed and counted step by step."""
 
 import copy
+import hashlib
+import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from sparsync import Dense, GradientReducer, Options, Scheme, attach
+from sparsync.runtime.handle import Handle
 from sparsync_lab import workloads
-from sparsync_lab.compare.one_rank import (
-    Measured,
-    compute_times,
-    described,
-    digest_of,
-    interface_sent,
-    take_step,
-    training_of,
-)
 from sparsync_lab.compare.settings import CompareSettings, settings_from_json
+from sparsync_lab.labels import PHASES
+from sparsync_lab.netlab import interface_counters
+from sparsync_lab.rivals.laprop import LaProp
+from sparsync_lab.rivals.torch_ddp import TorchDDP
 from sparsync_lab.scheme_choice import SchemeChoice
 from sparsync_lab.workers.process import Emit, Place
 from sparsync_lab.workloads import one_process
-from sparsync_lab.workloads.base import Workload, bare
+from sparsync_lab.workloads.base import Workload, bare, loss_of
 from sparsync_lab.workloads.job_errors import naming
+from sparsync_lab.workloads.own_momentum import made_for, optimizer_for, own_clip_factor
+
+COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is compared with
+COMPUTE_WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step on one rank; numbers only, so that ranks can be averaged."""
+
+    loss: float
+    step_s: float
+    wait_s: float
+    reduce_s: float
+    sent_bytes: float
+    interface_bytes: float
+    messages: float
+    union_density: float
+    accumulate_s: float
+    select_s: float
+    encode_s: float
+    decode_s: float
+    apply_s: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """The model of one rank as it trains: its gradients are reduced in the backward pass, or after it, or it takes local steps."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    handle: Handle
+    local: one_process.LocalTraining | None = None  # the handle, where it takes local steps
+    reducer: GradientReducer | None = None  # the handle, where gradients are reduced after they are clipped
+    unreported_bytes: float = 0.0  # that a rank sends in a step and the handle does not know of
+
+    @property
+    def clip_factor(self) -> float:
+        if self.reducer is not None:
+            return own_clip_factor(dist.get_world_size(self.reducer.group))
+        return 1.0 if self.local is None else one_process.own_clip_factor_of(self.local)
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Have in the model what all ranks have in common."""
+        return nullcontext() if self.local is None else self.local.averaged()
 
 
 def train_all(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JSON
@@ -52,26 +101,26 @@ def train(
     _check_start(workload, model)
     model = model.to(place.device)
     about = {"scheme": choice.label, "seed": seed}
-    compute_s, own_compute_s = compute_times(workload, model, seed, settings.steps, place, emit)
+    compute_s, own_compute_s = _compute_times(workload, model, seed, settings.steps, place, emit)
     times = {"compute_s": compute_s, "own_compute_s": own_compute_s}
-    emit({"kind": "scheme", **about, "config": described(choice, workload), **times})
-    training = training_of(workload, model, choice, settings, place)
+    emit({"kind": "scheme", **about, "config": _described(choice, workload), **times})
+    training = _training_of(workload, model, choice, settings, place)
     seconds = sent = 0.0
     for start in range(0, settings.steps, settings.eval_every):
         steps = range(start, min(start + settings.eval_every, settings.steps))
         _rendezvous(settings.timeout_s)
         measured: list[Measured] = []
-        counted = interface_sent(place)
+        counted = _interface_sent(place)
         for step in steps:
             last = step + 1 == settings.steps
-            done = take_step(
+            done = _take_step(
                 workload, training, seed, step, place, exchange=last and choice.leaves_rest(settings.steps)
             )
             emit({"kind": "progress", **about, "step": step + 1, "loss": done.loss})
             if step == steps[-1]:
                 # A step may end before its last bytes have left the queues; after this they have.
                 _rendezvous(settings.timeout_s)
-            before, counted = counted, interface_sent(place)
+            before, counted = counted, _interface_sent(place)
             measured.append(replace(done, interface_bytes=counted - before))
         for step, mean in zip(steps, _mean_over_ranks(measured), strict=True):
             seconds += mean.step_s
@@ -138,7 +187,7 @@ def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
 
 def _different_ranks(tensors: Iterable[Tensor]) -> list[int]:
     """Return the ranks whose tensors are not, bit for bit, those of rank 0. Collective."""
-    mine = torch.frombuffer(bytearray(digest_of(tensors)), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(_digest_of(tensors)), dtype=torch.uint8)
     all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(all_digests, mine)
     return [rank for rank, other in enumerate(all_digests) if not torch.equal(other, all_digests[0])]
@@ -147,3 +196,142 @@ def _different_ranks(tensors: Iterable[Tensor]) -> list[int]:
 def _rendezvous(timeout_s: float) -> None:
     """Wait for all ranks. Raises RuntimeError that names those that do not come in time."""
     dist.monitored_barrier(timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+
+
+def _training_of(
+    workload: Workload, model: nn.Module, choice: SchemeChoice, settings: CompareSettings, place: Place
+) -> Training:
+    """Return the training of a model that has not been trained. Collective over the group of `place`."""
+    if choice.local is not None:
+        optimizer, schedule = _optimizer(workload, model, settings.steps)
+        where = {"timeout_s": settings.timeout_s, "bucket_mb": settings.bucket_mb, "group": place.group}
+        local = choice.make_local(model, optimizer, **{key: where[key] for key in where if key not in choice.local})
+        return Training(model, optimizer, schedule, local, local)
+    scheme = choice.make()
+    if scheme.has_momentum:
+        optimizer, schedule = _optimizer(workload, model, settings.steps, scheme)
+        followed = optimizer if scheme.follows_rate else None
+        reducer = GradientReducer(
+            model, scheme, group=place.group, optimizer=followed, options=Options(timeout_s=settings.timeout_s)
+        )
+        return Training(model, optimizer, schedule, reducer, reducer=reducer)
+    # No initial broadcast: the weights are the same by their seed.
+    ddp = DistributedDataParallel(
+        model,
+        process_group=place.group,
+        bucket_cap_mb=settings.bucket_mb,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=workload.find_unused_parameters,
+    )
+    optimizer, schedule = _optimizer(workload, ddp, settings.steps, scheme)
+    handle = attach(ddp, scheme, options=Options(timeout_s=settings.timeout_s))
+    if isinstance(scheme, TorchDDP):
+        handle.detach()
+        own = [each for each in model.parameters() if each.requires_grad]
+        nbytes = 2 * (place.ranks - 1) / place.ranks * sum(each.nbytes for each in own)
+        return Training(ddp, optimizer, schedule, handle, unreported_bytes=nbytes)
+    return Training(ddp, optimizer, schedule, handle)
+
+
+def _optimizer(
+    workload: Workload, model: nn.Module, steps: int, scheme: Scheme | None = None
+) -> tuple[Optimizer, LRScheduler]:
+    with naming(workload.job_class(), "optimizer"):
+        return optimizer_for(scheme or Dense(), workload, model, steps)
+
+
+def _take_step(workload: Workload, training: Training, seed: int, step: int, place: Place, exchange: bool) -> Measured:
+    """Take one step; with `exchange`, local steps exchange at its end whatever is left."""
+    began = time.perf_counter()
+    loss = _forward_backward(workload, training.model, training.optimizer, seed, step, place)
+    with naming(workload.job_class(), "clip", step, place.rank, place.ranks):
+        workload.clip(training.model, training.clip_factor)
+    if training.reducer is not None:
+        training.reducer.reduce()
+    if training.local is None or not training.local.replaces_optimizer:
+        training.optimizer.step()
+    if training.local is not None:
+        training.local.step()
+        if exchange:
+            training.local.flush()
+    training.schedule.step()
+    _finish(place)
+    step_s = time.perf_counter() - began
+    reports = training.handle.take_reports()
+    elements = sum(report.elements for report in reports)
+    return Measured(
+        loss=float(loss),
+        step_s=step_s,
+        wait_s=sum(report.wait_s or 0.0 for report in reports),
+        reduce_s=sum(report.seconds or 0.0 for report in reports),
+        sent_bytes=sum(report.sent.nbytes for report in reports if report.sent) + training.unreported_bytes,
+        interface_bytes=0.0,  # set by the caller, which reads the counters
+        messages=sum(report.sent.messages for report in reports if report.sent),
+        union_density=sum(report.union for report in reports) / max(1, elements),
+        **{f"{name}_s": sum(report.phases.get(name, 0.0) for report in reports) for name in PHASES},
+    )
+
+
+def _forward_backward(
+    workload: Workload, model: nn.Module, optimizer: Optimizer, seed: int, step: int, place: Place
+) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    loss = loss_of(workload, model, seed, step, place.rank, place.ranks)
+    loss.backward()
+    return loss.detach()
+
+
+def _finish(place: Place) -> None:
+    """Wait until the device has done its work, so that the clock counts it."""
+    if place.device != "cpu":
+        torch.cuda.synchronize(place.device)
+
+
+def _compute_times(
+    workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit
+) -> tuple[float, float]:
+    """Return the median step, in seconds, of a copy that never communicates: of the slowest rank, and of the mean of the ranks.
+
+    All ranks begin each step together. The job is asked for no batch beyond its `steps`, and for a schedule that is long enough.
+    """
+    alone = copy.deepcopy(model)
+    optimizer, schedule = _optimizer(workload, alone, max(steps, COMPUTE_WARMUP + COMPUTE_STEPS))
+    times: list[float] = []
+    for step in range(COMPUTE_WARMUP + COMPUTE_STEPS):
+        dist.barrier()
+        began = time.perf_counter()
+        _forward_backward(workload, alone, optimizer, seed, step % steps, place)
+        workload.clip(alone)
+        optimizer.step()
+        schedule.step()
+        _finish(place)
+        times.append(time.perf_counter() - began)
+        emit({"kind": "alive"})
+    slowest = torch.tensor(times[COMPUTE_WARMUP:], dtype=torch.float64)
+    mean = slowest / dist.get_world_size()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(mean)
+    return statistics.median(slowest.tolist()), statistics.median(mean.tolist())
+
+
+def _interface_sent(place: Place) -> int:
+    """Return the bytes that the interface of this rank has sent; 0 where it is not the rank's alone."""
+    return interface_counters(place.interface).sent_bytes if place.own_interface else 0
+
+
+def _digest_of(tensors: Iterable[Tensor]) -> bytes:
+    """Return the SHA-256 digest of all bits of the tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def _described(choice: SchemeChoice, workload: Workload) -> dict[str, Any]:  # Any: JSON
+    """Return what the records say of a scheme."""
+    scheme = choice.make()
+    local = {} if choice.local is None else {choice.steps: choice.local}
+    replaces = choice.local is None and (scheme.has_momentum or isinstance(scheme, LaProp))
+    trained_by = {"optimizer": made_for(scheme, workload)} if replaces else {}
+    return {"name": choice.name, **choice.config, **local, **trained_by, "full": repr(scheme)}

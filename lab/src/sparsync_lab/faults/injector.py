@@ -138,16 +138,13 @@ class Injector:
         rank.send({"kill": SIGKILL, "leave": SIGTERM, "freeze": SIGSTOP}[fault.kind])
         return f"rank {rank.number} {({'kill': 'is killed', 'leave': 'is told to leave', 'freeze': 'is stopped'})[fault.kind]}"
 
-    def disturbed(self, number: int) -> bool:
-        """Return whether a fault is going on that keeps this rank from training with the others."""
-        return number in self._frozen or self.places[number] in self._cut
-
     def _situation(self, now_s: float) -> Situation:
         healthy = [
             rank.number
             for rank in self.ranks.running
             if rank.number not in self._leaving
-            and not self.disturbed(rank.number)
+            and rank.number not in self._frozen
+            and self.places[rank.number] not in self._cut
             and now_s - self._joined_s[rank.number] >= SETTLED_S
         ]
         return Situation(healthy, self._free_place() is not None, self._store is not None, self.links.limited)

@@ -1,4 +1,4 @@
-"""For how long a rank stood still after a fault: from the looks at its interface, or from its steps."""
+"""For how long a rank stood still after a fault: from the looks at its interface."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,7 @@ QUIET = 0.1  # of its usual rate: the store, and the heads of connections, are b
 LEAST_S = 0.5  # of an interval that says something; a look takes 0.25 s
 BEFORE_S = 10.0  # of the interval before the first fault, to compare with
 
-Look = tuple[
-    float, float, int
-]  # from and to, in seconds of the run, and the bytes that went by, or the steps that were done
+Look = tuple[float, float, int]  # from and to, in seconds of the run, and the bytes that went by
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Pause:
 
 
 def usual_rate(looks: Sequence[Look], until_s: float) -> float:
-    """Return the mean bytes (or steps) per second from the first one up to this time; 0 before it."""
+    """Return the mean bytes per second from the first one up to this time; 0 before it."""
     seen = [look for look in looks if look[1] <= until_s]
     first = next((since_s for since_s, _, nbytes in seen if nbytes), None)
     if first is None:
@@ -34,13 +32,13 @@ def usual_rate(looks: Sequence[Look], until_s: float) -> float:
     return sum(nbytes for _, _, nbytes in seen) / (seen[-1][1] - first)
 
 
-def longest_pause(looks: Sequence[Look], from_s: float, to_s: float, done: bool, quiet: float = QUIET) -> Pause | None:
-    """Return the longest time of a rank with less than this share of its usual traffic between two times.
+def longest_pause(looks: Sequence[Look], from_s: float, to_s: float, done: bool) -> Pause | None:
+    """Return the longest time of a rank with less than a tenth of its usual traffic between two times.
 
     None where the rank had no traffic before, or has ended: `done` says that it ended well, and no pause follows its last traffic.
     """
     rate = usual_rate(looks, from_s)
-    quiets = [nbytes < quiet * rate * (end_s - begin_s) for begin_s, end_s, nbytes in looks]
+    quiets = [nbytes < QUIET * rate * (end_s - begin_s) for begin_s, end_s, nbytes in looks]
     if done:
         to_s = min(
             to_s, max((look[1] for look, is_quiet in zip(looks, quiets, strict=True) if not is_quiet), default=0.0)

@@ -68,20 +68,6 @@ class FaultPlan:
         elif self.until_s is not None:
             raise ValueError("--faults-until is the end of faults, and none were asked for; give --chaos or --fault")
 
-    def sizes(self, ranks: int) -> range:
-        """Return with how many ranks a run may have to train, as far as the plan tells."""
-        if self.chaos is not None:
-            return range(1, self.places(ranks))
-        present, least, most = ranks, ranks, ranks
-        hit, gone = set[int](), set[int]()
-        for each in sorted(self.faults, key=lambda each: each.at_s):
-            if each.rank is not None:
-                hit.add(each.rank)
-                gone |= set() if each.lasts_s else {each.rank}
-            present += each.kind == "join"
-            least, most = min(least, present - len(hit)), max(most, present - len(gone))
-        return range(max(1, least), most + 1)
-
 
 NO_FAULTS = FaultPlan()
 

@@ -34,7 +34,6 @@ def frontier(
     study: FrontierStudy,
     where: Outputs,
     jobs: int,
-    ours: Sequence[str],
     command: Sequence[str],
     checkpoint_every: int | None = None,
 ) -> None:
@@ -55,7 +54,7 @@ def frontier(
     from sparsync_lab.frontier.picture import picture
 
     workload = study.check()
-    found = panels(study, finished, workload.better == "lower", ours, workload.metric)
+    found = panels(study, finished, workload.better == "lower", metric=workload.metric)
     image = picture(found, f"{study.workload}: {workload.unit}, beside dense")
     _write(out / TABLES, _markdown(found, workload.metric, command, PICTURE))
     _write(out / PICTURE, image)

@@ -49,7 +49,6 @@ class FrontierStudy:
     seeds: tuple[int, ...] = (0,)
     rates: tuple[float, ...] = (0.5, 1.0, 2.0)
     rates_seed: int | None = None
-    follow_rate: bool = False
     device: str = "cpu"
 
     def check(self) -> Workload:
@@ -99,8 +98,7 @@ class FrontierStudy:
         }
 
     def key(self, label: str, ranks: int, steps: int, seed: int, rate: float) -> Key:
-        follows = self.follow_rate and label != "dense"
-        return Key(self.job, self.methods[label], ranks, steps, seed, rate, follows, self.device)
+        return Key(self.job, self.methods[label], ranks, steps, seed, rate, device=self.device)
 
     def tried(
         self, finished: Mapping[Key, Finished], label: str, ranks: int, steps: int, lower: bool

@@ -1,4 +1,4 @@
-"""What the ranks write, line by line behind their prefix, and the status line below it: in the order in which it came, without blocking."""
+"""What the ranks write, line by line behind their prefix, in the order in which it came, without blocking."""
 
 import os
 import select
@@ -13,7 +13,6 @@ MOST_WAITING = 1 << 20  # bytes; while more wait to be written, nothing is read 
 PIECE = select.PIPE_BUF  # a pipe that is ready takes so much at once
 # torch writes this once for each rank: the addresses of limited links have no names.
 _NOISE = b"[c10d] The hostname of the client socket cannot be retrieved"
-_ERASE = b"\r\x1b[K"
 
 
 @dataclass
@@ -37,11 +36,10 @@ class Lines:
 class Output:
     """What is to be written to standard output and error of this process: `write` queues it, `flush` writes as much as does not block."""
 
-    terminal: bool  # standard error shows a status line
+    terminal: bool  # standard error is one
     closed: set[int] = field(default_factory=set)  # descriptors that nobody reads any more
     _waiting: deque[tuple[int, bytes]] = field(default_factory=deque)
     _nbytes: int = 0
-    _status: bytes = b""  # as shown now
 
     @property
     def full(self) -> bool:
@@ -63,25 +61,13 @@ class Output:
         return lambda content: self.write(descriptor, lines.cut(content))
 
     def write(self, descriptor: int, content: bytes) -> None:
-        if not content:
-            return
-        if self._status:
-            self._queue(2, _ERASE)
-            self._status = b""
-        self._queue(descriptor, content)
+        if content:
+            self._waiting.append((descriptor, content))
+            self._nbytes += len(content)
 
     def say(self, text: str) -> None:
         """Write lines of this program's own to standard error."""
         self.write(2, f"{wrapped(f'sparsync launch: {text}', error=True)}\n".encode())
-
-    def status(self, *texts: str) -> None:
-        """Show below the last line the first of `texts` that fits, where standard error is a terminal; none removes what is there."""
-        if not self.terminal or self._waiting or (not texts and not self._status):
-            return
-        width = self.width - 1
-        shown = next((text for text in texts if len(text) <= width), "".join(texts[-1:])[:width])
-        self._status = shown.encode()
-        self._queue(2, _ERASE + self._status)
 
     def flush(self) -> None:
         """Write pieces while their descriptors are ready; drop those of descriptors that are closed."""
@@ -104,10 +90,6 @@ class Output:
             self._waiting.popleft()
             if written < len(content):
                 self._waiting.appendleft((descriptor, content[written:]))
-
-    def _queue(self, descriptor: int, content: bytes) -> None:
-        self._waiting.append((descriptor, content))
-        self._nbytes += len(content)
 
 
 def prefix(rank: int, ranks: int) -> bytes:

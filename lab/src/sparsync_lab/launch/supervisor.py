@@ -191,10 +191,8 @@ def _watch(run: LaunchedRun, meter: Meter, began: float) -> None:
         if now - looked >= LOOK_S:
             looked = now
             meter.look(now - began, run.ended)
-            output.status(*meter.status(now - began, run.injector.begun if run.injector else ()))
         if run.stopped_by is not None and ranks.ended_at is not None and now - ranks.ended_at >= ranks.grace_s:
             return  # somebody stopped it, and nobody takes its output
-    output.status()
 
 
 def _give_faults(run: LaunchedRun, injector: Injector, meter: Meter, now_s: float) -> None:

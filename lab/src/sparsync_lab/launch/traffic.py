@@ -1,9 +1,8 @@
-"""The bytes of each rank's interface while the ranks run: the status line, and the table at the end."""
+"""The bytes of each rank's interface while the ranks run, and the table at the end."""
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 
 from sparsync_lab.faults.injector import Begun
 from sparsync_lab.faults.pauses import BEFORE_S, Look, longest_pause, pause_text
@@ -23,7 +22,6 @@ class Traffic:
     began_s: float | None = None  # the last look before the first byte
     seen_s: float = 0.0  # the last look
     last_s: float = 0.0  # the look that saw the last byte
-    rates: tuple[float, float] = (0.0, 0.0)  # bits per second, sent and received, between the last two looks
     place: int = 0  # whose interface it is
     before: tuple[int, int] = (0, 0)  # what an earlier rank there has sent and received
     ended: bool = False  # so the interface may be another rank's
@@ -36,10 +34,8 @@ class Traffic:
         if any(moved):
             self.began_s = self.seen_s if self.began_s is None else self.began_s
             self.last_s = now_s
-        if since_s > 0:
-            self.rates = (8 * moved[0] / since_s, 8 * moved[1] / since_s)
-            if self.looks is not None:
-                self.looks.append((self.seen_s, now_s, sum(moved)))
+        if since_s > 0 and self.looks is not None:
+            self.looks.append((self.seen_s, now_s, sum(moved)))
         self.sent_nbytes, self.received_nbytes, self.seen_s = sent, received, now_s
 
     @property
@@ -83,26 +79,6 @@ class Meter:
             for rank, traffic in enumerate(self.ranks)
         }
         return ", ".join(f"rank {rank}: {text}" for rank, text in found.items() if text is not None)
-
-    def status(self, now_s: float, begun: Sequence[Begun] = ()) -> list[str]:
-        """Return the bytes of every rank up to now and the share of its link in the last moments, and a shorter line of their means."""
-        now = f"{now_s:.0f} s"
-        if begun:
-            now += f" | {len(begun)} faults, {begun[-1].fault.name} at {begun[-1].at_s:.0f} s"
-        present = {rank: traffic for rank, traffic in enumerate(self.ranks) if not traffic.ended}
-        if not present:
-            return [f"{now}, no link, nothing counted"]
-        up, down = self._limits()
-
-        def told(seen: Sequence[Traffic]) -> str:
-            sent, received, sends, receives = (
-                fmean(values)
-                for values in zip(*((it.sent_nbytes, it.received_nbytes, *it.rates) for it in seen), strict=True)
-            )
-            return f"{bytes_text(sent)} up {_share(sends, up)}, {bytes_text(received)} down {_share(receives, down)}"
-
-        each = [f"{rank}: {told([it])}" for rank, it in present.items()]
-        return [f"{now} | {' | '.join(each)}", f"{now} | mean of {len(each)} ranks: {told([*present.values()])}"]
 
     def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int], width: int = WIDTH) -> str:
         """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from sparsync import Scheme
 from sparsync.comm.plan import Plan
@@ -194,41 +194,33 @@ def step(
     return _step(label, line, sum((plan_of[n] for n in counts), Plan()), reduction)
 
 
-def local_step(
+def step_around(
+    steps: Literal["local_steps", "adamw_steps"],
     label: str,
     scheme: Scheme,
     probe: Probe,
     backward: Backward,
-    settings: Mapping[str, Any],  # Any: numbers and texts, those of LocalSteps
+    settings: Mapping[str, Any],  # Any: numbers and texts, those of LocalSteps or AdamWSteps
     network: Network | None = None,
 ) -> PredictedStep:
-    """Return the prediction of a step of LocalSteps with these settings. A fragment counts as one bucket; all are equally large."""
+    """Return the prediction of a step of LocalSteps or AdamWSteps with these settings around a scheme.
+
+    A fragment of local steps counts as one bucket, and all are equally large; AdamWSteps exchange the model as one bucket.
+    """
     P, network = probe.group.ranks, network or ProbedNetwork(probe)
-    every, fragments, delay = (int(settings.get(name, default)) for name, default in _LOCAL.items())
     elements = sum(each.elements for each in backward.bucket)
-    sizes = [elements // fragments + (place < elements % fragments) for place in range(fragments)]
     reduction = ReductionTime(scheme, probe, network, measured_times(label.partition("/")[2], scheme, probe))
-    agreeing_s = fragments * probed_ranks(probe, network).seconds(plans.agreement(P))
+    ranks = probed_ranks(probe, network)
+    if steps == "adamw_steps":
+        block, measure_every = int(settings.get("block", 64)), int(settings.get("measure_every", 8))
+        ratio_s = ranks.seconds(plans.ratio([elements], P, block))
+        line = serial(backward, [reduction.seconds(elements), ratio_s / measure_every])
+        return _step(label, line, plans.adamw_steps(scheme, [elements], P, block, measure_every), reduction)
+    every, fragments, delay = (int(settings.get(name, default)) for name, default in _LOCAL.items())
+    sizes = [elements // fragments + (place < elements % fragments) for place in range(fragments)]
+    agreeing_s = fragments * ranks.seconds(plans.agreement(P))
     line = periodic(backward, every, sum(map(reduction.seconds, sizes)) + agreeing_s, fragments, delay)
     return _step(label, line, plans.local_steps(scheme, sizes, P, every, fragments), reduction)
-
-
-def adamw_step(
-    label: str,
-    scheme: Scheme,
-    probe: Probe,
-    backward: Backward,
-    settings: Mapping[str, Any],  # Any: numbers and texts, those of AdamWSteps
-    network: Network | None = None,
-) -> PredictedStep:
-    """Return the prediction of a step of AdamWSteps with these settings, which exchanges the model as one bucket."""
-    P, network = probe.group.ranks, network or ProbedNetwork(probe)
-    block, measure_every = int(settings.get("block", 64)), int(settings.get("measure_every", 8))
-    elements = sum(each.elements for each in backward.bucket)
-    reduction = ReductionTime(scheme, probe, network, measured_times(label.partition("/")[2], scheme, probe))
-    ratio_s = probed_ranks(probe, network).seconds(plans.ratio([elements], P, block))
-    line = serial(backward, [reduction.seconds(elements), ratio_s / measure_every])
-    return _step(label, line, plans.adamw_steps(scheme, [elements], P, block, measure_every), reduction)
 
 
 def _step(label: str, line: StepTime, mean: Plan, reduction: ReductionTime) -> PredictedStep:

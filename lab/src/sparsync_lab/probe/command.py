@@ -1,17 +1,15 @@
 """`sparsync probe`: the ranks are started here, each at its own link, or a launcher has started them. Rank 0 prints and writes."""
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from sparsync_lab import environment
 from sparsync_lab.labels import short_labels
 from sparsync_lab.netlab import Delay, network
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request, probe
+from sparsync_lab.progress import Progress, progress
 from sparsync_lab.report.format import rate_text, significant
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
@@ -36,7 +34,7 @@ def probe_here(
     with (
         network(ranks, up, down_bits_per_s=down, delay=delay) as links,
         worker_group("sparsync_lab.probe.task:probe", asdict(request), links, request.timeout_s) as workers,
-        _shown() as display,
+        progress("probe, %", 100) as display,
     ):
         content = [content for message in workers.messages() if (content := _taken(message, display)) is not None]
     _finish(content[-1], out)
@@ -63,7 +61,7 @@ def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None
         if hosts.place.rank:
             hosts.run(probe, spec, lambda message: None, lambda why: None)
             return
-        with _shown() as display:
+        with progress("probe, %", 100) as display:
 
             def take(message: Message) -> None:
                 content.extend(each for each in [_taken(message, display)] if each is not None)
@@ -72,9 +70,9 @@ def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None
     _finish(content[-1], out)
 
 
-def _taken(message: Message, display: "_Display") -> str | None:
+def _taken(message: Message, display: Progress) -> str | None:
     if message["kind"] == "progress":
-        display.at(message["text"], message["done"])
+        display.at(round(100 * message["done"]), message["text"])
     return message["content"] if message["kind"] == "probe" else None
 
 
@@ -83,42 +81,6 @@ def _finish(content: str, out: Path) -> None:
     probe_file.write(found, out)
     _print(found)
     print(f"Written to {out}")
-
-
-class _Display(Protocol):
-    def at(self, text: str, done: float) -> None: ...
-
-
-@contextmanager
-def _shown() -> Iterator[_Display]:
-    """Yield a progress bar on standard error where that is a terminal, else a line for each thing that is measured."""
-    if not sys.stderr.isatty():
-        yield _ProbeLines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-
-    columns = (
-        BarColumn(bar_width=16, table_column=Column(min_width=16)),
-        TimeElapsedColumn(table_column=Column(min_width=7)),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        yield _ProbeBar(bars)
-
-
-class _ProbeLines:
-    def at(self, text: str, done: float) -> None:
-        print(f"{done:4.0%}  {text}", file=sys.stderr, flush=True)
-
-
-class _ProbeBar:
-    def __init__(self, bars: Any) -> None:  # Any: rich's Progress, imported late
-        self._bars, self._task = bars, bars.add_task("", total=1.0)
-
-    def at(self, text: str, done: float) -> None:
-        self._bars.update(self._task, completed=done, description=text)
 
 
 def _print(found: probe_file.Probe) -> None:

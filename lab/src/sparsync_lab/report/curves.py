@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -38,10 +38,6 @@ class Curve:
     def end(self) -> Point:
         return self.middle[-1]
 
-    def divided(self, size: float) -> "Curve":
-        """Return the curve with x in another unit."""
-        return replace(self, middle=tuple((x / size, y) for x, y in self.middle))
-
 
 def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str, hue: str) -> Curve:
     """Return the scheme's finite evaluations over `position`; the middle has the steps at which every seed was evaluated."""
@@ -56,8 +52,8 @@ def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str
     return Curve(name, hue, middle, band)
 
 
-def draw(axes: Axes, run: Run, curves: Sequence[Curve], named: bool = True) -> None:
-    """Draw the curves, the target, a dot where a curve first meets it, and, if `named`, the names."""
+def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
+    """Draw the curves, the target, a dot where a curve first meets it, and the names."""
     axes.set_ylabel(quality_axis(run))
     curves = [each for each in curves if each.middle]
     if not curves:
@@ -66,13 +62,13 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve], named: bool = True) -> N
     # Names need room, so they are measured before the axes are laid out.
     sizes = [size(axes, each.name) for each in curves]
     height = max(height for _, height in sizes)
-    _set_x(axes, curves, [width for width, _ in sizes] if named else [])
+    _set_x(axes, curves, [width for width, _ in sizes])
     _set_x_ticks(axes, _APART * height)
     ends = [axes.transData.transform(each.end)[0] for each in curves]
     beside = min(ends) > axes.bbox.x1 - 1  # all end with the axis: there is nothing but names to the right of it
     rows = [] if beside else _rows(ends, [width for width, _ in sizes])
     spacing = _LINE * height
-    _set_y(axes, run, curves, spacing * (1 if beside or not named else max(rows) + 1.8))
+    _set_y(axes, run, curves, spacing * (1 if beside else max(rows) + 1.8))
     _set_y_ticks(axes, run, [each.end[1] for each in curves], spacing)
     for each in curves:
         if each.band:
@@ -87,8 +83,6 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve], named: bool = True) -> N
             axes.plot(*crossing, marker="o", markersize=9, color=each.hue, markeredgecolor="white", zorder=4)
     if run.target is not None:
         _draw_target(axes, f"target {run.target:g}{percent(run)}", run.target)
-    if not named:
-        return
     if beside:
         _draw_names_beside(axes, curves, spacing)
     else:
@@ -116,8 +110,13 @@ def _set_x(axes: Axes, curves: Sequence[Curve], widths: Sequence[float]) -> None
     else:
         axes.set_xlim(0, last)
         places = [end / last for end in ends]
-    if widths:
-        make_room(axes, places, [width + _POLE + 2 * _GAP for width in widths])
+    # No narrower than half of what they are: a name that is wider is cut off.
+    box, whole = axes.get_position(), axes.bbox.width
+    fits = [
+        (whole - width - _POLE - 2 * _GAP) / place for place, width in zip(places, widths, strict=True) if place > 0
+    ]
+    room = min(fits, default=whole)
+    axes.set_position((box.x0, box.y0, box.width * min(1.0, max(0.5, room / whole)), box.height))
 
 
 def _set_x_ticks(axes: Axes, apart: float) -> None:
@@ -152,18 +151,6 @@ def _apart(ticks: Sequence[float], pixel: Callable[[float], float], least: float
 
 def _written(tick: float, is_round: bool) -> str:
     return f"{round(tick, 10):g}" if is_round or tick == round(tick) else significant(tick)
-
-
-def make_room(axes: Axes, places: Sequence[float], widths: Sequence[float]) -> None:
-    """Make the axes so narrow that a text of each width, in pixels, fits to the right of its place, a share of the axis.
-
-    No narrower than half of what they are: a text that is wider is cut off.
-    """
-    box, whole = axes.get_position(), axes.bbox.width
-    room = min(
-        ((whole - width) / place for place, width in zip(places, widths, strict=True) if place > 0), default=whole
-    )
-    axes.set_position((box.x0, box.y0, box.width * min(1.0, max(0.5, room / whole)), box.height))
 
 
 def _set_y(axes: Axes, run: Run, curves: Sequence[Curve], room: float) -> None:

@@ -108,5 +108,4 @@ def place_text(run: "Run") -> str:
     links = run.config.get("links") or links_text(rate, rate) if run.limited else ""
     between = ", ".join(each for each in (run.network, links) if each) or "links without limit"
     workload = run.config.get("workload", "workload")
-    faults = f", {run.faults}" if run.faults else ""
-    return f"{workload}, {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}, {between}{faults}"
+    return f"{workload}, {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}, {between}"

@@ -2,40 +2,29 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Mapping
 from importlib.resources import files
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from sparsync_lab.report.choice import WITHIN, failure, sentences
 from sparsync_lab.report.format import place_text
-from sparsync_lab.report.lead import details, failure, first_line, lead, paragraph
 from sparsync_lab.report.results import Results, read
 from sparsync_lab.report.rows import compared, write_csv
 from sparsync_lab.report.summary import RunSummary, summarise
 from sparsync_lab.report.tables import as_text, remarks, tables
-from sparsync_lab.report.theme import coloured, variables
-from sparsync_lab.report.verdict import WITHIN
 from sparsync_lab.terminal import manner
 
-if TYPE_CHECKING:
-    from sparsync_lab.report.plots import Picture
-
 PAGE = "report.html"
-_NEXT_LINE = "\\\n  "  # of a command
 _ALT = {
     "quality_over_time": "Quality over training time, a curve for each scheme",
     "quality_over_steps": "Quality over training steps, a curve for each scheme",
-    "quality_over_bytes": "Quality over bytes sent per rank, a curve for each scheme",
-    "step_breakdown": "Where the time of a training step goes, a bar for each scheme",
 }
-_BESIDE = (("quality_over_time", "quality_over_steps"), ("quality_over_bytes",), ("step_breakdown",))  # of each table
 _METHOD = (
-    "The choice: with a target, the scheme that reaches it first with every seed; without one, the scheme with the shortest step "
-    "among those at most {within:g} % behind dense's quality. It must be faster than the plain all-reduce (the faster of bf16 and "
-    "dense) with every seed, and by more than the noise: the difference between computing steps of the run, and at least 3 %. "
-    "Schemes that did not finish do not count. The link rate from which the plain all-reduce is as fast is extrapolated: the time "
-    "of a link changes with its rate, and all else stays.",
+    "The choice is the fastest of the schemes at most {within:g} % behind dense's quality: by the time to the target where any scheme "
+    "reached it with every seed, else by the time of a step. It must be faster than the plain all-reduce (the faster of bf16 and dense) "
+    "with every seed, and by more than the noise: the difference between computing steps of the run, and at least 3 %. Schemes that "
+    "did not finish do not count.",
     "All schemes of a run start from the same weights and see the same batches in the same order. Training time is the sum "
     "of the steps, a mean over the ranks; evaluations, start-up and the exchange of measurements do not count.",
     "A target counts as reached at the first evaluation at or beyond it; the time is interpolated linearly between that "
@@ -50,30 +39,22 @@ _METHOD = (
     "interface, framing and acknowledgements included. The least time of a link is payload x 8 / rate.",
 )
 
-_UNDER_FAULTS = (
-    "With faults training time is that since the first step, pauses included, and stands still while a rank evaluates for all. Loss and "
-    "bytes of a step are means over the ranks that took it; its times are those of the first rank. The pause after a fault is the longest "
-    "time with less than a third of the usual steps that began before the next one. A step by fewer ranks than began brings fewer samples "
-    "into the weights. Compute was measured while all ranks began, not all at the same step."
-)
 
-
-def report(folder: Path, run: str | None = None, within: float = WITHIN, csv: Path | None = None) -> tuple[Path, ...]:
-    """Write four PNG images and report.html into `folder`, then print the tables, and return the paths.
+def report(folder: Path, within: float = WITHIN, csv: Path | None = None) -> tuple[Path, ...]:
+    """Write two PNG images and report.html into `folder`, then print the tables, and return the paths.
 
     Where the files cannot be made, the tables are printed all the same.
-    Shows the newest run that trained anything, or the one with the id `run`; runs are not mixed. `within`: how many percent behind
+    Shows the newest run that trained anything; runs are not mixed. `within`: how many percent behind
     dense's quality its choice may be. `csv`: a file for the numbers of each training. Raises ValueError when the folder holds no such
     results, RuntimeError when it cannot be written.
     """
-    results = read(folder)
-    summary = _chosen(results, run)
-    from sparsync_lab.report.plots import hues, pictures  # loads matplotlib
+    summary = _newest(read(folder))
+    from sparsync_lab.report.plots import pictures  # loads matplotlib
 
     try:
         drawn = pictures(summary, within)
-        page = render(summary, drawn, hues(summary), _others(results, summary, within), within)
-        images = {f"{name}.png": picture.png for name, picture in drawn.items()}
+        page = render(summary, drawn, within)
+        images = {f"{name}.png": picture for name, picture in drawn.items()}
         written = _write(Path(folder), {**images, PAGE: page.encode()})
         if csv is not None:
             write_csv(csv, compared(summary))
@@ -92,16 +73,14 @@ def trained(folder: Path) -> list[str]:
 
 
 def check(folder: Path) -> None:
-    """Raise RuntimeError where the newest run of the folder is not what was asked for: see `lead.failure`."""
-    if wrong := failure(_chosen(read(folder), None)):
+    """Raise RuntimeError where the newest run of the folder is not what was asked for: see `choice.failure`."""
+    if wrong := failure(_newest(read(folder))):
         raise RuntimeError(wrong)
 
 
 def render(
     summary: RunSummary,
-    pictures: "Mapping[str, Picture]",
-    hues: Mapping[str, str],
-    others: Sequence[Any] = (),  # Any: see `_others`
+    pictures: Mapping[str, bytes],
     within: float = WITHIN,
 ) -> str:
     """Return the page as HTML that needs no other file: images inside, no script, nothing loaded from anywhere."""
@@ -117,58 +96,28 @@ def render(
         place=place_text(run),
         time=run.time,
         run=run.run,
-        light=variables(dark=False),
-        dark=variables(dark=True),
         banners=summary.banners,
-        first=first_line(summary, within),
-        lead=lead(summary, within),
-        details=details(summary),
-        parts=_parts(summary, pictures),
-        hues={scheme.name: coloured(hues[scheme.label]) for scheme in summary.schemes},
+        sentences=sentences(summary, within),
+        pictures=[(_ALT[name], b64encode(png).decode()) for name, png in pictures.items()],
+        tables=tables(summary),
         labels={scheme.name: scheme.label for scheme in summary.schemes},
-        lines=lambda head: Markup("<br>").join(escape(line) for line in head.split("\n")),
+        lines=lambda text: Markup("<br>").join(escape(line) for line in text.split("\n")),
         remarks=remarks(summary),
         notes=summary.notes,
-        method=[text.format(within=within) for text in (*_METHOD, *([_UNDER_FAULTS] if run.faults else ()))],
-        command=_command(run.command),
-        sections=_sections(summary),
-        others=others,
+        method=[text.format(within=within) for text in _METHOD],
+        command=shlex.join(["sparsync", *run.command[1:]]),
+        settings=_settings(summary),
     )
 
 
-def _chosen(results: Results, wanted: str | None) -> RunSummary:
+def _newest(results: Results) -> RunSummary:
     """Return the run to show, with the notes of the file, and a note when the newest run recorded no training."""
-    if wanted is not None:
-        found = [records for records in results.runs if records.run.run == wanted]
-        if not found:
-            known = ", ".join(records.run.run for records in results.runs)
-            raise ValueError(f"{results.path} has no run {wanted!r}; it has {known}")
-        return summarise(found[0], results.notes)
     trained = [records for records in results.runs if any(trace.steps for trace in records.traces.values())]
     newest = results.runs[-1]
     if not trained or trained[-1] is newest:
         return summarise(newest, results.notes)
     note = f"The newest run, {newest.run.run}, recorded no training; this is the one before it that did."
     return summarise(trained[-1], (*results.notes, note))
-
-
-def _others(results: Results, shown: RunSummary, within: float) -> list[dict[str, str]]:
-    """Return the other runs of the file, newest first, with a sentence for each."""
-    return [
-        {"run": records.run.run, "text": f"{records.run.time}: {paragraph(summarise(records), within)}"}
-        for records in reversed(results.runs)
-        if records.run.run != shown.run.run
-    ]
-
-
-def _parts(
-    summary: RunSummary, pictures: "Mapping[str, Picture]"
-) -> list[dict[str, Any]]:  # Any: pictures and a table, for the template
-    """Return the tables, each under the pictures of the same subject."""
-    return [
-        {"table": table, "pictures": [{"alt": _ALT[name], "drawn": pictures[name]} for name in names]}
-        for table, names in zip_longest(tables(summary), _BESIDE, fillvalue=())
-    ]
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
@@ -185,33 +134,10 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
     return tuple(written)
 
 
-def _command(argv: Sequence[str]) -> str:
-    """Return the command as a user types it: the program by its name, not by its path, and a line for each option."""
-    words = [shlex.quote(word) for word in (Path(argv[0]).name, *argv[1:])] if argv else []
-    return " ".join(f"{_NEXT_LINE if word.startswith('--') else ''}{word}" for word in words)
-
-
-def _sections(summary: RunSummary) -> list[dict[str, Any]]:  # Any: a title and its entries, for the template
+def _settings(summary: RunSummary) -> str:
+    """Return all settings of the run as JSON, to be read."""
     run = summary.run
-    schemes = [
-        (scheme.label, ", ".join(f"{key} = {value}" for key, value in _flat(scheme.config)))
-        for scheme in summary.schemes
-    ]
-    return [
-        {"title": "Schemes", "entries": schemes},
-        {"title": "Configuration", "entries": list(_flat({**run.config, "schemes": len(schemes)}))},
-        {"title": "Workload", "entries": list(_flat(run.workload))},
-        {"title": "Versions", "entries": list(_flat(run.versions))},
-        {"title": "Machine", "entries": list(_flat(run.machine))},
-    ]
-
-
-def _flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:  # Any: JSON
-    """Yield the entries of a nested mapping by dotted name, as text."""
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        elif isinstance(value, str):
-            yield above + key, value
-        else:
-            yield above + key, json.dumps(value)
+    schemes = {scheme.label: scheme.config for scheme in summary.schemes}
+    config = {**run.config, "schemes": len(schemes)}
+    parts = {"schemes": schemes, "configuration": config, "workload": run.workload}
+    return json.dumps({**parts, "versions": run.versions, "machine": run.machine}, indent=1)

@@ -7,7 +7,7 @@ runs, each under its own id. summary.py makes numbers from the records.
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -112,13 +112,6 @@ class Run(_Record):
         return str(self.versions.get("kernels", ""))
 
     @property
-    def faults(self) -> str:
-        """The faults that ranks were given, in words; "" where there were none."""
-        listed, chaos = self.config.get("faults") or (), self.config.get("chaos")
-        drawn = [] if chaos is None else [f"faults drawn by seed {chaos}"]
-        return ", ".join([*([f"{len(listed)} fault{'s' * (len(listed) > 1)}"] if listed else []), *drawn])
-
-    @property
     def target(self) -> float | None:
         """The quality to reach, in the unit of the metric; None in a run without target."""
         target = self.config["target"]
@@ -191,35 +184,6 @@ class Quality(_Record):
 
 
 @dataclass(frozen=True)
-class Meeting(_Record):
-    """The ranks of a run with faults have met, the first time or because one was lost, has left or has come: `ranks` train from now on."""
-
-    kind: ClassVar[str] = "meeting"
-    run: str
-    scheme: str
-    seed: int
-    step: int  # the last one taken
-    seconds: Number
-    ranks: int
-
-
-@dataclass(frozen=True)
-class GivenFault(_Record):
-    """A fault, and the longest pause of the training that began after it and before the next one; None where there was none."""
-
-    kind: ClassVar[str] = "fault"
-    run: str
-    scheme: str
-    seed: int
-    seconds: Number
-    name: str
-    what: str  # what was done
-    given: bool
-    pause_s: Number | None = None
-    paused_s: Number | None = None  # when the pause began
-
-
-@dataclass(frozen=True)
 class End(_Record):
     """A scheme has stopped. `status`: "finished", or "failed: " and why.
 
@@ -248,10 +212,8 @@ class Carried(_Record):
     processor_s: Number  # beside the ranks, on the same machine
 
 
-Record = Run | SchemeStart | StepRecord | Quality | Meeting | GivenFault | End | Carried
-_KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, Meeting, GivenFault, End, Carried)
-}
+Record = Run | SchemeStart | StepRecord | Quality | End | Carried
+_KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End, Carried)}
 
 
 @dataclass
@@ -262,8 +224,6 @@ class Trace:
     steps: list[StepRecord]
     quality: list[Quality]
     end: End | None = None  # None: the run was interrupted
-    meetings: list[Meeting] = field(default_factory=list)
-    faults: list[GivenFault] = field(default_factory=list)
 
 
 @dataclass
@@ -400,17 +360,11 @@ def _add(runs: dict[str, RunRecords], data: object) -> None:
     _extend(traces[key], record)
 
 
-def _extend(trace: Trace, record: StepRecord | Quality | Meeting | GivenFault | End) -> None:
+def _extend(trace: Trace, record: StepRecord | Quality | End) -> None:
     if trace.end is not None:
         raise ValueError(f"{record.kind} record of scheme {record.scheme!r}, seed {record.seed}, after its end record")
     if isinstance(record, End):
         trace.end = record
-        return
-    if isinstance(record, Meeting):
-        trace.meetings.append(record)
-        return
-    if isinstance(record, GivenFault):
-        trace.faults.append(record)
         return
     earlier = trace.steps if isinstance(record, StepRecord) else trace.quality
     if earlier and record.step <= earlier[-1].step:

@@ -50,19 +50,7 @@ def _figures(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> R
         beside = next((each for each in base.seeds if each.seed == seed.seed), None) if base else None
         found = seed_speedup(seed, beside)
         row[f"speedup_over_{label}"] = found[0] if found and not found[1] else None
-    return row | _of_faults(summary, scheme, seed)
-
-
-def _of_faults(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> Row:
-    if not summary.run.faults:
-        return {}
-    found = scheme.under_faults[scheme.seeds.index(seed)]
-    names = ("end_s", "batches", "mean_ranks", "longest_pause_s", "paused_s")
-    return {
-        "faults": len(found.given),
-        "meetings": len(found.meetings),
-        **{name: getattr(found, name) for name in names},
-    }
+    return row
 
 
 def write_csv(path: Path, found: Sequence[Row]) -> None:

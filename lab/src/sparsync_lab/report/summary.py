@@ -18,7 +18,6 @@ from sparsync_lab.labels import PHASES, short_labels
 from sparsync_lab.netlab.delay import Delay
 from sparsync_lab.report.format import bytes_text, delay_text, significant
 from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
-from sparsync_lab.report.under_faults import UnderFaults, under_faults
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 
 DISTURBED = 1.25  # if the computing-only steps of schemes differ by more, the run was disturbed: all compute the same
@@ -137,7 +136,6 @@ class SchemeFigures:
     curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed; bytes are there, see RunSummary
     speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or there is no such baseline
     link_s: float | None  # the least time the link needs for the payload of a step; None over links without limit
-    under_faults: tuple[UnderFaults, ...] = ()  # a seed each, in a run with faults
 
     @property
     def reached(self) -> int:
@@ -156,23 +154,17 @@ class SchemeFigures:
 
     @property
     def ended(self) -> bool:
-        """It trained to its end with every seed, with exchanges, so that its last quality is that of the scheme at the end."""
-        return all(seed.finished and not seed.exchanged_nothing for seed in self.seeds)
+        """It trained to its end with every seed, with exchanges, and with the same weights on all ranks."""
+        return all(
+            seed.finished and seed.steps and seed.replicas_identical is not False and not seed.exchanged_nothing
+            for seed in self.seeds
+        )
 
     @property
     def target_s(self) -> Spread | None:
         """Seconds to the target; seeds that did not reach it count as infinitely late. None when most did not."""
-        return self._arrival("target_s")
-
-    @property
-    def target_bytes(self) -> Spread | None:
-        return self._arrival("target_bytes")
-
-    @property
-    def interface_ratio(self) -> Spread | None:
-        """Bytes that left the interface over bytes of payload; None without payload or without an interface's count."""
-        pairs = [(seed.interface_bytes, seed.sent_bytes) for seed in self.seeds]
-        return spread(interface / sent for interface, sent in pairs if interface is not None and sent)
+        found = spread(math.inf if seed.target_s is None else seed.target_s for seed in self.seeds)
+        return None if found is None or math.isinf(found.median) else found
 
     @property
     def step_over_compute(self) -> Spread | None:
@@ -182,11 +174,6 @@ class SchemeFigures:
     def over_seeds(self, name: str) -> Spread | None:
         """Return the spread of the field or property `name` of SeedFigures."""
         return spread(value for seed in self.seeds if (value := getattr(seed, name)) is not None)
-
-    def _arrival(self, name: str) -> Spread | None:
-        values = [getattr(seed, name) for seed in self.seeds]
-        found = spread(math.inf if value is None else value for value in values)
-        return None if found is None or math.isinf(found.median) else found
 
 
 @dataclass(frozen=True)
@@ -205,7 +192,6 @@ class RunSummary:
     run: Run
     schemes: tuple[SchemeFigures, ...]
     dense_link_s: float | None  # the least time the link needs for a step's gradient as float32; None without a limit
-    interface_counted: bool  # True: bytes over a run are those of the interface; False: of the payload
     noise_s: float  # by how much the computing steps of the trainings differ, though all compute the same
     banners: tuple[Banner, ...]
     notes: tuple[str, ...]
@@ -243,26 +229,16 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
             curve=tuple(tuple(trace.quality) for trace in traces),
             speedup={base: _speedup(seeds[label], seeds.get(base, ())) for base in BASELINES},
             link_s=_link_s(run, spread(seed.sent_bytes for seed in seeds[label] if seed.sent_bytes is not None)),
-            under_faults=tuple(under_faults(run, trace) for trace in traces) if run.faults else (),
         )
         for label, traces in by_label.items()
     )
     about = (
         _dense_link_s(run),
-        counted,
         _noise_s(schemes),
         tuple(_banners(run, schemes)),
         (*notes, *_carried(records), *_notes(schemes)),
     )
     return RunSummary(run, schemes, *about)
-
-
-def named_faults(schemes: Sequence[SchemeFigures]) -> list[tuple[float, str]]:
-    """Return when faults were given, and their names: one that several trainings got at the same second once."""
-    found: dict[tuple[int, str], float] = {}
-    for each in (fault for scheme in schemes for training in scheme.under_faults for fault in training.given):
-        found.setdefault((round(each.seconds), each.name), each.seconds)
-    return sorted((at_s, name) for (_, name), at_s in found.items())
 
 
 def spread(values: Iterable[float]) -> Spread | None:

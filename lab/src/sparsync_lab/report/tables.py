@@ -1,54 +1,50 @@
-"""The tables of a report, as cells of text and on a terminal: the quality, the traffic and the time of each scheme."""
+"""The tables of a report, as cells of text and on a terminal: what each scheme reached and sent, and where its time went."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from sparsync_lab.labels import PHASES
+from sparsync_lab.report.choice import WITHIN, sentences, speed_baseline
 from sparsync_lab.report.format import (
     behind_text,
-    byte_unit,
+    bytes_text,
     percent,
+    place_text,
     quality_text,
     ratio_text,
     seconds_text,
     significant,
 )
-from sparsync_lab.report.lead import details, first_line, lead
-from sparsync_lab.report.results import GivenFault
-from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread, named_faults, spread
-from sparsync_lab.report.under_faults import UnderFaults
-from sparsync_lab.report.verdict import WITHIN, speed_baseline
+from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread
 from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
 
 Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell of a scheme under it
 
-# Beside every time: what was paid for it.
-_BEHIND: Column = (
-    "% behind\ndense",
-    lambda scheme: (
-        NOTHING if scheme.label == "dense" or scheme.exchanged_nothing else _cell(scheme.behind_dense, behind_text)
-    ),
-)
 
-# Beside every number of bytes: what it is for a model of any size.
-_BITS: Column = (
-    "bits per\nparameter\nper step",
-    lambda scheme: _middle(scheme.over_seeds("bits"), 1.0),
-)
+def tables(summary: RunSummary) -> tuple[Table, Table]:
+    """Return the tables of what schemes reached and of where the time of a step goes."""
+    return reached(summary, f"What each scheme reached: {place_text(summary.run)}"), _spent(summary)
 
 
-def tables(summary: RunSummary) -> tuple[Table, ...]:
-    """Return the tables of quality, traffic and time, and of the phases where any were recorded.
-
-    Over several seeds a cell has a second line with the range.
-    """
-    inside = _inside(summary)
-    disturbed = [_under_faults(summary)] if summary.run.faults else []
-    return (_reached(summary), _sent(summary), _spent(summary), *([inside] if inside else []), *disturbed)
+def reached(summary: RunSummary, title: str, name: Callable[[SchemeFigures], str] = lambda each: each.name) -> Table:
+    """Return the table of what each scheme sent and reached, with `name` of each; medians over the seeds."""
+    run, baseline = summary.run, speed_baseline(summary)
+    target = "\na target" if run.target is None else f"\nto {run.target:g}{percent(run)}"
+    columns: list[Column] = [
+        ("scheme", name),
+        ("sent in\na step", lambda scheme: _middle(scheme.over_seeds("sent_bytes"), bytes_text)),
+        ("bits per\nparameter\nper step", lambda scheme: _middle(scheme.over_seeds("bits"))),
+        ("bits on\nthe inter-\nface", lambda scheme: _middle(scheme.over_seeds("interface_bits"))),
+        ("step\ntime, ms", lambda scheme: _ms(scheme.over_seeds("step_s"))),
+        (f"seconds{target}", _arrival),
+        (f"speed-up\nover {baseline}", lambda scheme: _speedup(scheme, baseline)),
+        (f"{run.metric}\nat the end", lambda scheme: _end(summary, scheme)),
+        ("% behind\ndense", _behind),
+    ]
+    return _table(title, columns, summary.schemes, less=(1, 4, 3, 2))
 
 
 def remarks(summary: RunSummary) -> tuple[str, ...]:
-    """Return the lines under the tables: the physical limit, how several seeds are shown, then every note."""
+    """Return the lines under the tables: what a heading means, the physical limit, then every note."""
     lines = []
     if any(scheme.behind_dense is not None for scheme in summary.schemes):
         lines.append(
@@ -75,9 +71,6 @@ def remarks(summary: RunSummary) -> tuple[str, ...]:
             "hidden: the share of scheme and communicate that did not make the step longer, because the model computed meanwhile. "
             f"< marks a share that may be noise: computing steps differed by up to {seconds_text(summary.noise_s)} in this run."
         )
-    lines += _faults(summary)
-    if any(len(scheme.seeds) > 1 for scheme in summary.schemes):
-        lines.append("Over several seeds: the median, and under it the lowest and the highest.")
     return (*lines, *summary.notes)
 
 
@@ -86,14 +79,13 @@ def as_text(
 ) -> str:
     """Return the warnings, the choice, tables and remarks in lines of at most `width` columns.
 
-    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters. `within`: as in `verdict`.
+    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters. `within`: as in `choose`.
     """
     above = warnings(summary)
     below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
-    first = first_line(summary, within)
-    choice = [*([(first, "bold")] if first else []), (lead(summary, within), "" if first else "bold")]
-    choice += [(text, "") for text in (details(summary), "\n") if text]
-    return lines_of(tables(summary), [*above, *choice], [*below, *above], width, colour, ascii_only)
+    first, *others = sentences(summary, within)
+    said = [(first, "bold"), *([(" ".join(others), "")] if others else []), ("\n", "")]
+    return lines_of(tables(summary), [*above, *said], [*below, *above], width, colour, ascii_only)
 
 
 def warnings(summary: RunSummary) -> list[tuple[str, str]]:
@@ -104,179 +96,68 @@ def warnings(summary: RunSummary) -> list[tuple[str, str]]:
     ]
 
 
-def _reached(summary: RunSummary) -> Table:
-    run, schemes = summary.run, summary.schemes
-    to_target = [] if run.target is None else _to_target(summary, run.target)
-    columns: list[Column] = [
-        ("scheme", lambda scheme: scheme.name),
-        (
-            f"{run.metric}\nat the end",
-            lambda scheme: _broken(scheme) or _cell(scheme.over_seeds("quality"), lambda x: quality_text(run, x)),
-        ),
-        _BEHIND,
-        _BITS,
-        *to_target,
-        ("steps\ntaken", lambda scheme: _range(seed.steps for seed in scheme.seeds)),
-    ]
-    less = ("steps\ntaken", *(to_target[place][0] for place in (2,) if to_target), _BITS[0])
-    return _table("What each scheme reached" + ("" if run.target is None else ", and when"), columns, schemes, less)
-
-
-def _broken(scheme: SchemeFigures) -> str:
-    """Return why there is no quality at the end, where that is so with a seed; else ""."""
-    if scheme.exchanged_nothing:
-        return "exchanged\nnothing"
-    return next((seed.status.partition(":")[0] for seed in scheme.seeds if not seed.finished), "")
-
-
-def _to_target(summary: RunSummary, target: float) -> list[Column]:
-    goal = f"{target:g}{percent(summary.run)}"
-    unit, size = byte_unit(spread.high for scheme in summary.schemes if (spread := scheme.target_bytes) is not None)
-    counted = "interface" if summary.interface_counted else "payload"
-    baseline = speed_baseline(summary)
-    return [
-        (f"seconds\nto {goal}", lambda scheme: _arrival(scheme, scheme.target_s, 1.0)),
-        (f"speed-up\nover {baseline}", lambda scheme: _speedup(scheme, baseline)),
-        (f"{unit} to {goal}\n({counted})", lambda scheme: _arrival(scheme, scheme.target_bytes, size)),
-    ]
-
-
-def _sent(summary: RunSummary) -> Table:
-    schemes = summary.schemes
-    sent = [scheme.over_seeds(name) for scheme in schemes for name in ("sent_bytes", "interface_bytes")]
-    unit, size = byte_unit(spread.high for spread in sent if spread is not None)
-    columns: list[Column] = [
-        ("scheme", lambda scheme: scheme.name),
-        (f"payload\n{unit}", lambda scheme: _middle(scheme.over_seeds("sent_bytes"), size)),
-        (f"interface\n{unit}", lambda scheme: _middle(scheme.over_seeds("interface_bytes"), size)),
-        _BITS,
-        ("bits on\nthe inter-\nface", lambda scheme: _middle(scheme.over_seeds("interface_bits"), 1.0)),
-        ("interface\n/ payload", lambda scheme: _times(scheme.interface_ratio, 3)),
-        ("\nmessages", lambda scheme: _middle(scheme.over_seeds("messages"), 1.0)),
-        ("density of\nthe union", lambda scheme: _middle(scheme.over_seeds("union_density"), 1.0)),
-    ]
-    less = ("density of\nthe union", f"interface\n{unit}", "\nmessages", "interface\n/ payload")
-    return _table("What a rank sends in a step (means over the steps)", columns, schemes, less)
-
-
 def _spent(summary: RunSummary) -> Table:
     columns: list[Column] = [
         ("scheme", lambda scheme: scheme.name),
-        ("\nstep", lambda scheme: _middle(scheme.over_seeds("step_s"), 1e-3)),
-        _BEHIND,
-        _BITS,
-        ("\ncompute", lambda scheme: _middle(scheme.over_seeds("own_compute_s"), 1e-3)),
-        ("\nscheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
-        ("commu-\nnicate", lambda scheme: _middle(scheme.over_seeds("wait_s"), 1e-3)),
+        ("\nstep", lambda scheme: _ms(scheme.over_seeds("step_s"))),
+        ("\ncompute", lambda scheme: _ms(scheme.over_seeds("own_compute_s"))),
+        ("\nscheme", lambda scheme: _ms(scheme.over_seeds("scheme_s"))),
+        ("commu-\nnicate", lambda scheme: _ms(scheme.over_seeds("wait_s"))),
         ("hidden\n%", lambda scheme: _hidden(summary, scheme)),
-        ("\nother", lambda scheme: _middle(scheme.over_seeds("other_s"), 1e-3)),
-        ("link\nneeds", lambda scheme: _middle(_exactly(scheme.link_s), 1e-3)),
-        ("step /\ncompute", lambda scheme: _times(scheme.step_over_compute, 2)),
+        ("\nother", lambda scheme: _ms(scheme.over_seeds("other_s"))),
+        ("link\nneeds", lambda scheme: NOTHING if scheme.link_s is None else significant(1e3 * scheme.link_s)),
+        ("step /\ncompute", lambda scheme: _middle(scheme.step_over_compute, lambda x: significant(x, 2) + "x")),
     ]
-    less = (_BITS[0], _BEHIND[0], "\nother", "step /\ncompute", "hidden\n%")
-    return _table("Where the time of a step goes, in ms (medians over the steps)", columns, summary.schemes, less)
+    title = "Where the time of a step goes, in ms (medians over the steps)"
+    return _table(title, columns, summary.schemes, less=(6, 8, 5))
 
 
-def _inside(summary: RunSummary) -> Table | None:
-    """Return the table of phases; None where no scheme recorded any."""
-    recorded = [scheme for scheme in summary.schemes if any(_seconds(scheme, name) for name in PHASES)]
-    columns: list[Column] = [
-        ("scheme", lambda scheme: scheme.name),
-        ("in the\nscheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
-        *[(f"\n{name}", _phase(name)) for name in PHASES],
-    ]
-    title = "Where the time inside a scheme goes, in ms (medians over the steps)"
-    return _table(title, columns, recorded) if recorded else None
-
-
-def _under_faults(summary: RunSummary) -> Table:
-    """Return the table of what faults did to each scheme."""
-    batch = summary.run.config.get("batch_size")
-    columns: list[Column] = [
-        ("scheme", lambda scheme: scheme.name),
-        (
-            f"{'samples' if batch else 'batches'} in\nthe weights\nper s",
-            lambda scheme: _of_faults(scheme, lambda each: each.batches_per_s, batch or 1.0),
-        ),
-        ("ranks\n(mean)", lambda scheme: _of_faults(scheme, lambda each: each.mean_ranks)),
-        ("\nmeetings", lambda scheme: _range(len(each.meetings) for each in scheme.under_faults)),
-        ("longest\npause, s", lambda scheme: _of_faults(scheme, lambda each: each.longest_pause_s)),
-        ("paused\nin all, s", lambda scheme: _of_faults(scheme, lambda each: each.paused_s)),
-    ]
-    return _table("What faults did", columns, summary.schemes)
-
-
-def _of_faults(scheme: SchemeFigures, value: Callable[[UnderFaults], float | None], times: float = 1.0) -> str:
-    found = [each for training in scheme.under_faults if (each := value(training)) is not None]
-    return _cell(spread(times * each for each in found), significant)
-
-
-def _faults(summary: RunSummary) -> list[str]:
-    """Return a line for each fault, with the pause of each scheme, and for those that were not given."""
-    lines = []
-    for at_s, name in named_faults(summary.schemes):
-        near = [
-            (scheme, each)
-            for scheme in summary.schemes
-            for training in scheme.under_faults
-            for each in training.given
-            if each.name == name and round(each.seconds) == round(at_s)
-        ]
-        what = near[0][1].what
-        told = [
-            f"{scheme.name} {_pause(each)}{'' if each.what == what else f' ({each.what})'}" for scheme, each in near
-        ]
-        lines.append(
-            f"Fault at {at_s:.1f} s, {name}: {what}. Longest pause that began before the next: {', '.join(told)}."
-        )
-    for scheme in summary.schemes:
-        for training in scheme.under_faults:
-            lines += [
-                f"Fault at {each.seconds:.1f} s, {each.name}: {each.what} ({scheme.name})."
-                for each in training.faults
-                if not each.given
-            ]
-    return lines
-
-
-def _pause(fault: GivenFault) -> str:
-    return f"{fault.pause_s:.1f} s" if fault.pause_s else "no pause"
-
-
-def _seconds(scheme: SchemeFigures, phase: str) -> float:
-    spread = scheme.over_seeds(f"{phase}_s")
-    return spread.median if spread else 0.0
-
-
-def _phase(name: str) -> Callable[[SchemeFigures], str]:
-    return lambda scheme: _middle(scheme.over_seeds(f"{name}_s"), 1e-3)
-
-
-def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigures], less: Sequence[str] = ()) -> Table:
+def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigures], less: Sequence[int]) -> Table:
+    """Return the table; `less`: the places of the columns that are left out first."""
+    heads = tuple(head for head, _ in columns)
     rows = tuple(tuple(cell(scheme) for _, cell in columns) for scheme in schemes)
-    return Table(title, tuple(head for head, _ in columns), rows, tuple(less))
+    return Table(title, heads, rows, tuple(heads[place] for place in less))
 
 
-def _cell(spread: Spread | None, text: Callable[[float], str]) -> str:
-    """Return the median, and the range where there is one; "-" for what is not finite."""
-    if spread is None:
+def _middle(found: Spread | None, text: Callable[[float], str] = significant) -> str:
+    """Return the median; "-" for what is not finite."""
+    return NOTHING if found is None or not math.isfinite(found.median) else text(found.median)
+
+
+def _ms(found: Spread | None) -> str:
+    return _middle(found, lambda seconds: significant(1e3 * seconds))
+
+
+def _arrival(scheme: SchemeFigures) -> str:
+    """Return when the target was reached, and how many seeds did so where not all did."""
+    if scheme.exchanged_nothing:
         return NOTHING
-    middle, low, high = (
-        text(value) if math.isfinite(value) else NOTHING for value in (spread.median, spread.low, spread.high)
-    )
-    return middle if low == high else f"{middle}\n{low}..{high}"
+    middle = "not reached" if scheme.target_s is None else significant(scheme.target_s.median)
+    partly = 0 < scheme.reached < len(scheme.seeds)
+    return f"{middle}\n{scheme.reached} of {len(scheme.seeds)} seeds" if partly else middle
 
 
-def _exactly(value: float | None) -> Spread | None:
-    return None if value is None else Spread(value, value, value)
+def _speedup(scheme: SchemeFigures, baseline: str) -> str:
+    ratio = scheme.speedup[baseline]
+    known = ratio is not None and not scheme.exchanged_nothing and scheme.label != baseline
+    return ratio_text(ratio.spread.median, ratio.bound) if ratio is not None and known else NOTHING
 
 
-def _middle(spread: Spread | None, size: float) -> str:
-    return NOTHING if spread is None else significant(spread.median / size)
+def _end(summary: RunSummary, scheme: SchemeFigures) -> str:
+    """Return the quality at the end, or why there is none where that is so with a seed."""
+    if scheme.exchanged_nothing:
+        return "exchanged\nnothing"
+    broken = next((seed.status.partition(":")[0] for seed in scheme.seeds if not seed.finished), "")
+    return broken or _middle(scheme.over_seeds("quality"), lambda value: quality_text(summary.run, value))
 
 
-def _times(spread: Spread | None, digits: int) -> str:
-    return NOTHING if spread is None else significant(spread.median, digits) + "x"
+def _behind(scheme: SchemeFigures) -> str:
+    """Return percent behind dense, and where seeds differ the lowest and the highest."""
+    gap = scheme.behind_dense
+    if scheme.label == "dense" or scheme.exchanged_nothing or gap is None or not math.isfinite(gap.median):
+        return NOTHING
+    shown = behind_text(gap.median)
+    return shown if gap.low == gap.high else f"{shown} ({behind_text(gap.low)} to {behind_text(gap.high)})"
 
 
 def _hidden(summary: RunSummary, scheme: SchemeFigures) -> str:
@@ -286,26 +167,3 @@ def _hidden(summary: RunSummary, scheme: SchemeFigures) -> str:
         return NOTHING
     text = f"{100 * share.median:.0f}"
     return f"< {text}" if 0 < hidden_s.median <= summary.noise_s else text
-
-
-def _range(values: Iterable[int]) -> str:
-    ordered = sorted(values)
-    return f"{ordered[0]}" if ordered[0] == ordered[-1] else f"{ordered[0]}..{ordered[-1]}"
-
-
-def _arrival(scheme: SchemeFigures, spread: Spread | None, size: float) -> str:
-    """Return when the target was reached, in `size`s; how many seeds did so where not all did."""
-    if scheme.exchanged_nothing:
-        return NOTHING
-    if scheme.reached == len(scheme.seeds):
-        return _cell(spread, lambda value: significant(value / size))
-    middle = "not reached" if spread is None else significant(spread.median / size)
-    return middle if len(scheme.seeds) == 1 else f"{middle}\n{scheme.reached} of {len(scheme.seeds)} seeds"
-
-
-def _speedup(scheme: SchemeFigures, baseline: str) -> str:
-    ratio = scheme.speedup[baseline]
-    if ratio is None or scheme.exchanged_nothing:
-        return NOTHING
-    bound = ratio.bound
-    return _cell(ratio.spread, lambda value: ratio_text(value, bound))

@@ -1,4 +1,4 @@
-"""`sparsync simulate`: what a set-up would do, as a table, JSON and a picture; the list of set-ups; published figures predicted."""
+"""`sparsync simulate`: what a set-up would do, as a table and JSON; the list of set-ups."""
 
 import argparse
 import json
@@ -20,34 +20,8 @@ TIME_ONLY = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `sparsync simulate`."""
-    add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--preset",
-        metavar="NAME|FILE.toml",
-        help="a name of --list, or a file like those in sparsync_lab/simulate/presets",
-    )
-    what.add_argument("--list", action="store_true", help="list the presets")
-    add("--ranks", type=int, default=None, help="instead of the preset's own")
-    add(
-        "--gbit",
-        type=float,
-        default=None,
-        metavar="RATE",
-        help="Gbit/s of a link between nodes, instead of the preset's own",
-    )
-    add("--out", type=Path, default=None, metavar="FOLDER", help="write a picture (SVG) and all figures (JSON) there")
-    add("--json", default=None, metavar="FILE", help="write the figures there; -: on standard output, and nothing else")
-
-
 def run(options: argparse.Namespace, arguments: list[str]) -> None:
     """Run `sparsync simulate`."""
-    for name in ("--ranks", "--gbit", "--out", "--json"):
-        value = getattr(options, name.removeprefix("--"))
-        if value is not None and options.list:
-            raise ValueError(f"{name} goes with --preset, got {name} {value} and --list; leave one of them out")
     from sparsync_lab.checked import checked
     from sparsync_lab.simulate import setup as setups
 
@@ -56,8 +30,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> None:
             checked(kind, value, name)
     if options.list:
         list_presets()
+    elif options.preset is None:
+        raise ValueError("name a set-up with --preset; --list shows those that there are")
     else:
-        simulate(options.preset, options.ranks, options.gbit, options.out, options.json)
+        simulate(options.preset, options.ranks, options.gbit, options.json)
 
 
 def list_presets() -> None:
@@ -67,8 +43,8 @@ def list_presets() -> None:
     print(aligned({name: setups.read(name).title for name in setups.names()}))
 
 
-def simulate(name: str, ranks: int | None, gbit_per_s: float | None, out: Path | None, as_json: str | None) -> None:
-    """Predict the set-up called `name`, and print it; `out` gets a picture and the figures, `as_json` the figures alone.
+def simulate(name: str, ranks: int | None, gbit_per_s: float | None, as_json: str | None) -> None:
+    """Predict the set-up called `name`, and print it; `as_json` gets all figures.
 
     Raises ValueError for a set-up that cannot be, and RuntimeError where a file cannot be written.
     """
@@ -95,14 +71,7 @@ def simulate(name: str, ranks: int | None, gbit_per_s: float | None, out: Path |
         return
     if as_json is not None:
         write(Path(as_json), json.dumps(content, indent=1) + "\n")
-    if out is not None:
-        from sparsync_lab.simulate.picture import draw
-
-        write(out / f"{chosen.name}.json", json.dumps(content, indent=1) + "\n")
-        write(out / f"{chosen.name}.svg", draw(chosen, here, by_ranks, by_rate))
     _print(chosen, here, by_ranks)
-    if out is not None:
-        print(f"\n{out / chosen.name}.svg, {out / chosen.name}.json")
 
 
 def _print(chosen: "SetUp", here: "Sequence[Predicted]", by_ranks: "Sequence[Predicted]") -> None:

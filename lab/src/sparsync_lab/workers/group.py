@@ -108,31 +108,21 @@ def worker_group(
         rendezvous = str(folder / "rendezvous")
         order = Order(task, dict(spec), network.interface, network.limited, rendezvous, timeout_s).encoded()
         count = len(network.addresses)
-        workers = [start(ranks, order, network, folder, place, count) for place in range(count)]
+        workers = [_start(ranks, order, network, folder, place) for place in range(count)]
         yield WorkerGroup(ranks, workers, silence_s=2 * timeout_s)
 
 
-def start(
-    ranks: Ranks,
-    order: str,
-    network: RunNetwork,
-    folder: Path,
-    place: int,
-    count: int,
-    **options: Any,  # Any: those of Popen
-) -> Worker:
-    """Start the next rank at a place of the network; `count`: of the ranks that begin, which it finds in WORLD_SIZE."""
-    number = len(ranks.all)
+def _start(ranks: Ranks, order: str, network: RunNetwork, folder: Path, number: int) -> Worker:
+    """Start the next rank, at its place of the network."""
     worker = Worker(folder / f"rank{number}.err")
-    environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(len(network.addresses)), "OMP_NUM_THREADS": "1"}
     with worker.stderr.open("w") as file:
         process = ranks.start(
-            network.command(place, [sys.executable, "-m", PROCESS]),
+            network.command(number, [sys.executable, "-m", PROCESS]),
             {"stdout": worker.take},
             stdin=subprocess.PIPE,
             stderr=file,
             env=environment,
-            **options,
         )
     worker.rank = ranks.all[number]
     assert process.stdin is not None

@@ -1,8 +1,7 @@
 """The process of one rank: joins the process group, runs one task, and writes messages as JSON lines to standard output.
 
 The first line of standard input says what to run. The process ends when its standard input does, so no rank outlives the program that
-started it. The rank comes from the variables torchrun would set (RANK, WORLD_SIZE); ranks find each other through a file, or their task
-makes them meet at a store, and then every rank's messages count.
+started it. The rank comes from the variables torchrun would set (RANK, WORLD_SIZE); ranks find each other through a file.
 """
 
 import json
@@ -24,10 +23,7 @@ from sparsync_lab.temporary import remove
 
 Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" and "done" are taken
 Emit = Callable[[Message], None]
-"""Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done.
-
-With a store those of all ranks arrive.
-"""
+"""Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,6 @@ class Order:
     own_interface: bool
     rendezvous: str  # a file that all ranks can reach
     timeout_s: float  # for one operation of a rank
-    store: str = ""  # host:port, where the task makes the process groups; "": there is one, of all ranks
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))
@@ -57,7 +52,6 @@ class Place:
     timeout_s: float  # for one operation of a rank
     device: str = "cpu"  # of the model
     group: dist.ProcessGroup | None = None  # over which gradients travel; None: the default group
-    store: str = ""  # of the Order
 
 
 Task = Callable[[Mapping[str, Any], Place, Emit], None]
@@ -77,12 +71,11 @@ def main() -> None:
         order.interface,
         order.own_interface,
         order.timeout_s,
-        store=order.store,
     )
     lock = threading.Lock()
 
     def emit(message: Message) -> None:
-        if place.store or place.rank == 0 or message["kind"] in ("error", "done"):
+        if place.rank == 0 or message["kind"] in ("error", "done"):
             with lock:
                 output.write(json.dumps(message) + "\n")
                 output.flush()
@@ -104,9 +97,6 @@ def _run(order: Order, place: Place, emit: Emit) -> None:
     task: Task = getattr(import_module(module), function)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = order.interface
-    if order.store:
-        task(order.spec, place, emit)
-        return
     dist.init_process_group(
         "gloo",
         init_method=f"file://{order.rendezvous}",

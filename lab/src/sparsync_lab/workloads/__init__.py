@@ -102,19 +102,6 @@ WORKLOADS: dict[str, WorkloadEntry] = {
             "learning_rate": 4e-4,
         },
     ),
-    "prose": WorkloadEntry(
-        "sparsync_lab.workloads.byte_level:Prose",
-        "byte-level transformer on the addresses on the State of the Union, 1.03 M parameters, AdamW, bits per byte",
-    ),
-    "fashion": WorkloadEntry(
-        "sparsync_lab.workloads.fashion:Fashion",
-        "ResNet classifier on Fashion-MNIST, 1.23 M parameters, accuracy",
-    ),
-    "fashion-mlp": WorkloadEntry(
-        "sparsync_lab.workloads.fashion:Fashion",
-        "multi-layer perceptron on Fashion-MNIST, 1.86 M parameters, accuracy",
-        {"network": "mlp"},
-    ),
     "movielens": WorkloadEntry(
         "sparsync_lab.workloads.movielens:MovieLens",
         "recommender NeuMF on MovieLens-100K, 1.52 M parameters, hit rate at 10",

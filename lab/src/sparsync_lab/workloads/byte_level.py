@@ -1,4 +1,4 @@
-"""Byte-level language models: gpt's decoder and training on C source and on prose, with bits per byte as the quality."""
+"""Byte-level language models: gpt's decoder and training on C source, with bits per byte as the quality."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from sparsync_lab.workloads.base import require_positive
 from sparsync_lab.workloads.byte_text import ByteText
 from sparsync_lab.workloads.gpt import Gpt
 from sparsync_lab.workloads.linux_source import source_text
-from sparsync_lab.workloads.state_of_the_union import addresses
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,3 @@ class Code(Gpt):
 
     def _described_data(self) -> dict[str, Any]:
         return dict(self._corpus().described)
-
-
-@dataclass(frozen=True)
-class Prose(Code):
-    """The addresses on the State of the Union, byte by byte, otherwise as Code."""
-
-    name: ClassVar[str] = "prose"
-
-    def _corpus(self) -> ByteText:
-        return addresses(self.data)

@@ -1,0 +1,275 @@
+"""The choice of a report: what to use at these ranks and links, with its speed and its quality, and what is said where there is none."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.made_results import BF16, DENSE, NETWORK, RUN, SPARSE, UNLIMITED, Made, run, write
+from sparsync_lab.report.choice import choose, failure, sentences, speed_baseline
+from sparsync_lab.report.results import Run, read
+from sparsync_lab.report.summary import RunSummary, summarise
+from sparsync_lab.report.tables import as_text, tables
+
+NAN, NO_TARGET = float("nan"), run(target=None)
+BEHIND = replace(
+    SPARSE, scheme="worse", values=(400.0, 200.0, 100.0, 99.0), step_s=0.875
+)  # 10 % behind dense at the end
+SLOW = replace(SPARSE, step_s=3.0)
+ONE_SEED = "This is one seed: how far another one would differ is unknown."
+TO = "to perplexity 150"
+
+
+def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
+    return summarise(read(write(folder, *made, run=run)).runs[-1])
+
+
+def chosen(found: RunSummary) -> str | None:
+    scheme = choose(found).chosen
+    return None if scheme is None else scheme.label
+
+
+def seeds(*made: Made, count: int = 3) -> list[Made]:
+    return [replace(each, seed=seed) for each in made for seed in range(count)]
+
+
+ALWAYS = [
+    replace(SPARSE, seed=seed, step_s=step_s, values=(400.0, 200.0, 100.0, last))
+    for seed, (step_s, last) in enumerate(((1.0, 90.0), (1.25, 90.0), (1.0, 91.8)))
+]
+
+
+@pytest.mark.parametrize(
+    ("made", "where", "said"),
+    [
+        (
+            [DENSE, BF16, SPARSE, replace(SPARSE, scheme="slower", step_s=1.5)],
+            RUN,
+            [f"Use topk: 2.0x as fast as bf16 {TO}, as good as dense after 4 steps.", ONE_SEED],
+        ),
+        (
+            [DENSE, BF16, SPARSE, BEHIND],
+            RUN,
+            [
+                f"Use topk: 2.0x as fast as bf16 {TO}, as good as dense after 4 steps.",
+                f"The fastest scheme is worse: 2.3x as fast as bf16 {TO}, 10.0 % worse than dense after 4 steps.",
+                ONE_SEED,
+            ],
+        ),
+        (
+            [DENSE, BF16, BEHIND],
+            NO_TARGET,
+            [
+                "Use dense bf16: nothing faster was found that ends within 2 % of dense.",
+                "The fastest scheme is worse: 2.3x as fast as bf16, 10.0 % worse than dense after 4 steps.",
+                ONE_SEED,
+            ],
+        ),
+        (
+            [*seeds(DENSE, BF16), *ALWAYS],
+            RUN,
+            [
+                f"Use topk: 2.0x (1.6 to 2.0) as fast as bf16 {TO}, as good as dense (as good as dense to 2.0 % worse than dense) after 4 "
+                "steps."
+            ],
+        ),
+        (
+            [replace(each, values=(400.0, 300.0, 290.0, 280.0)) for each in (DENSE, BF16)] + [SPARSE],
+            RUN,
+            [f"Use topk: more than 3.2x as fast as bf16 {TO}, 67.9 % better than dense after 4 steps.", ONE_SEED],
+        ),
+        (
+            [replace(each, values=(400.0, 300.0)) for each in (DENSE, BF16, SPARSE)],
+            RUN,
+            [
+                "Use topk: 2.0x as fast as bf16, as good as dense after 2 steps.",
+                "No scheme reached perplexity 150 with every seed, so steps are compared.",
+                ONE_SEED,
+            ],
+        ),
+        (
+            [DENSE, SLOW],
+            NO_TARGET,
+            [
+                "Use topk: 1.3x as fast as dense, as good as dense after 4 steps.",
+                ONE_SEED,
+                "bf16, which sends half of what dense sends, has not run: add it to --schemes.",
+            ],
+        ),
+        (
+            [DENSE, BF16, replace(SPARSE, values=(400.0, NAN, NAN, NAN))],
+            NO_TARGET,
+            [
+                "Use dense bf16: nothing faster was found that ends within 2 % of dense.",
+                "The fastest scheme is topk: 2.0x as fast as bf16, diverged after 4 steps.",
+                ONE_SEED,
+            ],
+        ),
+        ([DENSE, BF16, SPARSE], UNLIMITED, ["No choice: the times of this run prove nothing."]),
+        (
+            [DENSE, BF16, SPARSE],
+            replace(RUN, versions={**RUN.versions, "kernels": "reference"}),
+            ["No choice: the times of this run prove nothing."],
+        ),
+        ([DENSE, BF16, replace(SPARSE, compute_s=0.5)], RUN, ["No choice: measure again on a quiet machine."]),
+        (
+            [DENSE, SPARSE],
+            replace(RUN, config={**RUN.config, "ranks": 1}),
+            ["No choice: one rank sends nothing; compare with --ranks 2 or more."],
+        ),
+        (
+            [BF16, SPARSE],
+            RUN,
+            ["No choice: dense has not run, so no loss of quality is known; add it to --schemes."],
+        ),
+        (
+            [replace(each, status="failed: x") for each in (DENSE, BF16, SPARSE)],
+            RUN,
+            ["No choice: neither bf16 nor dense finished with every seed."],
+        ),
+        (
+            [replace(DENSE, values=(*DENSE.values[:-1], float("inf"))), BF16, SPARSE],
+            NO_TARGET,
+            [
+                "No choice: dense diverged with seed 0 (first at step 4), so there is nothing to compare with; give the job a lower "
+                "learning rate, or clip its gradients."
+            ],
+        ),
+        (
+            [replace(DENSE, loss=NAN), SPARSE],
+            RUN,
+            [
+                "No choice: dense diverged with seed 0 (first at step 1), so there is nothing to compare with; the loss of the first step "
+                "comes before any update, so look for NaN in the job's data, weights or loss."
+            ],
+        ),
+    ],
+)
+def test_the_choice_is_said_in_at_most_five_sentences(
+    tmp_path: Path, made: Sequence[Made], where: Run, said: Sequence[str]
+) -> None:
+    found = summary(tmp_path, *made, run=where)
+    assert list(sentences(found)) == said
+    shown = " ".join(as_text(found).split())
+    assert " ".join(said) in shown and len(said) <= 5
+
+
+def test_how_near_dense_a_choice_must_be_can_be_set(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, BF16, BEHIND)
+    assert sentences(found, within=10.0)[0].startswith("Use worse: ")
+    assert chosen(found) is None
+
+
+def test_all_speed_ups_of_a_report_are_over_the_plain_all_reduce_that_is_faster_and_near_dense(tmp_path: Path) -> None:
+    slow, worse = replace(BF16, step_s=8.0), replace(BF16, values=BEHIND.values)
+    for name, made, baseline in (("a", BF16, "bf16"), ("b", slow, "dense"), ("c", worse, "dense")):
+        found = summary(tmp_path / name, DENSE, made, SPARSE)
+        assert speed_baseline(found) == baseline
+        assert f"fast as {baseline} " in sentences(found)[0]
+        assert [head for head in tables(found)[0].heads if head.startswith("speed-up")] == [
+            f"speed-up\nover {baseline}"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "compute_s", "expected"),
+    [
+        (1.95, 0.25, None),  # 2.6 %, less than counts as a difference
+        (1.9, 0.25, "topk"),
+        (1.5, 1.25, None),  # the computing steps of the run differ by half of a step of bf16
+        (0.5, 0.5, "topk"),
+        (2.0, 0.25, None),
+        (3.0, 0.25, None),
+    ],
+)
+def test_what_is_not_faster_than_bf16_beyond_the_noise_is_not_chosen(
+    tmp_path: Path, step_s: float, compute_s: float, expected: str | None
+) -> None:
+    made = (DENSE, BF16, replace(SPARSE, step_s=step_s, compute_s=compute_s))
+    for at, where in enumerate((RUN, NO_TARGET)):
+        assert chosen(summary(tmp_path / str(at), *made, run=where)) == expected
+
+
+def test_it_must_be_faster_with_every_seed(tmp_path: Path) -> None:
+    mixed = [*ALWAYS[:2], replace(ALWAYS[2], step_s=2.5)]
+    assert chosen(summary(tmp_path, *seeds(DENSE, BF16), *mixed)) is None
+
+
+def test_schemes_that_failed_or_missed_the_target_with_a_seed_are_not_chosen(tmp_path: Path) -> None:
+    fast = replace(SPARSE, scheme="fast", step_s=0.5)
+    for at, bad in enumerate(
+        (
+            replace(fast, status="failed: rank 1 went away"),
+            replace(fast, status=None),
+            replace(fast, replicas_identical=False),
+            replace(fast, values=(400.0, 300.0)),
+            replace(fast, values=()),
+        )
+    ):
+        found = summary(tmp_path / str(at), DENSE, BF16, SPARSE, bad)
+        assert chosen(found) == "topk"
+        assert ("fast DID NOT FINISH: ITS ROW IS NO RESULT." in as_text(found)) == (bad.status != "finished")
+    partly = [fast, replace(fast, seed=1, values=(400.0, 300.0))]
+    assert chosen(summary(tmp_path / "partly", *seeds(DENSE, BF16, SPARSE, count=2), *partly)) == "topk"
+
+
+@pytest.mark.parametrize(
+    ("missed", "why"), [(0, "ended before its first exchange"), (4, "4 of 4 exchanges were left out")]
+)
+def test_a_scheme_that_exchanged_nothing_takes_no_part_and_is_told_above_everything(
+    tmp_path: Path, missed: int, why: str
+) -> None:
+    """Its quality is dense's and its steps are the shortest, as it looks where ranks train alone and are compared by what they share."""
+    alone = replace(SPARSE, scheme="local_steps(every=9)/topk", step_s=0.25, exchanges=0, missed=missed)
+    found = summary(tmp_path, DENSE, BF16, SPARSE, alone)
+    assert chosen(found) == "topk"
+    text = " ".join(as_text(found).split())
+    assert text.startswith("!!! local_steps/topk EXCHANGED NOTHING: ITS ROW IS NO RESULT. With seed 0")
+    assert text.count(why) == 2
+    assert failure(found) == "local_steps/topk exchanged nothing; the report says why, and the other rows count"
+    assert chosen(summary(tmp_path / "one", DENSE, BF16, SPARSE, replace(alone, exchanges=1))) == alone.scheme
+
+
+def test_missed_exchanges_are_noted(tmp_path: Path) -> None:
+    some = replace(SPARSE, scheme="adamw_steps/topk", exchanges=3, missed=1)
+    assert summary(tmp_path, DENSE, BF16, some).notes == (
+        "adamw_steps/topk (seed 0) missed 1 of 4 exchanges: weights or gradients were NaN or infinite.",
+    )
+
+
+def test_where_the_slow_reference_kernels_ran_a_banner_stands_above_everything(tmp_path: Path) -> None:
+    slow = replace(RUN, versions={**RUN.versions, "kernels": "reference"})
+    found = summary(tmp_path, DENSE, BF16, SPARSE, run=slow)
+    assert [banner.kind for banner in found.banners] == ["reference"]
+    shown = as_text(found)
+    assert shown.startswith("!!! THE SLOW REFERENCE KERNELS RAN: ")
+    assert "Install a C++ compiler such as g++" in " ".join(shown.split())
+    fast = replace(RUN, run="two", versions={**RUN.versions, "kernels": "cpp/avx2"})
+    assert summary(tmp_path, DENSE, BF16, SPARSE, run=fast).banners == ()
+
+
+def test_times_over_a_real_network_count(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, BF16, SPARSE, run=NETWORK)
+    assert (chosen(found), found.banners, found.dense_link_s) == ("topk", (), None)
+    assert sentences(found)[0].startswith("Use topk: ")
+
+
+def test_what_was_finite_with_one_seed_or_evaluation_was_compared(tmp_path: Path) -> None:
+    nan = replace(DENSE, loss=NAN)
+    assert failure(summary(tmp_path / "a", nan, replace(DENSE, seed=1))) is None
+    once = replace(DENSE, values=(400.0, NAN, NAN, NAN))
+    assert failure(summary(tmp_path / "b", once)) is None
+    assert failure(summary(tmp_path / "c", replace(nan, scheme="topk"))) is None
+    assert failure(summary(tmp_path / "d", replace(nan, values=()))) is None
+    for at, never in enumerate((replace(DENSE, values=(float("inf"),) * 4), nan)):
+        assert failure(summary(tmp_path / str(at), never)) == (
+            "dense's training loss or perplexity never was finite, not even at step 1, so nothing was compared; the report says more"
+        )
+
+
+def test_tables_have_no_nan_and_no_infinity(tmp_path: Path) -> None:
+    diverged = replace(SPARSE, values=(float("inf"),) * 4, loss=NAN)
+    for at, made in enumerate(([DENSE, diverged], [replace(DENSE, values=diverged.values), SPARSE])):
+        assert not re.search(r"\b(nan|inf)\b", as_text(summary(tmp_path / str(at), *made)))
