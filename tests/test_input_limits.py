@@ -29,7 +29,6 @@ OPERATIONS = tuple(
     for nbytes in (1, 9)
 )
 PROBE = Probe(GROUP, OPERATIONS, Latency(1e-4, 2e-4, 0.0, 1e4, 3e-5), Memory(1e10), (Kernel("select", 1e9, 0.0),))
-MODEL = ["--forward-ms", "1", "--backward-ms", "1"]
 
 READERS: dict[str, Callable[[Path], object]] = {
     "probe.toml": probe_file.read,
@@ -74,11 +73,6 @@ def test_a_probe_of_more_ranks_than_plans_are_for_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (
-            ["advise", "--parameters", "1" + 15 * "0", *MODEL],
-            "makes over 100,000 buckets of 1000000000000000 parameters",
-        ),
-        (["advise", "--parameters", "1000000", "--bucket-mb", "1e-9", *MODEL], "--bucket-mb 1e-09 makes over 100,000"),
         (["simulate", "--preset", "lstm-4-100mbit", "--ranks", "1000000000"], "--ranks must be .*at most 100,000, got"),
         (["traffic", "--ranks", "1000000000"], "--ranks times --elements must be at most 4,294,967,296"),
         (["traffic", "--ranks", "4097", "--elements", "1"], "a world in one process has 1 to 4,096 ranks"),
