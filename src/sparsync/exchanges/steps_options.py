@@ -55,7 +55,7 @@ class Steps(StepOptions):
         """Return `keep`, or what suits the scheme and whether Muon makes some of the steps."""
         if self.keep is None:
             return 0.2 if scheme.leaves_out or muon else 0.5
-        return self.keep
+        return float(self.keep)
 
     def beta2_for(self, rule: Rule) -> float:
         if self.beta2 is not None:
