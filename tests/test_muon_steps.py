@@ -194,6 +194,9 @@ def test_matrices_that_are_moved_at_once_take_the_steps_of_each_alone(
         assert step.shape == shape
         # Products in another order, which five iterations enlarge; elements are about 0.3.
         torch.testing.assert_close(step, alone, rtol=0, atol=2e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # around the optimizer's step
+        surrounded = moved(shapes)
+    assert all(map(torch.equal, surrounded, moved(shapes)))
 
 
 def test_a_stack_of_matrices_is_refused_and_a_convolution_is_not() -> None:

@@ -180,7 +180,8 @@ def move_matrices_(given: Iterable[tuple[Tensor, Tensor, MuonRule]], skip: Tenso
         ends = accumulate(matrix.numel() for _, matrix in pairs)
         for _, some in groupby(zip(pairs, ends, strict=True), key=lambda each: each[1] // _TOGETHER):
             moved, matrices = zip(*(pair for pair, _ in some), strict=True)
-            steps = orthogonalised(list(matrices), rule.coefficients, rule.iterations, skip)
+            with torch.autocast(matrices[0].device.type, enabled=False):  # whatever surrounds the loop's `step`
+                steps = orthogonalised(list(matrices), rule.coefficients, rule.iterations, skip)
             torch._foreach_mul_(steps, [rule.applied_rate(each.shape) for each in moved])  # pyright: ignore[reportPrivateImportUsage]
             shaped = [step.view(each.shape) for step, each in zip(steps, moved, strict=True)]
             torch._foreach_sub_(moved, shaped)  # pyright: ignore[reportPrivateImportUsage]
