@@ -128,7 +128,7 @@ class ErrorFeedbackScheme(Scheme):
         self._lost.pop(bucket.key, None)
         self._sent.pop(bucket.key, None)
         comm = MeteredComm(comm)
-        if not whole and (form := self.whole_form(bucket, comm.rank)) is not None:
+        if not whole and bucket.skip is None and (form := self.whole_form(bucket, comm.rank)) is not None:
             return self._reduce_in_passes(bucket, comm, *form)
         acc = self.feedback.accumulate(bucket, comm.rank)
         try:

@@ -44,7 +44,7 @@ class BlockRatios:
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
         self._known: dict[tuple[int, int, int], Tensor] = {}  # ratios of the last measurement
         # Of the blocks of each vector, those of the mean gradients first, as far as the host knows.
-        self._sums: list[float] | None = None
+        self._sums: list[float] | None = [0.0] * (2 * len(like))
         self._arriving: Arriving | None = None
 
     def due(self, step: int) -> bool:

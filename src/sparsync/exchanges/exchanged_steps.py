@@ -334,6 +334,7 @@ class ExchangedSteps(StepMethod):
         for each in self._given:
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
+            self._weights.check_compared()
             later = _host_is_ahead(self._weights.buckets[0].device) and not self._weights.was_written()
             (self._check_shown if later else self._check_own)()
             self._take_moments()
@@ -427,7 +428,10 @@ class ExchangedSteps(StepMethod):
 
     def _apply(self, place: int, mean: Mean) -> None:
         """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
-        if self._callbacks and (whole := mean.whole()) is not None:
+        moves = (
+            self._pending is None or not self._callbacks or not self._pending.skip.flag
+        )  # a host sync where somebody listens
+        if self._callbacks and moves and (whole := mean.whole()) is not None:
             self._note_move([whole], place=place, idle=sorted(self._idle))
         arrived = mean.arrived.mean if mean.arrived is not None else mean.whole()
         if arrived is not None:
@@ -681,7 +685,7 @@ class ExchangedSteps(StepMethod):
             if sketch is not None and not first:
                 self._observe(sketch, reports[0], done)
         except BaseException:
-            # After an overflow it has returned already, see Rollback. With `hold_steps` it depends on whether others have applied the step.
+            # After an overflow it has returned already, see Rollback. With `takes_back` it depends on whether others have applied the step.
             returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
             for each in done.means if returns else ():
                 each.rollback(self._scheme)
@@ -694,12 +698,11 @@ class ExchangedSteps(StepMethod):
     def _skips_on_device(self) -> bool:
         """Return whether this step may be skipped without a word to the host: where nothing else depends on it."""
         alone = type(self._replica).agreed is Replica.agreed
-        depends = self._idle or self._callbacks or self._rescaler.takes_back or self._of_mean
+        depends = self._idle or self._rescaler.takes_back or self._of_mean
         return alone and self._scheme.heeds_skip and not depends
 
     def _settle(self) -> None:
         """Learn whether the last step was skipped, where only a device knew: then it does not count."""
-        self._weights.check_compared()
         pending, self._pending = self._pending, None
         if pending is None or self._applied != self._step:  # the step has failed
             return

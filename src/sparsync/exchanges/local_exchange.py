@@ -23,8 +23,6 @@ from sparsync.runtime.connection import Connection
 from sparsync.runtime.dispatcher import Worker
 from sparsync.runtime.optimizers import Compared
 
-# The form of what is saved of an optimizer, and of a pending exchange; see `check_alike`.
-
 
 @dataclass
 class PendingExchange:

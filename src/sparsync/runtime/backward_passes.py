@@ -9,6 +9,12 @@ _ROW = 3  # steps one after the other with such a pass before each: the loop use
 _MOST = 16  # such passes without a step: other optimizers step
 
 
+def current_pass() -> int:
+    """Return the number of the backward pass that runs in this thread, or -1."""
+    # HACK: torch has no public function for this. Price: it may change with torch; tests skip steps and accumulate.
+    return torch._C._current_graph_task_id()
+
+
 class BackwardPasses:
     """Counts the backward passes since the last step whose gradients were thrown away: where the next pass finds none, or zeros.
 
@@ -38,8 +44,7 @@ class BackwardPasses:
 
     def begins(self, gradient: Tensor | None = None) -> bool:
         """Note that `gradient` is about to be accumulated; return whether a pass begins, and those of the last one were thrown away."""
-        # HACK: torch has no public function for this. Price: it may change with torch; tests skip steps and accumulate.
-        task = torch._C._current_graph_task_id()
+        task = current_pass()
         if task in (self._task, -1):
             return False
         self._task = task

@@ -110,10 +110,7 @@ class Rollback:
 
     def settle(self) -> bool:
         """Roll back what the last step has written if a device has found any of it non-finite since; return whether it has."""
-        found = any(each is not None for *_, each in self._written) and self._roll_back()
-        if found:
-            self._written, self._skipped = [], False
-        return found
+        return any(each is not None for *_, each in self._written) and self._roll_back()
 
     def end_step(self) -> None:
         """End the step: the next bucket belongs to another one, even of the same number."""
@@ -234,6 +231,7 @@ class Connection:
         on_rolled_back: Callable[[], None] | None = None,
     ) -> None:
         self._what, self._on_written, self._on_rolled_back = what, on_written, on_rolled_back
+        self.scaled = False  # whether a loss scaler skips steps that are not finite, so that nobody need hear of them
         self._group = comm
         self._waits: Waits = nullcontext  # of buckets that `reduce` reduces
         self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
@@ -577,7 +575,8 @@ class Connection:
         if self._rollback is not None and self._rollback.settle():
             if self._on_rolled_back is not None:
                 self._on_rolled_back()
-            warn_of(_NOT_FINITE)
+            if not self.scaled:
+                warn_of(_NOT_FINITE)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed
 from sparsync.recipes import Recipe
-from sparsync.runtime.backward_passes import BackwardPasses
+from sparsync.runtime.backward_passes import BackwardPasses, current_pass
 from sparsync.runtime.connection import Connection, ReportLog
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
 from sparsync.runtime.loads import Loads
@@ -78,8 +78,10 @@ class Handle:
             on_written=rescaler.written,
             on_rolled_back=rescaler.rolled_back if exchanges_gradients else None,
         )
+        self._connection.scaled = rescaler.scaler is not None
         self._comparison = comparison
         self._connection.compare(comparison)
+        self._pass = -1  # the last backward pass
         self._pass_hooks: list[Any] = []  # Any: torch's handles of hooks
         if len(rescaler.clippings) == 1 and module is not None:
             rescaler.clippings[0].passes = BackwardPasses(partial(_gradients_of, weakref.ref(module)))
@@ -356,7 +358,8 @@ class Handle:
         units = {key: mine[key] for key in ("rates", "highest_rates", "loss_scale", "clipping") if mine["step"] >= 0}
         theirs, own = snapshot.shared or {}, snapshot.own or {}
         held = own["scheme"] if "scheme" in own else held_in(mine["scheme"])
-        return {**theirs, **self._place, **units, "scheme": with_held(theirs["scheme"], held)}
+        alone = {key: mine["scheme"][key] for key in ("own",) if key in mine["scheme"]}
+        return {**theirs, **self._place, **units, "scheme": {**with_held(theirs["scheme"], held), **alone}}
 
     def on_move(self, callback: Callable[[Part | None], None]) -> Callable[[], None]:
         """Call `callback` with each move of the common weights, for `Snapshot.moves`, or with None where anything else has changed them.
@@ -429,8 +432,10 @@ class Handle:
         self._rescaler.forget()
 
     def _pass_begins(self) -> None:
-        """Note that a backward pass is about to add to the gradients, before it does."""
-        self._connection.settle()
+        """Note that a backward pass is about to add to the gradients, before it does; it is called for each of them."""
+        if (task := current_pass()) != self._pass:
+            self._pass = task
+            self._connection.settle()  # not later: buckets of this pass may be on their way
         self._rescaler.pass_begins(self._connection.failed)
 
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
