@@ -216,14 +216,14 @@ def test_a_member_without_a_process_is_missing_soon_and_one_that_answers_is_wait
         assert not a._all_here(a.current, notes, ["a", "b", "c"], waited=2.1)
         assert a._all_here(a.current, notes, ["a", "b", "c"], waited=PATIENT_S + 1)
         a.say("comes", asdict(note(1, False)))
-        b._look(b._connected())  # what its watcher does when it is rung for
+        b._do(b._look)  # what its watcher does when it is rung for
         assert "b" in a._said().alive
 
 
 def test_one_that_was_left_out_finds_out_when_it_wakes_and_joins_again(store: Any) -> None:
     with met(store, "a", "b", "c") as (a, b, c), ThreadPoolExecutor(1) as threads:
         c._shut.set()  # as a frozen process, it answers nothing
-        c._ring(c._connected())
+        c._do(c._ring)
         assert c._watching is not None
         c._watching.join()
         for each in (a, b):
