@@ -23,7 +23,7 @@ from helpers.sketches import too_long_to_measure
 from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, Steps, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
-from sparsync.core import Comm, digest, laid_out
+from sparsync.core import Comm, Span, digest, laid_out
 from sparsync.exchanges.block_ratios import BlockRatios
 from sparsync.exchanges.rules import MuonRule
 from sparsync.exchanges.whole_steps import Gradients, StepsToMake
@@ -387,6 +387,18 @@ def test_a_block_measured_once_hardly_counts_beside_its_parameter_and_later_it_d
     assert ratios.ratio(0, P).tolist() == [0.5, 0.5625, 0.25]  # "a" has 17/32; "b" 1/8, and noise 1/P
     ratios.measured = 48
     assert ratios.ratio(0, P).tolist() == [0.25, 59.5 / 64, 0.25]
+
+
+def test_whoever_asks_for_the_clip_factor_or_saves_before_a_device_has_measured_changes_nothing() -> None:
+    def measured(asks: bool) -> tuple[float, float]:
+        ratios = BlockRatios([torch.zeros(4)], [laid_out([("a", torch.Size([4]))])], block=4, every=8)
+        if asks:
+            assert ratios.state_dict(["all"])["all"]["known"].tolist() == [0.0, 0.0]
+            assert ratios.clip_factor(P) == 1.0
+        ratios.observe(torch.ones(1), [torch.full((1,), 4.0)], [[Span(0, 4)]], skip=torch.zeros(1))
+        return ratios.clip_factor(P), ratios.clip_factor(P, latest=True)
+
+    assert measured(asks=True) == measured(asks=False) == (1.0, 2.0)
 
 
 def pretrained() -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from helpers.stepped import Stepped
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, LocalWorld, MiCRO, SkipReduce, Sparse, TopK, Update
 from sparsync.comm.local import LocalComm
 from sparsync.testing import check_scheme
@@ -22,6 +23,24 @@ class FirstElements(ErrorFeedbackScheme):
         index = torch.arange(self.count, dtype=torch.int32)
         mean = comm.all_reduce(acc.values[: self.count]) / comm.size if comm.size > 1 else acc.values[: self.count]
         return Update(Sparse(index, mean, bucket.grad.numel()), cleared=index, selected=self.count)
+
+
+@dataclass
+class Steps:
+    taken: int = 0
+
+
+@dataclass
+class Counted(FirstElements):
+    """The same, counting the steps of each rank."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps = self.own_state("steps", Steps)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        self.steps.of(bucket, comm.size).taken += 1
+        return super().step(acc, bucket, comm)
 
 
 def reduce(scheme: ErrorFeedbackScheme, grad: torch.Tensor) -> Bucket:
@@ -101,3 +120,15 @@ def test_a_step_with_nan_drops_nothing_of_a_residual_that_decays() -> None:
 def test_a_decay_that_is_no_share_is_refused(decay: float) -> None:
     with pytest.raises(ValueError, match=rf"decay must be in \[0, 1\].*got {decay}"):
         Forgetful(decay=decay)
+
+
+def test_a_snapshot_brings_back_what_a_rank_has_alone() -> None:
+    def body(comm: LocalComm) -> None:
+        handle = Stepped(comm, Counted()).step(3)
+        before = handle.state_dict()
+        handle.restore(handle.snapshot())
+        after = handle.state_dict()
+        assert before["scheme"]["own"]["steps"]["all"]["state"] == {"taken": 3}
+        assert before["scheme"]["own"] == after["scheme"]["own"]
+
+    LocalWorld(2).run(body)

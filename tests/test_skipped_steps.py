@@ -49,10 +49,11 @@ def train(
     keys: Sequence[str] = KEYS,
     later: bool = False,
     dtype: torch.dtype = torch.float32,
+    between: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What was applied of each bucket over all steps, and the residual; `overflow` names a rank and a bucket, or nobody.
 
-    `later`: the host learns of it when the gradients are gone.
+    `later`: the host learns of it when the gradients are gone; `between`: before the third bucket.
     """
     scheme, skipped = make(), Rollback(later)
     applied = {key: torch.zeros(N) for key in KEYS}
@@ -68,13 +69,15 @@ def train(
             report = scheme.reduce(bucket, comm)
             skipped.reduced(scheme, bucket, report)
             grads[key] = bucket.grad
+            if between and key == "second":
+                assert skipped.settle() == (step == 2)
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # as a loss scaler decides
             for key, grad in grads.items():
                 applied[key] += grad
         for grad in grads.values() if later else ():
             grad.fill_(7.0)
         if later and step == 2:
-            assert skipped.settle()
+            assert skipped.settle() != between
     assert not skipped.settle()
     kept = scheme.state_dict()["residual"]
     return applied, {key: kept.get(key, torch.zeros(N)) for key in KEYS}
@@ -111,15 +114,16 @@ def test_a_skipped_step_loses_nothing(name: str, P: int, where: str) -> None:
 def test_a_step_that_only_a_device_knows_to_be_skipped_leaves_what_one_that_the_host_skips_does(
     make: Callable[[], Scheme], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(later: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    def trained(**how: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         overflows: Callable[[int], tuple[int, str] | None] = lambda step: (1, "second") if step == 2 else None  # noqa: E731
-        return LocalWorld(3).run(partial(train, make=make, steps=5, overflow=overflows, later=later, dtype=dtype))
+        return LocalWorld(3).run(partial(train, make=make, steps=5, overflow=overflows, dtype=dtype, **how))
 
-    by_host, fits = trained(False), kernels.packets_fit
+    by_host, fits = trained(), kernels.packets_fit
     monkeypatch.setattr(kernels, "packets_fit", lambda *given: torch.tensor(fits(*given)))
-    for pair in zip(by_host, trained(True), strict=True):
-        for found, expected in zip(*pair, strict=True):
-            assert all(torch.equal(found[key], expected[key]) for key in KEYS)
+    for between in (False, True):
+        for pair in zip(by_host, trained(later=True, between=between), strict=True):
+            for found, expected in zip(*pair, strict=True):
+                assert all(torch.equal(found[key], expected[key]) for key in KEYS)
 
 
 def test_the_host_warns_of_a_step_that_a_device_found_not_finite_when_the_next_one_begins(

@@ -222,6 +222,28 @@ def test_what_fails_in_a_skipped_step_returns_nothing_to_the_residual(
     assert all(LocalWorld(P).run(body))
 
 
+def test_ranks_of_which_one_listens_to_moves_agree_and_hear_of_no_step_that_was_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_device(monkeypatch)
+
+    def body(comm: LocalComm) -> tuple[int, dict[str, Tensor]]:
+        handle, heard = started(comm, TwoShot(1.0, "int3")), list[Any]()
+        if comm.rank == 1:
+            handle.on_move(heard.append)
+        for step in range(4):
+            give_gradients(handle, step)
+            if step == 2 and comm.rank == 0:
+                next(handle.model.parameters()).grad[0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
+            handle.step()
+        return len(heard), held(handle)
+
+    with pytest.warns(UserWarning, match="was skipped on all ranks"):
+        (_, common), (heard, _), (_, other) = LocalWorld(P).run(body)
+    assert heard == 3
+    assert all(torch.equal(each, other[name]) for name, each in common.items() if name.startswith("common/"))
+
+
 def test_a_handle_closes_after_a_step_that_could_not_be_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch)
 
@@ -341,6 +363,7 @@ def test_weights_that_were_set_without_torch_counting_it_raise_a_step_later(monk
             if step == 2:
                 with pytest.raises(RuntimeError, match=r"0.weight got other values through `.data`"):
                     steps.step()
+                assert steps._connection.failed  # which ends the waits of the other ranks
             else:
                 steps.step()
 
