@@ -296,3 +296,23 @@ def accumulated() -> None:
 
 def test_gradients_that_accumulate_or_are_used_otherwise_leave_residuals_alone() -> None:
     run(accumulated, 2)
+
+
+def settled_in_passes() -> list[int]:
+    """Return how often a handle asks for the end of the last step during each of three backward passes."""
+    training, found, asked = Training("topk:density=0.5", Gradients(), wrapper="bare"), list[int](), list[int]()
+    training.handle._connection.settle = lambda: asked.append(1)
+    for number in range(3):
+        asked.clear()
+        training.backward(number)
+        found.append(len(asked))
+        training.reduce()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.handle.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_a_pass_asks_once_for_the_end_of_the_last_step_because_its_own_buckets_may_be_on_their_way() -> None:
+    assert run(settled_in_passes, 1) == [[1, 1, 1]]

@@ -31,6 +31,7 @@ def train(scheme: str) -> tuple[Tensor, Tensor, list[float], list[str]]:
     handle = sparsync.attach(
         ddp, recorder, scaler=scaler, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
     )
+    assert handle._connection.scaled
     applied, scales = torch.zeros(COUNT * N), []
     for step in range(STEPS):
         optimizer.zero_grad()

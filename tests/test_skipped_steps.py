@@ -153,6 +153,12 @@ def test_the_host_warns_of_a_step_that_a_device_found_not_finite_when_the_next_o
         grad, _ = step(2, 1.2)
     assert told == ["rolled back"]
     assert grad.isfinite().all()
+    connection.scaled = True  # a loss scaler skips such steps as a matter of course
+    step(3, math.inf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(4, 1.2)
+    assert told == ["rolled back"] * 2
 
 
 @pytest.mark.slow

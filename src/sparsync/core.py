@@ -306,9 +306,8 @@ class Report:
     `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
     `cost` is what the scheme sent, as counted; `sent` is what an integration counted around it, None where there is none, and `wait_s` the
     seconds inside the communicator.
-    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf,
-    on a
-    GPU as a tensor [], or still arriving.
+    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf.
+    On a GPU that may be a tensor [], or may still be arriving: `bool` waits for it.
     """
 
     scheme: str

@@ -159,7 +159,7 @@ class BlockRatios:
         for one, mean, own in zip(known, self.of_mean, self.of_own, strict=True):
             mean.copy_(one["mean"]) if fits else mean.zero_()
             own.copy_(one["own"]) if fits else own.zero_()
-        if fits and all("known" in one for one in known):  # earlier versions saved none
+        if fits:
             self._sums = [float(one["known"][place]) for place in (0, 1) for one in known]
             self._arriving = Arriving(self._totals())
 
