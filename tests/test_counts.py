@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsync import LocalWorld
 from sparsync.kernels import backend, operations
+from studies import parts
 from studies.gpu import counts
 from studies.gpu.goals import KINDS, kind_of
 from studies.gpu.launches import Counts, counted
@@ -50,6 +51,11 @@ def test_the_file_has_what_there_is_with_its_goals() -> None:
     assert {text: each["goal"] for text, each in WRITTEN.items()} == {
         text: counts.goal(text) for text in counts.texts()
     }
+
+
+def test_the_page_has_the_figures_of_the_file() -> None:
+    page = (parts.ROOT / counts.PAGE).read_text()
+    assert f"<!-- begin {counts.PART} -->\n\n{counts.page_table(WRITTEN)}\n\n<!-- end {counts.PART} -->" in page
 
 
 def test_a_figure_that_grows_or_falls_by_more_than_a_tenth_is_told() -> None:

@@ -10,7 +10,8 @@ bits after 200 steps, 20 on a CPU. The model is GPT-2 with 124 M parameters. It 
 measured is listed at the end.
 
 --quality trains a byte-level model of 126 M parameters on the C source of Linux, all ranks in one process, by `sparsync frontier`. What was
-interrupted goes on with the same command. --counts counts launches and waits on a CPU, and writes tests/counts.json.
+interrupted goes on with the same command. --counts counts launches and waits on a CPU, and writes tests/counts.json and
+a table of docs/gpu.md.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Launches and host syncs of every recipe and every scheme, counted on a CPU: tests/counts.json, which only ever falls."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -23,6 +23,19 @@ from studies.gpu.goals import LAUNCHES, SYNCS, kind_of
 from studies.gpu.launches import Counts, counted
 
 FILE = parts.ROOT / "tests" / "counts.json"
+PAGE, PART = "docs/gpu.md", "counts"
+SHOWN = {  # the rows of the page, and what they count
+    "default (4.6 bits)": recipes.recipe("steps", 4).text,
+    "3.1 bits, own weights": recipes.recipe("steps", 4, 3.1).text,
+    "0.8 bits": recipes.recipe("steps", 4, 0.8).text,
+    "Muon, the default": f"muon {recipes.recipe('muon', 4).text}",
+    "gradients, int4": "int4",
+    "TwoShot, 5 %": "two_shot:density=0.05:values=int4",
+    "MiCRO": "micro",
+    "ExDyna": "exdyna",
+    "Ok-Topk": "oktopk",
+    "SkipReduce": "skip_reduce",
+}
 RANKS = (1, 4)
 STEPS = 10  # numbers 0 to 8 measure the ratio of AdamW steps, where that is measured, and 9 does not
 COUNTED = 5  # the last ones: whoever takes turns has had all of them
@@ -79,16 +92,26 @@ def goal(text: str) -> list[float | None]:
 
 
 def write() -> None:
-    """Count everything, write the file, and print it as a table."""
+    """Count everything, write the file and the table of the page, and print all of it as a table."""
     found: dict[str, dict[str, Any]] = {text: {"goal": goal(text), **count(text)} for text in texts()}  # Any: JSON
     lines = [f"{json.dumps(text)}: {json.dumps(each)}" for text, each in found.items()]
     FILE.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+    parts.put(PAGE, PART, page_table(found))
     heads = ["method", "goal", *(f"P={P}, {which}" for P in RANKS for which in ("settled", "heaviest"))]
     rows = [
         [f"`{text}`", _shown(each["goal"]), *(_shown(pair) for P in RANKS for pair in each[f"P={P}"].values())]
         for text, each in found.items()
     ]
     print(f"Launches / host syncs of a step of rank 0:\n\n{parts.table(heads, rows)}\n\nWritten: {FILE}")
+
+
+def page_table(found: Mapping[str, Mapping[str, Any]]) -> str:  # Any: JSON
+    """Return the table of the page, with 4 ranks."""
+    counted_of = {name: found[text] for name, text in SHOWN.items()}
+    rows = [
+        [name, *(_shown(pair) for pair in (each["goal"], *each["P=4"].values()))] for name, each in counted_of.items()
+    ]
+    return parts.table(["", "goal", "settled", "most"], rows)
 
 
 def _shown(pair: Sequence[float | None]) -> str:
