@@ -1269,7 +1269,7 @@ def test_moments_remember_and_residuals_forget_by_rule_unless_they_are_told(
         inside: list[Any] = mine.inner_schemes or [mine]
         steps = AdamWSteps(made, optimizer, mine, comm=comm, decay=decay)
         assert isinstance(steps.exchange, Steps)
-        memories = steps.exchange.beta2_for(steps._groups.rules[0]), *(each.feedback.decay for each in inside)
+        memories = steps._groups.rules[0].remembers(steps.exchange.beta2), *(each.feedback.decay for each in inside)
         steps.close()  # what another handle finds
         assert [each.feedback.decay for each in inside] == [each.decay for each in inside]
         return memories
@@ -1279,7 +1279,7 @@ def test_moments_remember_and_residuals_forget_by_rule_unless_they_are_told(
 
 def test_muon_keeps_its_own_memory_of_second_moments_unless_it_is_told() -> None:
     rule = MuonRule(0.1, 0.0, 0.95, True, (3.4445, -4.7750, 2.0315), 5, None)
-    assert (Steps().beta2_for(rule), Steps(beta2=0.5).beta2_for(rule)) == (0.95, 0.5)
+    assert (rule.remembers(None), rule.remembers(0.5)) == (0.95, 0.5)
 
 
 @pytest.mark.parametrize(("setting", "value"), [("beta2", 1.0), ("beta2", -0.1), ("decay", 1.5), ("decay", -0.5)])

@@ -267,3 +267,9 @@ class Raw:
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:  # other packets depend on the length
         """Return the bytes of a packet of k elements."""
         return k * (_INDEX_NBYTES + dtype.itemsize)
+
+
+def in_passes(values: tuple[Values, Values], residual: Tensor) -> tuple[tuple[Values, Values], Tensor] | None:
+    """Return formats, up and down, and a residual [n] if passes over all of it read and write both; see `Scheme.whole_form`."""
+    fused = all(ValueCodec(each).kernel_bits is not None for each in values)
+    return (values, residual) if fused and residual.dtype == torch.float32 else None

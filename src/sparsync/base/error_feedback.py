@@ -315,18 +315,6 @@ class ErrorFeedbackScheme(Scheme):
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         return self.feedback.residual(bucket, comm.rank)
 
-    def whole_form(self, bucket: Bucket, rank: int) -> tuple[tuple[Values, Values], Tensor] | None:
-        if (values := self.whole_values) is None or self.feedback.decay != 1.0:
-            return None
-        residual = self.feedback.residual(bucket, rank)
-        fused = all(ValueCodec(each).kernel_bits is not None for each in values)
-        return (values, residual) if fused and residual.dtype == torch.float32 else None
-
-    @property
-    def whole_values(self) -> tuple[Values, Values] | None:
-        """The formats, up and down, of a scheme whose `step` is `quantized_all_reduce_` of every element; else None."""
-        return None
-
     def rollback(self, bucket: Bucket) -> None:
         if bucket.skip is not None:
             bucket.grad.masked_fill_(bucket.skip != 0, 0.0)  # then no residual has lost anything

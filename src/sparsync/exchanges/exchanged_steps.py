@@ -131,7 +131,7 @@ class ExchangedSteps(StepMethod):
             momentum,
             square,
             lambda: self._counts,
-            options.beta2_for,
+            lambda rule: rule.remembers(self.exchange.beta2),
             lambda: self._ratios.clip_factor(self._comm.size, latest=True),
             self._take_moments,
         )
@@ -201,7 +201,7 @@ class ExchangedSteps(StepMethod):
         ratios, spans, numbers = self._ratios, list[Span](), list[Spread]()
 
         def made(rule: Rule, entry: ParameterSpan, t: int) -> Spread:
-            beta2 = self.exchange.beta2_for(rule)
+            beta2 = rule.remembers(self.exchange.beta2)
             return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
         for span, number in self._counted(place, "seen", made):

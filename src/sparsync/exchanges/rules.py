@@ -22,6 +22,7 @@ from sparsync.runtime.findings import check_optimizer, innermost, unrelated, war
 
 _ZERO = "ZeroRedundancyOptimizer"  # of torch, which is not loaded here: that takes seconds
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
+_LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 _TOGETHER = 1 << 26  # elements of matrices that are moved together, at most, of which there are copies meanwhile
 _RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
 _PUBLISHED = {
@@ -47,6 +48,10 @@ class AdamWRule:
         """Return what the normalised gradient of a parameter is multiplied by before it is sent."""
         return self.rate
 
+    def remembers(self, asked: float | None) -> float:
+        """Return beta2 of the second moments: as asked, or what suits a rank's own gradients, which are noisier than their mean."""
+        return max(self.beta2, _LONGEST_BETA2) if asked is None else asked
+
     def move(self, t: int) -> Move:
         """Return the numbers of the pass that moves a parameter in its `t`-th step."""
         return self.beta1, 1 - self.rate * self.decay, 1 / (1 - self.beta1**t)
@@ -70,6 +75,10 @@ class MuonRule:
     def sent_rate(self, shape: Sequence[int]) -> float:
         """Return the rate at which an AdamW step is as long as Muon's, so that what is not sent has the scale of the weights' moves."""
         return self.applied_rate(shape) / (_RMS * math.sqrt(max(_matrix(shape))))
+
+    def remembers(self, asked: float | None) -> float:
+        """Return beta2 of the second moments, which Muon has not."""
+        return self.beta2 if asked is None else asked
 
     def move(self, t: int) -> Move:
         """Return the numbers of the pass that moves the momentum, and decays the weights, which `move_matrices_` then moves."""

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.rules import MuonRule, Rule
 from sparsync.exchanges.step_method import StepOptions
 
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
-_LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class Steps(StepOptions):
         super().__post_init__()
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ValueError(
-                f"beta2 must be in [0, 1), or None for the optimizer's and at least {_LONGEST_BETA2}, got {self.beta2}"
+                f"beta2 must be in [0, 1), or None for the optimizer's and at least 0.99, got {self.beta2}"
             )
         if self.decay is not None and not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], the share of what waits that stays each step, got {self.decay}")
@@ -56,11 +54,6 @@ class Steps(StepOptions):
         if self.keep is None:
             return 0.2 if scheme.leaves_out or muon else 0.5
         return float(self.keep)
-
-    def beta2_for(self, rule: Rule) -> float:
-        if self.beta2 is not None:
-            return self.beta2
-        return rule.beta2 if isinstance(rule, MuonRule) else max(rule.beta2, _LONGEST_BETA2)
 
     def decay_for(self, scheme: Scheme) -> float:
         """Return `decay`, or what suits a scheme that has no inner ones."""

@@ -16,7 +16,7 @@ from sparsync.collectives.values import quantized_all_reduce_, quantized_all_red
 from sparsync.comm.plan import Given, Plan, planned
 from sparsync.core import Bucket, Comm, exact_divisor, spans
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.wire import ValueCodec, Values
+from sparsync.wire import ValueCodec, Values, in_passes
 
 Bits = Literal["int8", "int4", "int3", "ternary", "sign"]
 
@@ -66,9 +66,10 @@ class Quantized(ErrorFeedbackScheme):
         spans(share.numel(), comm.size)[comm.rank].of(share).div_(exact_divisor(share, comm.size))
         return share
 
-    @property
-    def whole_values(self) -> tuple[Values, Values]:
-        return self.values, self.values
+    def whole_form(self, bucket: Bucket, rank: int) -> tuple[tuple[Values, Values], Tensor] | None:
+        if self.feedback.decay != 1.0:
+            return None
+        return in_passes((self.values, self.values), self.feedback.residual(bucket, rank))
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values))

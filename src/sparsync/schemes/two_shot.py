@@ -52,7 +52,7 @@ from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.schemes.quantized import planned_quantized
 from sparsync.selection.exclusive import BlockCyclic
-from sparsync.wire import Elements, ValueCodec, Values, check_values
+from sparsync.wire import Elements, ValueCodec, Values, check_values, in_passes
 
 _DOWN = ("density_down", "values_down")  # settings of the way down, None where it has those of the way up
 
@@ -113,9 +113,10 @@ class TwoShot(ErrorFeedbackScheme):
         """Whether elements are left out in either exchange."""
         return min(self.density, self._down[0]) < 1.0
 
-    @property
-    def whole_values(self) -> tuple[Values, Values] | None:
-        return None if self.leaves_out else (self.values, self._down[1])
+    def whole_form(self, bucket: Bucket, rank: int) -> tuple[tuple[Values, Values], Tensor] | None:
+        if self.leaves_out or self.feedback.decay != 1.0:
+            return None
+        return in_passes((self.values, self._down[1]), self.feedback.residual(bucket, rank))
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         if not self.leaves_out:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Adam, Optimizer
 
-from sparsync import Dense, Steps
+from sparsync import Dense
 from sparsync.exchanges.rules import AdamWRule
 from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 
@@ -87,7 +87,7 @@ class LaPropOptimizer(BorrowedGroups):
 
 def beta2_of_steps(given: float | None, adamw: float) -> float:
     """Return the beta2 of `steps(beta2=given)/SCHEME` with an AdamW whose own is `adamw`."""
-    return Steps(beta2=given).beta2_for(AdamWRule(rate=0.0, decay=0.0, beta1=0.0, beta2=adamw, eps=1.0))
+    return AdamWRule(rate=0.0, decay=0.0, beta1=0.0, beta2=adamw, eps=1.0).remembers(given)
 
 
 def beta2_described(given: float | None) -> float | str:
