@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Scheme
 from sparsync.comm.local import LocalComm
-from sparsync.comm.plan import Given, Plan
+from sparsync_lab.predict.exchanges import Given, Plan
+from sparsync_lab.predict.schemes import plan_of
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.traffic.stream import Synthetic
 from studies import parts
@@ -145,7 +146,7 @@ def agreement(choice: SchemeChoice, stream: Synthetic, drawn: Sequence[Sequence[
     """Return form and count of `choice` on drawn gradients, three steps of them or as many as its form needs."""
     P = stream.ranks
     schemes = [choice.make() for _ in range(P)]
-    plan = schemes[0].plan(Given(stream.elements, P, layout=stream.layout))
+    plan = plan_of(schemes[0], Given(stream.elements, P, layout=stream.layout))
     determined, before = _determined(choice), int(choice.label not in _labels(SETTLED))
     steps = before + 1 if determined else len(drawn)
     counted = [

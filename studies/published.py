@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsync.comm.plan import Exchange
+from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.network import AllReduce, Link, Tiers, flat_switch, nodes
 from sparsync_lab.predict.step_time import even_backward, overlapped, periodic, serial
 from sparsync_lab.toml import tomllib

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from helpers.reducing import reduced
 from sparsync import Bucket, LocalWorld, TwoShot
-from sparsync.comm.plan import Given
 from sparsync.core import generator, spans
 from sparsync.schemes import InTurn
 from sparsync.selection.turns import Turns
 from sparsync.wire import Values
+from sparsync_lab.predict.exchanges import Given
+from sparsync_lab.predict.schemes import plan_of
 
 CPU = torch.device("cpu")
 
@@ -145,7 +146,7 @@ def test_bits_are_known_beforehand(every: int, down: Any, bits: float) -> None: 
     schemes = [InTurn(every, values_down=down) for _ in range(P)]
     for step in range(every):
         _, reports, _ = reduced(schemes, [torch.randn(n)] * P, step)
-        form = schemes[0].plan(Given(n, P, step=step)).cost()
+        form = plan_of(schemes[0], Given(n, P, step=step)).cost()
         assert (form.steps, form.messages) == (2, 6)
         assert max(report.cost.nbytes for report in reports) <= form.nbytes <= 1.01 * reports[0].cost.nbytes
         sent += reports[0].cost.nbytes

@@ -11,10 +11,10 @@ import torch
 from annotated_types import Le
 
 from sparsync.comm.local import LocalWorld
-from sparsync.comm.plan import MOST_RANKS, Given
 from sparsync_lab.cli import main
 from sparsync_lab.frontier import runs
 from sparsync_lab.predict import probe_file
+from sparsync_lab.predict.exchanges import MOST_RANKS, Given
 from sparsync_lab.predict.probe_file import Kernel, Latency, Memory, Operation, Probe, ProbedGroup, ProbeFileError
 from sparsync_lab.report import results
 from sparsync_lab.simulate import setup

@@ -15,12 +15,12 @@ from sparsync import Bucket, Comm, Cost, Report, SkipReduce, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.announcement import announcement_cost
-from sparsync.comm.plan import Given
 from sparsync.core import ParameterSpan, laid_out
 from sparsync.schemes import AutoProtect, exdyna, micro
 from sparsync.schemes.micro import MiCRO
 from sparsync.selection.exclusive import budget
 from sparsync_lab import predict
+from sparsync_lab.predict.exchanges import Given
 from sparsync_lab.rivals import topk_dsa
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
@@ -100,13 +100,13 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         sparse_allreduce.gather_survivors,
     )
     gather_positions = micro.gather_positions
-    gather, turns, exchanged = sparse_allreduce.all_gather_elements, TopKDSA._dense, micro.exchange_counts
+    gather, turns, exchanged = sparse_allreduce.all_gather_elements, TopKDSA.gathers_dense, micro.exchange_counts
     with monkeypatch.context() as patch:
         for module in (sparse_allreduce, topk_dsa):
             patch.setattr(module, "split_and_reduce_", split_)
             patch.setattr(module, "all_gather_elements", gathered)
         patch.setattr(sparse_allreduce, "balance", moved)
-        patch.setattr(TopKDSA, "_dense", dense)
+        patch.setattr(TopKDSA, "gathers_dense", dense)
         patch.setattr(micro, "exchange_counts", counts)
         patch.setattr(sparse_allreduce, "gather_survivors", survivors)
         for module in (micro, exdyna):
@@ -129,20 +129,26 @@ def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given
 
 
 def check(
-    choice: SchemeChoice, P: int, n: int, monkeypatch: pytest.MonkeyPatch, given_figures: bool, steps: int = 2
+    choice: SchemeChoice,
+    P: int,
+    n: int,
+    monkeypatch: pytest.MonkeyPatch,
+    given_figures: bool,
+    steps: int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     layout, made = layout_of(n), [choice.make() for _ in range(P)]
     drawn = torch.randn(steps, P, n, generator=torch.Generator().manual_seed(7 * P + n))
     drawn *= torch.linspace(0.2, 3.0, n)
     for step in range(steps):
         with figures(monkeypatch) as seen:
-            recorded = recorded_step(made, [each.clone() for each in drawn[step]], step, layout)
+            recorded = recorded_step(made, [each.to(dtype, copy=True) for each in drawn[step]], step, layout)
         for rank, report in enumerate(recorded.reports):
             assert report.cost == recorded.counted(rank), f"{choice.label}: the report of rank {rank}"
         if step == 0:  # of which warm-ups consist
             continue
-        given = Given(n, P, layout=layout, step=step)
-        plan = made[0].plan(given_of(made[0], recorded, seen, given) if given_figures else given)
+        given = Given(n, P, dtype.itemsize, layout, step)
+        plan = predict.plan_of(made[0], given_of(made[0], recorded, seen, given) if given_figures else given)
         where = f"{choice.label}, P = {P}, n = {n}, step {step}"
         assert list(plan.exchanges) == busiest(recorded, plan.exchanges), where
         most = [max(cost) for cost in zip(*(astuple(report.cost) for report in recorded.reports), strict=True)]
@@ -168,6 +174,11 @@ def cases(text: str) -> list[Any]:
 def test_what_settings_determine_is_what_is_counted(choice: SchemeChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     for P, n in QUICK:
         check(choice, P, n, monkeypatch, given_figures=False)
+
+
+@pytest.mark.parametrize("choice", cases("dense,topk,two_shot,skip_reduce:feedback=true,onebit_adam:warmup_steps=1"))
+def test_gradients_in_16_bits_are_what_is_counted(choice: SchemeChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(choice, 3, 997, monkeypatch, given_figures=False, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("choice", cases(NODES))
@@ -293,5 +304,21 @@ def test_a_scheme_without_a_form_says_so() -> None:
         def reduce(self, bucket: Bucket, comm: Comm) -> Report:
             return self.report(bucket)
 
-    with pytest.raises(ValueError, match=r"own has no closed form of its cost; write Own\.plan\(given\)"):
+    with pytest.raises(
+        ValueError, match=r"own has no closed form of its cost; write one: @sparsync_lab\.predict\.form\.register"
+    ):
         predict.plan(Own(), 10, 2)
+
+
+def test_a_scheme_has_the_form_that_is_registered_for_its_class() -> None:
+    class Own(Scheme):
+        name = "own"
+
+        def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+            return self.report(bucket)
+
+    @predict.form.register
+    def _(scheme: Own, given: Given) -> predict.Plan:
+        return predict.Plan(passes=given.n)
+
+    assert predict.plan_of(Own(), Given(7, 2)).passes == 7

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from sparsync.comm.plan import Exchange
+from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.network import Link, Tier, Tiers, flat_switch, nodes
 
 # Powers of two, so that sums of seconds are exact: 2^20 bytes a second, a latency of 2^-10 s, 2^-14 s for a message.

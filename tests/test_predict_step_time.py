@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsync.comm.plan import Exchange, Plan
+from sparsync_lab.predict.exchanges import Exchange, Plan
 from sparsync_lab.predict.network import Link, flat_switch
 from sparsync_lab.predict.probe_file import Backward, ReadyBucket
 from sparsync_lab.predict.step_time import Ranks, even_backward, overlapped, periodic, serial

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.comm.plan import Exchange
 from sparsync_lab.predict import probe_file
+from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.probe_file import (
     Backward,
     Kernel,

@@ -13,7 +13,7 @@ from helpers.distributed import run
 from sparsync import GroupComm, Scheme, TopK
 from sparsync.core import ParameterSpan, Span
 from sparsync_lab.cli import main
-from sparsync_lab.predict import Given, probing
+from sparsync_lab.predict import Given, plan_of, probing
 from sparsync_lab.predict.backward import timeline
 from sparsync_lab.predict.probe_file import KERNELS, KINDS, Backward, KernelKind
 from sparsync_lab.rivals.demo import DeMo
@@ -61,7 +61,7 @@ def test_products_and_transforms_are_counted_as_in_the_plans_of_a_square_matrix(
     run, elements, calls = probing._work(n, 64, torch.device("cpu"))[kind]
     run()
     rows = math.isqrt(n)
-    plan = scheme.plan(Given(n, 4, layout=(ParameterSpan("", Span(0, n), (rows, rows)),)))
+    plan = plan_of(scheme, Given(n, 4, layout=(ParameterSpan("", Span(0, n), (rows, rows)),)))
     assert plan.kernels[kind] / plan.calls[kind] == elements / calls
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from helpers.exclusive_invariants import run, whole_numbers
 from helpers.quick import one_in
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.values import quantized_all_reduce, quantized_all_reduce_plan
+from sparsync.collectives.values import quantized_all_reduce
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import Plan
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.in_turn import InTurn
 from sparsync.schemes.micro import MiCRO
@@ -24,6 +23,8 @@ from sparsync.schemes.topk_allgather import TopK
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import world
 from sparsync.wire import ValueCodec, Values
+from sparsync_lab.predict.collectives import quantized_all_reduce_plan
+from sparsync_lab.predict.exchanges import Plan
 from sparsync_lab.rivals.dgc import DGC
 
 FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4"]

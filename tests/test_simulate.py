@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from sparsync.comm.plan import Kind
 from sparsync_lab.cli import main
+from sparsync_lab.predict.exchanges import Kind
 from sparsync_lab.simulate import model, setup
 from sparsync_lab.simulate.model import predict
 from studies import published

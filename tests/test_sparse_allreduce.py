@@ -10,11 +10,12 @@ from torch import Tensor
 
 from sparsync import Cost, LocalWorld, MeteredComm
 from sparsync.collectives import sparse_allreduce
-from sparsync.comm.plan import Plan
 from sparsync.core import FOUND_INF, NonFiniteError, Span, Sparse, generator
 from sparsync.kernels import put_, reference
 from sparsync.selection.shares import quotas, sketch
 from sparsync.wire import Elements, Raw
+from sparsync_lab.predict import collectives
+from sparsync_lab.predict.exchanges import Plan
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.randoms(use_true_random=False))
@@ -119,10 +120,10 @@ def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementC
 
     outgoing = [[count if rank == owner else 0 for owner in range(P)] for rank, count in enumerate(held)]
     forms = [
-        Plan(tuple(sparse_allreduce.split_and_reduce_exchanges(outgoing, lengths, torch.float32, codec, counts_first))),
-        Plan((sparse_allreduce.balance_exchange(held, wanted, lengths, torch.float32, codec),)),
-        Plan((sparse_allreduce.gather_elements_exchange(wanted, [40] * P, torch.float32, codec),)),
-        Plan((sparse_allreduce.gather_survivors_exchange(held, lengths, torch.float32, codec),)),
+        Plan(tuple(collectives.split_and_reduce_exchanges(outgoing, lengths, torch.float32, codec, counts_first))),
+        Plan((collectives.balance_exchange(held, wanted, lengths, torch.float32, codec),)),
+        Plan((collectives.gather_elements_exchange(wanted, [40] * P, torch.float32, codec),)),
+        Plan((collectives.gather_survivors_exchange(held, lengths, torch.float32, codec),)),
     ]
     ranks = LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))
     for form, counted in zip(forms, zip(*ranks, strict=True), strict=True):

@@ -92,17 +92,6 @@ def spans(count: int, parts: int) -> tuple[Span, ...]:
     return tuple(Span(start, stop) for start, stop in pairwise(starts))
 
 
-def adjacent(count: int, parts: int, first: int, width: int) -> int:
-    """Return how many elements `width` adjacent ones of `spans(count, parts)` have together, from number `first` on, round the end."""
-    short, longer = divmod(count, parts)
-
-    def below(number: int) -> int:
-        rounds, place = divmod(number, parts)
-        return rounds * count + place * short + min(place, longer)
-
-    return below(first + width) - below(first)
-
-
 @dataclass(frozen=True)
 class ParameterSpan:
     """Where the gradient of the parameter called `name` lies in its bucket."""

@@ -8,8 +8,8 @@ from torch import Tensor
 from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
-from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, ParameterSpan
+from sparsync_lab.predict.exchanges import Exchange
 
 
 @dataclass(frozen=True)

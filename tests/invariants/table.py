@@ -39,26 +39,6 @@ SMALLEST_WORLDS = (1, 2)  # in the slow tests only
 LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests only
 
 
-# Rows whose traffic follows from their settings; tests/test_plan.py compares the forms of the others, given the figures of a step.
-PLANNED = (
-    *(
-        "dense",
-        "bf16",
-        "float",
-        "topk-0",
-        "topk-1",
-        "topk-int4",
-        "topk-bfloat16",
-        "two-shot",
-        "in-turn",
-        "quantized",
-        "loco",
-        "powersgd",
-    ),
-    *("sparse-loco", "demo", "gtopk", "ring-pruning"),
-)
-
-
 @dataclass(frozen=True)
 class Row:
     """One scheme, set in one way. `make` is called once for each rank."""
@@ -109,7 +89,6 @@ class Row:
             warmup=self.observes,
             skips_ranks=self.leaves_ranks_out,
             delivers=self.delivers,
-            planned=self.id.startswith(PLANNED),
             tolerance=self.tolerance,
             conserves=self.conserves,
             sums_in_gradient_type=self.sums_in_gradient_type,

@@ -18,16 +18,14 @@ from sparsync import Bucket, Cost, LocalWorld, MeteredComm, SkipReduce, Span
 from sparsync.collectives.skipping import (
     SkipPlan,
     direct_all_reduce_,
-    direct_exchanges,
     first_offsets,
     hierarchical_all_reduce_,
-    hierarchical_exchanges,
     ring_all_reduce_,
-    ring_exchanges,
 )
-from sparsync.comm.plan import Exchange, Plan
 from sparsync.core import Comm, SpanSet, generator, laid_out, spans
 from sparsync.schemes.skip_reduce import Form
+from sparsync_lab.predict.collectives import direct_exchanges, hierarchical_exchanges, ring_exchanges
+from sparsync_lab.predict.exchanges import Exchange, Plan
 
 SMALL_WORLDS = (1, 2, 3, 4, 5, 8)  # with every skip and shift
 LARGE_WORLDS = (13, 16)  # with every skip at some shifts

@@ -16,7 +16,6 @@ from torch import Tensor
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import ArrivedMean, QuantizedMean, quantized_all_reduce_
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import Given, Plan
 from sparsync.core import (
     Arriving,
     Bucket,
@@ -261,18 +260,6 @@ class ErrorFeedbackScheme(Scheme):
                 f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
                 "its residual; send acc.finite with the first message, see sparsync.core.raise_if_found_inf"
             )
-
-    def plan(self, given: Given) -> Plan:
-        """Return what a settled step does: nothing for an empty bucket, else `planned`."""
-        return self.planned(given) if given.n else Plan()
-
-    def planned(self, given: Given) -> Plan:
-        """Return what `step` does in closed form; `given.n` is at least 1. Raises ValueError where the scheme has none."""
-        return super().plan(given)
-
-    def residual_nbytes(self, given: Given) -> int:
-        """Return the bytes of the residual of a bucket on one rank."""
-        return given.n * (2 if self.residuals == "bfloat16" and given.value_nbytes == 4 else given.value_nbytes)
 
     def shared_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
         """Return a new table of what must agree across ranks, saved under `key` and reset after a failure."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
 from sparsync.feedback import ErrorFeedback, Residuals
 from sparsync.kernels import operations as kernels
@@ -73,13 +72,6 @@ class Scheme(ABC):
         k, K = n if selected is None else selected, n if union is None else union
         return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
 
-    def plan(self, given: Given) -> Plan:
-        """Return what a settled step does with a bucket: its exchanges in closed form, without tensors. See `sparsync_lab.predict`.
-
-        Raises ValueError where the scheme has none.
-        """
-        raise ValueError(f"{self.name} has no closed form of its cost; write {type(self).__name__}.plan(given)")
-
     def state_dict(
         self,
     ) -> dict[str, Any]:  # Any: nested dicts of tensors, numbers and strings, as weights_only loads them
@@ -137,16 +129,6 @@ class Scheme(ABC):
     def has_momentum(self) -> bool:
         """Whether what is written has a momentum in it already, so that the optimizer should be SGD without any."""
         return any(each.has_momentum for each in self.inner_schemes)
-
-    @property
-    def writes_steps(self) -> bool:
-        """Whether elements of what is written are about 1, as those of Adam's steps are, so that SGD takes a learning rate of Adam."""
-        return any(each.writes_steps for each in self.inner_schemes)
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether its authors' residual holds gradients times the learning rate: give `attach` the optimizer, then it is the same."""
-        return False
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         """Multiply the residual of each named parameter by its factor."""

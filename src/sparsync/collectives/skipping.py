@@ -12,18 +12,16 @@ in their chunks and ride along in the messages of the others, so there are never
 With S empty the first three are dense all-reduces.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from sparsync.comm.metered import all_to_all_cost
-from sparsync.comm.plan import Exchange, Peers
 from sparsync.comm.subset import SubsetComm
-from sparsync.core import Comm, Cost, Span, SpanSet, adjacent, generator, spans
+from sparsync.core import Comm, Span, SpanSet, generator, spans
 from sparsync.kernels.rounding import add_rounded_
 
 
@@ -70,11 +68,6 @@ def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
     lengths = [len(part) for pair in zip(spans(always, P), spans(count - always, P), strict=True) for part in pair]
     parts = [Span(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
     return tuple(Chunk(first, rest) for first, rest in zip(parts[::2], parts[1::2], strict=True))
-
-
-def chunks_with_any(count: int, P: int, always: int = 0) -> int:
-    """Return how many of the chunks have any element: the first ones."""
-    return min(P, max(always, count - always))
 
 
 def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
@@ -202,31 +195,6 @@ def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0, always: int = 0) -> 
         comm.send_recv(out.of(x), (comm.rank + 1) % P, into.of(x), (comm.rank - 1) % P)
 
 
-def ring_exchanges(
-    count: int, element_nbytes: int, P: int, skip: int = 0, always: int = 0, peers: Peers = "ring"
-) -> list[Exchange]:
-    """Return the reduce-scatter and the all-gather of `ring_all_reduce_`: each what its busiest rank sends."""
-    # As a function of the rank, what is sent has straight pieces that end where an end of its chunks meets one of the longer ones.
-    long = [0, always % P, (count - always) % P, min(P, always), chunks_with_any(count, P, always)]
-    ranks = {(end + off) % P for end in long for off in (-2, -1, 0, skip, skip + 1)}
-    reduced = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 1, skip, always) for rank in ranks)
-    gathered = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 2, 0, always) for rank in ranks)
-    # A rank receives what its neighbour sends.
-    return [
-        Exchange("send_recv", cost.nbytes, cost.messages, cost.steps, cost.nbytes, peers)
-        for cost in (reduced, gathered)
-    ]
-
-
-def _ring_cost(count: int, element_nbytes: int, P: int, first: int, skip: int, always: int) -> Cost:
-    """Return what one rank sends: P-1-s whole chunks from number `first` on, and of the s before these what is never left out."""
-    width = P - 1 - skip
-    sent = adjacent(always, P, first, P - 1) + adjacent(count - always, P, first, width)
-    whole = adjacent(chunks_with_any(count, P, always), P, first, width)
-    part = adjacent(min(P, always), P, first - 1 - skip, skip)
-    return Cost(len(_steps(P, skip, always)), whole + part, element_nbytes * sent)
-
-
 def _steps(P: int, skip: int, always: int) -> range:
     """Return the numbers of the reduce-scatter steps that carry anything."""
     return range(1 if always else 1 + skip, P)
@@ -284,31 +252,6 @@ def direct_reduce_scatter_(
     return mine.span
 
 
-def direct_exchanges(
-    count: int, element_nbytes: int, P: int, offsets: Sequence[int], always: int = 0
-) -> list[Exchange]:
-    """Return the all-to-all and the ring's all-gather of `direct_all_reduce_`: each what its busiest rank sends, and receives."""
-    if P == 1:
-        return []
-    ring, gathered = ring_exchanges(count, element_nbytes, P, len(offsets), always)
-    scattered = replace(ring, kind="all_to_all", rounds=1, peers="all")
-    if tuple(offsets) != first_offsets(len(offsets)):
-        # Which of the longer chunks a rank leaves out depends on the set; no form in a few numbers.
-        plan = SkipPlan(tuple(offsets))
-        cost = _busiest_of(_scattered_cost(count, element_nbytes, P, rank, plan, always) for rank in range(P))
-        scattered = replace(scattered, nbytes=cost.nbytes, messages=cost.messages)
-    first = chunks_of(count, P, always)[0]
-    received = (P - 1 - len(offsets)) * len(first.span) + len(offsets) * len(first.always)
-    return [replace(scattered, received=element_nbytes * received), gathered]
-
-
-def _scattered_cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan, always: int) -> Cost:
-    chunks = chunks_of(count, P, always)
-    sent = [chunks[(owner + plan.shift) % P].sent(skips(rank, owner, P, plan)) for owner in range(P)]
-    lengths = [len(span) * (owner != rank) for owner, span in enumerate(sent)]
-    return all_to_all_cost([element_nbytes * length for length in lengths], rank)
-
-
 def hierarchical_all_reduce_(
     x: Tensor,
     comm: Comm,
@@ -333,26 +276,6 @@ def hierarchical_all_reduce_(
     chunk = ring_reduce_scatter_(x, inside, always=always, dropped=omitted)
     between(chunk.of(x), across, plan, chunk.of(omitted) if omitted is not None else None, first)
     ring_all_gather_(x, inside, always=always)
-
-
-def hierarchical_exchanges(
-    count: int, element_nbytes: int, P: int, node_size: int, form: str, offsets: Sequence[int], always: int = 0
-) -> list[Exchange]:
-    """Return the exchanges of `hierarchical_all_reduce_`: each what its busiest rank sends; `form` is that between nodes."""
-    nodes = P // node_size
-    first, last = ring_exchanges(count, element_nbytes, node_size, 0, always, "node")
-    # Of the chunks that the ranks of a node hold, the first is the longest in both its parts.
-    chunk = chunks_of(count, node_size, always)[0]
-    held, protected = len(chunk.span), len(chunk.always)
-    if form == "ring":
-        between = ring_exchanges(held, element_nbytes, nodes, len(offsets), protected, "nodes")
-    else:
-        # Over a SubsetComm an all-to-all is P-1 messages that wait for each other.
-        between = [
-            replace(each, kind="send_recv", rounds=nodes - 1, peers="nodes")
-            for each in direct_exchanges(held, element_nbytes, nodes, offsets, protected)
-        ]
-    return [first, *between, last]
 
 
 def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: Sequence[Span] = ()) -> None:
@@ -384,9 +307,3 @@ def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: S
 def skips(source: int, owner: int, P: int, plan: SkipPlan) -> bool:
     """Return whether what `source` has for the chunk of `owner` is left out."""
     return (source - owner) % P in plan.offsets
-
-
-def _busiest_of(costs: Iterable[Cost]) -> Cost:
-    """Return the most bytes and the most messages of several ranks, which take equally many steps."""
-    found = list(costs)
-    return Cost(found[0].steps, max(cost.messages for cost in found), max(cost.nbytes for cost in found))

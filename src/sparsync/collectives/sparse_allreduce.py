@@ -15,15 +15,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync.comm.channels import LENGTH_NBYTES
-from sparsync.comm.plan import (
-    Exchange,
-    all_gather_exchange,
-    all_to_all_exchange,
-    near_equal,
-    packet_tally,
-    to_owners_exchange,
-)
 from sparsync.core import Comm, Detail, Span, Sparse, numbers_of, phase, raise_if_found_inf, spans
 from sparsync.kernels import operations as kernels
 
@@ -93,51 +84,6 @@ class Reduced:
     incoming: list[int]  # elements received from each rank
     before: Sparse | None  # the region's values where elements were added, some several times; None unless asked for
     error: Tensor | None  # [k] what quantizing dropped of this rank's values; None with an exact codec
-
-
-def split_and_reduce_exchanges(
-    outgoing: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    codec: ElementCodec,
-    counts_first: bool = False,
-) -> list[Exchange]:
-    """Return the exchanges of `split_and_reduce_` where rank r sends `outgoing[r][p]` elements of the region of rank p."""
-    P = len(outgoing)
-    head = 0 if counts_first else COUNT_NBYTES
-    sizes = [
-        [head + codec.nbytes(k, length, dtype) for k, length in zip(row, lengths, strict=True)] for row in outgoing
-    ]
-    split = all_to_all_exchange(sizes)
-    return [split_counts_exchange(P), split] if counts_first else [with_lengths(split, P)]
-
-
-def even_split_exchanges(
-    k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec, counts_first: bool = False
-) -> list[Exchange]:
-    """Return the same where each rank sends `k` elements, near-equally many to each other region, and regions are of near-equal length."""
-    if P == 1:
-        nothing = Exchange("all_to_all", 0, 0, 0, 0)
-        return [split_counts_exchange(P), nothing] if counts_first else [nothing]
-    counts, lengths = near_equal(k, P - 1), near_equal(n, P)
-    head = 0 if counts_first else COUNT_NBYTES
-    longest = head + max(codec.nbytes(count, max(lengths), dtype) for count in counts)
-    sent = sum((head + codec.nbytes(count, max(lengths), dtype)) * ranks for count, ranks in counts.items())
-    received = (P - 1) * longest if k >= P or head else sent
-    split = Exchange("all_to_all", sent, min(P - 1, k), 1, received)
-    return [split_counts_exchange(P), split] if counts_first else [with_lengths(split, P)]
-
-
-def split_counts_exchange(P: int) -> Exchange:
-    """Return the all-to-all of one count to every other rank."""
-    return to_owners_exchange({COUNT_NBYTES: P})
-
-
-def with_lengths(exchange: Exchange, P: int) -> Exchange:
-    """Return an exchange whose messages carry their lengths, which no rank knows beforehand."""
-    if P == 1:
-        return exchange
-    return replace(exchange, nbytes=exchange.nbytes + LENGTH_NBYTES * (P - 1), messages=P - 1)
 
 
 def split_and_reduce_(
@@ -235,20 +181,6 @@ def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], i
     return plan
 
 
-def balance_exchange(
-    held: Sequence[int], wanted: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
-) -> Exchange:
-    """Return the exchange of `balance`: what its busiest rank sends, and receives."""
-    sent, received = ([0] * len(held) for _ in range(2))
-    messages = [0] * len(held)
-    for (giver, taker), count in moves(held, wanted).items():
-        nbytes = codec.nbytes(count, lengths[giver], dtype)
-        sent[giver] += nbytes
-        received[taker] += nbytes
-        messages[giver] += 1
-    return Exchange("all_to_all", max(sent), max(messages), 1 if len(held) > 1 else 0, max(received))
-
-
 def balance(
     mine: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
 ) -> tuple[Sparse, Sequence[Span]]:
@@ -284,30 +216,6 @@ def uneven(held: Sequence[int], imbalance: float) -> bool:
     return most * P > imbalance * sum(held) and most > -(-sum(held) // P)
 
 
-def survivors_exchanges(
-    held: Sequence[int],
-    wanted: Sequence[int] | None,
-    lengths: Sequence[int],
-    n: int,
-    dtype: torch.dtype,
-    codec: ElementCodec,
-) -> list[Exchange]:
-    """Return the exchanges of `balance` and of the `all_gather_elements` that follows it, with one exact codec."""
-    if wanted is None or list(wanted) == list(held):
-        return [gather_elements_exchange(held, lengths, dtype, codec)]
-    return [
-        balance_exchange(held, wanted, lengths, dtype, codec),
-        gather_elements_exchange(wanted, [n] * len(held), dtype, codec),
-    ]
-
-
-def gather_elements_exchange(
-    held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
-) -> Exchange:
-    """Return the exchange of `all_gather_elements`: rank r has `held[r]` elements of a span of `lengths[r]`."""
-    return all_gather_exchange(packet_tally(held, lengths, lambda count, length: codec.nbytes(count, length, dtype)))
-
-
 def all_gather_elements(
     mine: Sparse, held: Sequence[int], places: Sequence[Span], comm: Comm, codec: ElementCodec
 ) -> tuple[Sparse, Tensor]:
@@ -328,14 +236,6 @@ def all_gather_elements(
             for rank, (packet, k, span) in enumerate(zip(packets, held, places, strict=True))
         ]
         return kernels.merge(gathered), decoded
-
-
-def gather_survivors_exchange(
-    held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
-) -> Exchange:
-    """Return the exchange of `gather_survivors`: rank r has `held[r]` elements of a region of `lengths[r]`."""
-    sizes = packet_tally(held, lengths, lambda count, length: 2 * COUNT_NBYTES + codec.nbytes(count, length, dtype))
-    return with_lengths(all_gather_exchange(sizes), len(held))
 
 
 @dataclass(frozen=True)

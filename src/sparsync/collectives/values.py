@@ -14,16 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsync.comm.plan import (
-    NOTHING,
-    Exchange,
-    Work,
-    all_gather_exchange,
-    all_reduce_exchange,
-    near_equal,
-    tally,
-    to_owners_exchange,
-)
 from sparsync.core import (
     Comm,
     Span,
@@ -76,15 +66,6 @@ class ArrivedMean(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ValuesPlan:
-    """What `mean_at` or `quantized_all_reduce` do, in closed form: each exchange is what its busiest rank sends."""
-
-    exchanges: list[Exchange]
-    encode: Work = NOTHING
-    decode: Work = NOTHING
-
-
 def mean_at(
     acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer, at_once: bool = False
 ) -> tuple[Sparse, list[Sparse]]:
@@ -104,16 +85,6 @@ def mean_at(
     else:
         mean, error = quantized_all_reduce_(value, comm, quantizer).decoded(), value
     return Sparse(index, mean, n), [] if error is None else [Sparse(index, error, n)]
-
-
-def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, at_once: bool = False) -> ValuesPlan:
-    """Return the plan of `mean_at`."""
-    if at_once and takes_little_more(K, dtype, P, quantizer):
-        rounding = (NOTHING, NOTHING) if quantizer.exact else ((K, 1), (P * K, P))
-        return ValuesPlan([all_gather_exchange({quantizer.nbytes(K, dtype): P})], *rounding)
-    if quantizer.exact:
-        return ValuesPlan([all_reduce_exchange(K, dtype.itemsize, P)])
-    return quantized_all_reduce_plan(K, dtype, P, quantizer)
 
 
 @dataclass(frozen=True)
@@ -257,19 +228,6 @@ def _sum_(value: Tensor, packets: Sequence[Tensor], quantizer: Quantizer, P: int
 def _kernel_bits(quantizer: Quantizer, dtype: torch.dtype) -> int | None:
     """Return the bits of a format that has kernels of its own, which are for float32."""
     return getattr(quantizer, "kernel_bits", None) if dtype == torch.float32 else None
-
-
-def quantized_all_reduce_plan(
-    K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, down: Quantizer | None = None
-) -> ValuesPlan:
-    """Return the plan of `quantized_all_reduce`."""
-    to_owners, to_all = (
-        tally(near_equal(K, P), lambda length, each=each: each.nbytes(length, dtype))
-        for each in (quantizer, down or quantizer)
-    )
-    own = -(-K // P)
-    decode = (P * own - own + K + K - own, 3 * P - 2)
-    return ValuesPlan([to_owners_exchange(to_owners), all_gather_exchange(to_all)], (K, P), decode)
 
 
 def exchange_counts(count: int, finite: bool | Tensor, comm: Comm, device: torch.device) -> list[int]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsync.comm.channels import AHEAD, wait_for
-from sparsync.comm.plan import Exchange
 from sparsync.core import Cost
 
 NUMBERS = 4  # of 64 bits, in an announcement
@@ -79,12 +78,6 @@ def announcement_cost(P: int) -> Cost:
     their buffers are ready, which the transport needs anyway.
     """
     return Cost(0, P - 1, (P - 1) * NUMBERS * 8)
-
-
-def announcement_exchange(P: int) -> Exchange:
-    """Return the announcement as an exchange without a round: it travels beside others."""
-    cost = announcement_cost(P)
-    return Exchange("all_gather", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 
 
 @dataclass(eq=False)

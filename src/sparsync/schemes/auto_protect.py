@@ -4,7 +4,7 @@ The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092); meas
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from typing_extensions import Self
 
 from sparsync.base.scheme import Scheme
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Divisor, ParameterSpan, Report, exact_divisor
 from sparsync.schemes.skip_reduce import Form, Mode, SkipReduce
 
@@ -78,11 +77,6 @@ class AutoProtect(Scheme):
     def send_all(self, bucket: Bucket, comm: Comm) -> Report:
         report = self.scheme.send_all(bucket, comm)
         return self.report(bucket, report.cost, report.selected, report.union, report.details)
-
-    def plan(self, given: Given) -> Plan:
-        """Return the plan of a step after those that observe: as many elements are protected as may be, or the figure "protected"."""
-        protected = given.figures.get("protected", int(self.share * given.n))
-        return self.scheme.plan(replace(given, figures={**given.figures, "protected": protected}))
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         return self.scheme.unsent(bucket, comm)

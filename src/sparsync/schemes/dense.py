@@ -7,9 +7,8 @@ import torch
 from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
-from sparsync.collectives.skipping import ring_all_reduce_, ring_exchanges
+from sparsync.collectives.skipping import ring_all_reduce_
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
 from sparsync.core import Bucket, Comm, Report, check_one_of, exact_divisor
 from sparsync.kernels import operations as kernels
 
@@ -59,12 +58,6 @@ class Dense(Scheme):
             # Divided before it is rounded to the gradient's type, in which the sum might overflow.
             kernels.divide_to_(grad, total, P)
         return self.report(bucket, comm.sent)
-
-    def plan(self, given: Given) -> Plan:
-        nbytes = {"gradient": given.itemsize, "float32": 4}.get(self.wire, 2)
-        ring = self.form == "ring"
-        reduced = ring_exchanges(given.n, nbytes, given.P) if ring else [all_reduce_exchange(given.n, nbytes, given.P)]
-        return planned(given, reduced, accumulate=False)
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         if self.wire == "gradient":

@@ -15,24 +15,21 @@ from itertools import accumulate, pairwise
 import torch
 
 from sparsync.base.error_feedback import ByBucket
-from sparsync.comm.plan import Given
 from sparsync.core import Bucket, Comm, Span, numbers_of, or_found_inf, phase, raise_if_found_inf, spans
 from sparsync.feedback import Accumulator
 from sparsync.schemes.micro import (
     EqualSpans,
     MiCRO,
-    PlannedSelection,
     Selection,
     Selector,
     ThresholdScaling,
     ThresholdSelection,
     examine,
     gather_positions,
-    gather_positions_exchange,
     largest_of,
     partition_lengths,
 )
-from sparsync.selection.exclusive import Contiguous, budget, by_rank, rotation
+from sparsync.selection.exclusive import Contiguous, budget, rotation
 from sparsync.selection.shares import (
     Profile,
     before_blocks,
@@ -144,14 +141,6 @@ class EqualCountSelection:
             details=partition_lengths(cut),
             commit=commit,
         )
-
-    def planned(self, given: Given) -> PlannedSelection:
-        """Return what the budget allows, in equal counts; partitions are taken to be equally long. Figures as MiCRO's."""
-        n, P, t = given.n, given.P, given.step or 0
-        allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
-        lengths = given.by_rank("lengths") or by_rank([len(span) for span in spans(n, P)], t)
-        counts = given.by_rank("selected") or equal_shares(lengths, allowed.open_count, t // P)
-        return PlannedSelection([gather_positions_exchange(1, counts, lengths)], allowed.count, max(lengths))
 
 
 def block_edges(n: int) -> list[int]:

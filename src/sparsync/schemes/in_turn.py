@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, share_of_rows
-from sparsync.collectives.values import QuantizedMean, quantized_all_reduce_, quantized_all_reduce_plan
-from sparsync.comm.plan import Given, Plan, planned
+from sparsync.collectives.values import QuantizedMean, quantized_all_reduce_
 from sparsync.core import Bucket, Comm, Rows, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.selection.turns import Turn, Turns
@@ -67,19 +66,6 @@ class InTurn(ErrorFeedbackScheme):
         with phase("apply"):
             turn.put_(summed, values)
         return DenseUpdate(_MeanInTurn(mean, turn), summed, values.numel(), values.numel())
-
-    def planned(self, given: Given) -> Plan:
-        K = self._turns(given.n, given.P).length(given.step or 0)
-        mean = quantized_all_reduce_plan(K, given.dtype, given.P, *self._codecs)
-        return planned(
-            given,
-            mean.exchanges,
-            self.residual_nbytes(given),
-            select=(K, 1),
-            passes_to_select=K,
-            encode=mean.encode,
-            decode=mean.decode,
-        )
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what rounding dropped of all ranks' sums, a P-th of it.

@@ -27,17 +27,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import ByBucket, ErrorFeedbackScheme, Update
-from sparsync.collectives.values import exchange_counts, mean_at, mean_at_plan
-from sparsync.comm.plan import (
-    Exchange,
-    Given,
-    Plan,
-    all_gather_exchange,
-    counts_exchange,
-    near_equal,
-    packet_tally,
-    planned,
-)
+from sparsync.collectives.values import exchange_counts, mean_at
 from sparsync.core import (
     Bucket,
     Comm,
@@ -71,12 +61,10 @@ from sparsync.wire import (
 Rule = Literal["quotas", "threshold"]
 SAMPLE_POINTS = (0.25, 1.0, 2.0)  # of a tail sketch, times an equal share of the budget
 LEVEL_NBYTES = 2
-_ROW = 128  # elements of a row of a partition in long vectors: shorter ones take longer to search
+ROW = 128  # elements of a row of a partition in long vectors: shorter ones take longer to search
 # A sketch looks at every row, or at one of so many where at least a number of elements is expected in those for an equal share.
 _MOST_STRIDE = 16
 _LEAST_SAMPLE = 512
-# Of all that one threshold selects, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws.
-_PEAK = 0.6
 
 
 @dataclass(frozen=True)
@@ -92,22 +80,11 @@ class Selection:
     commit: Callable[[], None] = lambda: None  # as Update's
 
 
-@dataclass(frozen=True)
-class PlannedSelection:
-    """A selection in numbers: its exchanges, K, and how many elements the busiest rank looks through."""
-
-    exchanges: Sequence[Exchange]
-    union: int
-    examined: int
-
-
 @runtime_checkable
 class Selector(Protocol):
     """One way for the ranks to agree on positions, each looking in its own partition. Raises NonFiniteError on all ranks."""
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection: ...
-
-    def planned(self, given: Given) -> PlannedSelection: ...
 
 
 @dataclass
@@ -175,24 +152,11 @@ class MiCRO(ErrorFeedbackScheme):
             commit=selection.commit,
         )
 
-    def planned(self, given: Given) -> Plan:
-        chosen = self.selector.planned(given)
-        at_once = self.rule == "quotas"
-        mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(self.values), at_once)
-        return planned(
-            given,
-            [*chosen.exchanges, *mean.exchanges],
-            self.residual_nbytes(given),
-            select=(chosen.examined, 1),
-            encode=mean.encode,
-            decode=mean.decode,
-        )
-
     def _selector(self) -> Selector:
         if self.rule == "quotas":
             return QuotaSelection(self.density, self.dense, self.refresh, self.shared_state("sketches", Sketches))
         return ThresholdSelection(
-            self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans(), _PEAK
+            self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans()
         )
 
 
@@ -242,7 +206,6 @@ class ThresholdSelection:
     bug_compatible: bool
     scaling: ByBucket[ThresholdScaling]
     partitions: EqualSpans
-    largest_share: float = 0.0  # of the union, in one partition, as a plan takes it to be; at least that of the others
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         n, P = bucket.grad.numel(), comm.size
@@ -269,21 +232,6 @@ class ThresholdSelection:
             details=partition_lengths(partitions),
             commit=commit,
         )
-
-    def planned(self, given: Given) -> PlannedSelection:
-        """Return what one threshold that has found its place selects; what one partition has of it is estimated.
-
-        Figures, by rank: the elements "selected", and the "lengths" of the partitions.
-        """
-        n, P, selected = given.n, given.P, given.by_rank("selected")
-        examined = max(given.by_rank("lengths") or near_equal(n, P))
-        if selected is None:
-            union = count_for(self.density, n)
-            most = min(examined, round(max(1 / P, self.largest_share) * union))
-        else:
-            union, most = sum(selected), max(selected)
-        padded = all_gather_exchange({(8 if self.bug_compatible else 4) * most: P})
-        return PlannedSelection([counts_exchange(P), padded], union, examined)
 
 
 def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[Tensor]:
@@ -331,7 +279,7 @@ class QuotaSelection:
         P, rank, t = comm.size, comm.rank, bucket.step
         last = self.sketches.of(bucket, P)
         with phase("select"):
-            partition, device = BlockCyclic(bucket.grad.numel(), P, _ROW), acc.residual.device
+            partition, device = BlockCyclic(bucket.grad.numel(), P, ROW), acc.residual.device
             allowed, following = (self._budget(bucket.layout, step) for step in (t, t + 1))
             mine, later = (examine(partition, each, rank, t + i, device) for i, each in enumerate((allowed, following)))
             counts = self._counts(last, mine.free, allowed.open_count, t)
@@ -364,18 +312,6 @@ class QuotaSelection:
         """Return how many elements each rank selects of the `free[r]` it can choose from: equally many before there are sketches."""
         P = len(free)
         return quotas(last.levels, last.points, free, total) if last.levels else equal_shares(free, total, step // P)
-
-    def planned(self, given: Given) -> PlannedSelection:
-        """Return what the budget allows; partitions of mixed rows are taken to hold equally many.
-
-        Figures, by rank: the elements "selected", and the "lengths" of the partitions.
-        """
-        n, P, t = given.n, given.P, given.step or 0
-        allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
-        lengths = given.by_rank("lengths") or by_rank(BlockCyclic(n, P, _ROW).lengths(), t)
-        counts = given.by_rank("selected") or [len(span) for span in spans(allowed.open_count, P)]
-        gathered = gather_positions_exchange(len(SAMPLE_POINTS), counts, lengths)
-        return PlannedSelection([gathered], allowed.count, max(lengths))
 
 
 def sample_stride(allowed: Budget, P: int) -> int:
@@ -411,12 +347,6 @@ def gather_positions(
             index if source == rank else decode_fixed_length(each[head:], count, length)
             for source, (each, count, length) in enumerate(others)
         ]
-
-
-def gather_positions_exchange(levels: int, counts: Sequence[int], lengths: Sequence[int]) -> Exchange:
-    """Return the exchange of `gather_positions`."""
-    head = LEVEL_NBYTES * levels
-    return all_gather_exchange(packet_tally(counts, lengths, lambda k, length: head + fixed_length_nbytes(k, length)))
 
 
 @dataclass(frozen=True)

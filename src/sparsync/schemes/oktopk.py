@@ -33,7 +33,6 @@ from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import Control, details
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import NOTHING, Given, Plan, all_reduce_exchange, counts_exchange, planned, plus
 from sparsync.core import (
     Bucket,
     Comm,
@@ -47,7 +46,6 @@ from sparsync.core import (
     exact_divisor,
     or_found_inf,
     phase,
-    spans,
 )
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
@@ -63,7 +61,7 @@ from sparsync.selection.shares import (
     relative_magnitudes,
     smallest_of,
 )
-from sparsync.wire import Elements, Raw, Values, check_values
+from sparsync.wire import Elements, Values, check_values
 
 Rule = Literal["exact", "paper", "code"]
 _LEVEL_BITS = 31  # of the smallest sum that survives in a region
@@ -140,46 +138,6 @@ class OkTopk(ErrorFeedbackScheme):
             )
             return oktopk_published.step(acc, k, settings, control, bucket, comm)
         return self._exact_step(acc, k, control, bucket, comm)
-
-    def planned(self, given: Given) -> Plan:
-        """Return the plan of a step; by the published rules one between two evaluations of the thresholds, or that of `given.step`.
-
-        Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
-        once they are balanced. Without them, selections are of k elements and spread evenly over regions of equal length, and as many
-        sums survive in each.
-        """
-        n, P, k, dtype = given.n, given.P, count_for(self.density, given.n), given.dtype
-        exact = self.rule == "exact"
-        codec = Elements(self.values) if exact else Raw()
-        outgoing, held = given.by_rank("outgoing"), given.by_rank("held")
-        lengths = given.by_rank("lengths") or [len(span) for span in spans(n, P)]
-        if outgoing is None:
-            sent = k - k // P
-            split = sparse_allreduce.even_split_exchanges(sent, n, P, dtype, codec, counts_first=not exact)
-        else:
-            sent = max(sum(row) for row in outgoing)
-            split = sparse_allreduce.split_and_reduce_exchanges(outgoing, lengths, dtype, codec, counts_first=not exact)
-        if exact:
-            held = held or equal_shares(lengths, k, given.step or 0)
-            exchanges = [*split, sparse_allreduce.gather_survivors_exchange(held, lengths, dtype, codec)]
-        else:
-            held = held or [len(span) for span in spans(k, P)]
-            first = []
-            if given.step is not None and given.step % self.region_steps == 0:
-                first = [all_reduce_exchange(P - 1, 8, P)]
-            wanted = given.by_rank("wanted")
-            gathered = sparse_allreduce.survivors_exchanges(held, wanted, lengths, n, dtype, codec)
-            exchanges = [*first, *split, counts_exchange(P, 4), *gathered]
-        rounding = NOTHING if codec.exact else plus((sent, P), (max(held), 1))
-        return planned(
-            given,
-            exchanges,
-            self.residual_nbytes(given),
-            select=(n + max(lengths), 2),
-            passes_to_select=max(lengths),
-            encode=plus((sent, P), (max(held), 1)),
-            decode=plus((sent, P), (sum(held), P), rounding),
-        )
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         super().rescale_residual(factors)

@@ -1,14 +1,13 @@
 """Several schemes in one: parameters are dealt out by name, and each scheme reduces its own, as if they were a bucket."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme, overflowed
-from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, SpanSet, laid_out, matches
 
 
@@ -56,16 +55,6 @@ class PerParameter(Scheme):
         union = sum(report.union for report in reports.values())
         cost = sum((report.cost for report in reports.values()), Cost())
         return self.report(bucket, cost, selected, union, details)
-
-    def plan(self, given: Given) -> Plan:
-        """Return the plans of all schemes after each other, each for its parameters; figures of a step cannot be given."""
-        total = Plan()
-        for key, layout in self._layouts(given.parameters).items():
-            own = laid_out((entry.name, entry.shape or len(entry.span)) for entry in layout)
-            inner = Given(own[-1].span.stop, given.P, given.itemsize, own, given.step)
-            total += self._schemes[key].plan(inner)
-        # Each bucket is taken out of the gradient, and put back.
-        return replace(total, passes=total.passes + 4 * given.n * given.itemsize)
 
     def shared_text(self, bucket: Bucket) -> str:
         texts = []

@@ -12,19 +12,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
-from sparsync.collectives.values import quantized_all_reduce_, quantized_all_reduce_plan
-from sparsync.comm.plan import Given, Plan, planned
+from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.core import Bucket, Comm, exact_divisor, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.wire import ValueCodec, Values, in_passes
 
 Bits = Literal["int8", "int4", "int3", "ternary", "sign"]
-
-
-def planned_quantized(given: Given, values: Values, state_nbytes: int, down: Values | None = None) -> Plan:
-    """Return the plan of a quantized all-reduce of all elements with error feedback; `down`: the format of what owners send to all."""
-    mean = quantized_all_reduce_plan(given.n, given.dtype, given.P, ValueCodec(values), ValueCodec(down or values))
-    return planned(given, mean.exchanges, state_nbytes, encode=mean.encode, decode=mean.decode)
 
 
 @dataclass
@@ -56,9 +49,6 @@ class Quantized(ErrorFeedbackScheme):
     def published(cls, values: Bits = "int8") -> Self:
         """Return the same: error feedback as published, at both ends."""
         return cls(values)
-
-    def planned(self, given: Given) -> Plan:
-        return planned_quantized(given, self.values, self.residual_nbytes(given))
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own chunk, where it holds what rounding dropped of all ranks' sum, a P-th of it."""

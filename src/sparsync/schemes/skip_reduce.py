@@ -26,21 +26,17 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme, parameter_of
 from sparsync.collectives.skipping import (
     SkipPlan,
     direct_all_reduce_,
-    direct_exchanges,
     first_offsets,
     hierarchical_all_reduce_,
-    hierarchical_exchanges,
     random_offsets,
     random_shift,
     reduce_scatter,
     ring_all_reduce_,
-    ring_exchanges,
     rotating_offsets,
     skip_count,
     skips,
 )
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import Given, Plan, planned
 from sparsync.core import (
     Bucket,
     Comm,
@@ -153,23 +149,6 @@ class SkipReduce(Scheme):
                 unsent.keep()
         left_out = self._left_out(plan, len(skipping), comm)
         return self.report(bucket, comm.sent, selected=n - left_out, union=n, details=details)
-
-    def plan(self, given: Given) -> Plan:
-        """Return the plan of a step. Figures: how many elements are "protected", and the "offsets" that are drawn in the direct form.
-
-        Without them, offsets are those of a ring; where P divides both the protected elements and the others, all sets send the same.
-        """
-        n, P, nbytes = given.n, given.P, given.itemsize
-        named = sum(len(entry.span) for entry in given.layout if matches(entry.name, self.protect))
-        always = given.figures.get("protected", named)
-        offsets = given.figures.get("offsets", first_offsets(self._skip(P)))
-        if self.node_size > 1 and P > 1:
-            exchanges = hierarchical_exchanges(n, nbytes, P, self.node_size, self.form, offsets, always)
-        elif self.form == "ring":
-            exchanges = ring_exchanges(n, nbytes, P, len(offsets), always)
-        else:
-            exchanges = direct_exchanges(n, nbytes, P, offsets, always)
-        return planned(given, exchanges, n * given.value_nbytes * self.feedback, accumulate=self.feedback)
 
     @property
     def has_residual(self) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, Tally, all_gather_exchange, planned, plus, tally
 from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, exact_divisor, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
@@ -46,10 +45,6 @@ class TopK(ErrorFeedbackScheme):
         """Return how many elements each rank sends of this bucket at its step; the same on every rank."""
         return count_for(self.density, bucket.grad.numel())
 
-    def planned(self, given: Given) -> Plan:
-        counts = {count_for(self.density, given.n): given.P}
-        return gather_selections_planned(given, counts, self.values, self.residual_nbytes(given))
-
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(self.count(bucket))  # [k]
         return gather_selections(own, [own.index.numel()] * comm.size, self.values, bucket, comm)
@@ -81,24 +76,3 @@ def gather_selections(
     if codec.exact:
         mean, errors = Sparse(mean.index, mean.value.div_(exact_divisor(mean.value, P)), n), []
     return Update(mean, own.index, k, errors, details or {}, commit)
-
-
-def gather_selections_planned(
-    given: Given, counts: Tally, values: Values, state_nbytes: int, first: Sequence[Exchange] = (), passes: int = 0
-) -> Plan:
-    """Return the plan of `gather_selections` by ranks of which so many select so many elements, after the exchanges `first`.
-
-    `passes`: as often all n elements are read to find them.
-    """
-    codec, n, total = Elements(values), given.n, sum(count * ranks for count, ranks in counts.items())
-    sizes = tally(counts, lambda count: codec.nbytes(count, n, given.dtype))
-    encode = (max(counts), 1)
-    return planned(
-        given,
-        [*first, all_gather_exchange(sizes)],
-        state_nbytes,
-        select=(n, 1),
-        passes_to_select=passes * n,
-        encode=encode,
-        decode=plus((total, given.P), NOTHING if codec.exact else encode),
-    )

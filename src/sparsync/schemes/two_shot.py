@@ -20,17 +20,6 @@ from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Updat
 from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import (
-    NOTHING,
-    Given,
-    Plan,
-    Tally,
-    all_gather_exchange,
-    planned,
-    plus,
-    tally,
-    to_owners_exchange,
-)
 from sparsync.core import (
     Bucket,
     Comm,
@@ -50,7 +39,6 @@ from sparsync.core import (
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
-from sparsync.schemes.quantized import planned_quantized
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values, check_values, in_passes
 
@@ -145,23 +133,6 @@ class TwoShot(ErrorFeedbackScheme):
         lost = Sparse(own.index, top.value - error.value, n)
         return Update(mean, None, selected, replaced=[*kept, error], lost=lost)
 
-    def planned(self, given: Given) -> Plan:
-        if not self.leaves_out:
-            return planned_quantized(given, self.values, self.residual_nbytes(given), self._down[1])
-        P, lengths = given.P, BlockCyclic(given.n, given.P).length_counts()
-        up, own_up, total_up = _packets_of(self.density, self.values, lengths, given.dtype)
-        down, own_down, total_down = _packets_of(*self._down, lengths, given.dtype)
-        sent = (total_up - own_up, P - 1)
-        return planned(
-            given,
-            [to_owners_exchange(up), all_gather_exchange(down)],
-            self.residual_nbytes(given),
-            select=(given.n, P),
-            passes_to_select=max(lengths),  # the sums of the own region
-            encode=plus(sent, (own_down, 1)),
-            decode=plus(NOTHING if Elements(self.values).exact else sent, ((P - 1) * own_up, P - 1), (total_down, P)),
-        )
-
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
         return share_of_rows(*self.unsent_in_rows(bucket, comm), comm.size)
@@ -218,13 +189,6 @@ def _regions_of(n: int, P: int, density: float, values: Values, device: torch.de
     counts = [count_for(density, length) for length in lengths]
     nbytes = [codec.nbytes(count, length, dtype) for count, length in zip(counts, lengths, strict=True)]
     return _Regions(n, rows, lengths, counts, nbytes, codec)
-
-
-def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dtype) -> tuple[Tally, int, int]:
-    """Return the sizes of the packets of regions of these lengths, the elements in the largest, and in all of them."""
-    codec, counts = Elements(values), tally(lengths, lambda length: count_for(density, length))
-    sizes = tally(lengths, lambda length: codec.nbytes(count_for(density, length), length, dtype))
-    return sizes, max(counts), sum(count * ranks for count, ranks in counts.items())
 
 
 def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list[Tensor], list[Sparse]]:

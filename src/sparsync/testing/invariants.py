@@ -21,7 +21,6 @@ from sparsync.testing.checks import (
     check_equal,
     check_finite,
     check_finite_residuals,
-    check_plan,
     check_replicas,
     check_rounding,
     check_same,
@@ -152,11 +151,9 @@ def determinism(subject: SchemeUnderTest) -> None:
 
 
 def traffic(subject: SchemeUnderTest) -> None:
-    """Check that reports give what is counted, and, where `planned` promises it, that the closed form is what the busiest rank sends."""
+    """Check that reports give what is counted."""
     for P in subject.worlds:
         check_traffic(subject.trace(P))
-        if subject.planned:
-            check_plan(subject.make(), subject.trace(P)[subject.warmup :])
 
 
 def resume(subject: SchemeUnderTest) -> None:

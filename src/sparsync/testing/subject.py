@@ -31,7 +31,6 @@ class SchemeUnderTest:
     warmup: int = 0  # steps before the scheme starts to leave anything out
     skips_ranks: bool = False  # it leaves out whole ranks, whose NaN and Inf need not show in the result
     delivers: bool = False  # without new gradients, it sends at least one element of the residual at each step
-    planned: bool = False  # its settings say what is sent, and `plan` says so in closed form
     # What is written is the mean of what left the residuals; False for rules that change it on its way, such as momentum.
     conserves: bool = True
     # The share of the elements that is sent in a step; None: the smallest `density` or `density_down` of the scheme and of those that it

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch.optim import SGD, AdamW
 
-from sparsync.comm.plan import Exchange
 from sparsync.recipes import Family, bits_of, recipe, rows
 from sparsync_lab.advise import extra_steps
 from sparsync_lab.advise.replay import deviations
 from sparsync_lab.labels import short_labels
 from sparsync_lab.predict import advice
 from sparsync_lab.predict.advice import BASELINES, Extra, PredictedStep, Recommendation
+from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.network import Network
 from sparsync_lab.predict.probe_file import Backward, Probe
 from sparsync_lab.predict.probed import ProbedNetwork

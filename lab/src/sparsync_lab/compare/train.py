@@ -210,7 +210,7 @@ def _training_of(
     scheme = choice.make()
     if scheme.has_momentum:
         optimizer, schedule = _optimizer(workload, model, settings.steps, scheme)
-        followed = optimizer if scheme.follows_rate else None
+        followed = optimizer if getattr(scheme, "follows_rate", False) else None
         reducer = GradientReducer(
             model, scheme, group=place.group, optimizer=followed, options=Options(timeout_s=settings.timeout_s)
         )

@@ -1,8 +1,11 @@
 """Predict what a step costs, from closed forms and measured links, without running it."""
 
-from sparsync.comm.plan import Exchange as Exchange
-from sparsync.comm.plan import Given as Given
-from sparsync.comm.plan import Plan as Plan
+from sparsync_lab.predict import rivals as rivals  # registers their forms
+from sparsync_lab.predict.exchanges import Exchange as Exchange
+from sparsync_lab.predict.exchanges import Given as Given
+from sparsync_lab.predict.exchanges import Plan as Plan
 from sparsync_lab.predict.plans import adamw_steps as adamw_steps
 from sparsync_lab.predict.plans import local_steps as local_steps
 from sparsync_lab.predict.plans import plan as plan
+from sparsync_lab.predict.schemes import form as form
+from sparsync_lab.predict.schemes import plan_of as plan_of

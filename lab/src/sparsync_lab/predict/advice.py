@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Literal
 
 from sparsync import Scheme
-from sparsync.comm.plan import Plan
 from sparsync_lab.predict import plans
+from sparsync_lab.predict.exchanges import Plan
 from sparsync_lab.predict.network import Network
 from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket, SchemeTimes
 from sparsync_lab.predict.probed import ProbedNetwork

@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
-from sparsync.comm.plan import Exchange, Kind
+from sparsync_lab.predict.exchanges import Exchange, Kind
 
 AllReduce = Literal["direct", "ring", "tree", "best"]
 

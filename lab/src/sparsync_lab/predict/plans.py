@@ -1,15 +1,22 @@
 """Plans of schemes and of the steps around them: closed forms, at any number of elements and of ranks.
 
-The form of a scheme stands beside its algorithm, as `Scheme.plan`. Here is what an integration adds to it.
+The forms of schemes are in `schemes` and `rivals`. Here is what an integration adds to them.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from sparsync import Scheme
-from sparsync.comm.announcement import announcement_exchange
-from sparsync.comm.plan import Exchange, Given, Plan, all_reduce_exchange, counts_exchange
 from sparsync.core import ParameterSpan
+from sparsync_lab.predict.exchanges import (
+    Exchange,
+    Given,
+    Plan,
+    all_reduce_exchange,
+    announcement_exchange,
+    counts_exchange,
+)
+from sparsync_lab.predict.schemes import plan_of
 
 _AGREEMENT_NBYTES = 24  # of LocalSteps: three numbers in float64, before the buckets of an exchange
 _RATIO_NBYTES = 2  # of AdamWSteps, for each block: in bfloat16
@@ -28,7 +35,7 @@ def plan(
 
     `union`: K, where the gradients decide on it and it is known; the form estimates it otherwise. `layout`: the bucket's parameters, for
     schemes that treat matrices, layers or names; without one it counts as one parameter of no known shape.
-    `scheme.plan(Given(..., figures=...))` takes more figures of a step. Raises ValueError where the scheme has no closed form, for a
+    `plan_of(scheme, Given(..., figures=...))` takes more figures of a step. Raises ValueError where the scheme has no closed form, for a
     class in place of a scheme, and for figures that are no whole numbers.
     """
     if not isinstance(scheme, Scheme):
@@ -38,7 +45,7 @@ def plan(
         raise ValueError(f"union must be in [0, {n}], the elements of the bucket, got {union}")
     figures = {} if union is None else {"union": round(union)}
     given = Given(n, P, itemsize, tuple(layout), figures=figures)
-    made = scheme.plan(given)
+    made = plan_of(scheme, given)
     return replace(made, beside=(*made.beside, announcement_exchange(P))) if P > 1 else made
 
 

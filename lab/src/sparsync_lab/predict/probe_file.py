@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Len
 
-from sparsync.comm.plan import MOST_RANKS, Kind
 from sparsync_lab import regular_file
 from sparsync_lab.checked import Checked, checked
+from sparsync_lab.predict.exchanges import MOST_RANKS, Kind
 from sparsync_lab.toml import tomllib
 
 FORMAT = 1

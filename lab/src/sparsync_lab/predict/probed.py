@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sparsync.comm.plan import Exchange
+from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.probe_file import Operation, Probe, never_slower, sizes
 
 

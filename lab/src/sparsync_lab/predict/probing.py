@@ -19,10 +19,10 @@ from torch import Tensor
 
 from sparsync import Bucket, GroupComm, Scheme, Span, Sparse, kernels
 from sparsync.comm.announcement import Announcement, Told
-from sparsync.comm.plan import Kind
 from sparsync.core import ParameterSpan
 from sparsync.kernels.dispatch import plain_
 from sparsync.wire import Elements
+from sparsync_lab.predict.exchanges import Kind
 from sparsync_lab.predict.probe_file import (
     KINDS,
     Kernel,

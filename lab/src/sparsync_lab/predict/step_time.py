@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from sparsync.comm.plan import Plan
+from sparsync_lab.predict.exchanges import Plan
 from sparsync_lab.predict.network import Network
 from sparsync_lab.predict.probe_file import Backward, ReadyBucket
 

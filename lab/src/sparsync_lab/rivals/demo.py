@@ -15,7 +15,7 @@ in, up to rounding. Replicas agree to the bit where ranks have the same kind of 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,12 +25,11 @@ from typing_extensions import Self
 
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, kernels
 from sparsync.base.error_feedback import DenseUpdate
-from sparsync.comm.plan import Given, Plan
 from sparsync.core import Divisor, check_one_of, phase
 from sparsync.feedback import Residuals
 from sparsync.wire import ValueCodec, Values, check_values
-from sparsync_lab.rivals.tile_parts import check_per_tile, mean_of_selections, planned_in_tiles
-from sparsync_lab.rivals.tiles import Tiles, selected_in_tiles, tiles_of
+from sparsync_lab.rivals.tile_parts import check_per_tile, mean_of_selections
+from sparsync_lab.rivals.tiles import Tiles, tiles_of
 
 
 @dataclass
@@ -70,23 +69,13 @@ class DeMo(ErrorFeedbackScheme):
 
     @property
     def writes_steps(self) -> bool:
+        """Return whether elements of what is written are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
         return self.sign
 
     @property
     def follows_rate(self) -> bool:
+        """Return whether the authors' residual holds gradients times the learning rate."""
         return True
-
-    def planned(self, given: Given) -> Plan:
-        k = sum(selected_in_tiles(given.parameters, self.per_tile))
-        plan = planned_in_tiles(given, k, ValueCodec(self.values), self.residual_nbytes(given))
-        # Three transforms of all tiles, each a product from the left and one from the right.
-        transformed = {"transform": 3 * given.n}
-        return replace(
-            plan,
-            passes=plan.passes + 12 * given.n * given.value_nbytes,
-            kernels={**plan.kernels, **transformed},
-            calls={**plan.calls, "transform": 3},
-        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         tiles, values = tiles_of(bucket.layout), acc.values

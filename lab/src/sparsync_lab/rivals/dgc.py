@@ -15,7 +15,6 @@ from typing_extensions import Self
 
 from sparsync import Accumulator, Bucket, Comm, Report, TopK, Update, kernels
 from sparsync.base.error_feedback import add_dropped_
-from sparsync.comm.plan import Given, Plan
 from sparsync.core import count_for
 from sparsync.feedback import ErrorFeedback
 
@@ -77,13 +76,6 @@ class DGC(TopK):
                 assert self._selected is not None  # TopK says what it clears
                 kernels.clear_(u, self._selected)
         return report
-
-    def planned(self, given: Given) -> Plan:
-        plan = super().planned(given)
-        n = given.n
-        # The momentum: read, multiplied and written, and copied.
-        passes = plan.passes + 5 * n * given.value_nbytes
-        return replace(plan, passes=passes, state_nbytes=2 * plan.state_nbytes)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         update = super().step(acc, bucket, comm)

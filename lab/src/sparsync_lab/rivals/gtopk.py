@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update, kernels
-from sparsync.comm.plan import NOTHING, Given, Plan, planned, plus
 from sparsync.core import check_density, count_for
 from sparsync.feedback import Residuals
 from sparsync.wire import Elements, Values, check_values
-from sparsync_lab.rivals.tree_top_k import at, rounds, tree_top_k, tree_top_k_exchanges
+from sparsync_lab.rivals.tree_top_k import at, tree_top_k
 
 
 @dataclass
@@ -44,19 +43,6 @@ class GTopK(ErrorFeedbackScheme):
     def published(cls, density: float = 0.001) -> Self:
         """Return the same at the paper's density."""
         return cls(density=density)
-
-    def planned(self, given: Given) -> Plan:
-        n, P, k, codec = given.n, given.P, count_for(self.density, given.n), Elements(self.values)
-        merges = rounds(P)  # on rank 0, which also sends the result to as many others
-        rounding = NOTHING if codec.exact else (k, 1)
-        return planned(
-            given,
-            tree_top_k_exchanges(k, n, given.dtype, P, codec),
-            self.residual_nbytes(given),
-            select=(n + 2 * k * merges, 1 + merges),
-            encode=(k, 1),
-            decode=plus((k * merges, merges), (k, 1), rounding),
-        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(count_for(self.density, bucket.grad.numel()))  # [k]

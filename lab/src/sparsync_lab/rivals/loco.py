@@ -18,9 +18,7 @@ from typing_extensions import Self
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce_
-from sparsync.comm.plan import Given, Plan
 from sparsync.feedback import Residuals
-from sparsync.schemes.quantized import planned_quantized
 from sparsync.wire import ValueCodec, Values, check_values
 
 _ERRORS = ValueCodec("int8")
@@ -54,9 +52,6 @@ class LoCo(ErrorFeedbackScheme):
     def published(cls, reset_every: int = 1024) -> Self:
         """Return the same: the published rule is the plain setting."""
         return cls(reset_every=reset_every)
-
-    def planned(self, given: Given) -> Plan:
-        return planned_quantized(given, self.values, self.residual_nbytes(given), self.values_down)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         error = acc.values  # h, and then h - q

@@ -9,7 +9,7 @@ and where v is 0, because there was no gradient in the warm-up, nothing is writt
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,7 @@ from typing_extensions import Self
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, MeteredComm, Report, kernels
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce
-from sparsync.comm.plan import Given, Plan
 from sparsync.feedback import ErrorFeedback, Residuals
-from sparsync.schemes.quantized import planned_quantized
 from sparsync.wire import ValueCodec
 
 _SIGNS = ValueCodec("sign")
@@ -92,14 +90,8 @@ class OneBitAdam(ErrorFeedbackScheme):
 
     @property
     def writes_steps(self) -> bool:
+        """Return whether elements of what is written are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
         return True
-
-    def planned(self, given: Given) -> Plan:
-        """Return the plan of a step after the warm-up; one of the warm-up is that of Dense."""
-        wide = replace(given, itemsize=given.value_nbytes)
-        plan = planned_quantized(wide, "sign", 2 * given.n * given.value_nbytes + self.residual_nbytes(given))
-        # The momentum: made, copied, and divided by the root of the second moments.
-        return replace(plan, passes=plan.passes + 10 * given.n * given.value_nbytes)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         """Return the mean of residual and momentum, as signs."""

@@ -9,7 +9,7 @@ bucket does not tell counts as a matrix as square as it can be. Replicas agree t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
 from typing import Any, Literal
@@ -20,8 +20,7 @@ from typing_extensions import Self
 
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span
 from sparsync.base.error_feedback import DenseUpdate
-from sparsync.collectives.values import mean_at_plan, quantized_all_reduce
-from sparsync.comm.plan import Given, Plan, planned, plus
+from sparsync.collectives.values import quantized_all_reduce
 from sparsync.core import ParameterSpan, SpanSet, check_one_of, generator, phase
 from sparsync.feedback import Residuals
 from sparsync.wire import ValueCodec
@@ -66,7 +65,7 @@ class PowerSGD(ErrorFeedbackScheme):
         return cls(rank=rank, seed=seed)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
-        plan, values = _planned(bucket.layout, self.rank, self.least_saving), acc.values
+        plan, values = factored(bucket.layout, self.rank, self.least_saving), acc.values
         with phase("encode"):
             whole = plan.whole.take(values)
             stacks = [group.stacked(values) for group in plan.groups]  # m, [count, a, b]
@@ -97,30 +96,6 @@ class PowerSGD(ErrorFeedbackScheme):
 
         details = {"matrices": sum(len(group.names) for group in plan.groups), "sent_whole": len(plan.whole)}
         return DenseUpdate(written, values, details=details, commit=commit)
-
-    def planned(self, given: Given) -> Plan:
-        plan = _planned(given.parameters, self.rank, self.least_saving)
-        shapes = [(len(group.names), group.rows, group.columns, group.rank) for group in plan.groups]
-        whole, P = len(plan.whole), given.P
-        left = whole + sum(count * a * r for count, a, _, r in shapes)
-        right = sum(count * b * r for count, _, b, r in shapes)
-        means = [
-            mean_at_plan(count, given.dtype, P, ValueCodec(self.factors))
-            for count in ([left, right] if shapes else [left])
-        ]
-        matrices = sum(count * a * b for count, a, b, _ in shapes)
-        made = planned(
-            given,
-            [exchange for mean in means for exchange in mean.exchanges],
-            self.residual_nbytes(given) + right * given.value_nbytes,
-            encode=plus(*(mean.encode for mean in means)),
-            decode=plus(*(mean.decode for mean in means)),
-        )
-        # Four products with each matrix: two read it, one writes, one reads and writes.
-        kernels = {**made.kernels, "multiply": sum(4 * count * a * b * r for count, a, b, r in shapes)}
-        calls = {**made.calls, "multiply": 4 * len(shapes)}
-        passes = made.passes + 5 * matrices * given.value_nbytes
-        return replace(made, passes=passes, kernels=kernels, calls=calls) if shapes else made
 
     def shared_text(self, bucket: Bucket) -> str:
         known = [self.right[entry.name] for entry in bucket.layout if entry.name in self.right]
@@ -192,7 +167,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=256)
-def _planned(layout: tuple[ParameterSpan, ...], rank: int, least_saving: float) -> _Plan:
+def factored(layout: tuple[ParameterSpan, ...], rank: int, least_saving: float) -> _Plan:
     members: dict[tuple[int, int, str], list[tuple[str, Span]]] = {}
     whole: list[ParameterSpan] = []
     for entry in layout:

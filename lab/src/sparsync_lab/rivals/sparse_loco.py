@@ -21,7 +21,6 @@ from typing_extensions import Self
 
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update, kernels
 from sparsync.collectives.values import Quantizer
-from sparsync.comm.plan import Given, Plan
 from sparsync.core import Divisor, check_one_of, phase
 from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import rounded
@@ -29,7 +28,6 @@ from sparsync.wire import ValueCodec, Values
 from sparsync_lab.rivals.tile_parts import (
     check_per_tile,
     mean_of_selections,
-    planned_in_tiles,
 )
 from sparsync_lab.rivals.tiles import selected_in_tiles, tiles_of
 
@@ -69,13 +67,9 @@ class SparseLoCo(ErrorFeedbackScheme):
         """Return the same: the published rule is the plain setting."""
         return cls(per_tile=per_tile)
 
-    def planned(self, given: Given) -> Plan:
-        counts = selected_in_tiles(given.parameters, self.per_tile)
-        return planned_in_tiles(given, sum(counts), self._codec(counts), self.residual_nbytes(given))
-
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, tiles, values = bucket.grad.numel(), tiles_of(bucket.layout), acc.values
-        codec = self._codec(selected_in_tiles(bucket.layout, self.per_tile))
+        codec = self.codec(selected_in_tiles(bucket.layout, self.per_tile))
         with phase("select"):
             cut = tiles.take(values)
             index = tiles.largest(cut, self.per_tile)
@@ -90,7 +84,7 @@ class SparseLoCo(ErrorFeedbackScheme):
             lost = Sparse(place, own.value - error, n)
         return Update(union, place, place.numel(), [Sparse(place, error, n)], lost=lost)
 
-    def _codec(self, counts: Sequence[int]) -> Quantizer:
+    def codec(self, counts: Sequence[int]) -> Quantizer:
         return BinMeans(tuple(counts)) if self.values == "bins" else ValueCodec(self.values)
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sparsync import Comm, Sparse, kernels
 from sparsync.collectives.values import Quantizer
-from sparsync.comm.plan import Given, Plan, all_gather_exchange, planned
 from sparsync.core import Divisor, phase
 from sparsync.kernels.rounding import lacking
 from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length_nbytes
@@ -39,20 +38,6 @@ def mean_of_selections(own: Sparse, codec: Quantizer, divide_by: Divisor, comm: 
             senders = kernels.coalesce([replace(each, value=torch.ones_like(each.value)) for each in gathered])
             mean = replace(union, value=union.value * share / senders.value)
         return mean, lacking(own.value, codec.decode(values, k, dtype), share)
-
-
-def planned_in_tiles(given: Given, k: int, codec: Quantizer, state_nbytes: int) -> Plan:
-    """Return the plan of a step that selects `k` of n elements in tiles and exchanges them by `mean_of_selections`."""
-    nbytes = fixed_length_nbytes(k, given.n) + codec.nbytes(k, given.dtype)
-    return planned(
-        given,
-        [all_gather_exchange({nbytes: given.P})],
-        state_nbytes,
-        select=(given.n, 1),
-        passes_to_select=3 * given.n,  # tiles are copied
-        encode=(k, 1),
-        decode=((given.P + 1) * k, given.P + 1),
-    )
 
 
 def check_per_tile(per_tile: object) -> None:

@@ -20,22 +20,13 @@ from typing_extensions import Self
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, Sparse, Update, kernels
 from sparsync.collectives.sparse_allreduce import (
     all_gather_elements,
-    even_split_exchanges,
-    gather_elements_exchange,
     split_and_reduce_,
-    split_and_reduce_exchanges,
 )
 from sparsync.collectives.values import exchange_counts
-from sparsync.comm.plan import NOTHING, Given, Plan, all_gather_exchange, counts_exchange, planned, plus, tally
 from sparsync.core import check_density, count_for, phase, spans
 from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import lacking
 from sparsync.wire import Elements, ValueCodec, Values, check_values
-
-# Of all that is selected, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws it.
-_PEAK = 0.6
-# Of k elements on each of P ranks, drawn as `sparsync traffic` does, the union has about k P^0.6.
-_UNION_EXPONENT = 0.6
 
 
 @dataclass
@@ -80,7 +71,7 @@ class TopKDSA(ErrorFeedbackScheme):
             sums = kernels.select_ge(region, 0.0)  # all non-zero ones
         finite = acc.finite and kernels.all_finite(region)
         held = exchange_counts(sums.index.numel(), finite, comm, region.device)
-        if dense := self._dense(held, regions, region.dtype):
+        if dense := self.gathers_dense(held, regions, region.dtype):
             mean, decoded = _gather_dense(region / P, regions, comm, ValueCodec(self.values))
             everywhere = torch.arange(mine.start, mine.stop, dtype=torch.int32, device=region.device)
             sums = Sparse(everywhere, region, n)
@@ -93,33 +84,7 @@ class TopKDSA(ErrorFeedbackScheme):
             errors.append(replace(sums, value=lacking(sums.value, decoded, P)))
         return Update(mean, own.index, own.index.numel(), errors, {"dense": dense})
 
-    def planned(self, given: Given) -> Plan:
-        """Return the plan where selections spread evenly over the regions, and sums do not; figures: "outgoing", "held"."""
-        n, P, codec, dtype = given.n, given.P, Elements(self.values), given.dtype
-        k, regions = count_for(self.density, n), spans(n, P)
-        lengths = [len(region) for region in regions]
-        outgoing = given.by_rank("outgoing")
-        if outgoing is not None:
-            split = split_and_reduce_exchanges(outgoing, lengths, dtype, codec, counts_first=True)
-        else:
-            split = even_split_exchanges(k - k // P, n, P, dtype, codec, counts_first=True)
-        held = given.by_rank("held") or _uneven(union_of(given, k), lengths)
-        if self._dense(held, regions, dtype):
-            gathered = all_gather_exchange(tally(lengths, lambda m: ValueCodec(self.values).nbytes(m, dtype)))
-        else:
-            gathered = gather_elements_exchange(held, lengths, dtype, codec)
-        rounding = NOTHING if codec.exact else plus((k, P), (max(held), 1))
-        return planned(
-            given,
-            [*split, counts_exchange(P), gathered],
-            self.residual_nbytes(given),
-            select=(n + lengths[0], 2),
-            passes_to_select=lengths[0],
-            encode=plus((k, P), (max(held), 1)),
-            decode=plus((k, P), (sum(held), P), rounding),
-        )
-
-    def _dense(self, held: Sequence[int], regions: Sequence[Span], dtype: torch.dtype) -> bool:
+    def gathers_dense(self, held: Sequence[int], regions: Sequence[Span], dtype: torch.dtype) -> bool:
         """Return whether regions are gathered dense, in which ranks hold `held` non-zero sums; the same on all ranks."""
         if self.dense_from is not None:
             return sum(held) >= self.dense_from * regions[-1].stop
@@ -137,17 +102,3 @@ def _gather_dense(region: Tensor, regions: Sequence[Span], comm: Comm, codec: Va
     with phase("decode"):
         decoded = [codec.decode(each, len(place), dtype) for each, place in zip(packets, regions, strict=True)]
         return kernels.select_ge(torch.cat(decoded), 0.0), decoded[comm.rank]
-
-
-def _uneven(total: int, lengths: Sequence[int]) -> list[int]:
-    """Return how many of `total` elements lie in each of adjacent spans of layers that differ in scale: _PEAK of them in the first."""
-    P = len(lengths)
-    first = min(lengths[0], max(-(-total // P), round(_PEAK * total)))
-    each, more = divmod(total - first, max(1, P - 1))
-    return [first, *(min(length, each + (p < more)) for p, length in enumerate(lengths[1:]))]
-
-
-def union_of(given: Given, k: int) -> int:
-    """Return K where each rank selects `k` elements of all n by itself: as given, or estimated."""
-    estimate = min(given.n, round(k * given.P**_UNION_EXPONENT))
-    return given.figures.get("union", estimate)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sparsync import Comm, Sparse, kernels
 from sparsync.collectives.sparse_allreduce import ElementCodec
-from sparsync.comm.plan import Exchange
 from sparsync.core import phase
 from sparsync.kernels.rounding import lacking
 
@@ -52,12 +51,6 @@ def rounding(elements: Sparse, decoded: Tensor, times: int = 1) -> list[Sparse]:
     """Return what receivers lack of `elements` who count `decoded`, [k], so many `times`, unless that is nothing."""
     error = lacking(elements.value, decoded, times)
     return [replace(elements, value=error)] if bool(error.any()) else []
-
-
-def tree_top_k_exchanges(k: int, n: int, dtype: torch.dtype, P: int, codec: ElementCodec) -> list[Exchange]:
-    """Return the exchanges of `tree_top_k`, one for each round: a packet from those that send to those that receive."""
-    nbytes = codec.nbytes(k, n, dtype)
-    return [Exchange("send_recv", nbytes, 1 if nbytes else 0, 1, nbytes, "pair")] * (2 * rounds(P))
 
 
 def tree_top_k(own: Sparse, comm: Comm, codec: ElementCodec) -> Merged:

@@ -200,7 +200,7 @@ def train_with_scheme(
         }
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
-        if follow_rate or schemes[0].follows_rate:
+        if follow_rate or getattr(schemes[0], "follows_rate", False):
             factors = {each.name: units.follow(each.name, rate) for each in spans}
             for scheme in schemes if set(factors.values()) != {1.0} else ():
                 scheme.rescale_residual(factors)

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Scheme
+from sparsync.schemes import PerParameter
 from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 from sparsync_lab.rivals.laprop import LaProp, in_place_of_adamw
 from sparsync_lab.workloads.base import Workload
@@ -53,7 +54,7 @@ def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: i
     """Return the job's optimizer and schedule; with a scheme with its own momentum PlainSGD, with LaProp its optimizer, in its place.
 
     A job that AdamW trains, or another that divides, has a rate of Adam, one that SGD trains a rate of SGD. PlainSGD takes 100 times the
-    one, or a hundredth of the other, where the scheme wants a rate of the other kind (`Scheme.writes_steps`): where to look first.
+    one, or a hundredth of the other, where the scheme wants a rate of the other kind, as its `writes_steps` says: where to look first.
     Raises ValueError for LaProp with a job that AdamW does not train.
     """
     optimizer, schedule = workload.optimizer(model, steps)
@@ -62,7 +63,9 @@ def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: i
     if not scheme.has_momentum:
         return optimizer, schedule
     by_sgd = isinstance(optimizer, SGD)
-    factor = 1.0 if by_sgd != scheme.writes_steps else 1 / SGD_BY_ADAM if by_sgd else SGD_BY_ADAM
+    members = [scheme.default, *scheme.patterns.values()] if isinstance(scheme, PerParameter) else [scheme]
+    writes_steps = any(getattr(each, "writes_steps", False) for each in members)
+    factor = 1.0 if by_sgd != writes_steps else 1 / SGD_BY_ADAM if by_sgd else SGD_BY_ADAM
     return PlainSGD(optimizer, factor), schedule
 
 

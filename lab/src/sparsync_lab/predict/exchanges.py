@@ -1,8 +1,8 @@
-"""Plans: what a scheme does with a bucket in one step, in closed form: its exchanges, and its work beside them.
+"""The words of plans: exchanges in closed form, the work beside them, and what a plan is for.
 
-A plan needs no tensors, so it goes to numbers of ranks and of elements that no machine here holds. `sparsync_lab.predict` turns plans into
-seconds. The exchange of a collective stands beside the collective; here are the types, the primitives of a communicator, and `planned`,
-which adds the work. What really is sent is counted by a MeteredComm while a scheme runs; tests compare the two.
+A plan needs no tensors, so it goes to numbers of ranks and elements that no machine here holds. Here are the types, the operations of a
+communicator, and `planned`, which adds the work; `collectives`, `schemes` and `rivals` have the forms. A MeteredComm counts what a scheme
+really sends while it runs; tests compare the two.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from sparsync.comm.announcement import announcement_cost
 from sparsync.comm.channels import LENGTH_NBYTES
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Cost, ParameterSpan, Span
@@ -92,7 +93,7 @@ class Given:
 
     `layout` cuts the bucket into parameters, for schemes that treat matrices, layers or names; without one it is a single parameter of no
     known shape. `figures` are those of a measured step that traffic depends on, for schemes that find at run time how much they send,
-    such as {"union": K}: a scheme's `plan` names those it reads, and estimates what is missing.
+    such as {"union": K}: the form of a scheme names those it reads, and estimates what is missing.
     """
 
     n: int
@@ -235,6 +236,12 @@ def all_reduce_exchange(count: int, element_nbytes: int, P: int) -> Exchange:
     cost = all_reduce_cost(count, element_nbytes, P, 0)  # no chunk is longer than the first
     # A rank receives its chunk from all others, and the chunks of all others.
     return Exchange("all_reduce", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
+
+
+def announcement_exchange(P: int) -> Exchange:
+    """Return the announcement of a bucket as an exchange without a round: it travels beside others."""
+    cost = announcement_cost(P)
+    return Exchange("all_gather", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 
 
 def _round(P: int) -> int:

@@ -1,0 +1,242 @@
+"""Exchanges of the library's collectives in closed form, each what its busiest rank sends and receives."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsync.collectives.skipping import SkipPlan, chunks_of, first_offsets, skips
+from sparsync.collectives.sparse_allreduce import COUNT_NBYTES, ElementCodec, moves
+from sparsync.collectives.values import Quantizer, takes_little_more
+from sparsync.comm.channels import LENGTH_NBYTES
+from sparsync.comm.metered import all_to_all_cost
+from sparsync.core import Cost
+from sparsync_lab.predict.exchanges import (
+    NOTHING,
+    Exchange,
+    Peers,
+    Work,
+    all_gather_exchange,
+    all_reduce_exchange,
+    all_to_all_exchange,
+    near_equal,
+    packet_tally,
+    tally,
+    to_owners_exchange,
+)
+
+
+@dataclass(frozen=True)
+class ValuesPlan:
+    """The exchanges and the work of `mean_at` or `quantized_all_reduce`."""
+
+    exchanges: list[Exchange]
+    encode: Work = NOTHING
+    decode: Work = NOTHING
+
+
+def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, at_once: bool = False) -> ValuesPlan:
+    """Return the plan of `mean_at`."""
+    if at_once and takes_little_more(K, dtype, P, quantizer):
+        rounding = (NOTHING, NOTHING) if quantizer.exact else ((K, 1), (P * K, P))
+        return ValuesPlan([all_gather_exchange({quantizer.nbytes(K, dtype): P})], *rounding)
+    if quantizer.exact:
+        return ValuesPlan([all_reduce_exchange(K, dtype.itemsize, P)])
+    return quantized_all_reduce_plan(K, dtype, P, quantizer)
+
+
+def quantized_all_reduce_plan(
+    K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, down: Quantizer | None = None
+) -> ValuesPlan:
+    """Return the plan of `quantized_all_reduce`."""
+    to_owners, to_all = (
+        tally(near_equal(K, P), lambda length, each=each: each.nbytes(length, dtype))
+        for each in (quantizer, down or quantizer)
+    )
+    own = -(-K // P)
+    decode = (P * own - own + K + K - own, 3 * P - 2)
+    return ValuesPlan([to_owners_exchange(to_owners), all_gather_exchange(to_all)], (K, P), decode)
+
+
+def split_and_reduce_exchanges(
+    outgoing: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    codec: ElementCodec,
+    counts_first: bool = False,
+) -> list[Exchange]:
+    """Return the exchanges of `split_and_reduce_` where rank r sends `outgoing[r][p]` elements of the region of rank p."""
+    P = len(outgoing)
+    head = 0 if counts_first else COUNT_NBYTES
+    sizes = [
+        [head + codec.nbytes(k, length, dtype) for k, length in zip(row, lengths, strict=True)] for row in outgoing
+    ]
+    split = all_to_all_exchange(sizes)
+    return [split_counts_exchange(P), split] if counts_first else [with_lengths(split, P)]
+
+
+def even_split_exchanges(
+    k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec, counts_first: bool = False
+) -> list[Exchange]:
+    """Return the same where each rank sends `k` elements, near-equally many to each other region, and regions are of near-equal length."""
+    if P == 1:
+        nothing = Exchange("all_to_all", 0, 0, 0, 0)
+        return [split_counts_exchange(P), nothing] if counts_first else [nothing]
+    counts, lengths = near_equal(k, P - 1), near_equal(n, P)
+    head = 0 if counts_first else COUNT_NBYTES
+    longest = head + max(codec.nbytes(count, max(lengths), dtype) for count in counts)
+    sent = sum((head + codec.nbytes(count, max(lengths), dtype)) * ranks for count, ranks in counts.items())
+    received = (P - 1) * longest if k >= P or head else sent
+    split = Exchange("all_to_all", sent, min(P - 1, k), 1, received)
+    return [split_counts_exchange(P), split] if counts_first else [with_lengths(split, P)]
+
+
+def split_counts_exchange(P: int) -> Exchange:
+    """Return the all-to-all of one count to every other rank."""
+    return to_owners_exchange({COUNT_NBYTES: P})
+
+
+def with_lengths(exchange: Exchange, P: int) -> Exchange:
+    """Return an exchange whose messages carry their lengths, which no rank knows beforehand."""
+    if P == 1:
+        return exchange
+    return replace(exchange, nbytes=exchange.nbytes + LENGTH_NBYTES * (P - 1), messages=P - 1)
+
+
+def balance_exchange(
+    held: Sequence[int], wanted: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> Exchange:
+    """Return the exchange of `balance`."""
+    sent, received = ([0] * len(held) for _ in range(2))
+    messages = [0] * len(held)
+    for (giver, taker), count in moves(held, wanted).items():
+        nbytes = codec.nbytes(count, lengths[giver], dtype)
+        sent[giver] += nbytes
+        received[taker] += nbytes
+        messages[giver] += 1
+    return Exchange("all_to_all", max(sent), max(messages), 1 if len(held) > 1 else 0, max(received))
+
+
+def survivors_exchanges(
+    held: Sequence[int],
+    wanted: Sequence[int] | None,
+    lengths: Sequence[int],
+    n: int,
+    dtype: torch.dtype,
+    codec: ElementCodec,
+) -> list[Exchange]:
+    """Return the exchanges of `balance` and of the `all_gather_elements` that follows it, with one exact codec."""
+    if wanted is None or list(wanted) == list(held):
+        return [gather_elements_exchange(held, lengths, dtype, codec)]
+    return [
+        balance_exchange(held, wanted, lengths, dtype, codec),
+        gather_elements_exchange(wanted, [n] * len(held), dtype, codec),
+    ]
+
+
+def gather_elements_exchange(
+    held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> Exchange:
+    """Return the exchange of `all_gather_elements`: rank r has `held[r]` elements of a span of `lengths[r]`."""
+    return all_gather_exchange(packet_tally(held, lengths, lambda count, length: codec.nbytes(count, length, dtype)))
+
+
+def gather_survivors_exchange(
+    held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> Exchange:
+    """Return the exchange of `gather_survivors`: rank r has `held[r]` elements of a region of `lengths[r]`."""
+    sizes = packet_tally(held, lengths, lambda count, length: 2 * COUNT_NBYTES + codec.nbytes(count, length, dtype))
+    return with_lengths(all_gather_exchange(sizes), len(held))
+
+
+def ring_exchanges(
+    count: int, element_nbytes: int, P: int, skip: int = 0, always: int = 0, peers: Peers = "ring"
+) -> list[Exchange]:
+    """Return the reduce-scatter and the all-gather of `ring_all_reduce_`."""
+    # As a function of the rank, what is sent has straight pieces that end where an end of its chunks meets one of the longer ones.
+    long = [0, always % P, (count - always) % P, min(P, always), _chunks_with_any(count, P, always)]
+    ranks = {(end + off) % P for end in long for off in (-2, -1, 0, skip, skip + 1)}
+    reduced = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 1, skip, always) for rank in ranks)
+    gathered = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 2, 0, always) for rank in ranks)
+    # A rank receives what its neighbour sends.
+    return [
+        Exchange("send_recv", cost.nbytes, cost.messages, cost.steps, cost.nbytes, peers)
+        for cost in (reduced, gathered)
+    ]
+
+
+def _ring_cost(count: int, element_nbytes: int, P: int, first: int, skip: int, always: int) -> Cost:
+    """Return what one rank sends: P-1-s whole chunks from number `first` on, and of the s before these what is never left out."""
+    width = P - 1 - skip
+    sent = _adjacent(always, P, first, P - 1) + _adjacent(count - always, P, first, width)
+    whole = _adjacent(_chunks_with_any(count, P, always), P, first, width)
+    part = _adjacent(min(P, always), P, first - 1 - skip, skip)
+    steps = P - 1 if always else width  # the reduce-scatter steps that carry anything
+    return Cost(steps, whole + part, element_nbytes * sent)
+
+
+def direct_exchanges(
+    count: int, element_nbytes: int, P: int, offsets: Sequence[int], always: int = 0
+) -> list[Exchange]:
+    """Return the all-to-all and the ring's all-gather of `direct_all_reduce_`."""
+    if P == 1:
+        return []
+    ring, gathered = ring_exchanges(count, element_nbytes, P, len(offsets), always)
+    scattered = replace(ring, kind="all_to_all", rounds=1, peers="all")
+    if tuple(offsets) != first_offsets(len(offsets)):
+        # Which of the longer chunks a rank leaves out depends on the set; no form in a few numbers.
+        plan = SkipPlan(tuple(offsets))
+        cost = _busiest_of(_scattered_cost(count, element_nbytes, P, rank, plan, always) for rank in range(P))
+        scattered = replace(scattered, nbytes=cost.nbytes, messages=cost.messages)
+    first = chunks_of(count, P, always)[0]
+    received = (P - 1 - len(offsets)) * len(first.span) + len(offsets) * len(first.always)
+    return [replace(scattered, received=element_nbytes * received), gathered]
+
+
+def _scattered_cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan, always: int) -> Cost:
+    chunks = chunks_of(count, P, always)
+    sent = [chunks[(owner + plan.shift) % P].sent(skips(rank, owner, P, plan)) for owner in range(P)]
+    lengths = [len(span) * (owner != rank) for owner, span in enumerate(sent)]
+    return all_to_all_cost([element_nbytes * length for length in lengths], rank)
+
+
+def hierarchical_exchanges(
+    count: int, element_nbytes: int, P: int, node_size: int, form: str, offsets: Sequence[int], always: int = 0
+) -> list[Exchange]:
+    """Return the exchanges of `hierarchical_all_reduce_`; `form` is that between nodes."""
+    nodes = P // node_size
+    first, last = ring_exchanges(count, element_nbytes, node_size, 0, always, "node")
+    # Of the chunks that the ranks of a node hold, the first is the longest in both its parts.
+    chunk = chunks_of(count, node_size, always)[0]
+    held, protected = len(chunk.span), len(chunk.always)
+    if form == "ring":
+        between = ring_exchanges(held, element_nbytes, nodes, len(offsets), protected, "nodes")
+    else:
+        # Over a SubsetComm an all-to-all is P-1 messages that wait for each other.
+        between = [
+            replace(each, kind="send_recv", rounds=nodes - 1, peers="nodes")
+            for each in direct_exchanges(held, element_nbytes, nodes, offsets, protected)
+        ]
+    return [first, *between, last]
+
+
+def _chunks_with_any(count: int, P: int, always: int) -> int:
+    """Return how many of the chunks have any element: the first ones."""
+    return min(P, max(always, count - always))
+
+
+def _adjacent(count: int, parts: int, first: int, width: int) -> int:
+    """Return how many elements `width` adjacent ones of `spans(count, parts)` have together, from number `first` on, round the end."""
+    short, longer = divmod(count, parts)
+
+    def below(number: int) -> int:
+        rounds, place = divmod(number, parts)
+        return rounds * count + place * short + min(place, longer)
+
+    return below(first + width) - below(first)
+
+
+def _busiest_of(costs: Iterable[Cost]) -> Cost:
+    """Return the most bytes and the most messages of several ranks, which take equally many steps."""
+    found = list(costs)
+    return Cost(found[0].steps, max(cost.messages for cost in found), max(cost.nbytes for cost in found))

@@ -1,0 +1,310 @@
+"""The plan of each scheme of the library in closed form. A scheme of your own gets one by `@form.register`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatch
+
+import torch
+
+from sparsync import ErrorFeedbackScheme, Scheme
+from sparsync.collectives.skipping import first_offsets, skip_count
+from sparsync.core import count_for, laid_out, matches, spans
+from sparsync.schemes.auto_protect import AutoProtect
+from sparsync.schemes.dense import Dense
+from sparsync.schemes.exdyna import EqualCountSelection
+from sparsync.schemes.in_turn import InTurn
+from sparsync.schemes.micro import (
+    LEVEL_NBYTES,
+    ROW,
+    SAMPLE_POINTS,
+    EqualSpans,
+    MiCRO,
+    QuotaSelection,
+    ThresholdSelection,
+)
+from sparsync.schemes.oktopk import OkTopk
+from sparsync.schemes.per_parameter import PerParameter
+from sparsync.schemes.quantized import Quantized
+from sparsync.schemes.skip_reduce import SkipReduce
+from sparsync.schemes.topk_allgather import TopK
+from sparsync.schemes.two_shot import TwoShot
+from sparsync.selection.exclusive import BlockCyclic, budget, by_rank
+from sparsync.selection.shares import equal_shares
+from sparsync.selection.turns import Turns
+from sparsync.wire import Elements, Raw, ValueCodec, Values, fixed_length_nbytes
+from sparsync_lab.predict.collectives import (
+    direct_exchanges,
+    even_split_exchanges,
+    gather_survivors_exchange,
+    hierarchical_exchanges,
+    mean_at_plan,
+    quantized_all_reduce_plan,
+    ring_exchanges,
+    split_and_reduce_exchanges,
+    survivors_exchanges,
+)
+from sparsync_lab.predict.exchanges import (
+    NOTHING,
+    Exchange,
+    Given,
+    Plan,
+    Tally,
+    all_gather_exchange,
+    all_reduce_exchange,
+    counts_exchange,
+    near_equal,
+    packet_tally,
+    planned,
+    plus,
+    tally,
+    to_owners_exchange,
+)
+
+# Of all that one threshold selects, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws.
+PEAK = 0.6
+
+
+def plan_of(scheme: Scheme, given: Given) -> Plan:
+    """Return what a settled step of `scheme` does with a bucket: its exchanges in closed form, without tensors.
+
+    Raises ValueError where the scheme has none.
+    """
+    return Plan() if isinstance(scheme, ErrorFeedbackScheme) and not given.n else form(scheme, given)
+
+
+@singledispatch
+def form(scheme: Scheme, given: Given) -> Plan:
+    """Return the plan of a step; `given.n` is at least 1 for a scheme with error feedback."""
+    raise ValueError(
+        f"{scheme.name} has no closed form of its cost; write one: @sparsync_lab.predict.form.register\n"
+        f"def _(scheme: {type(scheme).__name__}, given: Given) -> Plan"
+    )
+
+
+def residual_nbytes(scheme: ErrorFeedbackScheme, given: Given) -> int:
+    """Return the bytes of the residual of a bucket on one rank."""
+    return given.n * (2 if scheme.residuals == "bfloat16" and given.value_nbytes == 4 else given.value_nbytes)
+
+
+@form.register
+def _(scheme: Dense, given: Given) -> Plan:
+    nbytes = {"gradient": given.itemsize, "float32": 4}.get(scheme.wire, 2)
+    ring = scheme.form == "ring"
+    reduced = ring_exchanges(given.n, nbytes, given.P) if ring else [all_reduce_exchange(given.n, nbytes, given.P)]
+    return planned(given, reduced, accumulate=False)
+
+
+@form.register
+def _(scheme: SkipReduce, given: Given) -> Plan:
+    """Return the plan of a step. Figures: how many elements are "protected", and the "offsets" that are drawn in the direct form.
+
+    Without them, offsets are those of a ring; where P divides both the protected elements and the others, all sets send the same.
+    """
+    n, P, nbytes = given.n, given.P, given.itemsize
+    named = sum(len(entry.span) for entry in given.layout if matches(entry.name, scheme.protect))
+    always = given.figures.get("protected", named)
+    skip = skip_count(scheme.skip, max(1, P // scheme.node_size))
+    offsets = given.figures.get("offsets", first_offsets(skip))
+    if scheme.node_size > 1 and P > 1:
+        if P % scheme.node_size:
+            raise ValueError(f"node_size must divide the {P} ranks, got {scheme.node_size}")
+        exchanges = hierarchical_exchanges(n, nbytes, P, scheme.node_size, scheme.form, offsets, always)
+    elif scheme.form == "ring":
+        exchanges = ring_exchanges(n, nbytes, P, len(offsets), always)
+    else:
+        exchanges = direct_exchanges(n, nbytes, P, offsets, always)
+    return planned(given, exchanges, n * given.value_nbytes * scheme.feedback, accumulate=scheme.feedback)
+
+
+@form.register
+def _(scheme: AutoProtect, given: Given) -> Plan:
+    """Return the plan of a step after those that observe: as many elements are protected as may be, or the figure "protected"."""
+    protected = given.figures.get("protected", int(scheme.share * given.n))
+    return form(scheme.scheme, replace(given, figures={**given.figures, "protected": protected}))
+
+
+@form.register
+def _(scheme: PerParameter, given: Given) -> Plan:
+    """Return the plans of all schemes after each other, each for its parameters; figures of a step cannot be given."""
+    total, left = Plan(), list(given.parameters)
+    for pattern, inner in [*scheme.patterns.items(), ("*", scheme.default)]:
+        own = [entry for entry in left if matches(entry.name, [pattern])]
+        left = [entry for entry in left if entry not in own]
+        layout = laid_out((entry.name, entry.shape or len(entry.span)) for entry in own)
+        if layout and layout[-1].span.stop:
+            total += plan_of(inner, Given(layout[-1].span.stop, given.P, given.itemsize, layout, given.step))
+    # Each bucket is taken out of the gradient, and put back.
+    return replace(total, passes=total.passes + 4 * given.n * given.itemsize)
+
+
+@form.register
+def _(scheme: Quantized, given: Given) -> Plan:
+    return quantized_form(given, scheme.values, residual_nbytes(scheme, given))
+
+
+def quantized_form(given: Given, values: Values, state_nbytes: int, down: Values | None = None) -> Plan:
+    """Return the plan of a quantized all-reduce of all elements with error feedback; `down`: the format of what owners send to all."""
+    mean = quantized_all_reduce_plan(given.n, given.dtype, given.P, ValueCodec(values), ValueCodec(down or values))
+    return planned(given, mean.exchanges, state_nbytes, encode=mean.encode, decode=mean.decode)
+
+
+@form.register
+def _(scheme: InTurn, given: Given) -> Plan:
+    K = Turns(given.n, given.P, scheme.every).length(given.step or 0)
+    codecs = ValueCodec(scheme.values), ValueCodec(scheme.values_down)
+    mean = quantized_all_reduce_plan(K, given.dtype, given.P, *codecs)
+    return planned(
+        given,
+        mean.exchanges,
+        residual_nbytes(scheme, given),
+        select=(K, 1),
+        passes_to_select=K,
+        encode=mean.encode,
+        decode=mean.decode,
+    )
+
+
+@form.register
+def top_k_form(scheme: TopK, given: Given) -> Plan:
+    """Return the plan of a step in which all ranks send equally many elements."""
+    codec, n, P, k = Elements(scheme.values), given.n, given.P, count_for(scheme.density, given.n)
+    return planned(
+        given,
+        [all_gather_exchange({codec.nbytes(k, n, given.dtype): P})],
+        residual_nbytes(scheme, given),
+        select=(n, 1),
+        encode=(k, 1),
+        decode=plus((k * P, P), NOTHING if codec.exact else (k, 1)),
+    )
+
+
+@form.register
+def _(scheme: TwoShot, given: Given) -> Plan:
+    P, state = given.P, residual_nbytes(scheme, given)
+    values_down = scheme.values if scheme.values_down is None else scheme.values_down
+    if not scheme.leaves_out:
+        return quantized_form(given, scheme.values, state, values_down)
+    lengths = BlockCyclic(given.n, P).length_counts()
+    density_down = scheme.density if scheme.density_down is None else scheme.density_down
+    up, own_up, total_up = _packets_of(scheme.density, scheme.values, lengths, given.dtype)
+    down, own_down, total_down = _packets_of(density_down, values_down, lengths, given.dtype)
+    sent = (total_up - own_up, P - 1)
+    return planned(
+        given,
+        [to_owners_exchange(up), all_gather_exchange(down)],
+        state,
+        select=(given.n, P),
+        passes_to_select=max(lengths),  # the sums of the own region
+        encode=plus(sent, (own_down, 1)),
+        decode=plus(NOTHING if Elements(scheme.values).exact else sent, ((P - 1) * own_up, P - 1), (total_down, P)),
+    )
+
+
+def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dtype) -> tuple[Tally, int, int]:
+    """Return the sizes of the packets of regions of these lengths, the elements in the largest, and in all of them."""
+    codec, counts = Elements(values), tally(lengths, lambda length: count_for(density, length))
+    sizes = tally(lengths, lambda length: codec.nbytes(count_for(density, length), length, dtype))
+    return sizes, max(counts), sum(count * ranks for count, ranks in counts.items())
+
+
+@form.register
+def _(scheme: MiCRO, given: Given) -> Plan:
+    """Return the plan of MiCRO or ExDyna. Figures, by rank: the elements "selected", and the "lengths" of the partitions."""
+    chosen = _selection(scheme, given)
+    mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(scheme.values), scheme.rule == "quotas")
+    return planned(
+        given,
+        [*chosen.exchanges, *mean.exchanges],
+        residual_nbytes(scheme, given),
+        select=(chosen.examined, 1),
+        encode=mean.encode,
+        decode=mean.decode,
+    )
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """A selection in numbers: its exchanges, K, and how many elements the busiest rank looks through."""
+
+    exchanges: Sequence[Exchange]
+    union: int
+    examined: int
+
+
+def _selection(scheme: MiCRO, given: Given) -> _Selection:
+    n, P, t, selector = given.n, given.P, given.step or 0, scheme.selector
+    lengths, selected = given.by_rank("lengths"), given.by_rank("selected")
+    if isinstance(selector, ThresholdSelection):
+        return _threshold_selection(selector, given, lengths, selected)
+    # The budget in equal counts: partitions of mixed rows are taken to hold equally many, and adjacent ones to be equally long.
+    allowed = budget(scheme.density, given.parameters, scheme.dense, scheme.refresh, t)
+    if isinstance(selector, EqualCountSelection):
+        levels = 1
+        lengths = lengths or by_rank([len(span) for span in spans(n, P)], t)
+        selected = selected or equal_shares(lengths, allowed.open_count, t // P)
+    else:
+        assert isinstance(selector, QuotaSelection)
+        levels = len(SAMPLE_POINTS)
+        lengths = lengths or by_rank(BlockCyclic(n, P, ROW).lengths(), t)
+        selected = selected or [len(span) for span in spans(allowed.open_count, P)]
+    head = LEVEL_NBYTES * levels
+    sizes = packet_tally(selected, lengths, lambda k, length: head + fixed_length_nbytes(k, length))
+    return _Selection([all_gather_exchange(sizes)], allowed.count, max(lengths))
+
+
+def _threshold_selection(
+    selector: ThresholdSelection, given: Given, lengths: Sequence[int] | None, selected: Sequence[int] | None
+) -> _Selection:
+    """Return what one threshold that has found its place selects; what one partition has of it is estimated."""
+    n, P = given.n, given.P
+    examined = max(lengths or near_equal(n, P))
+    if selected is None:
+        union = count_for(selector.density, n)
+        # Partitions that follow the loads have equally much.
+        peak = PEAK if type(selector.partitions) is EqualSpans else 0.0
+        most = min(examined, round(max(1 / P, peak) * union))
+    else:
+        union, most = sum(selected), max(selected)
+    padded = all_gather_exchange({(8 if selector.bug_compatible else 4) * most: P})
+    return _Selection([counts_exchange(P), padded], union, examined)
+
+
+@form.register
+def _(scheme: OkTopk, given: Given) -> Plan:
+    """Return the plan of a step; by the published rules one between two evaluations of the thresholds, or that of `given.step`.
+
+    Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
+    once they are balanced. Without them, selections are of k elements and spread evenly over regions of equal length, and as many
+    sums survive in each.
+    """
+    n, P, k, dtype = given.n, given.P, count_for(scheme.density, given.n), given.dtype
+    exact = scheme.rule == "exact"
+    codec = Elements(scheme.values) if exact else Raw()
+    outgoing, held = given.by_rank("outgoing"), given.by_rank("held")
+    lengths = given.by_rank("lengths") or [len(span) for span in spans(n, P)]
+    if outgoing is None:
+        sent = k - k // P
+        split = even_split_exchanges(sent, n, P, dtype, codec, counts_first=not exact)
+    else:
+        sent = max(sum(row) for row in outgoing)
+        split = split_and_reduce_exchanges(outgoing, lengths, dtype, codec, counts_first=not exact)
+    if exact:
+        held = held or equal_shares(lengths, k, given.step or 0)
+        exchanges = [*split, gather_survivors_exchange(held, lengths, dtype, codec)]
+    else:
+        held = held or [len(span) for span in spans(k, P)]
+        first = []
+        if given.step is not None and given.step % scheme.region_steps == 0:
+            first = [all_reduce_exchange(P - 1, 8, P)]
+        gathered = survivors_exchanges(held, given.by_rank("wanted"), lengths, n, dtype, codec)
+        exchanges = [*first, *split, counts_exchange(P, 4), *gathered]
+    rounding = NOTHING if codec.exact else plus((sent, P), (max(held), 1))
+    return planned(
+        given,
+        exchanges,
+        residual_nbytes(scheme, given),
+        select=(n + max(lengths), 2),
+        passes_to_select=max(lengths),
+        encode=plus((sent, P), (max(held), 1)),
+        decode=plus((sent, P), (sum(held), P), rounding),
+    )
