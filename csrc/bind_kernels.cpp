@@ -263,13 +263,6 @@ nb::object split_at(nb::handle part, nb::handle regions) {
 }
 
 void bind_passes(nb::module_ &m) {
-    m.def("plain_", [](nb::handle a, nb::handle b) {
-        const Tensor from = read(a), to = read(b);
-        if (!from.is(Element::float32) || !to.is(Element::float32)) return not_taken();
-        expect_equal(from.length, to.length, "vectors");
-        unlocked([&] { level().passes->plain(from.as<float>(), to.as<float>(), to.length); });
-        return nb::object(nb::none());
-    });
     m.def("all_finite", [](nb::handle x) {
         const Tensor vector = read(x);
         if (!vector.is(Element::float32)) return not_taken();

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "bindings.hpp"
@@ -187,22 +186,6 @@ nb::object add_packets_(nb::handle out, nb::handle sequence, const std::vector<i
     return fine ? nb::none() : not_taken();
 }
 
-nb::object scatter_add_each_(nb::handle out, nb::handle sequence) {
-    const Tensor x = read(out);
-    const std::vector<Part> parts = parts_of(sequence);
-    if (!x.is(Element::float32) || !all_taken(parts)) return not_taken();
-    for (const Part &part : parts) {
-        const int32_t *index = part.at.as<int32_t>();
-        for (int64_t i = 0; i < part.at.length; ++i)
-            if (index[i] < 0 || index[i] >= x.length) return not_taken();
-    }
-    unlocked([&] {
-        for (const Part &part : parts)
-            scatter_add(x.as<float>(), x.length, part.at.as<int32_t>(), part.content.as<float>(), part.at.length);
-    });
-    return nb::none();
-}
-
 nb::object finite_each(nb::handle sequence, int64_t times) {
     const std::vector<Part> parts = parts_of(sequence);
     if (!has_floats(parts)) return not_taken();
@@ -213,26 +196,11 @@ nb::object finite_each(nb::handle sequence, int64_t times) {
     }));
 }
 
-nb::object smallest_each(nb::handle sequence) {
-    const std::vector<Part> parts = parts_of(sequence);
-    if (!has_floats(parts)) return not_taken();
-    nb::list found;
-    for (const Part &part : parts) {
-        const uint32_t least = smallest_magnitude(part.content.as<float>(), part.content.length);
-        float magnitude;
-        std::memcpy(&magnitude, &least, sizeof magnitude);
-        found.append(static_cast<double>(magnitude));
-    }
-    return std::move(found);
-}
-
 }  // namespace
 
 void bind_packets(nb::module_ &m) {
     m.def("encode_packets", encode_packets, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
     m.def("decode_packets", decode_packets, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
     m.def("add_packets_", add_packets_, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
-    m.def("scatter_add_each_", scatter_add_each_);
     m.def("finite_each", finite_each);
-    m.def("smallest_each", smallest_each);
 }

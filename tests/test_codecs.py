@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync.kernels import backends, set_backend
-from sparsync.kernels.codec_reference import PositionCodec, nbytes, packed_bits
-from sparsync.kernels.dispatch import run
+from sparsync.kernels.codec_reference import PositionCodec, decode_positions, encode_positions, nbytes, packed_bits
 from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
@@ -36,14 +35,6 @@ def selections(draw: st.DrawFn) -> tuple[Tensor, int]:
 def sizable(span: int) -> list[PositionCodec]:
     """Return the codecs whose packets are not too large for a test."""
     return [codec for codec in CODECS if codec != "bitmap" or span <= 2**20]
-
-
-def encode_positions(codec: PositionCodec, index: Tensor, span: int) -> Tensor:
-    return run("encode_positions", codec, index, span)
-
-
-def decode_positions(codec: PositionCodec, packet: Tensor, k: int, span: int) -> Tensor:
-    return run("decode_positions", codec, packet, k, span)
 
 
 def on_all(work: Callable[[], Tensor]) -> list[Tensor]:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Span, kernels
+from helpers.reference import reference
+from sparsync import Span
 from sparsync.core import ParameterSpan, SpanSet, check_density, count_for, matches
-from sparsync.kernels import reference
-from sparsync.kernels.candidates import SAMPLE
+from sparsync.kernels.operations import argtopk
 from sparsync.schemes.auto_protect import Disagreement, square_norms
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -51,7 +51,7 @@ def test_top_k_is_the_sorted_definition(values: list[float], data: st.DataObject
 def test_largest_is_top_k_of_magnitudes(values: list[float], data: st.DataObject) -> None:
     magnitude = torch.tensor(values, dtype=torch.float32)
     k = data.draw(st.integers(0, magnitude.numel()))
-    assert reference.argtopk(magnitude, k).tolist() == sorted_top(magnitude, k)
+    assert argtopk(magnitude, k).tolist() == sorted_top(magnitude, k)
 
 
 def test_among_equals_the_first_are_taken() -> None:
@@ -65,46 +65,6 @@ def test_a_nonfinite_element_is_always_selected(nonfinite: float) -> None:
     x = torch.arange(10.0)
     x[2] = nonfinite
     assert reference.top_k(x, 1).index.tolist() == [2]
-
-
-LONG = 4 * SAMPLE + 1001  # long enough for the search among candidates
-
-
-def long_vectors() -> dict[str, Tensor]:
-    """Vectors on which a sample tells much, little, or something wrong."""
-    source = torch.Generator().manual_seed(0)
-    normal = torch.randn(LONG, generator=source)
-    stride = LONG // SAMPLE | 1
-    on_sample, off_sample = torch.full((LONG,), 0.5), torch.full((LONG,), 0.5)
-    on_sample[::stride] = 2.0 + torch.rand(len(on_sample[::stride]), generator=source)
-    off_sample[1::stride] = 2.0 + torch.rand(len(off_sample[1::stride]), generator=source)
-    nonfinite_values = normal.clone()
-    nonfinite_values[torch.tensor([5, 600, 70_000 % LONG])] = torch.tensor([math.nan, math.inf, -math.inf])
-    sparse = torch.zeros(LONG)
-    sparse[torch.randperm(LONG, generator=source)[:50]] = torch.randn(50, generator=source)
-    return {
-        "normal": normal,
-        "heavy-tailed": normal**9,
-        "few-values": (3 * normal).round(),
-        "zeros": torch.zeros(LONG),
-        "nearly-all-zeros": sparse,
-        "largest-on-the-sample": on_sample,
-        "largest-off-the-sample": off_sample,
-        "ramp": torch.arange(LONG, dtype=torch.float32),
-        "nonfinite": nonfinite_values,
-        "nan": torch.full((LONG,), math.nan),
-    }
-
-
-@pytest.mark.parametrize("kind", long_vectors())
-def test_the_fast_top_k_of_a_long_vector_is_the_reference(kind: str) -> None:
-    x = long_vectors()[kind]
-    for density in (1e-5, 0.001, 0.01, 0.3, 1.0):
-        k = count_for(density, LONG)
-        chosen, expected = kernels.top_k(x, k), reference.top_k(x, k)
-        assert torch.equal(chosen.index, expected.index)
-        assert bits(chosen.value) == bits(expected.value)
-        assert chosen.length == LONG
 
 
 @pytest.mark.parametrize(

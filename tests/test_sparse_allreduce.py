@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from helpers.reference import reference
 from sparsync import Cost, LocalWorld, MeteredComm
 from sparsync.collectives import sparse_allreduce
 from sparsync.core import FOUND_INF, NonFiniteError, Span, Sparse, generator
-from sparsync.kernels import put_, reference
+from sparsync.kernels import put_
 from sparsync.selection.shares import quotas, sketch
 from sparsync.wire import Elements, Raw
 from sparsync_lab.predict import collectives

@@ -46,8 +46,6 @@ struct Passes {
                           Sink sink, uint32_t *greatest);
     // The greatest magnitude of x.
     uint32_t (*max_magnitude)(const float *x, int64_t n);
-    // b += a: reads and writes 12 bytes an element and does nothing else; what the other passes are measured against.
-    void (*plain)(const float *a, float *b, int64_t n);
     // The sum of the squares of factor * grad.
     double (*squares)(const void *grad, Type type, int64_t n, float factor);
     // out = factor * grad.

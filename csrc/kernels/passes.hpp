@@ -229,12 +229,6 @@ uint32_t max_magnitude(const float *x, int64_t n) {
     return most.result();
 }
 
-void plain(const float *a, float *b, int64_t n) {
-    int64_t i = 0;
-    for (; i + Vec::kWidth <= n; i += Vec::kWidth) Vec::store(b + i, Vec::add(Vec::load(a + i), Vec::load(b + i)));
-    for (; i < n; ++i) b[i] = a[i] + b[i];
-}
-
 // Half a vector of floats, and the doubles that it becomes.
 typedef float Half __attribute__((vector_size(2 * Vec::kWidth)));
 typedef double Doubles __attribute__((vector_size(4 * Vec::kWidth)));
@@ -397,7 +391,7 @@ void sketch(float *x, int64_t count, float *square, int64_t n, int64_t block, in
     }
 }
 
-constexpr Passes table{add,    select,  select_rows, add_select, max_magnitude, plain, squares,
+constexpr Passes table{add,    select,  select_rows, add_select, max_magnitude, squares,
                        scaled, divided, adam_step,   less,       momentum_step, sketch};
 
 }  // namespace

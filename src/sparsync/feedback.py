@@ -77,14 +77,14 @@ class Accumulator:
             if self._added:
                 return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint()))
             found, self._finite = kernels.accumulate_top_k_nonzero(
-                self._wide, self._narrow, k, self._sum, skip=skip, bound=self._hint()
+                self._wide, self._narrow, k, self._sum, skip, self._hint()
             )
             return self._noted(found)
 
     def top_k_nonzero_of(self, part: Tensor, k: int, kind: str) -> Sparse:
         """Return the `k` largest elements of `part`, a part of the sum, without zeros. Parts of a `kind` are expected to be similar."""
         with phase("select"):
-            return self._noted(kernels.top_k_nonzero(part, k, bound=self._hint(kind)), kind)
+            return self._noted(kernels.top_k_nonzero(part, k, None, self._hint(kind)), kind)
 
     def above(self, threshold: float, span: Span) -> Sparse:
         """Return the non-zero elements in `span` whose magnitude is `threshold` or more, NaN as infinity, by their positions in the sum."""
@@ -109,9 +109,8 @@ class Accumulator:
                 found, self._finite = kernels.accumulate_top_k_of_rows(
                     self._wide, self._narrow, regions, counts, self._sum, bounds
                 )
-            if self._hinted:
-                for its_kind, smallest in zip(kinds, kernels.smallest_each(found), strict=True):
-                    self._hints[f"{self._bucket.key}/{its_kind}"] = _WARM * smallest
+            for its_kind, part in zip(kinds, found, strict=True):
+                self._noted(part, its_kind)
             return found
 
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
@@ -178,7 +177,7 @@ class Accumulator:
         if self._finite is None:
             with phase("accumulate"):
                 if self._decay == 1.0 and self.skip is None:
-                    self._finite = kernels.accumulate(self._wide, self._narrow, out=self._sum)
+                    self._finite = kernels.accumulate(self._wide, self._narrow, self._sum)
                 else:  # out of place: the residual does not change if the step fails
                     grad = self._narrow if self._wide is self.residual else self._wide
                     torch.add(grad, self.residual, alpha=self._decay, out=self._sum)

@@ -9,7 +9,7 @@ largest number of its format becomes that. `kernels/codec_reference.py` specifie
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sparsync.core import Rows, Sparse, check_one_of, exact_divisor
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.codec_reference import PositionCodec, size_of
-from sparsync.kernels.dispatch import fused, run
+from sparsync.kernels.codec_reference import PositionCodec, decode_positions, encode_positions, size_of
+from sparsync.kernels.dispatch import run
 from sparsync.kernels.rounding import lacking, rounded
-from sparsync.kernels.value_reference import TERNARY, values_nbytes
+from sparsync.kernels.value_reference import TERNARY, values_decode, values_encode, values_nbytes
 
 Values = Literal["float32", "bfloat16", "float16", "int8", "int4", "int3", "ternary", "sign"]
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,14 +53,14 @@ def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " 
         if not torch.equal(index, torch.arange(span, dtype=index.dtype, device=index.device)):
             raise ValueError(f"{span} positions inside [0, {span}) must be all of them in order, got others")
         return torch.empty(0, dtype=torch.uint8, device=index.device)
-    return run("encode_positions", fixed_length_codec(index.numel(), span), index, span)
+    return encode_positions(fixed_length_codec(index.numel(), span), index, span)
 
 
 def decode_fixed_length(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Tensor, " k"]:
     """Return what `encode_fixed_length` was given, int32. Raises RuntimeError for a packet that cannot be one of them."""
     if k == span and not packet.numel():
         return torch.arange(span, dtype=torch.int32, device=packet.device)
-    return run("decode_positions", fixed_length_codec(k, span), packet, k, span)
+    return decode_positions(fixed_length_codec(k, span), packet, k, span)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ValueCodec:
             return value.contiguous().view(torch.uint8)
         if self.format in _FLOATS:
             return rounded(value, _FLOATS[self.format]).contiguous().view(torch.uint8)
-        return run("values_encode", rounded(value, torch.float32), _BITS[self.format])
+        return values_encode(rounded(value, torch.float32), _BITS[self.format])
 
     def decode(self, packet: UInt8[Tensor, " nbytes"], k: int, dtype: torch.dtype) -> Float[Tensor, " k"]:
         """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
@@ -117,7 +117,7 @@ class ValueCodec:
             return packet.clone().view(dtype)
         if self.format in _FLOATS:
             return packet.clone().view(_FLOATS[self.format]).to(dtype)
-        return run("values_decode", packet, k, _BITS[self.format]).to(dtype)
+        return values_decode(packet, k, _BITS[self.format]).to(dtype)
 
 
 def check_values(values: str, name: str = "values") -> None:
@@ -154,19 +154,20 @@ class Elements:
         With `rows`, one for each part, the positions of a part count the elements in its rows, and those of what is dropped are in the
         vector of `n` elements that the rows lie in.
         """
-        found = fused("encode_packets", parts, _BITS.get(self.values, 0), divisor, rows, n)
-        if found is not NotImplemented:
-            return found
-        packets: list[Tensor] = []
-        dropped: list[Sparse] = []
-        for part in parts:
-            sent = part
-            if divisor != 1:
-                sent = Sparse(part.index, part.value / exact_divisor(part.value, divisor), part.length)
-            packets.append(self.encode(sent))
-            received = self.decode_values(packets[-1], part.index.numel(), part.length, part.value.dtype)
-            dropped.append(Sparse(part.index, lacking(part.value, received, divisor), part.length))
-        return packets, _located(dropped, rows, n)
+
+        def one_by_one(*_: Any) -> tuple[list[Tensor], list[Sparse]]:  # Any: the arguments of this method
+            packets: list[Tensor] = []
+            dropped: list[Sparse] = []
+            for part in parts:
+                sent = part
+                if divisor != 1:
+                    sent = Sparse(part.index, part.value / exact_divisor(part.value, divisor), part.length)
+                packets.append(self.encode(sent))
+                received = self.decode_values(packets[-1], part.index.numel(), part.length, part.value.dtype)
+                dropped.append(Sparse(part.index, lacking(part.value, received, divisor), part.length))
+            return packets, _located(dropped, rows, n)
+
+        return run("encode_packets", one_by_one, parts, _BITS.get(self.values, 0), divisor, rows, n)
 
     def decode_each(
         self,
@@ -178,12 +179,13 @@ class Elements:
         n: int = 0,
     ) -> list[Sparse]:
         """Return `decode` of each of `packets`, of so many elements of spans of these lengths; `rows` and `n` as of `encode_each`."""
-        if dtype == torch.float32:
-            found = fused("decode_packets", packets, counts, lengths, _BITS.get(self.values, 0), rows, n)
-            if found is not NotImplemented:
-                return found
-        each = zip(packets, counts, lengths, strict=True)
-        return _located([self.decode(packet, count, length, dtype) for packet, count, length in each], rows, n)
+
+        def one_by_one(*_: Any) -> list[Sparse]:  # Any: the arguments of this method
+            each = zip(packets, counts, lengths, strict=True)
+            return _located([self.decode(packet, count, length, dtype) for packet, count, length in each], rows, n)
+
+        bits = _BITS.get(self.values, 0) if dtype == torch.float32 else 0
+        return run("decode_packets", one_by_one, packets, counts, lengths, bits, rows, n)
 
     def add_each_(
         self,
@@ -194,9 +196,12 @@ class Elements:
         rows: Sequence[Rows],
     ) -> None:
         """Add what `decode_each` returns for these arguments, in order, to `out`, the vector that the rows lie in."""
-        if fused("add_packets_", out, packets, counts, lengths, _BITS.get(self.values, 0), rows) is NotImplemented:
+
+        def one_by_one(*_: Any) -> None:  # Any: the arguments of this method
             for part in self.decode_each(packets, counts, lengths, out.dtype, rows, out.numel()):
                 kernels.scatter_add_(out, part)
+
+        run("add_packets_", one_by_one, out, packets, counts, lengths, _BITS.get(self.values, 0), rows)
 
     def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:
         """Return the values of `decode`, [k], without reading the positions."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparsync import Span, Sparse, kernels
 from sparsync.core import Rows
-from sparsync.kernels import dispatch, reference
+from sparsync.kernels import operations
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.progress import progress
@@ -91,6 +91,12 @@ def main(arguments: Sequence[str]) -> None:
     write(rows, options.json)
 
 
+def _reference(operation: str, *arguments: Any) -> Any:  # Any: as of the operation
+    """Return what the specification of an operation does."""
+    with kernels.set_backend("reference"):
+        return getattr(operations, operation)(*arguments)
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m studies bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -141,8 +147,8 @@ def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
     grad = torch.randn(n, generator=source).to(device=device, dtype=kind)
     acc = before + grad
     k = max(1, int(density * n))
-    top, skip = reference.top_k(acc, k), Span(n // 4, n // 2)
-    beside = reference.top_k_nonzero(acc, k, skip)
+    top, skip = _reference("top_k", acc, k), Span(n // 4, n // 2)
+    beside = _reference("top_k_nonzero", acc, k, skip)
     threshold = float(top.value.abs().min())
     return Data(before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
 
@@ -153,7 +159,7 @@ def _cases(data: Data) -> list[KernelCase]:
     warm_beside = WARM * float(data.beside.value.abs().min())
 
     partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as MiCRO's
-    part = reference.top_k(reference.of_rows(data.before + grad, partition), max(1, k // 4))
+    part = _reference("top_k_of_rows", data.before + grad, partition, max(1, k // 4))
     bound = WARM * float(part.value.abs().min())
 
     def of_partition() -> tuple[list[Sparse], bool | Tensor]:
@@ -169,9 +175,7 @@ def _cases(data: Data) -> list[KernelCase]:
         return bool(result[1]) and _same(result[0], data.beside)
 
     cases = [
-        KernelCase(
-            CEILING, lambda: dispatch.plain_(data.wide, residual), lambda _: torch.equal(residual, data.before + grad)
-        ),
+        KernelCase(CEILING, lambda: residual.add_(data.wide), lambda _: torch.equal(residual, data.before + grad)),
         KernelCase(
             "TopK: accumulate_top_k, by the last step's bound",
             lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm),
@@ -219,8 +223,8 @@ def _two_shot(data: Data) -> list[KernelCase]:
     def moved(_: None) -> bool:
         kept, written = data.before.clone(), torch.zeros_like(out)
         for part in found.parts:
-            reference.put_(kept, part.index, part.value)
-            reference.put_(written, part.index, part.value)
+            _reference("put_", kept, part.index, part.value)
+            _reference("put_", written, part.index, part.value)
         return torch.equal(out, kept) and torch.equal(residual, written)
 
     return [
@@ -238,7 +242,7 @@ def _regions(data: Data) -> Regions:
     acc, partition = data.before + data.grad, BlockCyclic(data.grad.numel(), 4)
     rows = [partition.rows(p, acc.device) for p in range(4)]
     counts = [max(1, data.k * each.length // acc.numel()) for each in rows]
-    tops = [reference.top_k(partition.of(acc, p), k) for p, k in enumerate(counts)]
+    tops = [_reference("top_k", partition.of(acc, p), k) for p, k in enumerate(counts)]
     parts = [Sparse(partition.positions(p, top.index), top.value, acc.numel()) for p, top in enumerate(tops)]
     bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
     return Regions(rows, counts, bounds, tops, parts)

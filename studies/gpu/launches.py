@@ -70,9 +70,8 @@ def counted() -> Iterator[Counts]:
         if gc.isenabled():  # a collection would close in this thread what others have dropped
             gc.disable()
             stack.callback(gc.enable)
-        for module in (operations, wire):  # which call kernels
-            for function in (dispatch.run, dispatch.fused):
-                stack.enter_context(patch.object(module, function.__name__, _as_launch(function, _kernel_waits)))
+        for module in (dispatch, wire):  # which call kernels
+            stack.enter_context(patch.object(module, "run", _as_launch(dispatch.run, _kernel_waits)))
         for name in COLLECTIVES:
             stack.enter_context(patch.object(LocalComm, name, _as_launch(getattr(LocalComm, name), _never)))
         for name in TO_HOST:
@@ -92,7 +91,8 @@ def _as_launch(function: Callable[..., Any], waits: Callable[[Any, Any], bool]) 
         if counter is None or counter.inside:
             return function(*args, **kwargs)
         result = _uncounted(function)(*args, **kwargs)
-        if result is not NotImplemented and _has_elements((args, result)):
+        nothing = isinstance(result, list) and not result  # a selection from no regions
+        if not nothing and _has_elements((args, result)):
             counter.counts.launches += 1
             counter.counts.syncs += waits(args[0], result)
         return result

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cuda
 from sparsync.kernels.codec_reference import PositionCodec, size_of
-from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, positions, rows, scatter, steps, values
+from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, positions, scatter, steps, values
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 from sparsync.selection.exclusive import BlockCyclic
 
@@ -26,7 +26,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 WIDTHS = (8, 4, 3, 1, TERNARY)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 TYPES |= {torch.float16: "fp16", torch.bool: "i1", torch.float64: "fp64"}
-MODULES = (exact_top_k, many_tensors, passes, positions, rows, scatter, steps, values)
+MODULES = (exact_top_k, many_tensors, passes, positions, scatter, steps, values)
 seen: set[str] = set()
 
 
@@ -102,7 +102,6 @@ def every_call(n: int) -> list[Callable[[], object]]:
         *(lambda dtype=dtype: cuda.digests([x.to(dtype)[1:], x.to(dtype)]) for dtype in (torch.float32, torch.uint8)),
         lambda: cuda.digests([x[:5].bfloat16()]),
         lambda: cuda.top_k_of_rows(x, BlockCyclic(n, 4, 128).rows(1, x.device), 5),
-        lambda: cuda.divide_rows_(x, BlockCyclic(n, 4, 128).rows(1, x.device), 4),
         *steps_of(x, x, packet, WIDTHS, torch.zeros(1)),
         *steps_of(x, x.bfloat16(), packet, (3,), None),
         *(lambda bits=bits: cuda.values_encode(x, bits) for bits in WIDTHS),

@@ -222,8 +222,8 @@ class ErrorFeedbackScheme(Scheme):
                 acc.keep(update.replaced, parts)
                 if update.cleared is not None:
                     kernels.clear_(acc.residual, update.cleared)
-                if update.errors:
-                    kernels.scatter_add_each_(acc.residual, update.errors)
+                for each in update.errors:
+                    kernels.scatter_add_(acc.residual, each)
                 for each in zip(means, parts, strict=True) if parts is not means else ():
                     kernels.scatter_add_(acc.residual, _dropped(*each, comm))
                 if update.lost is not None:

@@ -16,12 +16,15 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsync.kernels.dispatch import operation
+
 PositionCodec = Literal["packed", "bitmap", "elias_fano"]
 Packet = UInt8[Tensor, " nbytes"]
 MAX_SPAN = 2**31 - 1
 MAX_BITS = 31  # of a position, or of its low part
 
 
+@operation
 def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) -> Packet:
     """Return the packet of the ascending `index` inside [0, span)."""
     nbytes(codec, index.numel(), span)  # for what it refuses
@@ -42,6 +45,7 @@ def encoded(codec: PositionCodec, index: Int[Tensor, " k"], span: int) -> Packet
     return torch.cat([pack(index, bits), _bytes_of(_marked(place, k + (span - 1 >> bits)))])
 
 
+@operation
 def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
     """Return the `k` positions that were encoded, int32."""
     check_codec(codec)

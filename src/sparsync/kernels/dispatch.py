@@ -1,31 +1,29 @@
-"""The registry of kernels and codecs: which functions do an operation, and in which order they are asked.
+"""The backends of the kernels: which function does an operation.
 
-A backend is a table from the name of an operation to a function. `run` asks the backend in use, then the one for GPUs, then the
-reference. A function that does not take the types, the device or the shape of its tensors returns NotImplemented, and the next one is
-asked. The reference takes everything.
+The specification of an operation is a function in plain torch, decorated by `operation`. A backend is a table from names of operations to
+functions. `run` asks the backend in use, then the one for GPUs. A function that does not take the types, the device or the shape of its
+tensors returns NotImplemented, and the next one is asked; the specification takes everything.
 
     backend     where                           operations
     cpp         csrc/, at one instruction set   all
     triton      kernels/cuda/                   the passes, top-k, rows, steps, digests, values, reading and writing at positions
-    reference   *reference.py, in torch         all
-
-Besides, the first two do some loops over several vectors in one call. `fused` asks for these; the loop stands where it is called.
+    reference   the specification               all
 """
 
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
 from importlib.machinery import EXTENSION_SUFFIXES
-from inspect import isfunction
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
-from sparsync.kernels import candidates, codec_reference, reference, share_reference, step_reference, value_reference
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def _reason(error: ImportError, folder: Path) -> str:
@@ -44,60 +42,49 @@ try:
 except ImportError as missing:
     _cpu, _why_missing = None, _reason(missing, Path(__file__).parent)
 
-# Any: each operation has its own signature, that of `sparsync.kernels` with all arguments given.
-Kernel = Callable[..., Any]
-
 CPP = "cpp"
 REFERENCE = "reference"
 TRITON = "triton"
 _NAMES = (REFERENCE, TRITON, CPP, "cpp/scalar", "cpp/avx2", "cpp/avx512")
-
-# Some operations have a faster function in `candidates`, beside that of their specification.
-_REFERENCE: Mapping[str, Kernel] = {
-    name: function
-    for module in (value_reference, share_reference, step_reference, codec_reference, reference, candidates)
-    for name, function in vars(module).items()
-    if isfunction(function)
-}
+# Any: each operation has its own signature, that of its specification with all arguments given.
+Table = Mapping[str, Any]
 
 
 class _Chosen:
-    """The backend in use, and for each operation the functions to ask in order; None until the first kernel runs."""
+    """The backend in use, and the tables to ask in order; None until the first kernel runs."""
 
     name: str | None = None
-    kernels: Mapping[str, tuple[Kernel, ...]] | None = None
-    tables: tuple[Mapping[str, Any], ...] = ()  # of the C++ ones and of those for GPUs, where these are asked
+    tables: tuple[Table, ...] | None = None
 
 
 _chosen = _Chosen()
 
 
-def run(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
-    """Return what the first function for `operation` that takes `arguments`, which have been checked, returns."""
-    for kernel in (_chosen.kernels or _default())[operation]:
-        result = kernel(*arguments)
-        if result is not NotImplemented:
-            return result
-    raise AssertionError(f"the reference does not take the arguments of {operation}")
+def operation(specification: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Return the operation of this name: the first function for it that takes the arguments, else its specification."""
+    name, parameters = specification.__name__, signature(specification)
+    defaults = [each.default for each in parameters.parameters.values() if each.default is not each.empty]
+    count = len(parameters.parameters)
+
+    @wraps(specification)
+    def asked(*arguments: Any, **named: Any) -> Any:  # Any: as of the specification
+        if named:
+            bound = parameters.bind(*arguments, **named)
+            bound.apply_defaults()
+            arguments = bound.args
+        elif len(arguments) < count:
+            arguments = *arguments, *defaults[len(arguments) - count :]
+        return run(name, specification, *arguments)
+
+    return asked
 
 
-def fused(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
-    """Return what the C++ backend, or the one for GPUs, does for several vectors in one call.
-
-    Returns NotImplemented where the reference is in use, or none takes `arguments`, or would raise: then loop over them.
-    """
-    if _chosen.kernels is None:
-        _default()
-    for table in _chosen.tables:
-        if operation in table and (result := table[operation](*arguments)) is not NotImplemented:
-            return result
-    return NotImplemented
-
-
-def plain_(a: Tensor, b: Tensor) -> None:
-    """Add `a` to `b` [n], float32: the pass over 12 bytes an element that benchmarks compare others with."""
-    if not backend().startswith(CPP) or _cpu is None or _cpu.plain_(a, b) is NotImplemented:
-        b.add_(a)
+def run(name: str, specification: Callable[..., Any], *arguments: Any) -> Any:  # Any: as of the specification
+    """Return what the first function for the operation `name` that takes `arguments` returns, else what its specification does."""
+    for table in _default() if _chosen.tables is None else _chosen.tables:
+        if (kernel := table.get(name)) is not None and (found := kernel(*arguments)) is not NotImplemented:
+            return found
+    return specification(*arguments)
 
 
 class set_backend:  # noqa: N801  # called as a function, or in a with statement
@@ -138,8 +125,8 @@ def backend() -> str:
     return _chosen.name
 
 
-def _default() -> Mapping[str, tuple[Kernel, ...]]:
-    """Choose the fastest backend, and return its functions."""
+def _default() -> tuple[Table, ...]:
+    """Choose the fastest backend, and return its tables."""
     _choose(backends()[0])
     if _cpu is None:
         warnings.warn(
@@ -148,34 +135,23 @@ def _default() -> Mapping[str, tuple[Kernel, ...]]:
             RuntimeWarning,
             stacklevel=4,
         )
-    assert _chosen.kernels is not None
-    return _chosen.kernels
+    assert _chosen.tables is not None
+    return _chosen.tables
 
 
 def _choose(name: str | None) -> None:
     """Make `name` the backend in use, or none for None. The one place that sets the instruction set of the C++ kernels and codecs."""
-    if name is not None and name.startswith(CPP) and _cpu is not None:
+    compiled = name is not None and name.startswith(CPP)
+    if compiled and _cpu is not None and name is not None:
         _cpu.set_level(name.removeprefix("cpp/"))
+    triton = _triton()
+    on_gpu = [] if triton is None or name in (None, REFERENCE) else [vars(triton)]
     _chosen.name = name
-    triton = name is not None and name != REFERENCE and _triton() is not None
-    _chosen.tables = () if name is None else _tables(name, triton)
-    _chosen.kernels = None if name is None else _in_order(name, triton)
-    if _triton() is not None:
+    _chosen.tables = None if name is None else (*([vars(_cpu)] if compiled else []), *on_gpu)
+    if triton is not None:
         from sparsync.kernels.cuda import launch  # loads Triton
 
         launch.take_tensors_of_any_device(name == TRITON)
-
-
-@cache
-def _in_order(name: str, triton: bool) -> Mapping[str, tuple[Kernel, ...]]:
-    """Return for each operation the functions to ask under the backend `name`."""
-    tables = [*_tables(name, triton), _REFERENCE]
-    return {operation: tuple(table[operation] for table in tables if operation in table) for operation in _REFERENCE}
-
-
-def _tables(name: str, triton: bool) -> tuple[Mapping[str, Any], ...]:  # Any: the names of a module
-    """Return the functions of the C++ backend, if `name` is one, and those for GPUs, if `triton`."""
-    return (*([vars(_cpu)] if name.startswith(CPP) else []), *([vars(_triton())] if triton else []))
 
 
 def _triton() -> ModuleType | None:

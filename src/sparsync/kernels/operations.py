@@ -1,49 +1,68 @@
-"""The hot loops over whole vectors and over what was selected from them, one signature each.
+"""The operations over whole vectors and over what was selected from them: their specification in plain torch, short and slow.
 
+`dispatch.operation` has C++ and Triton kernels do each operation where they take its arguments: C++ takes float32 in this machine's memory,
+and gradients in bfloat16 and float16 too; so does Triton on a GPU. Results are the same bits everywhere, but for the bits inside a NaN.
 Arguments are not checked, but that positions lie inside of a vector; on a GPU, where the host would have to wait for that, elements at
-other positions are left out. `reference` specifies the functions in plain torch; results are the same bits on every backend, but for the
-bits inside a NaN. `dispatch` has the registry of backends. The C++ one takes float32 in this machine's memory, and gradients in bfloat16
-and float16 too; so does the Triton one on a GPU. The reference does whatever these do not take.
+other positions are left out.
 
-All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64.
+All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64. The passes of exchanged steps are in
+`step_reference`, codecs in `value_reference` and `codec_reference`.
 """
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparsync.core import Rows, Span, Sparse
-from sparsync.kernels.dispatch import fused, run
-from sparsync.kernels.step_reference import Move, Spread
+from sparsync.core import Rows, Span, Sparse, exact_divisor
+from sparsync.kernels.dispatch import operation
+from sparsync.kernels.step_reference import apply_steps_ as apply_steps_
+from sparsync.kernels.step_reference import encode_steps_ as encode_steps_
+from sparsync.kernels.step_reference import make_steps_ as make_steps_
+from sparsync.kernels.step_reference import move_steps_ as move_steps_
+from sparsync.kernels.step_reference import packets_fit as packets_fit
+from sparsync.kernels.step_reference import reduce_shares_ as reduce_shares_
+from sparsync.kernels.step_reference import sketch as sketch
+from sparsync.kernels.step_reference import squares_fit as squares_fit
+from sparsync.kernels.step_reference import write_mean_ as write_mean_
 
 Vector = Float[Tensor, " n"]
 Positions = Int[Tensor, " k"]
+COLUMNS = 509  # a prime, so that rows of a weight that change places land in other columns
+MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by their bytes
 
 
+@operation
 def accumulate(residual: Vector, grad: Vector, out: Vector) -> bool | Tensor:
     """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere.
 
     On a GPU that is a tensor [], for which nobody waits; likewise in the functions below.
     """
-    return run("accumulate", residual, grad, out)
+    torch.add(residual, grad, out=out)
+    return all_finite(out)
 
 
+@operation
 def accumulate_top_k(
     residual: Vector, grad: Vector, k: int, out: Vector, bound: float | None = None
 ) -> tuple[Sparse, bool | Tensor]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k` and whether it is finite everywhere."""
-    return run("accumulate_top_k", residual, grad, k, out, bound)
+    finite = accumulate(residual, grad, out)
+    return top_k(out, k, bound), finite
 
 
+@operation
 def accumulate_top_k_nonzero(
     residual: Vector, grad: Vector, k: int, out: Vector, skip: Span | None = None, bound: float | None = None
 ) -> tuple[Sparse, bool | Tensor]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k_nonzero` and whether it is finite everywhere."""
-    return run("accumulate_top_k_nonzero", residual, grad, k, out, skip, bound)
+    finite = accumulate(residual, grad, out)
+    return top_k_nonzero(out, k, skip, bound), finite
 
 
+@operation
 def accumulate_select_ge(
     residual: Vector, grad: Vector, threshold: float, out: Vector, span: Span
 ) -> tuple[Sparse, bool | Tensor]:
@@ -51,9 +70,12 @@ def accumulate_select_ge(
 
     Positions are those in the whole vector.
     """
-    return run("accumulate_select_ge", residual, grad, threshold, out, span)
+    finite = accumulate(residual, grad, out)
+    found = select_ge(span.of(out), threshold)
+    return Sparse(found.index + span.start, found.value, out.numel()), finite
 
 
+@operation
 def accumulate_top_k_of_rows(
     residual: Vector,
     grad: Vector,
@@ -66,216 +88,107 @@ def accumulate_top_k_of_rows(
 
     `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
     """
-    return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
+    finite = accumulate(residual, grad, out)
+    return top_k_of_each(out, regions, counts, bounds), finite
 
 
+@operation
 def divide_to_(out: Vector, x: Vector, divisor: int) -> None:
     """Write `x` / `divisor` to `out`, divided in at least float32 and rounded once to the type of `out`."""
-    run("divide_to_", out, x, divisor)
+    exact = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
+    x = x.to(exact)
+    out.copy_(x / exact_divisor(x, divisor))
 
 
+@operation
 def all_finite(x: Vector) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
-    return run("all_finite", x)
+    return bool(x.isfinite().all())  # a host sync: what is sent depends on it
 
 
+@operation
 def finite_each(parts: Sequence[Sparse], times: int) -> bool | Tensor:
     """Return whether `times` all values of `parts`, and so these, are finite, in float32 at least; on a GPU a tensor []."""
-    found = fused("finite_each", parts, times)
-    if found is not NotImplemented:
-        return found
     values = [part.value.to(torch.promote_types(part.value.dtype, torch.float32)) for part in parts]
     return all(all_finite(each * times) for each in values)
 
 
+@operation
 def select_ge(x: Vector, threshold: float) -> Sparse:
     """Return the non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
-    return run("select_ge", x, threshold)
+    size = magnitude(x)
+    index = ((size >= threshold) & (size > 0)).nonzero().view(-1)  # a host sync: how many there are depends on the data
+    return Sparse(index.to(torch.int32), x[index], x.numel())
 
 
+@operation
 def top_k(x: Vector, k: int, bound: float | None = None) -> Sparse:
     """Return the `k` elements of `x` of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
 
     NaN counts as infinity. `bound` is a magnitude that k elements, and not many more, are expected to reach, such as a little less than
     the last step's smallest; it changes how long this takes and nothing else.
     """
-    return run("top_k", x, k, bound)
+    index = argtopk(magnitude(x), k)
+    return Sparse(index.to(torch.int32), x[index], x.numel())
 
 
+@operation
 def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
     """Return what `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements where fewer are not zero.
 
     `k` may be more than n.
     """
-    return run("top_k_nonzero", x, k, skip, bound)
+    skip = skip or Span(0, 0)
+    rest = torch.cat([x[: skip.start], x[skip.stop :]])
+    top = top_k(rest, min(k, rest.numel()))
+    index = torch.where(top.index < skip.start, top.index, top.index + len(skip))
+    nonzero = top.value != 0
+    return Sparse(index[nonzero], top.value[nonzero], x.numel())
 
 
+@operation
 def top_k_of_rows(x: Vector, rows: Rows, k: int, bound: float | None = None) -> Sparse:
     """Return the `top_k` of the elements of `x` in rows, which are read where they are. Positions are places in the rows.
 
     Raises IndexError for rows outside of `x`.
     """
-    return run("top_k_of_rows", x, rows, k, bound)
+    at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
+    if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < x.numel():  # a host sync
+        raise IndexError(f"rows must lie in [0, {x.numel()}) for {x.numel()} elements, got some outside")
+    return top_k(gather(x, at), k, bound)
 
 
+@operation
 def top_k_of_each(
     x: Vector, regions: Sequence[Rows], counts: Sequence[int], bounds: Sequence[float | None]
 ) -> list[Sparse]:
     """Return the `top_k_of_rows` of each region. Raises as that does."""
-    found = fused("top_k_of_each", x, regions, counts)
-    if found is not NotImplemented:
-        return found
     return [top_k_of_rows(x, *each) for each in zip(regions, counts, bounds, strict=True)]
 
 
+@operation
 def locate(rows: Rows, place: Positions) -> Positions:
     """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
-    return run("locate", rows, place)
+    if place.numel() and not bool(((place >= 0) & (place < rows.length)).all()):  # a host sync
+        raise IndexError(outside(place, rows.length))
+    number = torch.div(place, rows.row, rounding_mode="floor")
+    return (rows.starts[number.long()] - number * rows.row + place).to(place.dtype)
 
 
+@operation
 def smallest_magnitude(x: Vector) -> float:
     """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
-    return run("smallest_magnitude", x)
+    return float(x.abs().min()) if x.numel() else 0.0  # a host sync
 
 
-def smallest_each(parts: Sequence[Sparse]) -> list[float]:
-    """Return the `smallest_magnitude` of the values of each of `parts`."""
-    found = fused("smallest_each", parts)
-    return [smallest_magnitude(part.value) for part in parts] if found is NotImplemented else found
-
-
+@operation
 def divide_rows_(x: Vector, rows: Rows, divisor: int) -> None:
     """Divide the elements of `x` in rows, no two of which are the same. Raises IndexError for rows outside of `x`."""
-    run("divide_rows_", x, rows, divisor)
+    at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
+    put_(x, at, gather(x, at) / exact_divisor(x, divisor))
 
 
-def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> bool | Tensor:
-    """Return whether the sum of the squares of all elements, each times its tensor's factor, is at most `most`; not where any is NaN.
-
-    The sum is made in float64. On a GPU a tensor [] that says so, for which nobody waits.
-    """
-    return run("squares_fit", tensors, factors, most)
-
-
-def make_steps_(
-    out: Vector,
-    gradients: Sequence[Tensor],
-    starts: Sequence[int],
-    factors: Sequence[float],
-    square: Vector,
-    ratio: Float[Tensor, " blocks"],
-    block: int,
-    spans: Sequence[Span],
-    numbers: Sequence[Spread],
-    skip: Tensor | None = None,
-) -> None:
-    """Add gradients to second moments, and write the steps that AdamW would take to `out`; see `step_reference` for what is where.
-
-    With the numbers (rate, beta2, eps, unbiased) of its span, and the ratio r of its block of `block` elements, from the first one of the
-    vector on: v = beta2 v + (1 - beta2) g^2, out = rate g / (sqrt(v r / unbiased) + eps).
-    If `skip`, one number, is not zero, second moments stay, and the steps are zero.
-    """
-    run("make_steps_", out, gradients, starts, factors, square, ratio, block, spans, numbers, skip)
-
-
-def encode_steps_(
-    residual: Vector,
-    gradients: Sequence[Tensor],
-    starts: Sequence[int],
-    factors: Sequence[float],
-    square: Vector | None,
-    ratio: Float[Tensor, " blocks"] | None,
-    block: int,
-    spans: Sequence[Span],
-    numbers: Sequence[Spread],
-    rank: int,
-    P: int,
-    bits: int,
-    skip: Tensor | None = None,
-    out: Vector | None = None,
-) -> UInt8[Tensor, " nbytes"]:
-    """Do `make_steps_`, add the steps to `residual`, and encode shares of the sum: all in one pass; spans cover everything.
-
-    Without second moments (`square` None) gradients are added as they are. Returns the packets of sum / P of all chunks
-    (`core.spans(n, P)`) but the own one, one after the other, in `bits` bits: 8, 4, 3, 1 or TERNARY. The bytes are those of
-    `value_reference`. `out`, None: the residual, becomes what P times these lack of the sum, and the sum in the own chunk; it may be a
-    gradient. If `skip`, one number, is not zero, nothing changes, and all packets are of NaN.
-    """
-    moments = square, ratio, block, spans, numbers
-    return run("encode_steps_", residual, gradients, starts, factors, *moments, rank, P, bits, skip, out)
-
-
-def packets_fit(
-    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
-) -> bool | Tensor:
-    """Return whether all values in packets of so many are finite in `dtype`, and `times` them in float32.
-
-    On a GPU a tensor [] that says so, for which nobody waits.
-    """
-    return run("packets_fit", packets, lengths, bits, times, dtype)
-
-
-def write_mean_(
-    grad: Vector,
-    error: Vector | None,
-    residual: Vector | None,
-    packets: Sequence[Tensor],
-    bits: int,
-    rank: int,
-    skip: Tensor | None = None,
-) -> None:
-    """Write the mean that the packets of all chunks hold to `grad`, rounded to its type, and `error`, which may be `grad`, to `residual`.
-
-    In this rank's chunk what P times the rounded mean lacks is added to the residual. Without a residual nothing else is written.
-    If `skip`, one number, is not zero, the residual stays, and the gradient is NaN. Raises RuntimeError for a packet of another length.
-    """
-    run("write_mean_", grad, error, residual, packets, bits, rank, skip)
-
-
-def move_steps_(
-    targets: Sequence[Tensor],
-    starts: Sequence[int],
-    momentum: Vector,
-    mean: Vector,
-    spans: Sequence[Span],
-    numbers: Sequence[Move],
-    skip: Tensor | None = None,
-) -> None:
-    """Move weights by the mean step of all ranks; `targets[i]`, of any shape, are those from `starts[i]` on.
-
-    With the numbers (beta1, kept, length) of its span: m = beta1 m + (1 - beta1) mean, weight = kept weight - length m.
-    Nothing changes if `skip`, one number, is not zero.
-    """
-    run("move_steps_", targets, starts, momentum, mean, spans, numbers, skip)
-
-
-def apply_steps_(
-    targets: Sequence[Tensor],
-    starts: Sequence[int],
-    momentum: Vector,
-    packets: Sequence[Tensor],
-    bits: int,
-    spans: Sequence[Span],
-    numbers: Sequence[Move],
-    skip: Tensor | None = None,
-) -> None:
-    """Do `move_steps_` with the mean that the packets of all chunks, in rank order, hold in `bits` bits, in one pass.
-
-    Nothing changes if `skip`, one number, is not zero. Raises RuntimeError for a packet of another length.
-    """
-    run("apply_steps_", targets, starts, momentum, packets, bits, spans, numbers, skip)
-
-
-def sketch(
-    gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Vector, block: int, key: int
-) -> tuple[Float[Tensor, " blocks"], Float[Tensor, " blocks"]]:
-    """Return of each block of gradients the sum with random signs, and the sum of squares; `like` has their number, type and device.
-
-    The signs follow from the place of an element and `key`, in [0, 2^32).
-    """
-    return run("sketch", gradients, starts, factors, like, block, key)
-
-
+@operation
 def write_own_(
     targets: Sequence[Tensor],
     starts: Sequence[int],
@@ -290,64 +203,54 @@ def write_own_(
     What is unsent is divided by `divisor` in `rows`, whose starts ascend. Raises ValueError where a target does not lie in `weights`, and
     IndexError for rows outside of it.
     """
-    return run("write_own_", targets, starts, weights, unsent, rows, divisor, share)
+    if rows is not None:
+        unsent = unsent.clone()
+        divide_rows_(unsent, rows, divisor)
+    for target, start in zip(targets, starts, strict=True):
+        span = Span(start, start + target.numel())
+        target.copy_((span.of(weights) - span.of(unsent) * share).view(target.shape))
+    return digests(targets)
 
 
+@operation
 def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
     """Return a digest of the bits in each tensor, of any types and shapes, int64 on the device of the first.
 
     It depends on bits and number of elements only. A change of one element always shows, another one but once in 2^64 times.
     """
-    return run("digests", tensors)
+    found = [_digest(each.detach()) for each in tensors]
+    return torch.stack([each.to(found[0].device) for each in found]) if found else torch.empty(0, dtype=torch.int64)
 
 
-def reduce_shares_(
-    value: Float[Tensor, " k"],
-    packets: Sequence[Tensor],
-    bits: int,
-    P: int,
-    bits_down: int,
-    skip: Tensor | None = None,
-) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet, in `bits_down` bits, of the mean of `value` and what other ranks sent by `encode_steps_` in `bits` bits.
-
-    The mean is (value + P * the sum of the decoded `packets`) / P; finite ones beyond float32 become its largest number. `value` becomes
-    what P times the decoded mean lacks of the sum. Sums are made in float64, in the order of the packets. Raises RuntimeError for a
-    packet of another length. If `skip`, one number, is not zero, nothing changes, and the packet is of NaN.
-    """
-    return run("reduce_shares_", value, packets, bits, P, bits_down, skip)
-
-
+@operation
 def scatter_add_(out: Vector, part: Sparse) -> None:
     """Add the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
-    run("scatter_add_", out, part)
+    # Positions in `part` are distinct, so the result does not depend on their order.
+    out.index_add_(0, check_inside(part.index, out), part.value.to(out.dtype))
 
 
-def scatter_add_each_(out: Vector, parts: Sequence[Sparse]) -> None:
-    """Add the elements of `parts`, in their order, to `out`. Raises as `scatter_add_` does, which may have added the parts before."""
-    if fused("scatter_add_each_", out, parts) is NotImplemented:
-        for part in parts:
-            scatter_add_(out, part)
-
-
+@operation
 def clear_(x: Vector, index: Positions) -> None:
     """Set `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
-    run("clear_", x, index)
+    x.index_fill_(0, check_inside(index, x), 0.0)
 
 
+@operation
 def put_(x: Vector, index: Positions, value: Float[Tensor, " k"]) -> None:
     """Set `x` to `value` at the positions `index`, distinct or with equal values.
 
     Raises IndexError, before anything is written, for positions outside of it.
     """
-    run("put_", x, index, value)
+    x.index_copy_(0, check_inside(index, x), value.to(x.dtype))
 
 
+@operation
 def gather(x: Vector, index: Positions) -> Float[Tensor, " k"]:
     """Return the elements of `x` at the positions `index`. Raises IndexError for positions outside of it."""
-    return run("gather", x, index)
+    return x.index_select(0, check_inside(index, x))
 
 
+@operation
 def move_put_(
     to: Vector, source: Vector, kept: Sequence[Sparse], written: Sequence[Sparse], skip: Tensor | None = None
 ) -> None:
@@ -356,24 +259,98 @@ def move_put_(
     Values of `written` may lie in `source`. Raises IndexError, before anything is written, for positions outside. If `skip`, one number,
     is not zero, `to` stays, and what `source` holds then is of no use.
     """
-    run("move_put_", to, source, kept, written, skip)
+    for part in (*kept, *written):
+        check_inside(part.index, to)
+    written = [Sparse(part.index, part.value.clone(), part.length) for part in written]  # they may lie in the source
+    for part in kept:
+        put_(source, part.index, part.value)
+    # A GPU, where this runs too, knows alone whether to skip.
+    to.copy_(source if skip is None else torch.where(skip == 0, source, to))
+    source.zero_()
+    for part in written:
+        put_(source, part.index, part.value)
 
 
+@operation
 def merge(parts: Sequence[Sparse]) -> Sparse:
     """Return all elements of `parts`, which have no position in common, as one; positions ascend."""
-    return run("merge", parts)
+    index, order = torch.cat([part.index for part in parts]).sort()
+    return Sparse(index, torch.cat([part.value for part in parts])[order], parts[0].length)
 
 
+@operation
 def coalesce(parts: Sequence[Sparse]) -> Sparse:
     """Return the sum of `parts` as one, added in their order, starting from 0; positions ascend."""
-    return run("coalesce", parts)
+    index, place = torch.cat([part.index for part in parts]).unique(return_inverse=True)
+    value = torch.cat([part.value for part in parts])
+    return Sparse(index, value.new_zeros(index.numel()).index_add_(0, place, value), parts[0].length)
 
 
+@operation
 def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
     """Cut `part` at adjacent `regions` that cover it; positions become relative to the start of their region."""
-    return run("split", part, regions)
+    stops = torch.tensor([region.stop for region in regions], dtype=torch.int32, device=part.index.device)
+    ends = torch.searchsorted(part.index, stops).tolist()  # a host sync: the lengths depend on the data
+    return [
+        Sparse(part.index[start:end] - region.start, part.value[start:end], len(region))
+        for region, start, end in zip(regions, [0, *ends[:-1]], ends, strict=True)
+    ]
 
 
+@operation
 def isin(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Bool[Tensor, " a"]:
     """Return for each of `index` whether it is one of the ascending `others`."""
-    return run("isin", index, others)
+    if not others.numel():
+        return torch.zeros(index.numel(), dtype=torch.bool, device=index.device)
+    place = torch.searchsorted(others, index).clamp_(max=others.numel() - 1)
+    return others[place] == index
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """Return |x|, with NaN as infinity, so that a non-finite element is always among the largest."""
+    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def argtopk(magnitude: Tensor, k: int) -> Tensor:
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=magnitude.device)
+    threshold = magnitude.topk(k, sorted=False).values.min()
+    larger = (magnitude > threshold).nonzero().view(-1)  # a host sync: how many there are depends on the data
+    equal = (magnitude == threshold).nonzero().view(-1)[: k - larger.numel()]
+    return torch.cat([larger, equal]).sort().values
+
+
+def _digest(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    nbytes = word_of(flat)
+    if flat.storage_offset() * flat.element_size() % nbytes:
+        flat = flat.clone()
+    words = flat.view(WORDS[nbytes])
+    if words.numel() >= 2 * COLUMNS:
+        # The number of rows is made odd: with an even one the highest bits of all rows could change and no sum would.
+        rest = COLUMNS + words.numel() % (2 * COLUMNS)
+        words = torch.cat([words[:rest].long(), words[rest:].view(-1, COLUMNS).sum(0, dtype=torch.int64)])
+    z = words.long() + torch.arange(1, words.numel() + 1, device=x.device) * MIX[0]
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX[1]  # without the sign, which a shift repeats
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * MIX[2]
+    return (z ^ (z >> 31 & (1 << 33) - 1)).sum()
+
+
+def word_of(flat: Tensor) -> int:
+    """Return the bytes of the words that a digest of this vector reads."""
+    return next(size for size in WORDS if flat.nbytes % size == 0)
+
+
+def outside(index: Tensor, n: int) -> str:
+    """Return the message of the IndexError for positions `index` [k] of which some lie outside of [0, n)."""
+    return f"positions must be in [0, {n}) for {n} elements, got {int(index.min())} to {int(index.max())}"
+
+
+def check_inside(index: Tensor, x: Tensor) -> Tensor:
+    """Return `index` as int64. Raises IndexError where a position is outside of `x`, and TypeError where it is no integer."""
+    if index.is_floating_point() or index.dtype == torch.bool:
+        raise TypeError(f"positions must be integers such as int32, got {index.dtype}")
+    # A host sync; torch would count negative ones from the end.
+    if not bool(((index >= 0) & (index < x.numel())).all()):
+        raise IndexError(outside(index, x.numel()))
+    return index.long()

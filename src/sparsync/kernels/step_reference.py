@@ -1,4 +1,4 @@
-"""The specification of the passes of exchanged steps, in plain torch. Other backends write the same bytes and numbers, bit for bit.
+"""The passes of exchanged steps: their specification in plain torch, as in `operations`.
 
 A rank's gradients are read where they lie: `gradients[i]`, of any shape and floating type, has its first element at `starts[i]` of the
 vector of all elements, and counts `factors[i]` times. Where no gradient lies it counts as zero. `spans[j]` are adjacent elements with the
@@ -13,18 +13,25 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsync.core import Span, spans
-from sparsync.kernels.share_reference import encode_share_by
+from sparsync.core import Span, exact_divisor
+from sparsync.core import spans as chunks_of
+from sparsync.kernels.dispatch import operation
 from sparsync.kernels.value_reference import greatest_of, nan_packet, values_decode, values_encode
 
 HASH = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # an odd number near 2^32 over the golden ratio, and those of MurmurHash3
 _WORD = 0xFFFFFFFF
 
+Vector = Float[Tensor, " n"]
 Spread = tuple[float, float, float, float]  # rate, beta2, eps, 1 - beta2^t
 Move = tuple[float, float, float]  # beta1, the share of a weight that stays, 1 / (1 - beta1^t)
 
 
+@operation
 def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> bool | Tensor:
+    """Return whether the sum of the squares of all elements, each times its tensor's factor, is at most `most`; not where any is NaN.
+
+    The sum is made in float64. On a GPU a tensor [] that says so, for which nobody waits.
+    """
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
     for each, factor in zip(tensors, factors, strict=True):
         wide = each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32)) * factor
@@ -32,18 +39,25 @@ def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float
     return bool(total <= most)  # a host sync, but not on a GPU, where the flag stays
 
 
+@operation
 def make_steps_(
-    out: Float[Tensor, " n"],
+    out: Vector,
     gradients: Sequence[Tensor],
     starts: Sequence[int],
     factors: Sequence[float],
-    square: Float[Tensor, " n"],
+    square: Vector,
     ratio: Float[Tensor, " blocks"],
     block: int,
     spans: Sequence[Span],
     numbers: Sequence[Spread],
     skip: Tensor | None = None,
 ) -> None:
+    """Add gradients to second moments, and write the steps that AdamW would take to `out`; see above for what is where.
+
+    With the numbers (rate, beta2, eps, unbiased) of its span, and the ratio r of its block of `block` elements, from the first one of the
+    vector on: v = beta2 v + (1 - beta2) g^2, out = rate g / (sqrt(v r / unbiased) + eps).
+    If `skip`, one number, is not zero, second moments stay, and the steps are zero.
+    """
     if skip is not None and bool(skip):
         for span in spans:
             span.of(out).zero_()
@@ -59,12 +73,13 @@ def make_steps_(
         span.of(out).copy_(g.mul_(rate).div_(root.add_(eps)))
 
 
+@operation
 def encode_steps_(
-    residual: Float[Tensor, " n"],
+    residual: Vector,
     gradients: Sequence[Tensor],
     starts: Sequence[int],
     factors: Sequence[float],
-    square: Float[Tensor, " n"] | None,
+    square: Vector | None,
     ratio: Float[Tensor, " blocks"] | None,
     block: int,
     spans: Sequence[Span],
@@ -73,8 +88,15 @@ def encode_steps_(
     P: int,
     bits: int,
     skip: Tensor | None = None,
-    out: Float[Tensor, " n"] | None = None,
+    out: Vector | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
+    """Do `make_steps_`, add the steps to `residual`, and encode shares of the sum: all in one pass; spans cover everything.
+
+    Without second moments (`square` None) gradients are added as they are. Returns the packets of sum / P of all chunks
+    (`core.spans(n, P)`) but the own one, one after the other, in `bits` bits: 8, 4, 3, 1 or TERNARY. The bytes are those of
+    `value_reference`. `out`, None: the residual, becomes what P times these lack of the sum, and the sum in the own chunk; it may be a
+    gradient. If `skip`, one number, is not zero, nothing changes, and all packets are of NaN.
+    """
     out = residual if out is None else out
     chunks = [chunk for owner, chunk in enumerate(chunks_of(residual.numel(), P)) if owner != rank]
     if skip is not None and bool(skip):
@@ -86,19 +108,72 @@ def encode_steps_(
             torch.add(residual, step, out=out)
         elif gradients:  # else every zero keeps its sign
             torch.add(residual, gathered(gradients, starts, factors, residual), out=out)
-        packets = [encode_share_by(values_encode, values_decode, chunk.of(out), bits, P) for chunk in chunks]
+        packets = [encode_share(chunk.of(out), bits, P) for chunk in chunks]
     return torch.cat([residual.new_empty(0, dtype=torch.uint8), *packets])
 
 
+@operation
+def packets_fit(
+    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
+) -> bool | Tensor:
+    """Return whether all values in packets of so many are finite in `dtype`, and `times` them in float32.
+
+    On a GPU a tensor [] that says so, for which nobody waits.
+    """
+    if not any(lengths):
+        return True
+    # A host sync, but not on a GPU, where the flag stays. NaN is not below anything.
+    if times * float(greatest_of(packets, lengths, bits)) <= min(
+        torch.finfo(each).max for each in (dtype, torch.float32)
+    ):
+        return True
+    values = [values_decode(each, length, bits) for each, length in zip(packets, lengths, strict=True)]
+    return all(bool(((each * times).isfinite() & each.to(dtype).isfinite()).all()) for each in values)
+
+
+@operation
+def write_mean_(
+    grad: Vector,
+    error: Vector | None,
+    residual: Vector | None,
+    packets: Sequence[Tensor],
+    bits: int,
+    rank: int,
+    skip: Tensor | None = None,
+) -> None:
+    """Write the mean that the packets of all chunks hold to `grad`, rounded to its type, and `error`, which may be `grad`, to `residual`.
+
+    In this rank's chunk what P times the rounded mean lacks is added to the residual. Without a residual nothing else is written.
+    If `skip`, one number, is not zero, the residual stays, and the gradient is NaN. Raises RuntimeError for a packet of another length.
+    """
+    if skip is not None and bool(skip):
+        grad.fill_(torch.nan)
+        return
+    chunks = chunks_of(grad.numel(), len(packets))
+    if residual is not None and error is not None:
+        residual.copy_(error)
+    for owner, (packet, chunk) in enumerate(zip(packets, chunks, strict=True)):
+        mean = values_decode(packet, len(chunk), bits)
+        chunk.of(grad).copy_(mean)
+        if residual is not None and owner == rank and grad.dtype != mean.dtype:
+            chunk.of(residual).add_(len(packets) * (mean - chunk.of(grad).to(mean.dtype)))
+
+
+@operation
 def move_steps_(
     targets: Sequence[Tensor],
     starts: Sequence[int],
-    momentum: Float[Tensor, " n"],
-    mean: Float[Tensor, " n"],
+    momentum: Vector,
+    mean: Vector,
     spans: Sequence[Span],
     numbers: Sequence[Move],
     skip: Tensor | None = None,
 ) -> None:
+    """Move weights by the mean step of all ranks; `targets[i]`, of any shape, are those from `starts[i]` on.
+
+    With the numbers (beta1, kept, length) of its span: m = beta1 m + (1 - beta1) mean, weight = kept weight - length m.
+    Nothing changes if `skip`, one number, is not zero.
+    """
     if skip is not None and bool(skip):
         return
     taken = torch.zeros_like(momentum)
@@ -114,16 +189,21 @@ def move_steps_(
         each.copy_((each.reshape(-1) * own.of(kept) - own.of(taken)).view(each.shape))
 
 
+@operation
 def apply_steps_(
     targets: Sequence[Tensor],
     starts: Sequence[int],
-    momentum: Float[Tensor, " n"],
+    momentum: Vector,
     packets: Sequence[Tensor],
     bits: int,
     spans: Sequence[Span],
     numbers: Sequence[Move],
     skip: Tensor | None = None,
 ) -> None:
+    """Do `move_steps_` with the mean that the packets of all chunks, in rank order, hold in `bits` bits, in one pass.
+
+    Nothing changes if `skip`, one number, is not zero. Raises RuntimeError for a packet of another length.
+    """
     if skip is not None and bool(skip):
         return
     chunks = chunks_of(momentum.numel(), len(packets))
@@ -131,48 +211,61 @@ def apply_steps_(
     move_steps_(targets, starts, momentum, torch.cat(parts).to(momentum.dtype), spans, numbers)
 
 
-def packets_fit(
-    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
-) -> bool | Tensor:
-    if not any(lengths):
-        return True
-    # A host sync, but not on a GPU, where the flag stays. NaN is not below anything.
-    if times * float(greatest_of(packets, lengths, bits)) <= min(
-        torch.finfo(each).max for each in (dtype, torch.float32)
-    ):
-        return True
-    values = [values_decode(each, length, bits) for each, length in zip(packets, lengths, strict=True)]
-    return all(bool(((each * times).isfinite() & each.to(dtype).isfinite()).all()) for each in values)
-
-
-def write_mean_(
-    grad: Tensor,
-    error: Float[Tensor, " n"] | None,
-    residual: Float[Tensor, " n"] | None,
-    packets: Sequence[Tensor],
-    bits: int,
-    rank: int,
-    skip: Tensor | None = None,
-) -> None:
-    if skip is not None and bool(skip):
-        grad.fill_(torch.nan)
-        return
-    chunks = chunks_of(grad.numel(), len(packets))
-    if residual is not None and error is not None:
-        residual.copy_(error)
-    for owner, (packet, chunk) in enumerate(zip(packets, chunks, strict=True)):
-        mean = values_decode(packet, len(chunk), bits)
-        chunk.of(grad).copy_(mean)
-        if residual is not None and owner == rank and grad.dtype != mean.dtype:
-            chunk.of(residual).add_(len(packets) * (mean - chunk.of(grad).to(mean.dtype)))
-
-
+@operation
 def sketch(
-    gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Tensor, block: int, key: int
+    gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Vector, block: int, key: int
 ) -> tuple[Float[Tensor, " blocks"], Float[Tensor, " blocks"]]:
+    """Return of each block of gradients the sum with random signs, and the sum of squares; `like` has their number, type and device.
+
+    The signs follow from the place of an element and `key`, in [0, 2^32).
+    """
     flat = gathered(gradients, starts, factors, like)
     signed = torch.where(signs(flat.numel(), key, flat.device), -flat, flat)
     return _folded(signed, block), _folded(flat.square(), block)
+
+
+@operation
+def reduce_shares_(
+    value: Float[Tensor, " k"],
+    packets: Sequence[Tensor],
+    bits: int,
+    P: int,
+    bits_down: int,
+    skip: Tensor | None = None,
+) -> UInt8[Tensor, " nbytes"]:
+    """Return the packet, in `bits_down` bits, of the mean of `value` and what other ranks sent by `encode_steps_` in `bits` bits.
+
+    The mean is (value + P * the sum of the decoded `packets`) / P; finite ones beyond float32 become its largest number. `value` becomes
+    what P times the decoded mean lacks of the sum. Sums are made in float64, in the order of the packets. Raises RuntimeError for a
+    packet of another length. If `skip`, one number, is not zero, nothing changes, and the packet is of NaN.
+    """
+    if skip is not None and bool(skip):
+        return nan_packet(value.numel(), bits_down, value.device)
+    return reduced_shares(value, packets, bits, P, bits_down)
+
+
+def reduced_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
+    """Do what `reduce_shares_` does without `skip`."""
+    # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
+    total = value.double()
+    for packet in packets:
+        total += P * values_decode(packet, value.numel(), bits).double()
+    mean, largest = total / exact_divisor(total, P), torch.finfo(value.dtype).max
+    mean = torch.where(mean.isfinite(), mean.clamp(-largest, largest), mean).to(value.dtype)
+    packet = values_encode(mean, bits_down)
+    value.copy_(total - P * values_decode(packet, value.numel(), bits_down).double())
+    return packet
+
+
+def encode_share(value: Tensor, bits: int, P: int) -> Tensor:
+    """Return the packet of value / P, and make `value` [k] what P times the decoded packet lacks of it."""
+    packet = values_encode(value / exact_divisor(value, P), bits)
+    received = values_decode(packet, value.numel(), bits)
+    error = value - P * received
+    # Where P times what was received is beyond float32, the difference may still be inside.
+    error = torch.where(error.isfinite(), error, (value.double() - P * received.double()).to(value.dtype))
+    value.copy_(error)
+    return packet
 
 
 def signs(n: int, key: int, device: torch.device) -> Tensor:
@@ -190,10 +283,6 @@ def gathered(gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequen
     for each, start, factor in zip(gradients, starts, factors, strict=True):
         Span(start, start + each.numel()).of(flat).copy_(each.reshape(-1)).mul_(factor)
     return flat
-
-
-def chunks_of(n: int, P: int) -> Sequence[Span]:
-    return spans(n, P)
 
 
 def _folded(x: Tensor, block: int) -> Tensor:

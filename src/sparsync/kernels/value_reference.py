@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsync.kernels.codec_reference import pack, unpack
+from sparsync.kernels.dispatch import operation
 
 BLOCK = 256
 SCALE_NBYTES = 2
@@ -37,6 +38,7 @@ def nan_packet(k: int, bits: int, device: torch.device) -> UInt8[Tensor, " nbyte
     return packet
 
 
+@operation
 def values_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
     """Return the packet of `value`: the scales of all blocks, then all codes."""
     if bits == TERNARY:
@@ -44,6 +46,7 @@ def values_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbyt
     return _signs_encode(value) if bits == 1 else _scaled_encode(value, bits)
 
 
+@operation
 def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
     """Return the values that the packet of `k` stands for, float32; its length must be right."""
     scale, packed = _split(packet, k)

@@ -20,7 +20,6 @@ from torch import Tensor
 from sparsync import Bucket, GroupComm, Scheme, Span, Sparse, kernels
 from sparsync.comm.announcement import Announcement, Told
 from sparsync.core import ParameterSpan
-from sparsync.kernels.dispatch import plain_
 from sparsync.wire import Elements
 from sparsync_lab.predict.exchanges import Kind
 from sparsync_lab.predict.probe_file import (
@@ -355,7 +354,7 @@ def _announce_s(bench: _Bench) -> float:
 
 def _kernels(bench: _Bench) -> tuple[Memory, tuple[Kernel, ...]]:
     a, b = (torch.zeros(KERNEL_N, device=bench.device) for _ in range(2))
-    pass_s = bench.alone(lambda: plain_(a, b), KERNEL_S)
+    pass_s = bench.alone(lambda: b.add_(a), KERNEL_S)
     found: list[Kernel] = []
     small, large = _work(SMALL_N, SMALL_N, bench.device), _work(KERNEL_N, SELECTED_N, bench.device)
     for kind, (run, few, calls) in small.items():

@@ -1,7 +1,8 @@
 """The kernels for CUDA, in Triton: the reference's results, bit for bit. `sparsync.kernels.dispatch` asks for what is named here.
 
 What is not here is done by torch's own operations: `move_put_` is a copy and a fill, which together move no more bytes than one kernel
-would; `isin`, `split` and `merge` are searches and a sort of the few elements selected, without atomic additions.
+would; `divide_rows_` reads and writes at positions; `isin`, `split` and `merge` are searches and a sort of the few elements selected,
+without atomic additions.
 Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
 """
 
@@ -19,7 +20,6 @@ from sparsync.kernels.cuda.exact_top_k import (
 from sparsync.kernels.cuda.many_tensors import digests, write_own_
 from sparsync.kernels.cuda.passes import accumulate, accumulate_select_ge, all_finite, finite_each, select_ge
 from sparsync.kernels.cuda.positions import decode_positions, encode_positions, locate
-from sparsync.kernels.cuda.rows import divide_rows_
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.steps import (
     apply_steps_,

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
-from sparsync.kernels.candidates import MARGIN
 from sparsync.kernels.cuda.launch import (
     BLOCK,
     FLOAT32,
@@ -37,6 +36,7 @@ from sparsync.kernels.cuda.launch import (
 )
 from sparsync.kernels.cuda.passes import added, none
 
+MARGIN = 4.0  # standard deviations of a sampled count by which the first window is set wide
 SAMPLE = 8192  # elements of a region that are looked at to guess where its k-th largest lies
 ROUNDS = 3
 SEARCH = {"CHUNK": 4096, "num_warps": 8}  # how the counts of a window are searched, by one program for each region
@@ -87,7 +87,9 @@ def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> 
     return found if found is NotImplemented else found[0]
 
 
-def top_k_of_each(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> Any:
+def top_k_of_each(
+    x: Tensor, regions: Sequence[Rows], counts: Sequence[int], bounds: Sequence[float | None] = ()
+) -> Any:
     """Return the `top_k_of_rows` of each region, of which elements outside of `x` count as zero."""
     return _of_each(x, regions, counts) if _taken(x, regions, counts) else NotImplemented
 

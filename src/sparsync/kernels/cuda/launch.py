@@ -50,7 +50,7 @@ def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callab
         def checked(*arguments: Any) -> Any:  # Any: whatever the function takes
             tensors = list(_tensors(arguments))
             fitting = all(each.dtype in kind for each, kind in zip(tensors, cycle(kinds), strict=False))
-            if not fitting or not _launchable(tensors):
+            if not fitting or not takes_all(tensors):
                 return NotImplemented
             with torch.cuda.device_of(tensors[0]):  # does nothing for a tensor of the interpreter
                 return function(*arguments)
@@ -60,17 +60,14 @@ def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callab
     return decorated
 
 
-def _launchable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether `tensors` lie on one device that is taken, and are plain vectors."""
+def takes_all(tensors: Sequence[Tensor]) -> bool:
+    """Return whether these tensors, of any types, lie on one device that is taken, and are plain vectors; not where there are none."""
+    if not tensors:
+        return False
     device = tensors[0].device
     return (device.type == "cuda" or _Devices.any) and all(
         each.device == device and each.dim() == 1 and each.is_contiguous() and each.numel() < 2**31 for each in tensors
     )
-
-
-def takes_all(flat: Sequence[Tensor]) -> bool:
-    """Return whether these vectors, of any types, lie on one device that is taken; not where there are none."""
-    return bool(flat) and _launchable(flat)
 
 
 def on_one_device(tensors: Sequence[Tensor]) -> bool:

@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Rows, Span
-from sparsync.kernels import reference
+from sparsync.kernels import operations
 from sparsync.kernels.cuda.launch import on_one_device, table, takes_all
-from sparsync.kernels.cuda.rows import divide_rows_
-from sparsync.kernels.reference import COLUMNS, MIX, WORDS
+from sparsync.kernels.operations import COLUMNS, MIX, WORDS
 
 SPLIT = 256  # programs at most that share the rows of a tensor
 ROWS = 8  # of them, which a program adds at once
@@ -39,8 +38,7 @@ def write_own_(
         return NotImplemented
     if rows is not None:
         unsent = unsent.clone()
-        if divide_rows_(unsent, rows, divisor) is NotImplemented:
-            return NotImplemented
+        operations.divide_rows_(unsent, rows, divisor)
     own = weights - unsent * share
     spans = [Span(start, start + each.numel()) for each, start in zip(targets, starts, strict=True)]
     torch._foreach_copy_(
@@ -60,7 +58,7 @@ def digests(tensors: Sequence[Tensor]) -> Any:
 def _digests(flat: Sequence[Tensor]) -> Tensor:
     by_word: dict[int, list[tuple[int, Tensor]]] = {}
     for place, each in enumerate(flat):
-        nbytes = reference.word_of(each)
+        nbytes = operations.word_of(each)
         aligned = each.clone() if each.data_ptr() % nbytes else each
         by_word.setdefault(nbytes, []).append((place, aligned))
     found = torch.empty(len(flat), dtype=torch.int64, device=flat[0].device)

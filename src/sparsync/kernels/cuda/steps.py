@@ -29,12 +29,9 @@ from sparsync.kernels.cuda.values import (
     places,
     share,
     store_packet,
-    values_decode,
-    values_encode,
 )
-from sparsync.kernels.share_reference import encode_share_by
-from sparsync.kernels.step_reference import HASH, Move, Spread, chunks_of, nan_packet
-from sparsync.kernels.value_reference import TERNARY, values_nbytes
+from sparsync.kernels.step_reference import HASH, Move, Spread, chunks_of, encode_share
+from sparsync.kernels.value_reference import TERNARY, nan_packet, values_nbytes
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 NUMBERS = {each: number for number, each in enumerate(TYPES)}  # of types, in a table of pieces
@@ -132,7 +129,7 @@ def encode_steps_(
         before = out if skip is None else out.clone()
         _encode_steps_kernel[grid_of(n)](*given, 1, 0, BITS=8, **form)  # all of it is an own chunk, without a packet
         sent = [chunk for owner, chunk in enumerate(chunks) if owner != rank]
-        found = [encode_share_by(values_encode, values_decode, chunk.of(out), bits, P) for chunk in sent]
+        found = [encode_share(chunk.of(out), bits, P) for chunk in sent]
         if skip is not None:
             skipped = skip.reshape(()) != 0
             out.copy_(torch.where(skipped, before, out))

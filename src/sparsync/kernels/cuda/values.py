@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes
-from sparsync.kernels.share_reference import reduce_shares_by
+from sparsync.kernels.step_reference import reduced_shares
 from sparsync.kernels.value_reference import BLOCK, LEVEL, POWERS, TERNARY, nan_packet, values_nbytes
 
 BLOCKS = 4  # of 256 values, that one program works on
@@ -72,7 +72,7 @@ def _reduce_shares(
     k = value.numel()
     if bits_down == TERNARY:
         before = value if skip is None else value.clone()
-        found = reduce_shares_by(values_encode, values_decode, value, packets, bits, P, bits_down)
+        found = reduced_shares(value, packets, bits, P, bits_down)
         if skip is None:
             return found
         value.copy_(torch.where(skip != 0, before, value))
