@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.state import State
 from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, Tally, all_gather_exchange, planned, plus, tally
 from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, exact_divisor, phase
 from sparsync.feedback import Accumulator, Residuals
@@ -17,7 +18,7 @@ from sparsync.kernels import operations as kernels
 from sparsync.wire import Elements, Values, check_values
 
 
-@dataclass
+@dataclass(frozen=True)
 class TopK(ErrorFeedbackScheme):
     """Send each rank's share `density` of its elements of largest magnitude to all; the mean divides their sum by P.
 
@@ -50,7 +51,7 @@ class TopK(ErrorFeedbackScheme):
         counts = {count_for(self.density, given.n): given.P}
         return gather_selections_planned(given, counts, self.values, self.residual_nbytes(given))
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(self.count(bucket))  # [k]
         return gather_selections(own, [own.index.numel()] * comm.size, self.values, bucket, comm)
 
