@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Scheme
+from sparsync import Bucket, Cost, LocalWorld, MeteredComm, State
 from sparsync.comm.local import LocalComm
 from sparsync_lab.predict.exchanges import Given, Plan
 from sparsync_lab.predict.schemes import plan_of
@@ -145,21 +145,20 @@ def table(ranks: Sequence[int], schemes: str, limit_s: float, estimates_limit_s:
 def agreement(choice: SchemeChoice, stream: Synthetic, drawn: Sequence[Sequence[Tensor]]) -> FormCheck:
     """Return form and count of `choice` on drawn gradients, three steps of them or as many as its form needs."""
     P = stream.ranks
-    schemes = [choice.make() for _ in range(P)]
-    plan = plan_of(schemes[0], Given(stream.elements, P, layout=stream.layout))
+    scheme = choice.make()
+    states = [scheme.start() for _ in range(P)]
+    plan = plan_of(scheme, Given(stream.elements, P, layout=stream.layout))
     determined, before = _determined(choice), int(choice.label not in _labels(SETTLED))
     steps = before + 1 if determined else len(drawn)
     counted = [
-        sent(schemes, stream, step, drawn[step], plan if determined and step == steps - 1 else None)
+        sent(states, stream, step, drawn[step], plan if determined and step == steps - 1 else None)
         for step in range(steps)
     ][before:]
     means = (statistics.fmean(getattr(cost, what) for cost in counted) for what in ("steps", "messages", "nbytes"))
     return FormCheck(plan.cost(), *means)
 
 
-def sent(
-    schemes: Sequence[Scheme], stream: Synthetic, step: int, gradients: Sequence[Tensor], plan: Plan | None
-) -> Cost:
+def sent(states: Sequence[State], stream: Synthetic, step: int, gradients: Sequence[Tensor], plan: Plan | None) -> Cost:
     """Return what the busiest ranks send in a step.
 
     With a plan all ranks but rank 0 end the step after as many exchanges as the plan has: P ranks need not handle the P messages that
@@ -172,13 +171,13 @@ def sent(
         metered = MeteredComm(comm)
         bucket = Bucket("forms", gradients[comm.rank].clone(), step, stream.layout)
         if not calls or not comm.rank:
-            schemes[comm.rank].reduce(bucket, metered)
+            states[comm.rank].reduce(bucket, metered)
             return metered.take()[0]
         try:
-            schemes[comm.rank].reduce(bucket, EndsWithItsExchanges(metered, calls))
+            states[comm.rank].reduce(bucket, EndsWithItsExchanges(metered, calls))
         except Sent:
             return metered.take()[0]
-        raise AssertionError(f"{schemes[0].name} makes fewer exchanges than its plan on {stream.ranks} ranks")
+        raise AssertionError(f"{states[0].name} makes fewer exchanges than its plan on {stream.ranks} ranks")
 
     costs = LocalWorld(stream.ranks).run(reduce)
     return Cost(*(max(getattr(cost, what) for cost in costs) for what in ("steps", "messages", "nbytes")))

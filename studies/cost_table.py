@@ -66,7 +66,8 @@ def table(ranks: Sequence[int] = RANKS) -> str:
 def counted(choice: SchemeChoice, P: int) -> Counted:
     """Return what `choice` sends on P ranks. Raises RuntimeError where its reports say otherwise than what was counted."""
     stream = Synthetic(P, ELEMENTS)
-    schemes = [choice.make() for _ in range(P)]
+    scheme = choice.make()
+    states = [scheme.start() for _ in range(P)]
     found: list[Report] = []
     for step in range(STEPS):
         gradients = stream.gradients(step)
@@ -75,7 +76,7 @@ def counted(choice: SchemeChoice, P: int) -> Counted:
             comm: LocalComm, step: int = step, gradients: Sequence[torch.Tensor] = gradients
         ) -> tuple[Report, Cost]:
             metered = MeteredComm(comm)
-            report = schemes[comm.rank].reduce(Bucket("costs", gradients[comm.rank], step, stream.layout), metered)
+            report = states[comm.rank].reduce(Bucket("costs", gradients[comm.rank], step, stream.layout), metered)
             return report, metered.take()[0]
 
         seen = LocalWorld(P).run(reduce)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sparsync.runtime.ownership import check_free, take
 from torch import nn
 
 from sparsync import Bucket, TopK
@@ -13,7 +14,6 @@ from sparsync.core import laid_out
 from sparsync.runtime.connection import Connection, Reduction
 from sparsync.runtime.dispatcher import Dispatcher
 from sparsync.runtime.optimizers import ResidualUnits
-from sparsync.runtime.ownership import check_free, take
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheme: pickle.loads(pickle.dumps(scheme))])

@@ -27,7 +27,7 @@ from helpers.ddp_training import (
     total,
 )
 from helpers.distributed import case, run
-from helpers.known_gradients import FEW, BucketsNoted, KnownGradients, expected, row, schemes
+from helpers.known_gradients import FEW, KnownGradients, expected, noted, row, schemes
 from helpers.overlapping import IN_ORDER, Overlapping
 from invariants.world import same_bits
 from sparsync import Cost, Dense
@@ -276,8 +276,9 @@ def train_on_real_numbers(id: str) -> tuple[RankRecord, dict[tuple[int, str], Te
     """Each step twice on the same batch: once without synchronisation, for this rank's own gradient, and once with."""
     model, rank = perceptron(), dist.get_rank()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
-    recorder = BucketsNoted(row(id).make())
-    handle = sparsync.attach(ddp, recorder, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0))
+    options = sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
+    handle = sparsync.attach(ddp, row(id).make(), options=options)
+    buckets = noted(handle.state)
     own, rows = {}, []
     for step in range(5):
         for synchronised in (False, True):
@@ -289,8 +290,8 @@ def train_on_real_numbers(id: str) -> tuple[RankRecord, dict[tuple[int, str], Te
                 rows.append(torch.cat(list(grads.values())))
             else:
                 own |= {(step, name): grad for name, grad in grads.items()}
-    residual = recorder.state_dict().get("residual", {})
-    return RankRecord(torch.stack(rows), recorder.steps, handle.reports(), residual), own
+    residual = handle.state.state_dict().get("residual", {})
+    return RankRecord(torch.stack(rows), buckets, handle.reports(), residual), own
 
 
 @pytest.mark.parametrize("id", ["topk-0.1"])

@@ -75,7 +75,7 @@ def resume(ids: Iterable[str]) -> dict[str, list[RankRecord]]:
             for later in (again, other):
                 later.handle.load_state_dict(torch.load(io.BytesIO(saved(first.handle)), weights_only=True))
                 later.rows += first.rows
-                later.recorder.steps |= first.recorder.steps
+                later.buckets |= first.buckets
                 for _ in range(3):
                     later.step()
             found[id] = [training.done() for training in (whole, again, other)]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, known
 from helpers.distributed import case, run
-from helpers.known_gradients import BucketsNoted, KnownGradients, row
+from helpers.known_gradients import KnownGradients, noted, row
 from sparsync.runtime.optimizers import ResidualRescaler
 from sparsync.schemes.topk_allgather import TopK
 
@@ -27,10 +27,10 @@ def train(scheme: str) -> tuple[Tensor, Tensor, list[float], list[str]]:
     ddp = DistributedDataParallel(model, bucket_cap_mb=PARAMETERS * N * 4 / 2**20)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=3)
-    recorder = BucketsNoted(row(scheme).make())
     handle = sparsync.attach(
-        ddp, recorder, scaler=scaler, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
+        ddp, row(scheme).make(), scaler=scaler, options=sparsync.Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
     )
+    buckets_of = noted(handle.state)
     assert handle._connection.scaled
     applied, scales = torch.zeros(COUNT * N), []
     for step in range(STEPS):
@@ -50,7 +50,7 @@ def train(scheme: str) -> tuple[Tensor, Tensor, list[float], list[str]]:
     assert state["loss_scale"] == scales[-1]
     residual = state["scheme"]["residual"]
     residuals = torch.cat([residual.get(name, torch.zeros(N)) for name in NAMES])  # what is sent whole has none
-    buckets = [[slot.name for slot in layout] for layout in recorder.steps[OVERFLOWING]]
+    buckets = [[slot.name for slot in layout] for layout in buckets_of[OVERFLOWING]]
     non_finite = next(names for names in buckets if NAMES[COUNT // 2] in names)
     return applied, residuals / scales[-1], scales, non_finite
 

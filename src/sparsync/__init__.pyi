@@ -11,6 +11,7 @@ from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackSch
 from sparsync.base.error_feedback import Update as Update
 from sparsync.base.scheme import Scheme as Scheme
 from sparsync.base.scheme_text import scheme as scheme
+from sparsync.base.state import State as State
 from sparsync.comm.announcement import RanksDifferError as RanksDifferError
 from sparsync.comm.group import ConnectionLostError as ConnectionLostError
 from sparsync.comm.group import GroupComm as GroupComm

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,9 +10,6 @@ from torch import Tensor
 from sparsync.core import Bucket, ParameterSpan, Rows, Span, Sparse, exact_divisor, phase
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.operations import smallest_magnitude
-
-# The parts of a scheme's state that are vectors by parameter name of which the sum over ranks counts: what ranks hold back.
-PER_RANK = ("residual", "velocity")
 
 Residuals = Literal["float32", "bfloat16"]
 
@@ -186,107 +183,52 @@ class Accumulator:
 
 
 @dataclass
-class ErrorFeedback:
-    """The residual of one rank, by parameter name: a new bucket layout moves it and loses nothing.
+class ByParameter:
+    """A vector for each parameter name: a new bucket layout moves it and loses nothing."""
 
-    The residual is float32, or float64 for float64 gradients, in units of the gradient (the learning rate is not in it). As "bfloat16"
-    it takes half the memory, and what rounding to 8 bits drops is lost. With `decay` below 1, the share 1 - decay of the residual is
-    dropped whenever a gradient joins it; a step with NaN or Inf drops nothing.
-    """
-
-    precision: Residuals = "float32"
-    # Flat. Views of the buckets' residuals, which stay adjacent.
+    # Flat. Views of the buckets' vectors, which stay adjacent.
     by_name: dict[str, Tensor] = field(default_factory=dict)
     _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
-    _hints: dict[str, float] = field(default_factory=dict)  # by bucket key and kind
     _held: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, as they were at the last `hold`
-    _rank: int | None = None
-    decay: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.precision not in get_args(Residuals):
-            raise ValueError(f"residuals must be one of {', '.join(get_args(Residuals))}, got {self.precision!r}")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(
-                f"decay must be in [0, 1], the share of the residual that stays each step, got {self.decay}"
-            )
+    def of(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+        """Return the vector of this bucket's parameters, [n], for writing; zero, and of `dtype`, for parameters not seen before.
 
-    def accumulate(self, bucket: Bucket, rank: int) -> Accumulator:
-        """Return the sum of this bucket's residual, decayed, and gradient. Raises as `residual` does."""
-        return Accumulator(bucket, self.residual(bucket, rank), self._hints, self.decay)
-
-    def residual(self, bucket: Bucket, rank: int) -> Tensor:
-        """Return the residual of this bucket's parameters, [n], for writing; zero for parameters not seen before.
-
-        Raises RuntimeError when this object already serves another rank, and ValueError when a parameter's size has changed.
+        Raises ValueError when a parameter's size has changed.
         """
-        self.serve(rank)
         flat = self._flat.get(bucket.layout)
         if flat is None or flat.device != bucket.grad.device:
-            flat = self._lay_out(bucket)
+            flat = self._lay_out(bucket, dtype)
         return flat
 
-    def residual_of(self, bucket: Bucket) -> Tensor:
-        """Return the residual of a bucket that some rank has reduced, [n], for writing."""
-        assert self._rank is not None, "nothing was reduced yet"
-        return self.residual(bucket, self._rank)
-
-    def rollback(self, bucket: Bucket) -> None:
-        """Add `bucket.grad`, which all P ranks wrote, to the residual: P times over all ranks, so that no mass is lost."""
-        if self._rank is not None:
-            self.residual(bucket, self._rank).add_(bucket.grad)
-
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residual of each named parameter, in place, and what `hold` has copied of it."""
+        """Multiply the vector of each named parameter, in place, and what `hold` has copied of it."""
         for name, factor in factors.items():
-            for residuals in (self.by_name, self._held):
-                if name in residuals and factor != 1.0:
-                    residuals[name].mul_(factor)
+            for vectors in (self.by_name, self._held):
+                if name in vectors and factor != 1.0:
+                    vectors[name].mul_(factor)
 
     def hold(self) -> None:
-        """Copy the residual, for `weigh`."""
-        for name, residual in self.by_name.items():
+        """Copy the vectors, for `weigh`."""
+        for name, vector in self.by_name.items():
             if name in self._held:
-                self._held[name].copy_(residual)
+                self._held[name].copy_(vector)
             else:
-                self._held[name] = residual.clone()
+                self._held[name] = vector.clone()
 
     def weigh(self, factors: Mapping[str, float]) -> None:
-        """Make what each named residual has changed by since `hold` its factor times as much: 1 changes nothing, 0 takes it back.
+        """Make what each named vector has changed by since `hold` its factor times as much: 1 changes nothing, 0 takes it back.
 
         What was not held counts as zero then.
         """
         for name, factor in factors.items():
             if name in self.by_name:
                 # Not lerp_, whose difference of large numbers of either sign overflows.
-                residual = self.by_name[name].mul_(factor) if factor else self.by_name[name].zero_()
+                vector = self.by_name[name].mul_(factor) if factor else self.by_name[name].zero_()
                 if name in self._held:
-                    residual.add_(self._held[name].to(residual.device), alpha=1 - factor)
+                    vector.add_(self._held[name].to(vector.device), alpha=1 - factor)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the residual of each parameter, copied: flat, in its own precision."""
-        return {name: residual.clone() for name, residual in self.by_name.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state_dict` returned."""
-        self.by_name = {name: residual.clone() for name, residual in state.items()}
-        self._flat.clear()
-        self._held.clear()
-        self._rank = None
-
-    def serve(self, rank: int) -> None:
-        """Take the first rank that calls for the one whose state this is. Raises RuntimeError when another one calls."""
-        if self._rank is None:
-            self._rank = rank
-        if self._rank != rank:
-            raise RuntimeError(
-                f"this scheme holds the state of rank {self._rank} and was called by rank {rank}; make one scheme per rank"
-            )
-
-    def _lay_out(self, bucket: Bucket) -> Tensor:
-        dtype = torch.promote_types(bucket.grad.dtype, torch.float32)
-        if dtype == torch.float32 and self.precision == "bfloat16":
-            dtype = torch.bfloat16
+    def _lay_out(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(bucket.grad.numel(), dtype=dtype, device=bucket.grad.device)
         names = {entry.name for entry in bucket.layout}
         for layout in [old for old in self._flat if any(entry.name in names for entry in old)]:
@@ -303,6 +245,53 @@ class ErrorFeedback:
             self.by_name[entry.name] = entry.span.of(flat)
         self._flat[bucket.layout] = flat
         return flat
+
+
+class Vectors:
+    """What one rank holds back, by kind, such as "residual" or "velocity", and by parameter name. In units of the gradient."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, ByParameter] = {}
+
+    def by_kind(self, kind: str) -> ByParameter:
+        """Return the vectors of a kind."""
+        return self._kinds.setdefault(kind, ByParameter())
+
+    @property
+    def hold_anything(self) -> bool:
+        """Whether there is any vector: the same on all ranks that have made the same steps."""
+        return any(each.by_name for each in self._kinds.values())
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply the vectors of each named parameter by its factor."""
+        for each in self._kinds.values():
+            each.rescale(factors)
+
+    def hold(self) -> None:
+        """Copy the vectors before a step, for `weigh`."""
+        for each in self._kinds.values():
+            each.hold()
+
+    def weigh(self, factors: Mapping[str, float]) -> None:
+        """Keep of the step since `hold`, for each named parameter, its factor in [0, 1]; called where only that share was applied.
+
+        With c the factor, a vector becomes c times what it is now + (1 - c) times what it was before the step.
+        """
+        for each in self._kinds.values():
+            each.weigh(factors)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return the vectors by kind and parameter name, copied: flat, in their own precision."""
+        return {
+            kind: {name: vector.clone() for name, vector in each.by_name.items()} for kind, each in self._kinds.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._kinds = {
+            kind: ByParameter({name: vector.clone() for name, vector in by_name.items()})
+            for kind, by_name in state.items()
+        }
 
 
 def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:

@@ -204,8 +204,8 @@ def _attached(choice: SchemeChoice, options: argparse.Namespace) -> OverlapCase:
     """Return the case of a model with the hook; its `reduce` gives the same buckets to an equal scheme on a separate dispatcher."""
     model = _model(options)
     handle = attach(model, choice.make(), options=Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0))
-    scheme, reports = choice.make(), list[Report]()
-    dispatcher = Dispatcher(Connection(scheme, GroupComm.private(timeout_s=TIMEOUT_S)), reports.append)
+    state, reports = choice.make().start(), list[Report]()
+    dispatcher = Dispatcher(Connection(state, GroupComm.private(timeout_s=TIMEOUT_S)), reports.append)
     names = [name for name, _ in reversed(list(model.module.named_parameters()))]
 
     def reduce(grads: Sequence[Tensor], step: int) -> None:
@@ -213,7 +213,7 @@ def _attached(choice: SchemeChoice, options: argparse.Namespace) -> OverlapCase:
             Bucket(f"bucket{at}", grad, step, laid_out([(name, grad.numel())]))
             for at, (name, grad) in enumerate(zip(names, grads, strict=True))
         ]
-        for done in [dispatcher.submit(bucket, scheme) for bucket in buckets]:
+        for done in [dispatcher.submit(bucket, state) for bucket in buckets]:
             done.wait()
 
     def payload_nbytes() -> int:

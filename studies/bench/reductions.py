@@ -115,9 +115,9 @@ def _case(choice: SchemeChoice | None, given: Tensor, grad: Tensor, other: Tenso
             grad.copy_(comm.all_reduce(narrow))
 
         return ReductionCase(HOOK, given, grad, other, hook)
-    scheme = choice.make()
+    state = choice.make().start()
     return ReductionCase(
-        choice.label, given, grad, other, lambda grad, number: scheme.reduce(Bucket("all", grad, number), comm)
+        choice.label, given, grad, other, lambda grad, number: state.reduce(Bucket("all", grad, number), comm)
     )
 
 

@@ -58,11 +58,10 @@ class Striker:
         """Take note of every bucket that the scheme of this training has reduced."""
         if not self.armed or training.handle is None:
             return
-        scheme = training.handle.scheme
+        state = training.handle.state
         for name in ("reduce", "reduce_scatter"):
-            if (inner := getattr(scheme, name, None)) is not None:
-                # A scheme may be a frozen dataclass.
-                object.__setattr__(scheme, name, self._then(inner))
+            if (inner := getattr(state, name, None)) is not None:
+                setattr(state, name, self._then(inner))
 
     def begins(self, step: int, training: RankTraining) -> None:
         """Strike, if it is time, before this step of the training."""

@@ -187,7 +187,7 @@ class _Rank:
 
 def residual(handle: Any) -> dict[str, Tensor]:  # Any: see _Rank
     """Return a copy of what a rank has not sent, by parameter."""
-    return {name: each.clone() for name, each in handle.scheme.state_dict().get("residual", {}).items()}
+    return {name: each.clone() for name, each in handle.state.state_dict().get("residual", {}).items()}
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

@@ -138,12 +138,12 @@ def _step_of(choice: SchemeChoice, muon: bool, comm: LocalComm) -> Callable[[int
     parameters = list(model.named_parameters())
     drawn = generator(0, "counts", comm.rank)
     if choice.local is None:
-        scheme, layout = choice.make(), laid_out((name, each.shape) for name, each in parameters)
+        state, layout = choice.make().start(), laid_out((name, each.shape) for name, each in parameters)
         n = layout[-1].span.stop
 
         def reduce(number: int) -> Callable[[], object]:
             bucket = Bucket("counts", torch.randn(n, generator=drawn), number, layout)
-            return lambda: scheme.reduce(bucket, comm)
+            return lambda: state.reduce(bucket, comm)
 
         return reduce
     optimizer = job.optimizer(model, STEPS)[0]

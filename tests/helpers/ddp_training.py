@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case
-from helpers.known_gradients import BucketsNoted, Gradient, KnownGradients, Step, expected, row, whole_numbers
+from helpers.known_gradients import Gradient, KnownGradients, Step, expected, noted, row, whole_numbers
 from invariants.world import same_bits
 from sparsync import Report
 from sparsync.base.scheme import Scheme
@@ -59,13 +59,13 @@ class AttachedTraining:
         self.model = model or KnownGradients(COUNT, N, dtype)
         cap_mb = COUNT // buckets * N * dtype.itemsize / 2**20  # DDP ends a bucket once it has this much
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
-        self.recorder = BucketsNoted(row(scheme).make() if isinstance(scheme, str) else scheme)
         self.handle = sparsync.attach(
             self.ddp,
-            self.recorder,
+            row(scheme).make() if isinstance(scheme, str) else scheme,
             scaler=scaler,
             options=sparsync.Options(timeout_s=timeout_s, join_mb=0, dense_below=0),
         )
+        self.buckets = noted(self.handle.state)
         self.rank = dist.get_rank(self.ddp.process_group)
         self.rows: list[Tensor] = []
 
@@ -75,8 +75,8 @@ class AttachedTraining:
         self.rows.append(self.model.gradients().clone())
 
     def done(self) -> RankRecord:
-        residual = self.recorder.state_dict().get("residual", {})
-        return RankRecord(torch.stack(self.rows), self.recorder.steps, self.handle.reports(), residual)
+        residual = self.handle.state.state_dict().get("residual", {})
+        return RankRecord(torch.stack(self.rows), self.buckets, self.handle.reports(), residual)
 
 
 def step_at_once(trainings: Sequence[AttachedTraining], step: int) -> None:

@@ -49,12 +49,12 @@ def run(
     """Return the state of each rank after each step, [P][steps], and check that every report gives the traffic that was counted."""
 
     def body(comm: LocalComm) -> list[RankState]:
-        metered, scheme, seen = MeteredComm(comm), make(), []
+        metered, state, seen = MeteredComm(comm), make().start(), []
         for step, grads in enumerate(steps, start=first):
             bucket = Bucket("bucket", grads[comm.rank].clone(), step, layout)
-            report = scheme.reduce(bucket, metered)
+            report = state.reduce(bucket, metered)
             assert metered.take()[0] == report.cost
-            by_name = scheme.state_dict()["residual"]
+            by_name = state.state_dict()["residual"]
             parts = [by_name[each.name] for each in bucket.layout if each.name in by_name]
             residual = torch.cat([bucket.grad[:0], *parts])
             seen.append(RankState(bucket.grad, residual, report))

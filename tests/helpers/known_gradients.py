@@ -5,16 +5,14 @@ from a LocalWorld that runs the same scheme, without DDP, over the same buckets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from invariants.table import BY_ID, ROWS, Row
 from invariants.world import same_bits
-from sparsync import Bucket, LocalWorld, Report
-from sparsync.base.scheme import Scheme
+from sparsync import Bucket, LocalWorld, Report, State
 from sparsync.core import Comm, ParameterSpan, generator
 from sparsync.runtime.connection import Rollback
 
@@ -105,42 +103,19 @@ class KnownGradients(nn.Module):
         return torch.cat([torch.full_like(p, torch.nan) if p.grad is None else p.grad for p in self.parameters()])
 
 
-@dataclass
-class BucketsNoted(Scheme):
-    """A scheme that passes everything on, and writes down which buckets came."""
+def noted(state: State, around: Callable[[Bucket], object] = lambda bucket: None) -> dict[int, Step]:
+    """Write down from now on which buckets a state reduces, by step; `around` is called before and after each."""
+    steps, reduce = dict[int, Step](), state.reduce
 
-    inner: Scheme = field(repr=False)
-    steps: dict[int, Step] = field(default_factory=dict, repr=False)
+    def noting(bucket: Bucket, comm: Comm) -> Report:
+        steps.setdefault(bucket.step, []).append(bucket.layout)
+        around(bucket)
+        report = reduce(bucket, comm)
+        around(bucket)
+        return report
 
-    def __setattr__(self, name: str, value: object) -> None:
-        # Tests exchange the scheme inside, and join the steps of two recorders.
-        object.__setattr__(self, name, value)
-
-    def __post_init__(self) -> None:
-        self.name = self.inner.name
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        self.steps.setdefault(bucket.step, []).append(bucket.layout)
-        return self.inner.reduce(bucket, comm)
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as the protocol
-        self.inner.load_state_dict(state)
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self.inner.rescale_residual(factors)
-
-    def reset_shared_state(self) -> None:
-        self.inner.reset_shared_state()
-
-    @property
-    def has_residual(self) -> bool:
-        return self.inner.has_residual
-
-    def rollback(self, bucket: Bucket) -> None:
-        self.inner.rollback(bucket)
+    state.reduce = noting
+    return steps
 
 
 @dataclass
@@ -160,17 +135,17 @@ def expected(
     """
 
     def program(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
-        scheme, skipped = row(id).make(), Rollback()
+        state, skipped = row(id).make().start(), Rollback()
         rows = []
         for step, layouts in steps.items():
             reduced: dict[str, Tensor] = {}
             for number, layout in enumerate(layouts):
                 flat = torch.cat([gradient(comm.rank, step, slot.name) for slot in layout])
                 bucket = Bucket(keys[number] if keys else f"bucket{number}", flat, step, layout)
-                skipped.reduced(scheme, bucket, scheme.reduce(bucket, comm))
+                skipped.reduced(state, bucket, state.reduce(bucket, comm))
                 reduced |= {slot.name: slot.span.of(flat) for slot in layout}
             rows.append(torch.cat([reduced[name] for name in names]))
-        return torch.stack(rows), scheme.state_dict().get("residual", {})
+        return torch.stack(rows), state.state_dict().get("residual", {})
 
     results = LocalWorld(P).run(program)
     for rank, (grads, _) in enumerate(results):

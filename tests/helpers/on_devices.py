@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 import sparsync
 from helpers.distributed import join_again
-from helpers.known_gradients import BucketsNoted
-from sparsync import Bucket, Dense, LocalSteps, MiCRO, OkTopk, Report, SkipReduce, TopK, TwoShot
+from helpers.known_gradients import noted
+from sparsync import Dense, LocalSteps, MiCRO, OkTopk, Report, SkipReduce, TopK, TwoShot
 from sparsync.base.scheme import Scheme
-from sparsync.core import Comm, generator
+from sparsync.core import generator
 
 TIMEOUT_S = 20.0  # for a rank that waits for another one
 SCHEMES: dict[str, Callable[[], Scheme]] = {
@@ -263,18 +263,11 @@ def trained(device: str, wrapper: str, make: Callable[[], Scheme]) -> Record:
     return record
 
 
-class Settled(BucketsNoted):
-    """A scheme that passes everything on, and waits for all streams of the GPU before and after each bucket."""
+def deep(device: str, wrapper: str, make: Callable[[], Scheme], join_mb: float = 0.0, settled: bool = False) -> Record:
+    """Train a net of many layers, each a bucket, most of which are reduced during the backward pass.
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        _settle(bucket.grad)
-        report = super().reduce(bucket, comm)
-        _settle(bucket.grad)
-        return report
-
-
-def deep(device: str, wrapper: str, make: Callable[[], Scheme], join_mb: float = 0.0) -> Record:
-    """Train a net of many layers, each a bucket, most of which are reduced during the backward pass."""
+    `settled`: wait for all streams of the GPU before and after each bucket.
+    """
     torch.manual_seed(2)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(DEEP, DEEP), nn.ReLU())]
     net = nn.Sequential(*layers).to(device)
@@ -286,6 +279,8 @@ def deep(device: str, wrapper: str, make: Callable[[], Scheme], join_mb: float =
         )
     else:
         handle = sparsync.GradientReducer(net, make(), options=sparsync.Options(timeout_s=TIMEOUT_S))
+    if settled:
+        noted(handle.state, lambda bucket: _settle(bucket.grad))
     optimizer, record = torch.optim.SGD(net.parameters(), lr=0.05), Record()
     for step in range(MANY):
         x = torch.randn(64, DEEP, generator=generator(dist.get_rank(), "deep", step)).to(device)
@@ -372,11 +367,11 @@ def cases_of_overlap(device: str, scheme: str) -> dict[str, Record | str]:
     _repeatable()
     make = SCHEMES[scheme]
     cases: dict[str, Callable[[], Record]] = {
-        "first": lambda: deep(device, "ddp", lambda: BucketsNoted(make())),
-        "again": lambda: deep(device, "ddp", lambda: BucketsNoted(make())),
-        "settled": lambda: deep(device, "ddp", lambda: Settled(make())),
-        "joined": lambda: deep(device, "ddp", lambda: BucketsNoted(make()), join_mb=1.0),
-        "joined, settled": lambda: deep(device, "ddp", lambda: Settled(make()), join_mb=1.0),
+        "first": lambda: deep(device, "ddp", make),
+        "again": lambda: deep(device, "ddp", make),
+        "settled": lambda: deep(device, "ddp", make, settled=True),
+        "joined": lambda: deep(device, "ddp", make, join_mb=1.0),
+        "joined, settled": lambda: deep(device, "ddp", make, join_mb=1.0, settled=True),
     }
     if scheme == "dense":
         cases["reducer"] = lambda: deep(device, "reducer", make)

@@ -5,7 +5,7 @@ import threading
 from torch import Tensor
 
 from helpers.ddp_training import TIMEOUT_S
-from sparsync import Bucket, Report
+from sparsync import Bucket, Report, State
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.schemes.dense import Dense
@@ -23,14 +23,14 @@ class Overlapping(Scheme):
         self.events: list[str] = []
         self.begun, self.computed = threading.Event(), threading.Event()
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if not self.watched or bucket.key != self.key:
-            return Dense().reduce(bucket, comm)
+            return Dense().reduce(state, bucket, comm)
         self.events.append("communication begins")
         self.begun.set()
         if not self.computed.wait(TIMEOUT_S / 2):
             raise RuntimeError("the backward pass did not go on during communication")
-        report = Dense().reduce(bucket, comm)
+        report = Dense().reduce(state, bucket, comm)
         self.events.append("communication ends")
         return report
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report
-from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, ParameterSpan
 from sparsync_lab.predict.exchanges import Exchange
@@ -73,17 +73,17 @@ class RecordedStep:
 
 
 def recorded_step(
-    schemes: Sequence[Scheme], gradients: Sequence[Tensor], step: int, layout: tuple[ParameterSpan, ...] = ()
+    states: Sequence[State], gradients: Sequence[Tensor], step: int, layout: tuple[ParameterSpan, ...] = ()
 ) -> RecordedStep:
-    """Reduce one bucket on as many ranks as there are schemes, in this process."""
+    """Reduce one bucket on as many ranks as there are states, in this process."""
 
     def reduce(comm: LocalComm) -> tuple[Report, list[Call]]:
         recording = RecordingComm(MeteredComm(comm))
         checked: Comm = recording
-        report = schemes[comm.rank].reduce(Bucket("b", gradients[comm.rank], step, layout), checked)
+        report = states[comm.rank].reduce(Bucket("b", gradients[comm.rank], step, layout), checked)
         return report, recording.calls
 
-    found = LocalWorld(len(schemes)).run(reduce)
+    found = LocalWorld(len(states)).run(reduce)
     return RecordedStep([report for report, _ in found], [calls for _, calls in found])
 
 

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, LocalWorld, MeteredComm, Report, Scheme
+from sparsync import Bucket, LocalWorld, MeteredComm, Report, State
 from sparsync.core import Comm
 
 
-def reduced(schemes: Sequence[Scheme], given: list[Tensor], step: int = 0) -> tuple[Tensor, list[Report], list[Tensor]]:
+def reduced(states: Sequence[State], given: list[Tensor], step: int = 0) -> tuple[Tensor, list[Report], list[Tensor]]:
     """Return the mean, which all ranks have, the reports and the residuals; the bytes counted are those of the reports."""
 
     def body(comm: Comm) -> tuple[Tensor, Report]:
         metered = MeteredComm(comm)
         bucket = Bucket("w", given[comm.rank].clone(), step)
-        report = schemes[comm.rank].reduce(bucket, metered)
+        report = states[comm.rank].reduce(bucket, metered)
         assert metered.take()[0] == report.cost
         return bucket.grad, report
 
-    found = LocalWorld(len(schemes)).run(body)
+    found = LocalWorld(len(states)).run(body)
     assert all(torch.allclose(mean, found[0][0], rtol=0, atol=0, equal_nan=True) for mean, _ in found)
-    residuals = [scheme.state_dict()["residual"]["w"] for scheme in schemes]
+    residuals = [state.state_dict()["residual"]["w"] for state in states]
     return found[0][0], [report for _, report in found], residuals

@@ -21,9 +21,8 @@ class Stepped(Handle):
     def __init__(self, comm: Comm, scheme: Scheme | None = None, shapes: Mapping[str, Any] = SHAPES) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
         scheme = TopK(0.1) if scheme is None else scheme
-        self._exchanged_by = scheme
         names = {id(each): name for name, each in self._named()}
-        super().__init__(scheme, comm, ResidualRescaler(scheme, names), Comparison([], names, None, every=0))
+        super().__init__(scheme, comm, ResidualRescaler(names), Comparison([], names, None, every=0))
 
     def step(self, count: int = 1) -> "Stepped":
         rank, _ = self.place
@@ -32,7 +31,7 @@ class Stepped(Handle):
             layout = laid_out((name, each.shape) for name, each in self._named())
             drawn = generator(rank, "gradient", self._step)
             grad = torch.randint(-8, 9, (layout[-1].span.stop,), generator=drawn).float()
-            self._connection.reduce(Bucket("all", grad, self._step, layout), self._exchanged_by)
+            self._connection.reduce(Bucket("all", grad, self._step, layout), self.state)
             self._connection.end_step()
         return self
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
-from sparsync import Bucket, Report, Scheme
+from sparsync import Bucket, Report, Scheme, State
 from sparsync.core import Comm, generator
 from sparsync_lab.workloads.base import Batch, Workload, bare, chunks, exactly_addable, seeded, share
 
@@ -58,25 +58,20 @@ class HeavyBall(Scheme):
 
     name = "heavy_ball"
 
-    def __init__(self) -> None:
-        self.last: dict[str, Tensor] = {}
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        mean = comm.all_reduce(bucket.grad.clone()) / comm.size
-        self.last[bucket.key] = mean + 0.5 * self.last.get(bucket.key, torch.zeros_like(mean))
-        bucket.grad.copy_(self.last[bucket.key])
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        last = state.common_vector("last", bucket)
+        last.mul_(0.5).add_(comm.all_reduce(bucket.grad.clone()) / comm.size)
+        bucket.grad.copy_(last)
         return self.report(bucket)
 
 
 class DeclaredHeavyBall(HeavyBall):
     """The same, and the job's optimizer is told."""
 
-    @property
-    def has_momentum(self) -> bool:
-        return True
+    has_momentum = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class Scaled(Scheme):
     """The mean of all ranks, times a factor."""
 
@@ -84,6 +79,6 @@ class Scaled(Scheme):
 
     name = "scaled"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         bucket.grad.copy_(comm.all_reduce(bucket.grad.clone()) * (self.factor / comm.size))
         return self.report(bucket)

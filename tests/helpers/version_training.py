@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sparsync
 from helpers.fsdp_training import SHAPES, Net, backward, everywhere, inputs, made, mean, on, same, saved
 from invariants.world import same_bits
-from sparsync import AdamWSteps, Bucket, Dense, MiCRO, Report, TopK
+from sparsync import AdamWSteps, Bucket, Dense, MiCRO, Report, State, TopK
 from sparsync.attached.fsdp2_units import recovery
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
@@ -73,10 +73,10 @@ def unused() -> str:
 
 
 class _Unlucky(Dense):
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if (bucket.step, bucket.key, comm.rank) == (1, "middle", 1):
             raise ValueError("no luck today")
-        return super().reduce(bucket, comm)
+        return super().reduce(state, bucket, comm)
 
 
 def failed() -> str:

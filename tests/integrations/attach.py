@@ -124,10 +124,10 @@ def rebucketed(id: str) -> RankRecord:
     second = Attached(id, buckets=2, **STABLE)
     second.load(first.state())
     second.rows += first.rows
-    second.recorder.steps |= first.recorder.steps
+    second.buckets |= first.buckets
     for step in range(2, STEPS):
         second.step(second.model.inputs(second.rank, step))
-    assert [len(second.recorder.steps[step]) for step in range(STEPS)] == [1, 4, 4, 2]
+    assert [len(second.buckets[step]) for step in range(STEPS)] == [1, 4, 4, 2]
     return second.done()
 
 

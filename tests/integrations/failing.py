@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from sparsync import Bucket, Report
-from sparsync.core import Comm
+from sparsync import Bucket, Report, State
 
 FAILURE = "all ranks raise at once, with bucket and step; the next steps work, and replicas are identical"
 STEPS, FAILED = 4, 1
@@ -21,28 +22,19 @@ class Failure:
     message: str
 
 
-class Unlucky:
-    """A scheme that fails once, on rank 1, in the first bucket of a step; the rest is that of `inner`."""
+def fail_once(state: State) -> None:
+    """Have a state fail once, on rank 1, in the first bucket of a step."""
+    failed = list[int]()
 
-    def __init__(self, inner: Any) -> None:  # Any: a Scheme or a ShardedScheme
-        self.inner = inner
-        self.failed = False
-
-    def __getattr__(self, name: str) -> Any:  # Any: whatever `inner` has
-        return getattr(self.inner, name)
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        self._fail(bucket, comm)
-        return self.inner.reduce(bucket, comm)
-
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
-        self._fail(bucket, comm)
-        return self.inner.reduce_scatter(bucket, out, comm, average)
-
-    def _fail(self, bucket: Bucket, comm: Comm) -> None:
-        if (bucket.step, comm.rank) == (FAILED, 1) and not self.failed:
-            self.failed = True
+    def unlucky(reduce: Callable[..., Report], bucket: Bucket, *args: Any) -> Report:
+        if (bucket.step, dist.get_rank()) == (FAILED, 1) and not failed:
+            failed.append(bucket.step)
             raise ValueError("no luck today")
+        return reduce(bucket, *args)
+
+    for name in ("reduce", "reduce_scatter"):
+        if (reduce := getattr(state, name, None)) is not None:
+            setattr(state, name, partial(unlucky, reduce))
 
 
 def failing(step: Callable[[int], None], gradients: Callable[[], Tensor]) -> list[Tensor | Failure]:

@@ -12,7 +12,7 @@ from helpers.distributed import run
 from helpers.fsdp_training import SHAPES, as_fsdp, each_unit
 from helpers.resized import check_resized
 from integrations.attach import nothing
-from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
+from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.fsdp_integration import Axis, Done, Sharding, known, same_on_all_ranks
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
 from integrations.situations import OTHER, SAME, STEPS
@@ -198,8 +198,7 @@ def skipping(id: str, axis: Axis) -> ScalerRecord:
 
 def unlucky(id: str, axis: Axis) -> list[Tensor | Failure]:
     training = Sharding(id, axis)
-    # Past the setter, which takes schemes, and none on a shard axis.
-    training.handle._scheme = Unlucky(training.handle.scheme)  # pyright: ignore[reportAttributeAccessIssue]
+    fail_once(training.handle.state)
 
     def step(number: int) -> None:
         try:

@@ -137,16 +137,16 @@ Expected = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]  # gradients 
 
 def _of_replicas(id: str, P: int, units: list[Units], gradient: Gradient) -> Expected:
     def program(comm: Comm) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        scheme, rows, skipped = row(id).make(), [], Rollback()
+        state, rows, skipped = row(id).make().start(), [], Rollback()
         for step, keys in enumerate(units):
             rows.append({})
             for key, names in keys.items():
                 parts = [gradient(comm.rank, step, name).flatten() for name in names]
                 layout = laid_out((name, part.numel()) for name, part in zip(names, parts, strict=True))
                 bucket = Bucket(key, torch.cat(parts), step, layout)
-                skipped.reduced(scheme, bucket, scheme.reduce(bucket, comm))
+                skipped.reduced(state, bucket, state.reduce(bucket, comm))
                 rows[-1] |= {slot.name: slot.span.of(bucket.grad) for slot in layout}
-        return rows, scheme.state_dict().get("residual", {})
+        return rows, state.state_dict().get("residual", {})
 
     found = LocalWorld(P).run(program)
     return found[0][0], [residual for _, residual in found]
@@ -159,7 +159,7 @@ def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expec
     }
 
     def program(comm: Comm) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        scheme, rows, skipped = row(id).make().reduce_scatter_form(), [], Rollback()
+        state, rows, skipped = row(id).make().reduce_scatter_form().start(), [], Rollback()
         for step, keys in enumerate(units):
             rows.append({})
             for key, names in keys.items():
@@ -172,12 +172,12 @@ def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expec
                 out = x.new_empty(sum(length for _, length in lengths))
                 bucket, into = (
                     Bucket(key, x, step, shard_layout(lengths, P)),
-                    ReduceScatterInto(scheme, out, average, P),
+                    ReduceScatterInto(state, out, average, P),
                 )
                 written = Bucket(key, out, step, own_shard_layout(lengths, comm.rank))
                 skipped.reduced(into, written, into.reduce(bucket, comm))
                 rows[-1] |= {slot.name: slot.span.of(out) for slot in laid_out(lengths)}
-        return rows, scheme.state_dict()["residual"]
+        return rows, state.state_dict()["residual"]
 
     found = LocalWorld(P).run(program)
     rows = [

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
-from helpers.known_gradients import BucketsNoted, KnownGradients, row
+from helpers.known_gradients import KnownGradients, noted, row
 from integrations.attach import BATCHES, nothing, of_used, zero_afterwards
 from integrations.situations import SAME, STEPS, common, same_on_all_ranks, trained, unfrozen
 from integrations.table import Case, absent, refusals, trial
@@ -36,14 +36,15 @@ class Manual:
         scaler: GradScaler | None = None,
     ) -> None:
         self.model = model or KnownGradients(COUNT, N, dtype)
-        self.recorder = BucketsNoted(row(id).make())
         self.forward: Any = self.model  # or what torch.compile makes of it
         self.rank = dist.get_rank(group)
         self.rows: list[Tensor] = []
         with refusals():
             self.reducer = GradientReducer(
-                self.model, self.recorder, group=group, scaler=scaler, options=Options(timeout_s=TIMEOUT_S)
+                self.model, row(id).make(), group=group, scaler=scaler, options=Options(timeout_s=TIMEOUT_S)
             )
+
+        self.handle, self.buckets = self.reducer, noted(self.reducer.state)
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Without inputs, one of a rank that has none left."""
@@ -57,10 +58,10 @@ class Manual:
         self.rows.append(self.model.gradients().clone())
 
     def done(self) -> RankRecord:
-        return RankRecord(torch.stack(self.rows), self.recorder.steps, self.reducer.reports(), self.residual())
+        return RankRecord(torch.stack(self.rows), self.buckets, self.reducer.reports(), self.residual())
 
     def residual(self) -> dict[str, Tensor]:
-        return self.recorder.state_dict().get("residual", {})
+        return self.reducer.state.state_dict().get("residual", {})
 
     def state(self) -> dict[str, Any]:
         return self.reducer.state_dict()

@@ -12,9 +12,9 @@ from torch.amp.grad_scaler import GradScaler
 
 from helpers.ddp_training import COUNT, NAMES, N, RankRecord, check, known, total
 from helpers.distributed import run
-from helpers.known_gradients import BucketsNoted, Gradient, KnownGradients, expected, row, whole_numbers
+from helpers.known_gradients import Gradient, KnownGradients, Step, expected, row, whole_numbers
 from helpers.resized import check_resized
-from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
+from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
 from integrations.table import SAME, Case, TrialVerdict, trial
 from invariants.world import same_bits
@@ -29,7 +29,8 @@ class Integration(Protocol):
     """A training of KnownGradients behind an integration, as ddp_training.AttachedTraining is; see there."""
 
     model: KnownGradients
-    recorder: BucketsNoted
+    buckets: dict[int, Step]
+    handle: Handle
     rank: int
     rows: list[Tensor]
 
@@ -352,14 +353,14 @@ def of_two_types(id: str, integration: Make) -> ScalerRecord:
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
     training = integration(id, model=model, scaler=scaler)
     came = scaled(training, scaler, NAMES, known, "block3.bias")
-    layouts = training.recorder.steps[came.overflowing_step]
+    layouts = training.buckets[came.overflowing_step]
     came.non_finite = next(names for layout in layouts if "block3.bias" in (names := {slot.name for slot in layout}))
     return came
 
 
 def unlucky(id: str, integration: Make) -> list[Tensor | Failure]:
     training = integration(id)
-    training.recorder.inner = Unlucky(training.recorder.inner)  # pyright: ignore[reportAttributeAccessIssue]
+    fail_once(training.handle.state)
 
     def step(number: int) -> None:
         training.step(training.model.inputs(training.rank, number))

@@ -23,7 +23,7 @@ from helpers.distributed import run
 from helpers.known_gradients import KnownGradients, row
 from helpers.resized import check_resized
 from integrations.attach import BATCHES, with_mixed_precision, with_python_reducer
-from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
+from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.situations import (
     OTHER,
     STEPS,
@@ -112,7 +112,7 @@ class SteppedTraining:
         self.seen.own.append(self.weights())
         with self.steps.averaged():
             self.seen.common.append(self.weights())
-        residual = self.scheme.state_dict().get("residual", {})
+        residual = self.steps.state.state_dict().get("residual", {})
         self.seen.residual.append({name: residual[name].clone() for name in sorted(residual)})
 
     def weights(self) -> dict[str, Tensor]:
@@ -394,11 +394,7 @@ def skipped_by_all(ranks: list[StepsSeen]) -> None:
 
 def unlucky(id: str, make: Make) -> list[Tensor | Failure]:
     training = make(id)
-    scheme: Any = Unlucky(training.scheme)
-    # Past the setter, which takes schemes.
-    training.steps._scheme = scheme
-    if isinstance(training.steps, LocalTraining):
-        training.steps._exchanger._scheme = scheme
+    fail_once(training.steps.state)
     return failing(
         lambda step: training.step(training.model.inputs(training.rank, step)),
         lambda: torch.cat(list(training.seen.common[-1].values())),

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Bucket, Cost, Report, Scheme
+from sparsync import Bucket, Cost, Report, Scheme, State
 from sparsync.core import Comm
 from sparsync.runtime.handle import Handle
 
@@ -26,7 +26,7 @@ class StatelessMean(Scheme):
 
     name = "mean"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         bucket.grad.copy_(comm.all_reduce(bucket.grad) / comm.size)
         n = bucket.grad.numel()
         return Report(self.name, bucket.key, bucket.step, n, n, n, Cost())

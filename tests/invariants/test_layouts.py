@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from invariants.table import ROWS
-from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run
-from sparsync import SkipReduce
+from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run, started
+from sparsync import SkipReduce, State
 from sparsync.schemes import AutoProtect
 from sparsync.schemes.skip_reduce import Form
 from sparsync.testing.invariants import SIZES, check_layouts, reduce_by_name
@@ -67,7 +67,7 @@ def test_protected_parameters_lose_no_rank_and_the_others_lose_s(form: Form, nod
     P, skip = 4 * node_size, 2
     protect, safe = PROTECTIONS[protection]
     scheme = SkipReduce(skip, protect=protect, form=form, node_size=node_size, divide_by="ranks")
-    steps = run([scheme] * P, marks(P, COUNT, 4, 24))
+    steps = run(started(scheme, P), marks(P, COUNT, 4, 24))
     others = [name for name in NAMES if name not in safe]
     assert contributors_of(steps, safe, P) == [{P} if safe else set()] * 4
     assert contributors_of(steps, others, P) == [{P - skip * node_size} if others else set()] * 4
@@ -77,7 +77,7 @@ def test_protected_parameters_lose_no_rank_and_the_others_lose_s(form: Form, nod
 
 def test_protection_follows_the_parameter_into_other_buckets() -> None:
     P = 4
-    schemes = [SkipReduce(skip=3, protect=("c",), divide_by="ranks") for _ in range(P)]
+    schemes = started(SkipReduce(skip=3, protect=("c",), divide_by="ranks"), P)
     grads = [{name: torch.full((size,), float(2**rank)) for name, size in SIZES.items()} for rank in range(P)]
     everybody = float(2**P - 1) / P
     for step, buckets in enumerate([[list(SIZES)], [["c"], ["a", "b", "d", "e"]], [["e", "c", "a"], ["b", "d"]]]):
@@ -99,12 +99,12 @@ def disagreeing(P: int, about: Sequence[str]) -> list[Tensor]:
     return grads
 
 
-def chosen_by(schemes: Sequence[AutoProtect]) -> set[tuple[str, ...]]:
-    return {scheme.protected or () for scheme in schemes}
+def chosen_by(states: Sequence[State]) -> set[tuple[str, ...]]:
+    return {tuple(sorted(name for name, kept in each.common("protected").items() if kept)) for each in states}
 
 
-def auto(P: int, share: float, form: Form = "ring") -> list[AutoProtect]:
-    return [AutoProtect(SkipReduce(2, divide_by="ranks", form=form), share, observe_steps=2) for _ in range(P)]
+def auto(P: int, share: float, form: Form = "ring") -> list[State]:
+    return started(AutoProtect(SkipReduce(2, divide_by="ranks", form=form), share, observe_steps=2), P)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,7 +161,7 @@ def test_auto_reduces_densely_while_it_observes_and_then_keeps_its_choice() -> N
 def test_auto_chooses_among_the_parameters_of_all_buckets() -> None:
     """Buckets of a step come one after the other; the choice waits until all of them were observed."""
     P = 2
-    schemes = [AutoProtect(share=0.5, observe_steps=3) for _ in range(P)]
+    schemes = started(AutoProtect(share=0.5, observe_steps=3), P)
     grads = [
         {name: torch.full((size,), float(rank if name == "c" else 1)) for name, size in SIZES.items()}
         for rank in range(P)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from invariants.world import COUNT, run
+from invariants.world import COUNT, run, started
 from sparsync import SkipReduce
 from sparsync.collectives.skipping import random_offsets, random_shift
 from sparsync.core import generator
@@ -88,7 +88,7 @@ def constant(P: int) -> list[torch.Tensor]:
 
 def mean_over_a_round(scheme: SkipReduce, P: int) -> torch.Tensor:
     """float64: the sums of P quotients are exact, for counts of contributors that are powers of two."""
-    steps = run([scheme] * P, [constant(P)] * P)
+    steps = run(started(scheme, P), [constant(P)] * P)
     return torch.stack([step.written[0].double() for step in steps]).mean(dim=0)
 
 
@@ -106,7 +106,7 @@ def test_random_skipping_is_unbiased_over_a_round(form: Form, P: int, skip: int)
 def test_random_skipping_of_nodes_is_unbiased_over_a_round_of_nodes(form: Form) -> None:
     N, G = 4, 2
     P = N * G
-    steps = run([SkipReduce(skip=2, node_size=G, form=form)] * P, [constant(P)] * N)
+    steps = run(started(SkipReduce(skip=2, node_size=G, form=form), P), [constant(P)] * N)
     mean = torch.stack([step.written[0].double() for step in steps]).mean(dim=0)
     assert torch.equal(mean, torch.full((COUNT,), float(2**P - 1), dtype=torch.float64) / P)
 
@@ -122,8 +122,8 @@ def test_naive_skipping_is_biased(form: Form) -> None:
 @pytest.mark.parametrize("form", ["ring", "direct"])
 def test_dividing_by_ranks_shrinks_the_update_by_what_was_left_out(form: Form, mode: Mode) -> None:
     P, skip = 8, 4
-    by_ranks = run([SkipReduce(skip, mode, form=form, divide_by="ranks")] * P, [constant(P)] * P)
-    by_contributors = run([SkipReduce(skip, mode, form=form)] * P, [constant(P)] * P)
+    by_ranks = run(started(SkipReduce(skip, mode, form=form, divide_by="ranks"), P), [constant(P)] * P)
+    by_contributors = run(started(SkipReduce(skip, mode, form=form), P), [constant(P)] * P)
     for shrunk, full in zip(by_ranks, by_contributors, strict=True):
         assert torch.equal(shrunk.written[0], full.written[0] * ((P - skip) / P))
 
@@ -132,7 +132,7 @@ def test_dividing_by_ranks_shrinks_the_update_by_what_was_left_out(form: Form, m
 def test_every_rank_is_left_out_of_every_element_equally_often_in_a_round(form: Form) -> None:
     P, skip = 8, 3
     left_out = torch.zeros(P, COUNT, dtype=torch.int64)
-    for step in run([SkipReduce(skip, form=form, divide_by="ranks")] * P, [constant(P)] * P):
+    for step in run(started(SkipReduce(skip, form=form, divide_by="ranks"), P), [constant(P)] * P):
         total = (step.written[0] * P).long()
         left_out += torch.stack([(total & 2**rank) == 0 for rank in range(P)])
     assert torch.equal(left_out, torch.full_like(left_out, skip))
@@ -142,7 +142,7 @@ def test_buckets_of_one_step_and_schemes_of_other_seeds_leave_out_other_ranks() 
     P, steps = 8, [constant(8)] * 8
 
     def drawn(seed: int, key: str) -> list[list[float]]:
-        return [step.written[0].tolist() for step in run([SkipReduce(seed=seed)] * P, steps, key=key)]
+        return [step.written[0].tolist() for step in run(started(SkipReduce(seed=seed), P), steps, key=key)]
 
     assert drawn(0, "bucket0") == drawn(0, "bucket0")
     assert drawn(0, "bucket0") != drawn(0, "bucket1")

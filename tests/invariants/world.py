@@ -18,6 +18,7 @@ from sparsync.testing.world import layout as layout
 from sparsync.testing.world import reals as reals
 from sparsync.testing.world import run as run
 from sparsync.testing.world import same_bits as same_bits
+from sparsync.testing.world import started as started
 
 
 def marks(P: int, n: int, steps: int, bits: int) -> list[list[Tensor]]:
@@ -38,4 +39,4 @@ def assert_mass(steps: Sequence[Step], before: Tensor) -> None:
 def marked(id: str, P: int) -> tuple[Step, ...]:
     """Return some steps of a row without a residual, of marks, in a world of P ranks; they are run once."""
     row = BY_ID[id]
-    return tuple(run([row.make() for _ in range(P)], marks(P, COUNT, row.observes + 2, row.wire_bits)))
+    return tuple(run(started(row.make(), P), marks(P, COUNT, row.observes + 2, row.wire_bits)))

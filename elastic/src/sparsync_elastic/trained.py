@@ -94,7 +94,7 @@ class Trained:
         settings = ", ".join(f"{name}={value!r}" for name, value in getattr(exchange, "described", dict)().items())
         lines = [
             f"a model {'under DistributedDataParallel' if wrapped else 'without DistributedDataParallel'}",
-            self.handle.scheme.config_fingerprint(),
+            self.handle.state.settings,
             f"{type(exchange).__name__}({settings})",
             *(f"parameter {name!r} of {shape}" for name, shape in self.handle.layout().items()),
         ]

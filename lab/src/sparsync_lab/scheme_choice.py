@@ -147,7 +147,7 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
             steps = _trial_steps(choice, comm)
             _ = steps.flush() if choice.steps == "local_steps" else steps.step()
             return
-        report = choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
+        report = choice.make().start().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
         if not isinstance(report, Report):
             raise TypeError(f"reduce must return a sparsync.Report, such as self.report(bucket), got {report!r}")
 
@@ -157,7 +157,7 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
         # A stranger's scheme: those of this repository have tests for it.
         foreign = any(
             type(each).__module__.split(".")[0] not in ("sparsync", "sparsync_lab")
-            for each in (scheme, *scheme.inner_schemes)
+            for each in (scheme, *scheme.inner.values())
         )
         if foreign and (missing := undeclared(choice.make)):
             raise ValueError(missing)

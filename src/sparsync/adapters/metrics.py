@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from sparsync.adapters.wrapped import needs
-from sparsync.base.scheme import ReduceScatterScheme, Scheme
+from sparsync.base.state import State
 from sparsync.core import Report
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def numbers(reports: Iterable[Report]) -> dict[str, float]:
     return found | {"density": found["union"] / found["elements"] if found["elements"] else 1.0}
 
 
-def residual_norm(scheme: Scheme | ReduceScatterScheme) -> float:
+def residual_norm(state: State) -> float:
     """Return the Euclidean norm of this rank's residual; 0 where there is none. Call it between steps; copies the residual once."""
-    residuals = scheme.state_dict().get("residual", {}).values()
+    residuals = state.state_dict().get("residual", {}).values()
     return float(torch.stack([each.double().square().sum() for each in residuals]).sum().sqrt()) if residuals else 0.0
 
 

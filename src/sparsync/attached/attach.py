@@ -23,7 +23,6 @@ from sparsync.runtime.dispatcher import AttachedHandle
 from sparsync.runtime.findings import check_models, is_fsdp2, warn_or_raise
 from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import GradientOptions, Options
-from sparsync.runtime.ownership import check_free
 from sparsync.runtime.parameter_names import inside_wrappers
 
 _LOG = logging.getLogger("sparsync")
@@ -98,8 +97,6 @@ def attach(
     ranks, sharded = exchanging(models[0], group, options)
     choice = choose(scheme, bits, exchange, optimizer, ranks, sharded)
     _check(models, choice, group, options)
-    if options.replicate is not None:  # a shard axis has another form of the scheme
-        check_free(choice.scheme, models[0])
     options = with_recipe(options, choice)
     gradients = isinstance(choice.exchange, Gradients)
     bare = not (is_fsdp2(models[0]) or isinstance(models[0], DistributedDataParallel))

@@ -19,6 +19,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
 from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings, recipe_findings
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
+from sparsync.runtime.driven import check_undriven
 from sparsync.runtime.findings import (
     check_model,
     not_floating,
@@ -29,7 +30,6 @@ from sparsync.runtime.findings import (
 )
 from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import GradientOptions, Options
-from sparsync.runtime.ownership import check_free, check_undriven, module_of
 from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
 from sparsync.runtime.snapshot import Snapshot
 from sparsync.schemes.dense import Dense
@@ -113,7 +113,7 @@ class HookState:
         if self._other_model:
             raise ValueError(
                 "this pair of a state and a hook reduces another model already, and two models would mix their residuals in it; "
-                "make a pair for each model: sparsync.ddp_comm_hook(scheme), each with its own scheme"
+                "make a pair for each model: sparsync.ddp_comm_hook(scheme), one after the other"
             )
         if len(known) < len(parameters):
             self._seen |= {id(each): weakref.ref(each) for each in parameters}
@@ -158,8 +158,8 @@ class DdpHandle(AttachedHandle):
     def detach(self) -> None:
         """Have DDP average each bucket by one all-reduce from now on. Call it on all ranks, between two steps; safe to call again.
 
-        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError. The residual stays in
-        `handle.scheme`: attach that scheme to the same model to continue with it, or a new one to drop it.
+        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError. To continue with the residual,
+        attach again, and give the new handle this one's `state_dict()`.
         """
         self._dispatcher.flush()
         if (hook := self._hook()) is not None:
@@ -188,7 +188,7 @@ class DdpHandle(AttachedHandle):
 
     def _want_by_type(self) -> None:
         """Have the next step reduce one bucket for each type and device: ranks that join have other buckets of DDP than the others."""
-        module, names = module_of(self.scheme), defaultdict[tuple[str, torch.device], list[str]](list)
+        module, names = self.module, defaultdict[tuple[str, torch.device], list[str]](list)
         if module is None:
             return
         whole = {id(each.weight) for _, each in sparse_embeddings(module)}
@@ -202,11 +202,11 @@ class DdpHandle(AttachedHandle):
     def _use(self, scheme: Scheme) -> None:
         # A class that overrides `reduce` gets every bucket there.
         plain = type(scheme).reduce is ErrorFeedbackScheme.reduce
-        may_send_whole = isinstance(scheme, ErrorFeedbackScheme) and plain and scheme.may_send_whole
-        below, dispatcher = self._dense_below if may_send_whole else 0, self._dispatcher
+        below, dispatcher = self._dense_below if plain and scheme.may_send_whole else 0, self._dispatcher
+        state = self.state
         self._joining = Joining(
             lambda bucket, prepare, last: dispatcher.submit(
-                bucket, scheme, prepare, send_all=bucket.grad.numel() < below, last=last
+                bucket, state, prepare, send_all=bucket.grad.numel() < below, last=last
             ),
             self._nbytes if scheme.has_residual else min(self._nbytes, DENSE_JOIN) if type(scheme) is Dense else 0,
             getattr(self, "_joining", None),
@@ -248,7 +248,7 @@ class DdpHandle(AttachedHandle):
         def fail() -> None:
             raise RuntimeError(f"the hook failed with {cause}")
 
-        return self._dispatcher.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense(), fail)
+        return self._dispatcher.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense().start(), fail)
 
     def _submit_sparse(self, bucket: GradBucket) -> Promised:
         """Reduce a sparse gradient in full. DDP gives each a separate bucket."""
@@ -261,7 +261,7 @@ class DdpHandle(AttachedHandle):
             if rescale is not None:
                 rescale()
 
-        reduced = self._dispatcher.submit(whole, Dense(), prepare)
+        reduced = self._dispatcher.submit(whole, Dense().start(), prepare)
         return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
 
     def _bucket(self, bucket: GradBucket, grad: Tensor) -> Bucket:
@@ -361,13 +361,12 @@ def ddp_comm_hook(
 
     Raises:
         TypeError: for anything but a Scheme, a module and an optimizer.
-        ValueError: for a scheme that another handle drives.
+        ValueError: for a model that another handle drives.
     """
     chosen = choose(scheme, None, Gradients(), optimizer)
     scheme = chosen.scheme
     if module is not None:
         check_model(module)
-    check_free(scheme, module)
     driven = [] if module is None else trained(module)
     check_undriven(driven)
     names = [name for name, _ in named_parameters(module)] if module is not None else None
@@ -401,15 +400,14 @@ def opened(
         raise ValueError(f"join_mb must be in [0, inf), the megabytes up to which buckets are joined, got {join_mb}")
     if dense_below < 0:
         raise ValueError(f"dense_below must be at least 0 elements, got {dense_below}")
-    check_free(scheme, module)
     driven = [] if module is None else trained(module)
     check_undriven(driven)
     names = {} if module is None else {id(each): name for name, each in named_parameters(module)}
-    rescaler = options.rescaler(scheme, names)
+    rescaler = options.rescaler(names)
     weights = None if module is None else partial(_weights, weakref.ref(module))
     comparison = options.comparison(names, weights, compares)
     joins = f"buckets joined up to {join_mb:g} MB, sent whole below {dense_below} elements"
-    comm = options.connected(hook.group, scheme.config_fingerprint(), joins)
+    comm = options.connected(hook.group, repr(scheme), joins)
     joining = {"join_mb": join_mb, "dense_below": dense_below}
     return DdpHandle(scheme, comm, rescaler, comparison, hook=hook, module=module, driven=driven, **joining)
 

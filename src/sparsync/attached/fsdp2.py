@@ -22,14 +22,14 @@ from sparsync.attached.fsdp2_units import (
     trained_shards,
     units_of,
 )
-from sparsync.base.scheme import ReduceScatterScheme, Scheme, own_shard_layout, shard_layout, shard_name
+from sparsync.base.scheme import ReduceScatterScheme, Scheme, ShardState, own_shard_layout, shard_layout, shard_name
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters
+from sparsync.runtime.driven import check_undriven
 from sparsync.runtime.optimizers import weight_lines
 from sparsync.runtime.options import GradientOptions
-from sparsync.runtime.ownership import check_undriven, release
 from sparsync.runtime.parameter_format import ParameterFormat
 from sparsync.runtime.parameter_names import named_parameters, trained
 
@@ -59,7 +59,6 @@ class Fsdp2Handle(AttachedHandle):
         self._detached = True
         self._dispatcher.stop()
         self._end_watching()
-        release(self.scheme)
         if self._gather is not None:
             self._gather.detach()
 
@@ -170,6 +169,8 @@ class Fsdp2Handle(AttachedHandle):
 class ShardHandle(Fsdp2Handle):
     """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
 
+    state: ShardState  # pyright: ignore[reportIncompatibleVariableOverride]  # of a reduce-scatter form
+
     def __init__(self, *args: Any, units: list[Unit], **options: Any) -> None:
         # Residuals differ between copies of the shards.
         part = f"replica{units[0].copy}of{units[0].copies}" if units[0].copies > 1 else ""
@@ -221,7 +222,7 @@ class ShardHandle(Fsdp2Handle):
         lengths = [("parameters", out.numel())] if lengths is None else lengths
         bucket = Bucket(unit.key, x, self._open(unit), shard_layout(lengths, P))
         into = Bucket(unit.key, out, bucket.step, own_shard_layout(lengths, rank))
-        self._submit(unit, bucket, ReduceScatterInto(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
+        self._submit(unit, bucket, ReduceScatterInto(self.state, out, op == dist.ReduceOp.AVG, P), into)
 
     def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
         """Return 1, as each is a whole gradient.
@@ -270,7 +271,7 @@ class ReplicateHandle(Fsdp2Handle):
         if lengths is None:
             raise self._incomplete(unit, shard)
         bucket = Bucket(unit.key, shard, self._open(unit), laid_out(lengths))
-        self._submit(unit, bucket, self.scheme, bucket)
+        self._submit(unit, bucket, self.state, bucket)
 
     def _abandon(self) -> None:
         super()._abandon()
@@ -280,19 +281,19 @@ class ReplicateHandle(Fsdp2Handle):
 class ReduceScatterInto(Reduction):
     """A reduce-scatter as a Connection calls it: `reduce` writes this rank's chunk of the mean or sum to `out`."""
 
-    def __init__(self, scheme: ReduceScatterScheme, out: Tensor, average: bool, ranks: int) -> None:
-        self.name, self._scheme, self._out = scheme.name, scheme, out
+    def __init__(self, state: ShardState, out: Tensor, average: bool, ranks: int) -> None:
+        self.name, self._state, self._out = state.name, state, out
         self._average, self._ranks = average, ranks
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        return self._scheme.reduce_scatter(bucket, self._out, comm, self._average)
+        return self._state.reduce_scatter(bucket, self._out, comm, self._average)
 
     @property
     def has_residual(self) -> bool:
-        return self._scheme.has_residual
+        return self._state.has_residual
 
     def rollback(self, bucket: Bucket) -> None:
-        self._scheme.rollback(bucket, self._ranks if self._average else 1)
+        self._state.return_shards(bucket, self._ranks if self._average else 1)
 
 
 def attach(
@@ -316,12 +317,12 @@ def attach(
     names = {number: name for unit in units for number, name in unit.ids.items()}
     how = parameters if parameters is None or isinstance(parameters, ParameterFormat) else ParameterFormat(parameters)
     form = scheme.reduce_scatter_form() if replicas is None else scheme
-    rescaler = options.rescaler(form, names, adds_up=True)
+    rescaler = options.rescaler(names, adds_up=True)
     driven, axis_name = trained(model), "shards" if replicas is None else "replicas"
     check_undriven(driven, axis_name)
     weights = None if replicas is None else partial(trained_shards, units)
     comparison = options.comparison(names, weights)
-    lines = [scheme.config_fingerprint(), f"parameters={how}", *parameter_lines(units)]
+    lines = [repr(scheme), f"parameters={how}", *parameter_lines(units)]
     if weights is not None:
         lines += weight_lines(weights(), "at the start")
     comm = options.connected(units[0].shard_group if replicas is None else replicas, *lines)

@@ -15,6 +15,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings
 from sparsync.exchanges.taken_optimizer import closure_of
+from sparsync.runtime.driven import check_undriven
 from sparsync.runtime.findings import (
     check_model,
     innermost,
@@ -27,7 +28,6 @@ from sparsync.runtime.findings import (
 )
 from sparsync.runtime.handle import Gradients, Handle
 from sparsync.runtime.options import GradientOptions, Options
-from sparsync.runtime.ownership import check_free, check_undriven
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.schemes.dense import Dense
 
@@ -40,7 +40,7 @@ class GradientReducer(Handle):
 
     For models that neither DistributedDataParallel nor FSDP2 wraps; `sparsync.attach` makes it too. Save it with `sparsync.checkpoint`,
     or by `state_dict` on each rank.
-    Collective over the ranks of `group`: make it on all of them, each with its own instance of the scheme and the same settings.
+    Collective over the ranks of `group`: make it on all of them, with the same settings.
 
     Args:
         model: the model whose gradients are reduced.
@@ -50,7 +50,7 @@ class GradientReducer(Handle):
     Raises:
         TypeError: for a model that DDP reduces already, for a trained parameter that is not floating, and for anything but a module, a
             Scheme and an optimizer.
-        ValueError: for a model or a scheme that another handle drives.
+        ValueError: for a model that another handle drives.
         RuntimeError: if a rank is missing or has another scheme, and for an optimizer that steps during the backward pass.
     """
 
@@ -71,7 +71,6 @@ class GradientReducer(Handle):
         chosen = choose(scheme, None, Gradients(), optimizer)
         scheme, self.recipe = chosen.scheme, chosen.recipe
         check_model(model)
-        check_free(scheme, model)
         if isinstance(model, reducing_wrappers()):
             raise TypeError(
                 f"{type(model).__name__} already reduces this model's gradients; use sparsync.attach, or pass the bare module"
@@ -87,9 +86,9 @@ class GradientReducer(Handle):
         names = {id(parameter): name for name, parameter in named_parameters(model)}
         given = GradientOptions(**vars(options), optimizers=listed(optimizer), scaler=scaler)
         self.model, self.group = model, group
-        rescaler = given.rescaler(scheme, names)
+        rescaler = given.rescaler(names)
         comparison = given.comparison(names, partial(trained, model))
-        comm = given.connected(group, scheme.config_fingerprint())
+        comm = given.connected(group, repr(scheme))
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
         self._stepped: set[int] | None = (
             None  # ids of the optimizers that have since `reduce`; None: nothing is reduced
@@ -186,7 +185,7 @@ class GradientReducer(Handle):
         layout = laid_out((name, parameter.shape) for name, parameter in parameters.items())
         with torch.no_grad():
             bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), self._step, layout)
-            report = self._connection.reduce(bucket, Dense() if key.startswith(_SPARSE) else self.scheme)
+            report = self._connection.reduce(bucket, Dense().start() if key.startswith(_SPARSE) else self.state)
             for each, parameter in zip(layout, parameters.values(), strict=True):
                 mean = each.span.of(bucket.grad).view(parameter.shape)
                 _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)

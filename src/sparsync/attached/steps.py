@@ -104,7 +104,7 @@ def attach(
         handle.never_scaled()
     kinds = " and ".join(type(each).__name__ for each in inner)
     exchange = replace(exchange, keep=exchange.keep_for(scheme))
-    _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme.config_fingerprint(), exchange)
+    _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme, exchange)
     return handle
 
 

@@ -6,14 +6,14 @@ writing the mean, clearing the residual, rollback, state and reports.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.collectives.values import ArrivedMean, QuantizedMean, quantized_all_reduce_
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import (
@@ -25,15 +25,14 @@ from sparsync.core import (
     Report,
     Rows,
     Sparse,
+    check_one_of,
     exact_divisor,
     phase,
     spans,
 )
-from sparsync.feedback import Accumulator, ErrorFeedback, Residuals
+from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.wire import ValueCodec, Values
-
-State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -78,67 +77,55 @@ class ErrorFeedbackScheme(Scheme):
     """A scheme that adds what it did not send to the next gradient: subclass it as a dataclass, and write `step`.
 
     A subclass may have a field `residuals`, the precision of the residual ("float32" or "bfloat16"), and a field `decay`, the share of
-    the residual that joins the next gradient. One that defines `__post_init__` calls this one's. State that must agree across ranks is
-    kept in a `ByBucket` made by `shared_state`, and what is each rank's own in one made by `own_state`.
+    the residual that joins the next gradient. One that defines `__post_init__` calls this one's.
     """
 
     residuals: Residuals = "float32"
     decay: float = 1.0
-    # Whether an integration may send a small bucket whole, by `send_all` in place of `reduce`.
-    may_send_whole = False
-    feedback: ErrorFeedback
-    _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
-    _own: "dict[str, ByBucket[Any]]"
-    _lost: dict[str, Sparse]  # of the last step of each bucket, where that is not a share of P * mean
-    # Of the last step of each bucket, where the host does not know yet whether it was skipped: residual and mean.
-    _sent: dict[str, tuple[Tensor, QuantizedMean]]
+    has_residual = True
+    may_forget = True
 
     def __post_init__(self) -> None:
-        # As in a frozen dataclass, which a scheme may be.
-        object.__setattr__(self, "feedback", ErrorFeedback(self.residuals, decay=self.decay))
-        object.__setattr__(self, "_shared", {})
-        object.__setattr__(self, "_own", {})
-        object.__setattr__(self, "_lost", {})
-        object.__setattr__(self, "_sent", {})
+        check_one_of("residuals", self.residuals, Residuals)
+        if not 0 <= self.decay <= 1:
+            raise ValueError(
+                f"decay must be in [0, 1], the share of the residual that stays each step, got {self.decay}"
+            )
 
     @abstractmethod
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         """Return the mean of what was selected from `acc`, and what this rank's residual loses.
 
-        `bucket` gives key, step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
+        `state` is what this rank remembers: change it in `commit`, which is not called where the mean is not finite. `bucket` gives key,
+        step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
         or Inf; where that is not known beforehand it may show in the mean instead. What is sent through `comm` is
         counted for the report.
         """
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` by the mean of `step`. With NaN or Inf on any rank, it shows on all and no state changes."""
-        return self._reduced(bucket, comm, whole=False)
+        return self._reduced(state, bucket, comm, whole=False)
 
-    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
-        return self._reduced(bucket, comm, whole=True)
+    def send_all(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        return self._reduced(state, bucket, comm, whole=True)
 
-    def _reduced(self, bucket: Bucket, comm: Comm, whole: bool) -> Report:
-        if "feedback" not in vars(self):
-            raise TypeError(
-                f"{type(self).__name__} has no error feedback yet; decorate it with @dataclass, and call super().__post_init__() in its own"
-            )
+    def _reduced(self, state: State, bucket: Bucket, comm: Comm, whole: bool) -> Report:
         if not bucket.grad.numel():
             return self.report(bucket, selected=0, union=0)
-        self._lost.pop(bucket.key, None)
-        self._sent.pop(bucket.key, None)
+        state.undo.pop(bucket.key, None)
         comm = MeteredComm(comm)
-        if not whole and bucket.skip is None and (form := self.whole_form(bucket, comm.rank)) is not None:
-            return self._reduce_in_passes(bucket, comm, *form)
-        acc = self.feedback.accumulate(bucket, comm.rank)
+        if not whole and bucket.skip is None and (form := state.whole_form(bucket)) is not None:
+            return self._reduce_in_passes(state, bucket, comm, *form)
+        acc = state.accumulate(bucket)
         try:
-            update = everything(acc, comm, whole=True) if whole else self.step(acc, bucket, comm)
+            update = everything(acc, comm, whole=True) if whole else self.step(state, acc, bucket, comm)
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
             return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
         if isinstance(update, DenseUpdate):
             overflow, union = self._write_dense(update, acc, bucket, comm)
         else:
-            overflow, union = self._write_sparse(update, acc, bucket, comm)
+            overflow, union = self._write_sparse(state, update, acc, bucket, comm)
         if isinstance(overflow, Tensor) or not overflow:
             update.commit()
         elif kernels.all_finite(bucket.grad):
@@ -148,7 +135,7 @@ class ErrorFeedbackScheme(Scheme):
         return self.report(bucket, comm.sent, selected=update.selected, union=union, details=details)
 
     def _reduce_in_passes(
-        self, bucket: Bucket, comm: MeteredComm, values: tuple[Values, Values], residual: Tensor
+        self, state: State, bucket: Bucket, comm: MeteredComm, values: tuple[Values, Values], residual: Tensor
     ) -> Report:
         """Send every element: one pass adds the gradient and encodes, one sums up, and one writes. On a GPU nobody waits for them.
 
@@ -171,7 +158,7 @@ class ErrorFeedbackScheme(Scheme):
                     grad.fill_(torch.nan)
         details: dict[str, Detail] = {"overflow": overflow}
         if skip is not None:
-            self._sent[bucket.key], details["overflow"] = (residual, mean), Arriving(skip)
+            state.undo[bucket.key], details["overflow"] = partial(_return_mean, residual, mean), Arriving(skip)
         return self.report(bucket, comm.sent, details=details)
 
     def _write_dense(
@@ -199,7 +186,9 @@ class ErrorFeedbackScheme(Scheme):
                 written.write_(bucket.grad)
         return overflow, update.union
 
-    def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool | Tensor, int]:
+    def _write_sparse(
+        self, state: State, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm
+    ) -> tuple[bool | Tensor, int]:
         """Do what `_write_dense` does for the mean of some elements."""
         grad, means = bucket.grad, [update.mean] if isinstance(update.mean, Sparse) else update.mean
         finite, parts = bucket.skip is not None or kernels.finite_each(means, comm.size), means
@@ -207,7 +196,7 @@ class ErrorFeedbackScheme(Scheme):
             parts = [Sparse(part.index, part.value.to(grad.dtype), part.length) for part in means]
             finite = finite & kernels.finite_each(parts, 1)
         if isinstance(finite, Tensor):
-            self._write_on_device(update, finite, means, parts, acc, bucket, comm)
+            self._write_on_device(state, update, finite, means, parts, acc, bucket, comm)
             return finite.logical_not(), sum(part.index.numel() for part in parts)
         overflow = not finite
         self._check_found(overflow, acc)
@@ -227,11 +216,12 @@ class ErrorFeedbackScheme(Scheme):
                 for each in zip(means, parts, strict=True) if parts is not means else ():
                     kernels.scatter_add_(acc.residual, _dropped(*each, comm))
                 if update.lost is not None:
-                    self._lost[bucket.key] = update.lost
+                    state.undo[bucket.key] = partial(_return_lost, state, update.lost)
         return overflow, sum(part.index.numel() for part in parts)
 
     def _write_on_device(
         self,
+        state: State,
         update: Update,
         finite: Tensor,
         means: Sequence[Sparse],
@@ -251,7 +241,7 @@ class ErrorFeedbackScheme(Scheme):
             kernels.put_(bucket.grad.zero_(), written.index, shown)
             if update.lost is not None:
                 lost = torch.where(finite, update.lost.value, 0.0)
-                self._lost[bucket.key] = replace(update.lost, value=lost)
+                state.undo[bucket.key] = partial(_return_lost, state, replace(update.lost, value=lost))
 
     def _check_found(self, overflow: bool, acc: Accumulator) -> None:
         """Raise RuntimeError where the mean hides that this rank's gradient is not finite."""
@@ -261,122 +251,25 @@ class ErrorFeedbackScheme(Scheme):
                 "its residual; send acc.finite with the first message, see sparsync.core.raise_if_found_inf"
             )
 
-    def shared_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
-        """Return a new table of what must agree across ranks, saved under `key` and reset after a failure."""
-        self._shared[key] = ByBucket(make)
-        return self._shared[key]
-
-    def own_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
-        """Return a new table of what differs from rank to rank: saved for each rank, and dropped where the number of ranks changes."""
-        self._own[key] = ByBucket(make)
-        return self._own[key]
-
     @property
-    def has_residual(self) -> bool:
-        return True
-
-    @property
-    def leaves_out(self) -> bool:
+    def leaves_out(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
         """Whether a step's mean lacks elements. Here: whether the scheme has a field `density` that is below 1."""
         return getattr(self, "density", 1.0) < 1.0
 
     @property
-    def share_sent(self) -> float:
+    def share_sent(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
         """Here: the field `density`, and 1 without one."""
         return float(getattr(self, "density", 1.0))
 
-    def forget(self, decay: float) -> bool:
-        if self.decay == 1.0:
-            self.feedback.decay = decay
-        return self.decay == 1.0
 
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self.feedback.rescale(factors)
-
-    def hold_residual(self) -> None:
-        self.feedback.hold()
-
-    def weigh_step(self, factors: Mapping[str, float]) -> None:
-        self.feedback.weigh(factors)
-
-    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
-        return self.feedback.residual(bucket, comm.rank)
-
-    def rollback(self, bucket: Bucket) -> None:
-        if bucket.skip is not None:
-            bucket.grad.masked_fill_(bucket.skip != 0, 0.0)  # then no residual has lost anything
-        lost = self._lost.pop(bucket.key, None)
-        if lost is not None:
-            kernels.scatter_add_(self.feedback.residual_of(bucket), lost)
-        elif bucket.key in self._sent:  # the gradient may have changed since
-            residual, mean = self._sent.pop(bucket.key)
-            residual.add_(mean.decoded().to(bucket.grad.dtype))
-        else:
-            self.feedback.rollback(bucket)
-
-    def shared_text(self, bucket: Bucket) -> str:
-        return ", ".join(f"{key}: {table.text(bucket)}" for key, table in self._shared.items())
-
-    def reset_shared_state(self) -> None:
-        for table in self._shared.values():
-            table.load_state_dict({})
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        shared = {key: table.state_dict() for key, table in self._shared.items()}
-        own = {key: table.state_dict() for key, table in self._own.items()}
-        return {"residual": self.feedback.state_dict(), **shared, **({"own": own} if own else {})}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = state.get("own", {})
-        for key, table in self._shared.items():  # one that the state has not, of other settings, starts again
-            table.load_state_dict(state.get(key, {}))
-        for key, table in self._own.items():
-            table.load_state_dict(own.get(key, {}))
-        self.feedback.load_state_dict(state["residual"])
-        self._lost.clear()
-        self._sent.clear()
+def _return_lost(state: State, lost: Sparse, bucket: Bucket) -> None:
+    """Return to the residual what it has lost in a step."""
+    kernels.scatter_add_(state.residual(bucket), lost)
 
 
-@dataclass
-class ByBucket(Generic[State]):
-    """One `State`, a dataclass of plain numbers, for each bucket key.
-
-    It starts again whenever the bucket's layout or the number of ranks differs from the last step's: partitions, counts and thresholds
-    of other elements mean nothing. (Residuals are held by parameter instead, and survive.)
-    """
-
-    make: Callable[..., State]
-    _states: dict[str, State] = field(default_factory=dict)
-    _shapes: dict[str, list[Any]] = field(default_factory=dict)  # Any: nested lists of names and numbers
-
-    def of(self, bucket: Bucket, P: int) -> State:
-        """Return the state of this bucket, for reading and writing."""
-        shape = [P, *([entry.name, len(entry.span)] for entry in bucket.layout)]
-        if self._shapes.get(bucket.key) != shape:
-            self._shapes[bucket.key] = shape
-            self._states[bucket.key] = self.make()
-        return self._states[bucket.key]
-
-    def text(self, bucket: Bucket) -> str:
-        """Return the state of this bucket as text; that of one not seen before says so."""
-        return repr(self._states.get(bucket.key))
-
-    def by_names(self) -> list[tuple[set[str], State]]:
-        """Return the states, each with the names of its bucket's parameters."""
-        return [({name for name, _ in self._shapes[key][1:]}, state) for key, state in self._states.items()]
-
-    def state_dict(self) -> dict[str, Any]:  # Any: numbers and lists of them
-        """Return all states and what they belong to, copied."""
-        return {
-            key: {"shape": self._shapes[key], "state": asdict(state)}  # pyright: ignore[reportArgumentType]  # a dataclass
-            for key, state in self._states.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        state = deepcopy(dict(state))
-        self._shapes = {key: entry["shape"] for key, entry in state.items()}
-        self._states = {key: self.make(**entry["state"]) for key, entry in state.items()}
+def _return_mean(residual: Tensor, mean: QuantizedMean, bucket: Bucket) -> None:
+    """Return to the residual its share of P times the mean: the gradient may have changed since."""
+    residual.add_(mean.decoded().to(bucket.grad.dtype))
 
 
 def _fits(mean: Tensor, P: int) -> bool:
@@ -399,13 +292,12 @@ def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:
     return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True, **details})
 
 
-def share_of_rows(residual: Tensor, own: Rows | None, P: int) -> Tensor:
-    """Return a residual [n], divided by P in the rows `own`, if any: what `unsent` is where they hold what belongs to all ranks."""
-    if own is None:
-        return residual
-    unsent = residual.clone()
-    kernels.divide_rows_(unsent, own, P)
-    return unsent
+def own_chunk(residual: Tensor, comm: Comm) -> Rows | None:
+    """Return the chunk of a residual that this rank owns, of P near-equal adjacent ones; None where there is one rank."""
+    if comm.size == 1:
+        return None
+    own = spans(residual.numel(), comm.size)[comm.rank]
+    return Rows(torch.tensor([own.start], dtype=torch.int32, device=residual.device), max(1, len(own)), len(own))
 
 
 def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm) -> None:

@@ -7,14 +7,14 @@ be bit-identical.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sparsync.base.state import State
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
-from sparsync.feedback import ErrorFeedback, Residuals
+from sparsync.feedback import Vectors
 from sparsync.kernels import operations as kernels
 
 if TYPE_CHECKING:
@@ -26,38 +26,43 @@ _NO_COST = Cost()
 class Scheme(ABC):
     """One way to reduce gradients: subclass it, give it a `name`, and write `reduce`.
 
-    An instance holds the state of one rank; each rank makes its own, with the same settings. The defaults describe a scheme without
-    state: nothing is saved, nothing is rolled back. A scheme with error feedback subclasses `sparsync.ErrorFeedbackScheme` instead and
-    writes `step`. Write a scheme as a dataclass, so that all of its settings are compared between the ranks.
+    Write a scheme as a frozen dataclass, so that its settings are compared between the ranks. What it remembers from step to step is in
+    the `State` that it is called with, of one model on one rank, so several models and ranks can have the same scheme. The defaults
+    describe a scheme that remembers nothing. A scheme with error feedback subclasses `sparsync.ErrorFeedbackScheme` instead and writes
+    `step`.
     """
 
     name: str
-    # Any: the runtime's record of the learning rates and the loss scale that the residual is in. It stays with the residual, in copies too.
-    residual_units: Any = None
+    has_residual: bool = False  # whether anything is held back from one step to a later one
+    # Whether what is written has a momentum in it already, so that the optimizer should be SGD without any.
+    has_momentum: bool = False
+    # Whether a bucket may be reduced while another one waits for other ranks: not where a step of one depends on another one's. What
+    # `reduce` does between two exchanges is never interrupted.
+    interleaves: bool = True
+    # Whether a step's mean lacks elements that ranks hold back in residuals: an optimizer then sees a sparse gradient.
+    leaves_out: bool = False
+    share_sent: float = 1.0  # which share of the elements a rank sends in a step
     # Whether `reduce` asks a device for nothing where `bucket.skip` is given, the same on all ranks: if it is not zero, the state stays as
     # it was, and what is written is of no use. Gradients are finite then, and whether means are is not looked at.
-    heeds_skip = False
+    heeds_skip: bool = False
+    may_send_whole: bool = False  # whether an integration may send a small bucket by `send_all` in place of `reduce`
+    may_forget: bool = False  # whether a share of the residual may be dropped in each step; see `State.forget`
+    # The formats, up and down, of a scheme that sends every element as `quantized_all_reduce_` does, and adds what is not sent to the next
+    # gradient, all of it. An integration that makes and encodes steps in one pass does it in place of `reduce`.
+    whole_values: "tuple[Values, Values] | None" = None
 
     @abstractmethod
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` [n] by an estimate of the mean gradient, the same bits on every rank.
 
         Called on every rank for the same buckets in the same order. NaN or Inf on any rank must show in the result on every rank,
-        and leave the scheme's state as it was. An exception on any rank fails the step on all ranks. Communicate
+        and leave `state` as it was. An exception on any rank fails the step on all ranks. Communicate
         through a `MeteredComm` around `comm`, and return `self.report(bucket, metered.sent)`.
         """
 
-    def __setattr__(self, name: str, value: object) -> None:
-        # Settings were checked together, and compared between ranks.
-        if is_dataclass(self) and name in vars(self) and name in {field.name for field in fields(self)}:
-            raise AttributeError(
-                f"{name} of {type(self).__name__} is a setting, which stays as it is; make a new scheme"
-            )
-        super().__setattr__(name, value)
-
-    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+    def send_all(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         """Reduce as `reduce` does, but leave nothing behind: all that was held back is in the mean, in the precision of the residual."""
-        return self.reduce(bucket, comm)
+        return self.reduce(state, bucket, comm)
 
     def report(
         self,
@@ -72,122 +77,36 @@ class Scheme(ABC):
         k, K = n if selected is None else selected, n if union is None else union
         return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
 
-    def state_dict(
-        self,
-    ) -> dict[str, Any]:  # Any: nested dicts of tensors, numbers and strings, as weights_only loads them
-        """Return this rank's state, copied. Residuals stand under "residual", flat, by parameter name."""
+    def start(self, vectors: Vectors | None = None) -> State:
+        """Return an empty state, for one rank and one model. `vectors`: those of the scheme that this one is inside."""
+        return State(self, vectors)
+
+    @property
+    def inner(self) -> "Mapping[str, Scheme]":
+        """The schemes inside this one, which `state.inner` has the states of, by the same keys."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Raises ValueError for the state of another scheme."""
-        if state:
-            raise ValueError(
-                f"{type(self).__name__} has no state, but the given one has {sorted(state)}; load it into the scheme that saved it"
-            )
+    def parts(self, bucket: Bucket) -> dict[str, Bucket]:
+        """Return what each scheme inside reduces of a bucket, by the keys of `inner`."""
+        return {}
 
-    @property
-    def inner_schemes(self) -> "list[Scheme]":
-        """The schemes that this one holds and passes gradients on to: all that its attributes are, or have as items of a list or dict."""
-        found: dict[int, Scheme] = {}
-        for value in vars(self).values():
-            items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-            found |= {id(each): each for each in (value, *items) if isinstance(each, Scheme)}
-        return list(found.values())
+    def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:
+        """Return the residual of a bucket, [n], and the rows of it, if any, in which it holds sums over all ranks. See `State.unsent`."""
+        return (state.residual(bucket), None) if self.has_residual else None
 
-    @property
-    def has_residual(self) -> bool:
-        """Whether anything is held back from one step to a later one. Here, as in the next ones: whether it is so of an inner scheme."""
-        return any(each.has_residual for each in self.inner_schemes)
-
-    @property
-    def interleaves(self) -> bool:
-        """Whether a bucket may be reduced while another one waits for other ranks. No where a step of one depends on another one's.
-
-        What `reduce` does between two exchanges is never interrupted.
-        """
-        return all(each.interleaves for each in self.inner_schemes)
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether a step's mean lacks elements that ranks hold back in residuals: an optimizer then sees a sparse gradient."""
-        return any(each.leaves_out for each in self.inner_schemes)
-
-    def whole_form(self, bucket: Bucket, rank: int) -> "tuple[tuple[Values, Values], Tensor] | None":
-        """Return the formats, up and down, and the residual of a bucket, [n], for writing: of a scheme that sends every element.
-
-        It does so as `quantized_all_reduce_` does, and adds what is not sent to the next gradient, all of it. Here: None, because others
-        do not. An integration that makes and encodes steps in one pass calls this in place of `reduce`.
-        """
-        return None
-
-    @property
-    def share_sent(self) -> float:
-        """Which share of the elements a rank sends in a step. Of a scheme without inner schemes; here: all."""
-        return 1.0
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether what is written has a momentum in it already, so that the optimizer should be SGD without any."""
-        return any(each.has_momentum for each in self.inner_schemes)
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residual of each named parameter by its factor."""
-        for each in self.inner_schemes:
-            each.rescale_residual(factors)
-
-    def forget(self, decay: float) -> bool:
-        """Let only the share `decay` of the residual join the next gradient; return whether it does, here: no, for there is none.
-
-        A scheme whose own setting is another one than 1 keeps that. Inner schemes are asked one by one.
-        """
-        return False
-
-    def hold_residual(self) -> None:
-        """Copy the residual before a step, for `weigh_step`."""
-        for each in self.inner_schemes:
-            each.hold_residual()
-
-    def weigh_step(self, factors: Mapping[str, float]) -> None:
-        """Keep of the step since `hold_residual`, for each named parameter, its factor in [0, 1]; called where only that share was applied.
-
-        With c the factor, the residual becomes c times what it is now + (1 - c) times what it was before the step.
-        """
-        for each in self.inner_schemes:
-            each.weigh_step(factors)
-
-    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
-        """Return this rank's share of what is held back of `bucket`, [n], for reading only; None where nothing is.
-
-        In units of the gradient, for each element. Of what this rank has not sent of its own gradients, its share is all; of a sum over m
-        ranks that waits here for them, an m-th. So with m = 1 for its own, the residuals of all ranks add up to what m * share does. No
-        rank's gradient waits in two places: over the ranks, m - 1 adds up to at most P - 1. `bucket` gives key, type and layout;
-        `bucket.grad` is not read.
-        """
-        return None
-
-    def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:
-        """Return a vector, [n], and rows of it: `unsent` is the vector, divided by the number of ranks in these rows.
-
-        A scheme that would copy a residual to divide a part of it returns both, and spares the copy.
-        """
-        unsent = self.unsent(bucket, comm)
-        return None if unsent is None else (unsent, None)
-
-    def rollback(self, bucket: Bucket) -> None:
-        """Add what `reduce` wrote to `bucket.grad` to the residual again, on all ranks, because the step will not be applied."""
+    def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
+        """Rescale what else is in units of the gradient, besides vectors: by the factor of each named parameter."""
         return
 
-    def shared_text(self, bucket: Bucket) -> str:
-        """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error.
+    @property
+    def writes_steps(self) -> bool:
+        """Whether elements of what is written are about 1, as those of Adam's steps are, so that SGD takes a learning rate of Adam."""
+        return any(each.writes_steps for each in self.inner.values())
 
-        The elements of `bucket.grad` may be missing (device "meta"); they differ between ranks anyway.
-        """
-        return ""
-
-    def reset_shared_state(self) -> None:
-        """Forget thresholds, partitions and whatever else must agree across ranks, but no residual: after a failure it may differ."""
-        for each in self.inner_schemes:
-            each.reset_shared_state()
+    @property
+    def follows_rate(self) -> bool:
+        """Whether its authors' residual holds gradients times the learning rate: give `attach` the optimizer, then it is the same."""
+        return False
 
     def reduce_scatter_form(self) -> "ReduceScatterScheme":
         """Return this scheme as a reduce-scatter with the same settings, for FSDP2's shard axis, without its state.
@@ -199,9 +118,8 @@ class Scheme(ABC):
             'every scheme works: attach(model, scheme, replicate=mesh["replicate"])'
         )
 
-    def config_fingerprint(self) -> str:
-        """Return what must be the same on every rank: all settings of a dataclass, else the class's name."""
-        return repr(self) if is_dataclass(self) else type(self).__qualname__
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}()"  # a dataclass says its settings
 
 
 def overflowed(report: Report, grad: Tensor) -> bool:
@@ -212,17 +130,11 @@ def overflowed(report: Report, grad: Tensor) -> bool:
 
 
 class ReduceScatterScheme(ABC):
-    """The form of a scheme for a shard axis. Holds the state of one rank: a residual of the whole gradient, by shard."""
+    """The form of a scheme for a shard axis: a frozen dataclass. Its residual is of the whole gradient, by shard."""
 
     name: str
-    residual_units: Any = None  # as of Scheme
-
-    def __init__(self, residuals: Residuals = "float32", decay: float = 1.0) -> None:
-        self.feedback = ErrorFeedback(residuals, decay=decay)
-
-    def config_fingerprint(self) -> str:
-        """Return what ranks compare before each bucket. The settings were compared before, as those of the scheme it is the form of."""
-        return self.name
+    inner: Mapping[str, Scheme] = {}
+    interleaves: bool = True
 
     @property
     def needs_layout(self) -> bool:
@@ -234,48 +146,43 @@ class ReduceScatterScheme(ABC):
         """Whether anything is held back from one step to a later one."""
         return True
 
+    def start(self) -> "ShardState":
+        """Return an empty state, for one rank and one model."""
+        return ShardState(self)
+
     @abstractmethod
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         """Write to `out` [m] this rank's chunk of the estimate of the mean gradient, or of the sum. `bucket.grad` is used up."""
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        """Return this rank's state, copied."""
-        return {"residual": self.feedback.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        self.feedback.load_state_dict(state["residual"])
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residual of each named parameter by its factor."""
-        self.feedback.rescale(self._of_shards(factors))
-
-    def hold_residual(self) -> None:
-        """Copy the residual before a step, for `weigh_step`."""
-        self.feedback.hold()
-
-    def weigh_step(self, factors: Mapping[str, float]) -> None:
-        """Keep of the step since `hold_residual`, for each named parameter, its factor in [0, 1]. See `Scheme.weigh_step`."""
-        self.feedback.weigh(self._of_shards(factors))
-
-    def _of_shards(self, factors: Mapping[str, float]) -> dict[str, float]:
-        return {name: factors.get(parameter_of(name), 1.0) for name in self.feedback.by_name}
-
-    def rollback(self, written: Bucket, share: int) -> None:
-        """Add `share` times what was written to the residual again: P times a mean, once a sum. The step will not be applied."""
-        for entry in written.layout:  # those of this rank's chunk: no other rank received it, so no other rank holds it
-            if entry.name in self.feedback.by_name:
-                self.feedback.by_name[entry.name].add_(entry.span.of(written.grad), alpha=share)
-
-    def reset_shared_state(self) -> None:
-        """Forget what must agree across ranks."""
-        return
 
     def found_inf(self, bucket: Bucket, out: Tensor, cost: Cost) -> Report:
         """Fill `out` with NaN, and return the report of a step that changed no residual."""
         out.fill_(torch.nan)
         n = bucket.grad.numel()
         return Report(self.name, bucket.key, bucket.step, n, 0, 0, cost, details={"overflow": True})
+
+
+class ShardState(State):
+    """The state of a `ReduceScatterScheme`, whose residual is of shards, and all else of whole parameters."""
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        self.vectors.rescale(self._of_shards(factors))
+
+    def weigh(self, factors: Mapping[str, float]) -> None:
+        self.vectors.weigh(self._of_shards(factors))
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        """Write to `out` [m] this rank's chunk of the estimate. See `ReduceScatterScheme.reduce_scatter`."""
+        return self.scheme.reduce_scatter(self, bucket, out, comm, average)
+
+    def return_shards(self, written: Bucket, share: int) -> None:
+        """Add `share` times what was written to the residual again: P times a mean, once a sum. The step will not be applied."""
+        residual = self.vectors.by_kind("residual").by_name
+        for entry in written.layout:  # those of this rank's chunk: no other rank received it, so no other rank holds it
+            if entry.name in residual:
+                residual[entry.name].add_(entry.span.of(written.grad), alpha=share)
+
+    def _of_shards(self, factors: Mapping[str, float]) -> dict[str, float]:
+        return {name: factors.get(parameter_of(name), 1.0) for name in self.vectors.by_kind("residual").by_name}
 
 
 def shard_layout(lengths: Sequence[tuple[str, int]], P: int) -> tuple[ParameterSpan, ...]:

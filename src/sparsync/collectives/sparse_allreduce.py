@@ -39,13 +39,11 @@ class ElementCodec(Protocol):
 
 @dataclass
 class Control:
-    """What a rank keeps of one bucket from step to step, besides its residual; the local threshold is its own, the rest the same on all."""
+    """What all ranks keep of one bucket from step to step."""
 
     t: int = 0  # steps
     boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
-    # Of the published rules only; None: to be evaluated. The local one is this rank's own, so it is left out where ranks are compared.
-    local_threshold: float | None = field(default=None, repr=False)
-    global_threshold: float | None = None
+    threshold: float | None = None  # of sums, by the published rules only; None: to be evaluated
 
     def regions(self, n: int, P: int) -> tuple[Span, ...]:
         """Return the region of each rank."""
@@ -54,6 +52,13 @@ class Control:
     def become(self, other: "Control") -> None:
         """Take over all of `other`."""
         self.__dict__.update(other.__dict__)
+
+
+@dataclass
+class OwnControl:
+    """What one rank keeps of one bucket, besides its residual, by the published rules."""
+
+    threshold: float | None = None  # of its own elements; None: to be evaluated
 
 
 def equal_boundaries(n: int, P: int) -> list[int]:

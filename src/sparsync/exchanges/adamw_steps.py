@@ -41,7 +41,7 @@ class AdamWSteps(ExchangedSteps):
     optimizer exchanges until `close()`, which leaves the common weights in the model. Parameters and buffers of rank 0 are copied to all
     ranks here; later each rank has its own buffers. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
     parameters are rounded to 16 bits.
-    Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
+    Collective over the ranks of `group`: make it on all of them, with the same settings.
     Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step one
     bucket's gradient, and of the others the mean step where it is sparse.
 

@@ -221,7 +221,7 @@ def _no_steps(optimizer: Optimizers) -> str:
 
 def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
     formats = (
-        getattr(each, name, "") for each in (scheme, *scheme.inner_schemes) for name in ("values", "values_down")
+        getattr(each, name, "") for each in (scheme, *scheme.inner.values()) for name in ("values", "values_down")
     )
     coarse = scheme.leaves_out or any(each in _COARSE for each in formats)
     return coarse and scheme.has_residual and not scheme.has_momentum and not _no_steps(optimizer)

@@ -6,7 +6,6 @@ weights (`_move`). Also here: which parameters take part, the measured ratio, sk
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
+from sparsync.base.state import innermost
 from sparsync.collectives.values import QuantizedMean
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.agreement import FirstRanks, Gathered
@@ -94,12 +94,12 @@ class ExchangedSteps(StepMethod):
             self.cure_of_set, self.cure_of_unexchanged = CURE_OF_SET, CURE_OF_UNEXCHANGED
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
-        self._keep = self._keep_for(options, self._scheme)
+        self._keep = self._keep_for(options, scheme)
         # Where only rounding errors wait, a loop that goes back need not hear of them.
-        self._told_of_loads = not self._keep and not self._scheme.leaves_out
-        if not self._forget(self._scheme, options) and options.decay not in (None, 1.0):
+        self._told_of_loads = not self._keep and not scheme.leaves_out
+        if not self._forget(options) and options.decay not in (None, 1.0):
             raise ValueError(
-                f"decay={options.decay} needs a scheme with a residual and no decay setting, and {self._scheme.name} is none; leave "
+                f"decay={options.decay} needs a scheme with a residual and no decay setting, and {scheme.name} is none; leave "
                 "decay out, or set it in the scheme"
             )
         buckets = self._weights.buckets
@@ -166,10 +166,8 @@ class ExchangedSteps(StepMethod):
             return
         scheme, options = self._method_of(recipe.text)
         options = replace(options, check_weights_every=self.exchange.check_weights_every)
-        _remember_all(self._scheme)
-        self._remembering.detach()  # which would keep the scheme
         self._take_scheme(scheme)
-        self._forget(scheme, options)
+        self._forget(options)
         self.recipe, self.exchange = recipe, options
         self._keep = self._keep_for(options, scheme)
         self._ratios.every = options.measure_every
@@ -189,12 +187,10 @@ class ExchangedSteps(StepMethod):
     def _show_own(self) -> None:
         self._shown = ShownWeights(self._replica, self._weights, self._set_outside, self._adopt)
 
-    def _forget(self, scheme: Scheme, options: Steps) -> bool:
-        """Have the residuals of `scheme` forget as `options` say, while this handle uses it; return whether any does so."""
-        # When this handle has gone, another one may take the scheme.
-        self._remembering = weakref.finalize(self, _remember_all, scheme)
-        self._remembering.atexit = False
-        return _forget(scheme, options)
+    def _forget(self, options: Steps) -> bool:
+        """Have the residuals forget as `options` say; return whether any does so."""
+        takes = [each.forget(options.decay_for(each.scheme)) for each in innermost(self.state)]
+        return any(takes)
 
     def _steps_to_make(self, place: int, gradients: Gradients) -> StepsToMake:
         """Count a step of this rank for each parameter of bucket `place` that takes part, and return what makes it of the gradients."""
@@ -268,7 +264,6 @@ class ExchangedSteps(StepMethod):
         try:
             self._settle()
         finally:  # it raises where this was the last of too many skipped steps
-            _remember_all(self._scheme)
             self._moments.leave()
             self._taken.release()
             self._divisor.release()
@@ -487,10 +482,11 @@ class ExchangedSteps(StepMethod):
         """
         self._check_own()
         self._settle()
-        if not self._scheme.has_residual:
+        if not self.state.has_residual:
             return []
         self._idle = frozenset(name for name, each in self._weights.trained.items() if not each.requires_grad)
-        _remember_all(self._scheme)
+        for each in innermost(self.state):
+            each.forget(1.0)
         try:
             with self._connection.step():
                 means = [Mean(each.elements, each.part(self._idle)) for each in self._weights.buckets]
@@ -499,7 +495,7 @@ class ExchangedSteps(StepMethod):
                 ]
                 reports = [self._reduce_one(mean, each.empty().zero_(), send_all=True) for mean, each in taking]
         finally:
-            _forget(self._scheme, self.exchange)
+            self._forget(self.exchange)
         self._count(reports)
         with self._applying():
             for bucket, mean in zip(self._weights.buckets, means, strict=True):
@@ -686,9 +682,9 @@ class ExchangedSteps(StepMethod):
                 self._observe(sketch, reports[0], done)
         except BaseException:
             # After an overflow it has returned already, see Rollback. With `takes_back` it depends on whether others have applied the step.
-            returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
+            returns = self.state.has_residual and not done.skipped and not self._rescaler.takes_back
             for each in done.means if returns else ():
-                each.rollback(self._scheme)
+                each.rollback(self.state)
             raise
         return done.reports, None if done.skipped else done.means
 
@@ -699,7 +695,7 @@ class ExchangedSteps(StepMethod):
         """Return whether this step may be skipped without a word to the host: where nothing else depends on it."""
         alone = type(self._replica).agreed is Replica.agreed
         depends = self._idle or self._rescaler.takes_back or self._of_mean
-        return alone and self._scheme.heeds_skip and not depends
+        return alone and self.scheme.heeds_skip and not depends
 
     def _settle(self) -> None:
         """Learn whether the last step was skipped, where only a device knew: then it does not count."""
@@ -751,7 +747,7 @@ class ExchangedSteps(StepMethod):
                 empty, reduction = self._weights.buckets[place].empty, None
                 steps = None if gradients is None else self._steps_to_make(place, gradients[place])
                 if skip is not None and steps is not None:
-                    own, reduction = empty(), SchemeStep(self._scheme, steps, skip)  # which makes them
+                    own, reduction = empty(), SchemeStep(self.state, steps, skip)  # which makes them
                 else:
                     own = empty().fill_(torch.nan) if steps is None else steps.make()
                 done.note(self._reduce_one(mean, own, reduction))
@@ -767,22 +763,22 @@ class ExchangedSteps(StepMethod):
         """Return what makes, encodes and sends all of a bucket in one pass; note it in `mean`."""
         values, residual = form
         skip = None if self._pending is None else self._pending.skip
-        mean.arrived = WholeStep(self._scheme.name, values, steps, skip)
+        mean.arrived = WholeStep(self.scheme.name, values, steps, skip)
         mean.bucket = self._weights.buckets[place].bucket(residual, self._step)
         return mean.bucket, mean.arrived
 
     def _whole_form(self, place: int) -> tuple[tuple[Values, Values], Tensor] | None:
-        """Return the formats and the residual of a bucket that is sent as a whole; see `Scheme.whole_form`."""
+        """Return the formats and the residual of a bucket that is sent as a whole; see `State.whole_form`."""
         bucket = self._weights.buckets[place]
         if bucket.dtype != torch.float32:
             return None
-        return self._scheme.whole_form(bucket.bucket(self._vectors["square"][place], self._step), self._comm.rank)
+        return self.state.whole_form(bucket.bucket(self._vectors["square"][place], self._step))
 
     def _reduce_one(
         self, mean: Mean, own: Tensor, reduction: SchemeStep | None = None, send_all: bool = False
     ) -> Report:
         """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; `reduction`: in place of the scheme."""
-        bucket, scheme = mean.part.bucket(own, self._step + send_all), self._scheme
+        bucket, scheme = mean.part.bucket(own, self._step + send_all), self.scheme
         if send_all:
             bucket.key = f"unsent/{bucket.key}"  # another exchange than that of a step
         # Where a device skips, nobody asks it how many there are.
@@ -795,7 +791,7 @@ class ExchangedSteps(StepMethod):
             held.append(FewNonzero(bucket) if few else bucket)
             return held[0]
 
-        report = self._connection.reduce(bucket, reduction or scheme, written, send_all=send_all)
+        report = self._connection.reduce(bucket, reduction or self.state, written, send_all=send_all)
         mean.bucket = held[0] if held else bucket
         return replace(report, details={**report.details, "overflow": overflowed(report, bucket.grad)})
 
@@ -804,7 +800,7 @@ class ExchangedSteps(StepMethod):
         """Write the own weights, the common ones less what is unsent, of all parameters but those `left`; None: the idle ones."""
         idle, left = self._idle, self._idle if left is None else left
         written = [
-            each.write_less_unsent(self._scheme, self._comm, self._keep, idle, left) for each in self._weights.buckets
+            each.write_less_unsent(self.state, self._comm, self._keep, idle, left) for each in self._weights.buckets
         ]
         self._replica.written()
         self._weights.note_written(written)
@@ -837,22 +833,6 @@ class ExchangedSteps(StepMethod):
             )
         if self._skipped == 1:
             warn_of(f"step {self._step} was skipped on all ranks: {found}; `stats()` counts these steps")
-
-
-def _innermost(scheme: Scheme) -> list[Scheme]:
-    """Return the schemes that have no inner ones, of those inside `scheme`, or itself."""
-    return [one for each in scheme.inner_schemes for one in _innermost(each)] or [scheme]
-
-
-def _forget(scheme: Scheme, options: Steps) -> bool:
-    """Have the residuals of `scheme` forget as `options` say; return whether any does so."""
-    takes = [each.forget(options.decay_for(each)) for each in _innermost(scheme)]
-    return any(takes)
-
-
-def _remember_all(scheme: Scheme) -> None:
-    for each in _innermost(scheme):
-        each.forget(1.0)
 
 
 def _finite(gradients: Iterable[Gradients]) -> bool | Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsync.base.scheme import Scheme, overflowed
+from sparsync.base.scheme import overflowed
+from sparsync.base.state import State
 from sparsync.comm.group import GroupComm, Origin
 from sparsync.core import Bucket, Comm, Cost, Report, exact_divisor
 from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
@@ -163,13 +164,13 @@ class Exchanger:
     def __init__(
         self,
         connection: Connection,
-        scheme: Scheme,
+        state: State,
         comm: Comm,
         options: LocalSteps,
         weights: Weights,
         model: nn.Module,
     ) -> None:
-        self._connection, self._scheme, self._comm, self._options = connection, scheme, comm, options
+        self._connection, self._state, self._comm, self._options = connection, state, comm, options
         self._weights, self.buffers = weights, CommonBuffers(model, options.buffers)
         self.applied = [0] * options.fragments  # exchanges of each, dropped ones too; schemes draw by it
         self.pending: dict[int, PendingExchange] = {}  # by fragment, in the order of sending
@@ -218,7 +219,7 @@ class Exchanger:
 
     def held(self, bucket: WeightBucket, idle: Collection[str] = ()) -> Tensor | None:
         """Return `keep` times what this rank has not sent of a bucket, [n], zero for idle parameters; None where that is nothing."""
-        unsent = bucket.unsent(self._scheme, self._comm, idle) if self._options.keep else None
+        unsent = bucket.unsent(self._state, self._comm, idle) if self._options.keep else None
         return None if unsent is None else unsent * self._options.keep
 
     def apply(self, exchange: PendingExchange, fragment: int) -> None:
@@ -348,12 +349,14 @@ class Exchanger:
                 part = bucket.part(exchange.idle)
                 if exchange.dropped or not part.layout:
                     # The same on all ranks. What was sent of other buckets is in the residuals again, see Rollback.
-                    report = self._scheme.report(change, selected=0, union=0, details={"overflow": exchange.dropped})
+                    report = self._state.scheme.report(
+                        change, selected=0, union=0, details={"overflow": exchange.dropped}
+                    )
                     report = replace(report, sent=Cost())
                     change.grad.zero_()
                 else:
                     sent = part.bucket(change.grad, number)
-                    report = self._connection.reduce(sent, self._scheme)
+                    report = self._connection.reduce(sent, self._state)
                     reduced.append((position, sent))
                     exchange.dropped = overflowed(report, sent.grad)
                     change.grad = part.whole(sent.grad, len(change.grad))
@@ -361,9 +364,9 @@ class Exchanger:
             with torch.no_grad():
                 exchange.held = [self.held(each, exchange.idle) for each in exchange.buckets]
         except BaseException:
-            for position, sent in reduced if not exchange.dropped and self._scheme.has_residual else ():
+            for position, sent in reduced if not exchange.dropped and self._state.has_residual else ():
                 # What this bucket sent is in the residual again, so its next change starts here.
-                self._scheme.rollback(sent)
+                self._state.rollback(sent)
                 bucket, begun = exchange.buckets[position], exchange.own[position].clone()
                 bucket.start = bucket.idle_from(bucket.start, begun, exchange.idle)
             raise

@@ -42,7 +42,7 @@ class LocalTraining(StepMethod):
     yourself to pass `comm`, and call `step` after the optimizers'. Rank 0's parameters and buffers are copied to all ranks here. `close`
     leaves the common weights in the model; call `flush` before, or what was learnt since the last exchange is lost. Common weights are
     float32, or float64 for float64 parameters; own weights of 16-bit parameters are rounded to 16 bits.
-    Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
+    Collective over the ranks of `group`: make it on all of them, with the same settings.
     Memory, in vectors of all trained parameters: the common weights; one more where own weights differ from them after an exchange; the
     state of `outer` and of the scheme; and during an exchange the change, the own weights and what is held back.
 
@@ -94,7 +94,7 @@ class LocalTraining(StepMethod):
         super().__init__(replica, self.optimizers, scheme, given, group, comm, timeout_s, given.fragments)
         self._optimized = False  # an optimizer has stepped since the last `step`: other weights are what was learnt
         self._counts = False  # the optimizers' own `step` counts
-        self._exchanger = Exchanger(self._connection, self._scheme, self._comm, given, self._weights, model)
+        self._exchanger = Exchanger(self._connection, self.state, self._comm, given, self._weights, model)
         self._drops = [0] * given.fragments  # of each, since its last exchange that was not dropped
         self._failed = False  # an exchange, of which the next one is to compare the weights
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}

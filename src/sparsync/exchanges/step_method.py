@@ -25,11 +25,11 @@ from sparsync.core import Comm, Report, digest
 from sparsync.exchanges.own_weights import ShownWeights, frozen_and_copies
 from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
+from sparsync.runtime.driven import check_undriven, drive
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
-from sparsync.runtime.ownership import check_undriven, drive
 from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.snapshot import Part, Snapshot
 
@@ -82,7 +82,6 @@ class StepMethod(Handle):
     cure_of_set: str  # what to do where each rank has set other weights from outside
     exchanges_buffers = False  # so that ranks need not compare them
     cure_of_unexchanged: str  # what to do where what nothing exchanges differs
-    _scheme: Scheme  # pyright: ignore[reportIncompatibleVariableOverride]  # no reduce-scatter form
 
     def __init__(
         self,
@@ -120,13 +119,13 @@ class StepMethod(Handle):
             cure_of_unexchanged=self.cure_of_unexchanged,
         )
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
-        lines = [f"{type(options).__name__}({given})", scheme.config_fingerprint(), *_model_lines(model)]
+        lines = [f"{type(options).__name__}({given})", repr(scheme), *_model_lines(model)]
         fingerprint = "\n".join([*lines, *comparison.settings.read()[1]])
         if comm is None:
             comm = GroupComm.private(group, timeout_s, fingerprint)
         else:
             _compare(fingerprint, comm, self._weights.buckets[0].device)
-        super().__init__(scheme, comm, ResidualRescaler(scheme, {}), comparison, replica.part)
+        super().__init__(scheme, comm, ResidualRescaler({}), comparison, replica.part)
         copy_from_first(replica.held(), comm)
         self._weights.adopt(parameters)
         self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.collectives.values import broadcast
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, SpanSet, laid_out
 from sparsync.exchanges.whole_steps import Arriving, WholeStep
@@ -134,10 +134,10 @@ class WeightBucket:
             return Part(self.key, self.layout)
         return Part(self.key, laid_out((entry.name, entry.shape) for entry in taking), SpanSet.of(taking))
 
-    def unsent(self, scheme: Scheme, comm: Comm, idle: Collection[str] = ()) -> Tensor | None:
+    def unsent(self, state: State, comm: Comm, idle: Collection[str] = ()) -> Tensor | None:
         """Return what this rank has not sent of the bucket, [n], zero for idle parameters; None where that is nothing."""
         part = self.part(idle)
-        unsent = scheme.unsent(part.bucket(self.common, 0), comm) if part.layout else None
+        unsent = state.unsent(part.bucket(self.common, 0), comm) if part.layout else None
         return None if unsent is None else part.whole(unsent.to(self.dtype), self.elements)
 
     def idle_from(self, source: Tensor, into: Tensor, idle: Collection[str]) -> Tensor:
@@ -157,7 +157,7 @@ class WeightBucket:
         return weights if exact else self.own()
 
     def write_less_unsent(
-        self, scheme: Scheme, comm: Comm, share: float, idle: Collection[str], left: Collection[str]
+        self, state: State, comm: Comm, share: float, idle: Collection[str], left: Collection[str]
     ) -> Tensor | None:
         """Make the common weights less `share` times what is unsent the own ones, except for the parameters `left`.
 
@@ -166,9 +166,9 @@ class WeightBucket:
         """
         if self.shared:
             return None
-        held = scheme.unsent_in_rows(self.bucket(self.common, 0), comm) if share and not idle else None
+        held = state.unsent_in_rows(self.bucket(self.common, 0), comm) if share and not idle else None
         if held is None:
-            unsent, rows = self.unsent(scheme, comm, idle) if share else None, None
+            unsent, rows = self.unsent(state, comm, idle) if share else None, None
         else:
             unsent, rows = held
         if unsent is None:
@@ -450,10 +450,10 @@ class Mean:
             return self.arrived.mean.decoded()
         return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
 
-    def rollback(self, scheme: Scheme) -> None:
+    def rollback(self, state: State) -> None:
         """Return to the residual what was sent."""
         if self.bucket is not None:
-            (self.arrived or scheme).rollback(self.bucket)
+            (self.arrived or state).rollback(self.bucket)
 
 
 @dataclass

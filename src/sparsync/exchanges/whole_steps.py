@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Arriving, Bucket, Comm, Report, Span, phase, spans
@@ -92,30 +92,30 @@ class Skip:
 class SchemeStep(Reduction):
     """The reduction of one bucket's step by a scheme that heeds `skip`: nothing changes where a rank's gradient is not finite."""
 
-    scheme: Scheme
+    state: State
     steps: StepsToMake
     skip: Skip
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        return self.scheme.name
+        return self.state.name
 
     @property
     def has_residual(self) -> bool:
-        return self.scheme.has_residual
+        return self.state.has_residual
 
     @property
     def interleaves(self) -> bool:
-        return self.scheme.interleaves
+        return self.state.interleaves
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         """Make the step, which becomes the mean of all ranks' in `bucket.grad`."""
         bucket.skip = self.skip.agree(comm)
         self.steps.make(bucket.grad, bucket.skip)
-        return self.scheme.reduce(bucket, comm)
+        return self.state.reduce(bucket, comm)
 
     def rollback(self, bucket: Bucket) -> None:
-        self.scheme.rollback(bucket)
+        self.state.rollback(bucket)
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from typing_extensions import Self
 
-from sparsync.base.scheme import ReduceScatterScheme, overflowed
+from sparsync.base.scheme import overflowed
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
 from sparsync.comm.channels import Waits
 from sparsync.comm.group import ConnectionLostError, GroupComm
@@ -44,7 +44,7 @@ MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the 
 
 @runtime_checkable
 class Reduction(Protocol):
-    """What a connection calls: every Scheme has it, see there. Anything else subclasses it, with these defaults, and writes `reduce`."""
+    """What a connection calls: every State has it, see there. Anything else subclasses it, with these defaults, and writes `reduce`."""
 
     name: str
 
@@ -70,7 +70,8 @@ class Reduction(Protocol):
     def reset_shared_state(self) -> None:
         return
 
-    def config_fingerprint(self) -> str:
+    @property
+    def settings(self) -> str:
         return self.name
 
 
@@ -224,7 +225,7 @@ class Connection:
 
     def __init__(
         self,
-        scheme: Reduction | ReduceScatterScheme,
+        scheme: Reduction,
         comm: Comm,
         what: str = "gradients",
         on_written: Callable[[Bucket, bool], None] = lambda bucket, rolled_back: None,
@@ -397,9 +398,9 @@ class Connection:
         self._numbers.clear()
         self._broken = False
 
-    def use(self, scheme: Reduction | ReduceScatterScheme) -> None:
+    def use(self, scheme: Reduction) -> None:
         """Reduce with `scheme` from the next step on."""
-        self._scheme, self._settings = scheme, scheme.config_fingerprint()
+        self._scheme, self._settings = scheme, scheme.settings
         self._rollback = Rollback(self._on_rolled_back is not None) if scheme.has_residual else None
 
     def compare(self, comparison: Comparison) -> None:

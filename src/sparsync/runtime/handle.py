@@ -13,23 +13,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.core import Comm, Report
-from sparsync.feedback import PER_RANK, redistributed
+from sparsync.feedback import redistributed
 from sparsync.recipes import Recipe
 from sparsync.runtime.backward_passes import BackwardPasses, current_pass
 from sparsync.runtime.connection import Connection, ReportLog
+from sparsync.runtime.driven import drive
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
 from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler, UsualShare
-from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.runtime.snapshot import Part, Snapshot, held_in, with_held
 from sparsync.runtime.state_checks import check_fingerprint
 from sparsync.runtime.state_file import VERSION
 from sparsync.runtime.summary import Hidden, Summary
-from sparsync.schemes.per_parameter import PerParameter
 
 Residual = Literal["carry", "drop"]
 _Vectors = Mapping[str, Tensor]  # by parameter name
@@ -65,15 +63,15 @@ class Handle:
         driven: Sequence[tuple[str, nn.Parameter]] = (),
         axis: str = "",
     ) -> None:
-        check_free(scheme)
-        take(scheme, self, module)
         drive(driven, self, axis)
-        self._scheme = scheme
+        self._module = None if module is None else weakref.ref(module)
+        self.state = scheme.start()
+        rescaler.use(self.state)
         self.part = part
         self._rescaler = rescaler
         exchanges_gradients = self.integration == "gradients"  # whose users see what is not finite without us
         self._connection = Connection(
-            scheme,
+            self.state,
             comm,
             on_written=rescaler.written,
             on_rolled_back=rescaler.rolled_back if exchanges_gradients else None,
@@ -103,13 +101,18 @@ class Handle:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
-        settings, (rank, ranks) = self._scheme.config_fingerprint(), self.place
+        settings, (rank, ranks) = self.state.settings, self.place
         return DetachedHandle, (settings, rank, ranks, self.part, self._step, tuple(self._reports))
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model; None where it is not known, or gone."""
+        return self._module and self._module()
 
     @property
     def scheme(self) -> Any:  # Any: a Scheme, or its reduce-scatter form on a shard axis
         """The scheme that reduces the gradients. Assigning another one is `switch`, which carries the residual over."""
-        return self._scheme
+        return self.state.scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
@@ -118,14 +121,12 @@ class Handle:
     def switch(self, scheme: Scheme, *, residual: Residual = "carry") -> None:
         """Reduce with another scheme from the next step on. Call it on all ranks, between two steps, with the same settings.
 
-        The residual is carried over by parameter name: to a scheme of the same class with the whole state (thresholds, partitions), to
-        one of another class if both have plain error feedback. PerParameter gives its residual if all its schemes have plain error
-        feedback, and takes that of a PerParameter with the same patterns only. Otherwise train one step with TopK(density=1.0), which
+        A scheme of the same class goes on with all that this handle remembers. One of another class takes the residual, by parameter
+        name, if it has plain error feedback for all parameters. Otherwise train one step with TopK(density=1.0), which
         sends all that is held back, and pass `residual="drop"`, which forgets what is left.
         The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
         Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (steps, local steps, a shard
-        axis), TypeError for anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be
-        carried over.
+        axis), TypeError for anything but a Scheme, and ValueError where the residual cannot be carried over.
         """
         check_scheme(scheme)
         self._check_attached()
@@ -141,22 +142,16 @@ class Handle:
             )
         if residual not in ("carry", "drop"):
             raise ValueError(f"residual must be 'carry' or 'drop', got {residual!r}")
-        if scheme is not self._scheme:
+        if scheme is not self.scheme:
             self._take_scheme(scheme, residual)
 
     def _take_scheme(self, scheme: Scheme, residual: Residual = "carry") -> None:
         """Reduce with another scheme from the next step on, which gets what the present one holds back, unless that is dropped."""
-        before: Any = self._scheme  # Any: no reduce-scatter form, which `switches` excludes
-        check_free(scheme, module_of(before), self)
         self._settle()
-        if residual == "drop" or not _carried(before, scheme):
-            check_empty(scheme)
-        release(before)
-        take(scheme, self, module_of(before))
+        self.state = self.state.followed_by(scheme) if residual == "carry" else scheme.start()
         self._use(scheme)
-        self._scheme = scheme
-        self._rescaler.use(scheme)
-        self._connection.use(scheme)
+        self._rescaler.use(self.state)
+        self._connection.use(self.state)
 
     def set(self, **settings: Any) -> None:  # Any: of a field of the scheme
         """Change settings of the scheme from the next step on, such as `handle.set(density=0.02)`; state and residual stay. See `switch`.
@@ -166,10 +161,10 @@ class Handle:
         does not have, and RuntimeError after `detach`.
         """
         self._check_attached()
-        scheme = self._scheme
+        scheme = self.scheme
         known = [each.name for each in fields(scheme) if each.init] if is_dataclass(scheme) else []
         if unknown := sorted(settings.keys() - set(known)):
-            raise ValueError(f"{scheme.name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+            raise ValueError(f"{self.scheme.name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
         if any(getattr(scheme, key) != value for key, value in settings.items()):
             self.switch(replace(scheme, **settings))  # pyright: ignore[reportArgumentType]  # a dataclass
 
@@ -182,7 +177,7 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """Whether the handle was closed or detached, so that its scheme may serve another one."""
+        """Whether the handle was closed or detached, so that another one may drive its model."""
         return self._detached or self._connection.closed
 
     def summary(self) -> Summary:
@@ -190,7 +185,7 @@ class Handle:
 
         By scheme and bucket and in all: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
         """
-        module = module_of(self._scheme) or vars(self).get("model")
+        module = self.module or vars(self).get("model")
         named = [] if module is None else named_parameters(module)
         frozen = {name for name, each in named if not each.requires_grad}
         parameters = sum(math.prod(shape) for name, shape in self.layout().items() if name not in frozen)
@@ -207,7 +202,7 @@ class Handle:
         it does what `torch.nn.utils.clip_grad_norm_` does with the trained parameters of the model, FSDP2's too. Call it when they are
         reduced, before the optimizer's step. Raises RuntimeError where the model is not known, as with `ddp_comm_hook` without `module`.
         """
-        module = module_of(self._scheme)
+        module = self.module
         if module is None:
             raise RuntimeError(
                 "this handle does not know its model; pass module= to ddp_comm_hook, or call torch.nn.utils.clip_grad_norm_ yourself"
@@ -227,8 +222,6 @@ class Handle:
     def _end_watching(self) -> None:
         """Watch neither model nor optimizer any more. Safe to call again."""
         self._rescaler.close()
-        if self._loads.found():
-            self._forget_residual()  # another handle may take the scheme
         self._loads.close()
         _remove(self._pass_hooks)
 
@@ -266,13 +259,13 @@ class Handle:
             **self._place,
             "part": self.part,
             "step": self._step,
-            "settings": self._scheme.config_fingerprint(),
+            "settings": self.state.settings,
             "recipe": "" if self.recipe is None else self.recipe.name,
             "rates": dict(self._rescaler.units.rates),
             "highest_rates": dict(self._rescaler.units.highest),
             "loss_scale": self._rescaler.units.scale,
             "clipping": [asdict(each) for each in self._rescaler.units.clipping],
-            "scheme": self.scheme.state_dict(),
+            "scheme": self.state.state_dict(),
         }
 
     def note_saved(self) -> None:
@@ -293,7 +286,7 @@ class Handle:
     def _warn_of_recipe(self, state: Mapping[str, Any]) -> None:
         """Warn where `state` was saved with another recipe, which then has other settings."""
         saved, own = state["recipe"], "" if self.recipe is None else self.recipe.name
-        if saved and saved != own and state["settings"] != self._scheme.config_fingerprint():
+        if saved and saved != own and state["settings"] != self.state.settings:
             here = f"this handle has {own or 'a scheme that was given'}"
             warn_of(f"this state was saved with {saved}, and {here}; attach with {saved} to go on as before")
 
@@ -302,7 +295,7 @@ class Handle:
         return {
             "version": VERSION,
             "integration": self.integration,
-            "scheme_name": _name_of(self._scheme),
+            "scheme_name": _name_of(self.scheme),
             "layout": self.layout(),
         }
 
@@ -328,7 +321,7 @@ class Handle:
         self._rescaler.take_back(self._residual_sizes())
         if not shared:
             self._settle()
-            return Snapshot(own={**self._own(self._scheme.state_dict()), "still": sorted(self._still())})
+            return Snapshot(own={**self._own(self.state.state_dict()), "still": sorted(self._still())})
         state = self.state_dict()
         own = self._own(state["scheme"])
         return Snapshot(None, {**state, "scheme": with_held(state["scheme"], None), "done": self.done}, own)
@@ -346,7 +339,7 @@ class Handle:
         elif snapshot.own is not None:
             self._settle()
             self._rescaler.applied()  # the scheme loses the copy that a step would be taken back to
-            self._scheme.load_state_dict(with_held(self._scheme.state_dict(), snapshot.own["scheme"]))
+            self.state.load_state_dict(with_held(self.state.state_dict(), snapshot.own["scheme"]))
 
     def _own(self, scheme: Part) -> dict[str, Any]:  # Any: as Snapshot.own
         """Return what this rank has for the others, of which `scheme` is the state of the scheme."""
@@ -388,7 +381,6 @@ class Handle:
         self._connection.regroup(comm, self._step)
         self._comparison.saved = False  # ranks that have come now saved nothing
         self._place = {"rank": comm.rank, "ranks": comm.size}
-        self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)
 
     def _regrouped(self, comm: Comm) -> None:
@@ -396,7 +388,7 @@ class Handle:
 
     def _still(self) -> Collection[str]:
         """Return the parameters that do not move now."""
-        module = module_of(self._scheme)
+        module = self.module
         return () if module is None else {name for name, each in named_parameters(module) if not each.requires_grad}
 
     @property
@@ -422,7 +414,7 @@ class Handle:
     def _load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that was checked."""
         self._flush()
-        self.scheme.load_state_dict(state["scheme"])
+        self.state.load_state_dict(state["scheme"])
         self._step = state["step"]
         self._connection.continue_after(state["step"])
         units = self._rescaler.units
@@ -469,7 +461,7 @@ class Handle:
 
     def _waits(self) -> bool:
         """Return whether this handle has anything that belongs to the steps before. The same on all ranks."""
-        return self._scheme.has_residual
+        return self.state.has_residual
 
     def _drop_held(self, moments: bool) -> None:
         """Forget what waits, as if no step had been taken; `moments` too, where this handle has those of the optimizer."""
@@ -477,7 +469,7 @@ class Handle:
         self._forget_residual()
 
     def _forget_residual(self) -> None:
-        self._scheme.load_state_dict(with_held(self._scheme.state_dict(), None))
+        self.state.load_state_dict(with_held(self.state.state_dict(), None))
         self._rescaler.restart()
 
     def _settle(self) -> None:
@@ -514,56 +506,12 @@ class DetachedHandle:
         )
 
 
-def _carried(before: Scheme, scheme: Scheme) -> bool:
-    """Copy what `before` holds back to `scheme`, and return whether it can hold anything. Raises ValueError where `scheme` cannot."""
-    if type(scheme) is type(before) and _name_of(scheme) == _name_of(before):
-        try:
-            scheme.load_state_dict(before.state_dict())
-        except ValueError as error:
-            raise ValueError(f"{error}; or {_cure(before)}") from error
-        return True
-    if not before.has_residual:
-        return False
-    state = before.state_dict()
-    if not (_plain(before) and isinstance(scheme, ErrorFeedbackScheme) and _plain(scheme)) or holds(
-        state, ["velocity"]
-    ):
-        raise ValueError(
-            f"{type(scheme).__name__} cannot take over what {type(before).__name__} holds back; {_cure(before)}"
-        )
-    scheme.feedback.load_state_dict(state["residual"])
-    return True
-
-
-def _plain(scheme: Scheme) -> bool:
-    """Return whether all that `scheme` holds back is a residual by parameter name."""
-    if isinstance(scheme, PerParameter):
-        return all(_plain(each) or not each.has_residual for each in scheme.inner_schemes)
-    return isinstance(scheme, ErrorFeedbackScheme) and not scheme.has_momentum
-
-
-def _cure(before: Scheme) -> str:
-    """Return how to switch to a scheme that cannot take over what `before` holds back."""
-    if _plain(before) and not holds(before.state_dict(), ["velocity"]):
-        first = "assign TopK(density=1.0) to handle.scheme and train one step, which sends all of it"
-    else:
-        first = "have handle.set(...) make it send every element, and train one step"
-    return f'{first}; then handle.switch(scheme, residual="drop") forgets what is left'
-
-
 def _merged(
     states: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[_Vectors]], _Vectors]
 ) -> dict[str, Any]:  # Any: as state_dict
     """Return the state of a scheme, made from those of several ranks, of which `merge` makes what each rank has alone."""
-    state = {key: value for key, value in states[0].items() if key != "own"}
-    for key in PER_RANK:
-        vectors = [each.get(key, {}) for each in states]
-        if any(vectors):
-            state[key] = merge(vectors)
-    for key in state.get("schemes", {}):
-        inner = [each["schemes"][key] for each in states]
-        state["schemes"] = {**state["schemes"], key: _merged(inner, merge)}
-    return state
+    kinds = dict.fromkeys(kind for each in states for kind in held_in(each))
+    return with_held(states[0], None) | {kind: merge([each.get(kind, {}) for each in states]) for kind in kinds}
 
 
 def _remove(hooks: Sequence[Any]) -> None:  # Any: torch's handles of hooks
@@ -594,7 +542,7 @@ def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:
 
 def _name_of(scheme: Any) -> str:  # Any: a Scheme or its reduce-scatter form
     """Return the name of a scheme, with those of the schemes inside it that hold something back."""
-    inner = [_name_of(each) for each in getattr(scheme, "inner_schemes", ()) if each.has_residual]
+    inner = [_name_of(each) for each in scheme.inner.values() if each.has_residual]
     return f"{scheme.name}({', '.join(inner)})" if inner else scheme.name
 
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from sparsync.base.scheme import ReduceScatterScheme, parameter_of
+from sparsync.base.scheme import ShardState, parameter_of
+from sparsync.base.state import State
 from sparsync.comm.announcement import Told
 from sparsync.core import Bucket, digest, generator
 from sparsync.kernels import operations as kernels
@@ -346,23 +347,12 @@ class UsualShare:
 
 @dataclass
 class ResidualUnits:
-    """The learning rates and the loss scale of a scheme's residuals, and the share of a gradient that clipping leaves."""
+    """The learning rates and the loss scale of residuals, and the share of a gradient that clipping leaves."""
 
     rates: dict[str, float] = field(default_factory=dict)  # by parameter name, at least a tenth of the highest
     highest: dict[str, float] = field(default_factory=dict)  # so far, by parameter name
     scale: float | None = None  # None: there is no residual yet
     clipping: list[UsualShare] = field(default_factory=list)  # of each optimizer, which may be clipped by itself
-
-    @classmethod
-    def of(cls, scheme: Any) -> "ResidualUnits":  # Any: a Scheme or its reduce-scatter form
-        """Return the units of `scheme`, with which a second handle of it continues."""
-        units = scheme.residual_units or cls()
-        units.belong_to(scheme)
-        return units
-
-    def belong_to(self, scheme: Any) -> None:  # Any: as in `of`
-        """Make these the units of `scheme`, and of its copies."""
-        vars(scheme)["residual_units"] = self  # a scheme may be a frozen dataclass
 
     def usual_share(self, optimizer: int) -> UsualShare:
         """Return the usual share of the optimizer with this number."""
@@ -385,7 +375,7 @@ class ResidualUnits:
 
 
 class ResidualRescaler:
-    """Rescales the residuals of `scheme` when the rate of an optimizer or the scale of `scaler` has changed, or a step was clipped.
+    """Rescales the residuals of a state when the rate of an optimizer or the scale of `scaler` has changed, or a step was clipped.
 
     `names` has each parameter's name by its id. Without an optimizer, or without `follow_rates`, the rate counts as constant; without a
     scaler the scale is 1. `adds_up`: see Clipping. Raises TypeError for a scaler that is no torch.amp.GradScaler.
@@ -393,7 +383,6 @@ class ResidualRescaler:
 
     def __init__(
         self,
-        scheme: Any,  # as ResidualUnits.of
         names: Mapping[int, str],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scaler: GradScaler | None = None,
@@ -405,20 +394,19 @@ class ResidualRescaler:
             raise TypeError(
                 f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; pass the scaler itself"
             )
-        self.units = ResidualUnits.of(scheme)
+        self.units = ResidualUnits()
         self.names, self.scaler = dict(names), scaler
         # Weakly: what closes a handle that is gone refers to this, and an optimizer may keep its handle.
         self._optimizers = [weakref.ref(each) for each in optimizers] if follow_rates else []
-        self._scheme = scheme
+        self._state: Any = None  # Any: a State, from `use` on
         self.clippings = [Clipping(each, self.names, adds_up) for each in optimizers]
         self._held: int | None = None  # steps that were done when residuals were held; None: they are not
         self.takes_back = False  # residuals are held before every step, for `take_back`
         self._thrown_away = False  # the gradients that were reduced last, and no step was taken with them
 
-    def use(self, scheme: Any) -> None:  # Any: as ResidualUnits.of
-        """Rescale the residuals of another scheme from now on; they are in the units of the last one's."""
-        self._scheme, self._held = scheme, None
-        self.units.belong_to(scheme)
+    def use(self, state: State) -> None:
+        """Rescale the residuals of another state from now on; they are in the units of the last one's."""
+        self._state, self._held = state, None
 
     def written(self, bucket: Bucket, rolled_back: bool) -> None:
         """Note a reduced bucket; `rolled_back`: it holds NaN or Inf, or another one of its step does, see Rollback."""
@@ -426,7 +414,7 @@ class ResidualRescaler:
             if (passes := self._passes()) is not None:
                 passes.came(not rolled_back)
             names = [entry.name for entry in bucket.layout]
-            sharded = isinstance(self._scheme, ReduceScatterScheme)
+            sharded = isinstance(self._state, ShardState)
             norms = _norms([entry.span.of(bucket.grad) for entry in bucket.layout])
             for each in self.clippings:
                 each.written([parameter_of(name) for name in names] if sharded else names, norms)
@@ -443,7 +431,7 @@ class ResidualRescaler:
         for each in self.clippings:
             each.unreduced = 0
         if factors := self.factors():
-            self._scheme.rescale_residual(factors)
+            self._state.rescale(factors)
         cuts = any(self.units.usual_share(number).cuts for number in range(len(self.clippings)))
         if self.takes_back or cuts:
             self.hold()
@@ -466,7 +454,7 @@ class ResidualRescaler:
     def _undo_thrown_away(self) -> None:
         """Make the residuals what they were before gradients that no step was taken with; zero the first time, when nothing is held."""
         if self._thrown_away:
-            self._scheme.weigh_step(dict.fromkeys(self.names.values(), 0.0))
+            self._state.weigh(dict.fromkeys(self.names.values(), 0.0))
             self.clippings[0].forget()
             self.units.usual_share(0).cuts = True
             self._held = None
@@ -475,7 +463,7 @@ class ResidualRescaler:
     def hold(self) -> None:
         """Copy the residuals before a step."""
         if not self._holds:
-            self._scheme.hold_residual()
+            self._state.vectors.hold()
             self._held = self.done or 0
 
     def applied(self) -> None:
@@ -499,7 +487,7 @@ class ResidualRescaler:
     def take_back(self, names: Iterable[str]) -> None:
         """Make the residuals of these parameters what they were before a step that was not applied, if they were held for that."""
         if self.takes_back and self._holds:
-            self._scheme.weigh_step(dict.fromkeys(names, 0.0))
+            self._state.weigh(dict.fromkeys(names, 0.0))
         self._held = None
 
     def settle(self) -> None:
@@ -515,7 +503,7 @@ class ResidualRescaler:
         if not factors:
             return
         if cut := {name: factor for name, factor in factors.items() if factor < 1.0}:
-            self._scheme.weigh_step(cut)
+            self._state.weigh(cut)
         self._held = None
 
     def restart(self) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
@@ -52,11 +51,9 @@ class GradientOptions(Options):
     def weights_every(self) -> int:
         return CHECK_WEIGHTS_EVERY if self.check_weights_every is None else self.check_weights_every
 
-    def rescaler(
-        self, scheme: Any, names: Mapping[int, str], adds_up: bool = False
-    ) -> ResidualRescaler:  # Any: see Handle
-        """Return the rescaler of the residuals of `scheme`; `names` has each parameter's name by its id."""
-        return ResidualRescaler(scheme, names, self.optimizers, self.scaler, self.follow_rates is not False, adds_up)
+    def rescaler(self, names: Mapping[int, str], adds_up: bool = False) -> ResidualRescaler:
+        """Return the rescaler of a handle's residuals; `names` has each parameter's name by its id."""
+        return ResidualRescaler(names, self.optimizers, self.scaler, self.follow_rates is not False, adds_up)
 
     def comparison(
         self, names: Mapping[int, str], weights: Callable[[], Named] | None, applies: Callable[[], bool] = lambda: True

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sparsync.feedback import PER_RANK
+from sparsync.base.state import TABLES
 
 Part = Mapping[str, Any]  # Any: tensors, numbers and text, nested
 
@@ -21,17 +21,17 @@ class Snapshot(NamedTuple):
 
 
 def held_in(state: Part) -> dict[str, Any]:
-    """Return what a scheme's state holds back: vectors by parameter name, of inner schemes too."""
-    inner = {key: held_in(each) for key, each in state.get("schemes", {}).items()}
-    return {key: state[key] for key in PER_RANK if key in state} | ({"schemes": inner} if inner else {})
+    """Return what a scheme's state holds back: vectors by kind and parameter name."""
+    return {key: each for key, each in state.items() if key not in TABLES}
 
 
 def with_held(state: Part, held: Part | None) -> dict[str, Any]:
     """Return the state of a scheme with what is `held` back, of the same scheme; None: with nothing that a rank has alone."""
-    found = {key: value for key, value in state.items() if held is not None or key != "own"}
-    for key in PER_RANK:
-        if key in found:
-            found[key] = {} if held is None else held[key]
-    for key, inner in state.get("schemes", {}).items():
-        found["schemes"] = {**found["schemes"], key: with_held(inner, held and held["schemes"][key])}
-    return found
+    found = {key: each for key, each in state.items() if key in TABLES}
+    return {**found, **held} if held is not None else _without_own(found)
+
+
+def _without_own(state: Part) -> dict[str, Any]:
+    inner = {key: _without_own(each) for key, each in state.get("schemes", {}).items()}
+    found = {key: each for key, each in state.items() if key != "own"}
+    return {**found, "schemes": inner} if inner else found

@@ -3,21 +3,21 @@
 The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092); measuring the disagreement in the first steps is ours.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Divisor, ParameterSpan, Report, exact_divisor
 from sparsync.schemes.skip_reduce import Form, Mode, SkipReduce
 
 
-@dataclass
+@dataclass(frozen=True)
 class AutoProtect(Scheme):
     """Reduce densely for `observe_steps` steps, then by `scheme`, which never skips the parameters of largest disagreement.
 
@@ -30,6 +30,7 @@ class AutoProtect(Scheme):
     observe_steps: int = 8  # dense steps of each parameter over which the disagreement is measured
 
     name = "auto_protect"
+    interleaves = False  # which layers are protected follows from all buckets
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -40,8 +41,6 @@ class AutoProtect(Scheme):
             raise ValueError(
                 f"AutoProtect chooses what its scheme protects, got protect={tuple(self.scheme.protect)}; leave it out"
             )
-        self.disagreement = Disagreement()
-        self.protected: tuple[str, ...] | None = None  # None: not chosen yet
 
     @classmethod
     def skip_reduce(
@@ -62,67 +61,58 @@ class AutoProtect(Scheme):
         )
         return cls(inner, share, observe_steps)
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        self.scheme.residual.serve(comm.rank)
-        observing = comm.size > 1 and self._observing(bucket)
-        protect = [entry.name for entry in bucket.layout] if observing else list(self.protected or ())
+    @property
+    def inner(self) -> dict[str, Scheme]:
+        """The scheme that reduces everything."""
+        return {"scheme": self.scheme}
+
+    def parts(self, bucket: Bucket) -> dict[str, Bucket]:
+        return {"scheme": bucket}
+
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        observing = comm.size > 1 and self._observing(state, bucket)
+        protected = [name for name, kept in state.common("protected").items() if kept]
+        protect = [entry.name for entry in bucket.layout] if observing else protected
         comm = MeteredComm(comm)
         squares = square_norms(bucket.layout, bucket.grad) if observing else None
-        report = self.scheme.reduce_protecting(protect, bucket, comm)
+        report = self.scheme.reduce_protecting(protect, state.inner["scheme"], bucket, comm)
         if squares is not None:
             mean_square = comm.all_reduce(squares) / exact_divisor(squares, comm.size)
-            self.disagreement.observe(bucket.layout, mean_square, bucket.grad)
+            Disagreement.of(state).observe(bucket.layout, mean_square, bucket.grad)
         return self.report(bucket, comm.sent, report.selected, report.union, report.details)
 
-    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
-        report = self.scheme.send_all(bucket, comm)
+    def send_all(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        report = state.inner["scheme"].send_all(bucket, comm)
         return self.report(bucket, report.cost, report.selected, report.union, report.details)
 
-    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
-        return self.scheme.unsent(bucket, comm)
-
-    def rollback(self, bucket: Bucket) -> None:
-        self.scheme.rollback(bucket)
-
     @property
-    def interleaves(self) -> bool:
-        """No: which layers are protected follows from all buckets."""
-        return False
+    def has_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        return self.scheme.has_residual
 
-    def shared_text(self, bucket: Bucket) -> str:
-        return f"protected: {self.protected}"
-
-    def reset_shared_state(self) -> None:
-        self.disagreement = Disagreement()
-        self.protected = None
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        chosen = None if self.protected is None else list(self.protected)
-        return {**self.scheme.state_dict(), "disagreement": asdict(self.disagreement), "protected": chosen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        protected = state["protected"]
-        self.scheme.load_state_dict(state)
-        self.disagreement = Disagreement(**{key: dict(values) for key, values in state["disagreement"].items()})
-        self.protected = None if protected is None else tuple(protected)
-
-    def _observing(self, bucket: Bucket) -> bool:
+    def _observing(self, state: State, bucket: Bucket) -> bool:
         """Return whether this bucket's disagreement is still being measured; choose what to protect once it is known."""
-        if self.protected is not None:
+        if state.common("protected"):
             return False
-        if any(self.disagreement.steps.get(entry.name, 0) < self.observe_steps for entry in bucket.layout):
+        disagreement = Disagreement.of(state)
+        if any(disagreement.steps.get(entry.name, 0) < self.observe_steps for entry in bucket.layout):
             return True
-        self.protected = self.disagreement.most(self.share)
+        chosen = disagreement.most(self.share)
+        state.common("protected").update({name: name in chosen for name in disagreement.steps})
         return False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Disagreement:
     """How much ranks disagree about each parameter, measured over some steps; the same numbers on every rank."""
 
     variance: dict[str, float] = field(default_factory=dict)  # per element, summed over the observed steps
     elements: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: State) -> Self:
+        """Return what `state` has of it, for reading and writing."""
+        return cls(*(state.common(each.name) for each in fields(cls)))
 
     def observe(self, layout: Sequence[ParameterSpan], mean_square: Tensor, mean: Tensor) -> None:
         """Add one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for parameter i, `mean` [n] the mean gradient."""

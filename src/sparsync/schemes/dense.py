@@ -7,6 +7,7 @@ import torch
 from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
+from sparsync.base.state import State
 from sparsync.collectives.skipping import ring_all_reduce_
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report, check_one_of, exact_divisor
@@ -16,7 +17,7 @@ WireType = Literal["gradient", "float32", "bfloat16", "float16"]
 Form = Literal["native", "ring"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Dense(Scheme):
     """Write the mean gradient, every element of it.
 
@@ -29,7 +30,11 @@ class Dense(Scheme):
     def __post_init__(self) -> None:
         check_one_of("wire", self.wire, WireType)
         check_one_of("form", self.form, Form)
-        self.name = {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        """The name of each type that is sent."""
+        return {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
 
     @classmethod
     def published(cls) -> Self:
@@ -41,7 +46,7 @@ class Dense(Scheme):
         """Return the reduction in bfloat16: half the bytes of float32 at its range, the honest baseline of every compressor."""
         return cls(wire="bfloat16", form=form)
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         grad, P = bucket.grad, comm.size
         if P == 1:
             return self.report(bucket)

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from sparsync.base.error_feedback import ByBucket
+from sparsync.base.state import State
 from sparsync.core import Bucket, Comm, Span, numbers_of, or_found_inf, phase, raise_if_found_inf, spans
 from sparsync.feedback import Accumulator
 from sparsync.schemes.micro import (
@@ -22,7 +22,6 @@ from sparsync.schemes.micro import (
     MiCRO,
     Selection,
     Selector,
-    ThresholdScaling,
     ThresholdSelection,
     examine,
     gather_positions,
@@ -45,7 +44,7 @@ BLOCKS = 1024  # ExDyna's
 _UPPER, _LOWER = 1.05, 0.95238  # ExDyna: a partition with more, or less, of the mean load is out of balance
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExDyna(MiCRO):
     """Send what MiCRO does, with partitions that change size until they hold equally much.
 
@@ -55,15 +54,12 @@ class ExDyna(MiCRO):
 
     name = "exdyna"
 
-    def _selector(self) -> Selector:
+    @property
+    def selector(self) -> Selector:
+        """The way in which the ranks agree on positions."""
         if self.rule == "quotas":
-            return EqualCountSelection(self.density, self.dense, self.refresh, self.shared_state("profile", Profile))
-        return ThresholdSelection(
-            self.density,
-            self.bug_compatible,
-            self.shared_state("scaling", ThresholdScaling),
-            RebalancedBlocks(self.shared_state("blocks", BlockLoads)),
-        )
+            return EqualCountSelection(self.density, self.dense, self.refresh)
+        return ThresholdSelection(self.density, self.bug_compatible, RebalancedBlocks())
 
 
 @dataclass
@@ -75,18 +71,15 @@ class BlockLoads:
     counts: list[int] = field(default_factory=list)  # what each rank selected at the last step
 
 
-@dataclass
 class RebalancedBlocks(EqualSpans):
     """The paper's partitions: neighbours out of balance hand on a block at each step. All ranks know the counts, so all agree."""
 
-    loads: ByBucket[BlockLoads]
-
-    def spans(self, bucket: Bucket, P: int) -> Sequence[Span]:
+    def spans(self, state: State, bucket: Bucket, P: int) -> Sequence[Span]:
         edges = block_edges(bucket.grad.numel())
-        return block_spans(edges, self._blocks(self.loads.of(bucket, P), edges, P))
+        return block_spans(edges, self._blocks(state.shared_state("blocks", BlockLoads, bucket, P), edges, P))
 
-    def accept(self, bucket: Bucket, counts: Sequence[int]) -> None:
-        loads = self.loads.of(bucket, len(counts))
+    def accept(self, state: State, bucket: Bucket, counts: Sequence[int]) -> None:
+        loads = state.shared_state("blocks", BlockLoads, bucket, len(counts))
         loads.blocks = self._blocks(loads, block_edges(bucket.grad.numel()), len(counts))
         loads.counts = list(counts)
         loads.step += 1
@@ -100,18 +93,17 @@ class RebalancedBlocks(EqualSpans):
         return rebalanced(loads.blocks, by_partition, sum(loads.counts), edges)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EqualCountSelection:
     """Equally many elements from each partition; boundaries move to where a profile of past selections has equal mass."""
 
     density: float
     dense: Sequence[str]
     refresh: float
-    profiles: ByBucket[Profile]
 
-    def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
+    def select(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         n, P, t = bucket.grad.numel(), comm.size, bucket.step
-        profile = self.profiles.of(bucket, P)
+        profile = state.shared_state("profile", Profile, bucket, P)
         with phase("select"):
             allowed = budget(self.density, bucket.layout, self.dense, self.refresh, t)
             cut = profile.cut(n, P, least=2 * -(-allowed.count // P))

@@ -6,11 +6,13 @@ elements on all ranks goes back to Random-k (arXiv 1809.07599); a fixed order in
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, share_of_rows
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync.base.state import State
 from sparsync.collectives.values import QuantizedMean, quantized_all_reduce_
 from sparsync.core import Bucket, Comm, Rows, phase
 from sparsync.feedback import Accumulator, Residuals
@@ -18,7 +20,7 @@ from sparsync.selection.turns import Turn, Turns
 from sparsync.wire import ValueCodec, Values, check_values
 
 
-@dataclass
+@dataclass(frozen=True)
 class InTurn(ErrorFeedbackScheme):
     """Write the mean of an `every`-th of the elements, other ones in each of `every` steps, rounded on the way to owners and to all.
 
@@ -45,7 +47,6 @@ class InTurn(ErrorFeedbackScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._known: dict[tuple[Turns, int, torch.device], Turn] = {}
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, got {self.every!r}")
         check_values(self.values)
@@ -56,7 +57,7 @@ class InTurn(ErrorFeedbackScheme):
         """The share of the elements that is sent in a step."""
         return 1 / self.every
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         turn, summed = self._turn(bucket, comm), acc.values
         with phase("select"):
             values = turn.of(summed)  # [K]
@@ -67,15 +68,12 @@ class InTurn(ErrorFeedbackScheme):
             turn.put_(summed, values)
         return DenseUpdate(_MeanInTurn(mean, turn), summed, values.numel(), values.numel())
 
-    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
-        """Return this rank's residual, [n]; in its own region, where it holds what rounding dropped of all ranks' sums, a P-th of it.
+    def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
+        """Return this rank's residual, [n], and its own region, where it holds what rounding dropped of all ranks' sums.
 
         What waits there of its own gradients for their turn is divided, too: the residual does not tell the two apart.
         """
-        return share_of_rows(*self.unsent_in_rows(bucket, comm), comm.size)
-
-    def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
-        residual = self.feedback.residual(bucket, comm.rank)
+        residual = state.residual(bucket)
         if comm.size == 1:
             return residual, None
         return residual, self._turns(residual.numel(), comm.size).regions.rows(comm.rank, residual.device)
@@ -84,15 +82,17 @@ class InTurn(ErrorFeedbackScheme):
         return Turns(n, P, self.every)
 
     def _turn(self, bucket: Bucket, comm: Comm) -> Turn:
-        turns, device = self._turns(bucket.grad.numel(), comm.size), bucket.grad.device
-        key = turns, turns.number(bucket.step), device
-        if key not in self._known:
-            self._known[key] = turns.at(key[1], device)
-        return self._known[key]
+        turns = self._turns(bucket.grad.numel(), comm.size)
+        return _turn_at(turns, turns.number(bucket.step), bucket.grad.device)
 
     @property
     def _codecs(self) -> tuple[ValueCodec, ValueCodec]:
         return ValueCodec(self.values), ValueCodec(self.values_down)
+
+
+@lru_cache(maxsize=256)
+def _turn_at(turns: Turns, number: int, device: torch.device) -> Turn:
+    return turns.at(number, device)
 
 
 @dataclass(frozen=True)

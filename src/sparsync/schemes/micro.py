@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ByBucket, ErrorFeedbackScheme, Update
+from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.state import State
 from sparsync.collectives.values import exchange_counts, mean_at
 from sparsync.core import (
     Bucket,
@@ -84,10 +85,10 @@ class Selection:
 class Selector(Protocol):
     """One way for the ranks to agree on positions, each looking in its own partition. Raises NonFiniteError on all ranks."""
 
-    def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection: ...
+    def select(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class MiCRO(ErrorFeedbackScheme):
     """Send all ranks' values at the positions that some rank found large in its partition; the mean divides by P.
 
@@ -124,7 +125,6 @@ class MiCRO(ErrorFeedbackScheme):
             )
         if self.bug_compatible and self.rule != "threshold":
             raise ValueError('bug_compatible=True goes with rule="threshold"; use published(bug_compatible=True)')
-        self.selector = self._selector()
 
     @classmethod
     def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
@@ -134,8 +134,8 @@ class MiCRO(ErrorFeedbackScheme):
         """
         return cls(density=density, rule="threshold", bug_compatible=bug_compatible)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        selection = self.selector.select(acc, bucket, comm)
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        selection = self.selector.select(state, acc, bucket, comm)
         at_once = self.rule == "quotas"
         index = torch.cat([*selection.positions])  # [K]
         mean, errors = mean_at(acc.values, index, comm, ValueCodec(self.values), at_once)
@@ -152,22 +152,22 @@ class MiCRO(ErrorFeedbackScheme):
             commit=selection.commit,
         )
 
-    def _selector(self) -> Selector:
+    @property
+    def selector(self) -> Selector:
+        """The way in which the ranks agree on positions."""
         if self.rule == "quotas":
-            return QuotaSelection(self.density, self.dense, self.refresh, self.shared_state("sketches", Sketches))
-        return ThresholdSelection(
-            self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans()
-        )
+            return QuotaSelection(self.density, self.dense, self.refresh)
+        return ThresholdSelection(self.density, self.bug_compatible, EqualSpans())
 
 
 class EqualSpans:
     """MiCRO's partitions: of equal length, always the same. ExDyna's change with what was selected."""
 
-    def spans(self, bucket: Bucket, P: int) -> Sequence[Span]:
+    def spans(self, state: State, bucket: Bucket, P: int) -> Sequence[Span]:
         """Return the span of the vector that each of P partitions is at this step."""
         return spans(bucket.grad.numel(), P)
 
-    def accept(self, bucket: Bucket, counts: Sequence[int]) -> None:
+    def accept(self, state: State, bucket: Bucket, counts: Sequence[int]) -> None:
         """Take note of a step in which rank r selected `counts[r]` elements."""
 
 
@@ -198,20 +198,19 @@ class ThresholdScaling:
         return self.threshold * 0.995
 
 
-@dataclass
+@dataclass(frozen=True)
 class ThresholdSelection:
     """The paper's: each rank selects what reaches one threshold in its partition; counts and padded positions are gathered."""
 
     density: float
     bug_compatible: bool
-    scaling: ByBucket[ThresholdScaling]
     partitions: EqualSpans
 
-    def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
+    def select(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         n, P = bucket.grad.numel(), comm.size
-        scaling = self.scaling.of(bucket, P)
+        scaling = state.shared_state("scaling", ThresholdScaling, bucket, P)
         t, k = scaling.step, max(1, int(self.density * n)) if self.bug_compatible else count_for(self.density, n)
-        partitions = self.partitions.spans(bucket, P)
+        partitions = self.partitions.spans(state, bucket, P)
         mine = partitions[rotation(comm.rank, t, P)]
         threshold = scaling.next(k, self.bug_compatible)
         # A host sync: how many there are depends on the data. Where there are none, one that moves with the step.
@@ -223,7 +222,7 @@ class ThresholdSelection:
 
         def commit() -> None:
             scaling.step, scaling.threshold, scaling.union = t + 1, threshold, sum(counts)
-            self.partitions.accept(bucket, counts)
+            self.partitions.accept(state, bucket, counts)
 
         return Selection(
             [each.to(torch.int32) for each in union],
@@ -262,7 +261,7 @@ class Sketches:
     points: list[list[int]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(frozen=True)
 class QuotaSelection:
     """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition has of the largest.
 
@@ -273,11 +272,10 @@ class QuotaSelection:
     density: float
     dense: Sequence[str]
     refresh: float
-    sketches: ByBucket[Sketches]
 
-    def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
+    def select(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         P, rank, t = comm.size, comm.rank, bucket.step
-        last = self.sketches.of(bucket, P)
+        last = state.shared_state("sketches", Sketches, bucket, P)
         with phase("select"):
             partition, device = BlockCyclic(bucket.grad.numel(), P, ROW), acc.residual.device
             allowed, following = (self._budget(bucket.layout, step) for step in (t, t + 1))

@@ -30,8 +30,9 @@ from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
 from sparsync.base.scheme import ReduceScatterScheme
+from sparsync.base.state import State
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.sparse_allreduce import Control, details
+from sparsync.collectives.sparse_allreduce import Control, OwnControl, details
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import (
     Bucket,
@@ -67,7 +68,7 @@ Rule = Literal["exact", "paper", "code"]
 _LEVEL_BITS = 31  # of the smallest sum that survives in a region
 
 
-@dataclass
+@dataclass(frozen=True)
 class OkTopk(ErrorFeedbackScheme):
     """Write the k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
 
@@ -93,8 +94,6 @@ class OkTopk(ErrorFeedbackScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.control = self.shared_state("control", Control)
-        self.profiles = self.shared_state("profile", Profile)
         check_density(self.density)
         check_values(self.values)
         if self.rule != "exact" and self.values != "float32":
@@ -127,8 +126,11 @@ class OkTopk(ErrorFeedbackScheme):
         rule, imbalance = ("code", float("inf")) if bug_compatible else ("paper", 4.0)
         return cls(density, rule, imbalance, dense_steps, threshold_steps, region_steps)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
-        k, control = count_for(self.density, bucket.grad.numel()), self.control.of(bucket, comm.size)
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
+        k, control = (
+            count_for(self.density, bucket.grad.numel()),
+            state.shared_state("control", Control, bucket, comm.size),
+        )
         if bucket.step < self.dense_steps:
             following = replace(control, t=control.t + 1)
             return replace(everything(acc, comm), commit=lambda: control.become(following))
@@ -136,24 +138,25 @@ class OkTopk(ErrorFeedbackScheme):
             settings = oktopk_published.Settings(
                 self.rule == "code", self.imbalance, self.threshold_steps, self.region_steps
             )
-            return oktopk_published.step(acc, k, settings, control, bucket, comm)
-        return self._exact_step(acc, k, control, bucket, comm)
+            own = state.own_state("own_control", OwnControl, bucket, comm.size)
+            return oktopk_published.step(acc, k, settings, control, own, bucket, comm)
+        return self._exact_step(state, acc, k, control, bucket, comm)
 
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        super().rescale_residual(factors)
-        for names, control in self.control.by_names():
+    def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
+        for names, control in [*state.all_of("control", Control), *state.all_of("own_control", OwnControl)]:
             found = {factors.get(name, 1.0) for name in names}
             # Several rates in one bucket: evaluate the thresholds again.
             factor = found.pop() if len(found) == 1 else None
-            control.local_threshold = _times(control.local_threshold, factor)
-            control.global_threshold = _times(control.global_threshold, factor)
+            control.threshold = None if control.threshold is None or factor is None else control.threshold * factor
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         return OkTopkReduceScatter(self)
 
-    def _exact_step(self, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm) -> Update:
+    def _exact_step(
+        self, state: State, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm
+    ) -> Update:
         n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
-        regions, profile = control.regions(n, P), self.profiles.of(bucket, P)
+        regions, profile = control.regions(n, P), state.shared_state("profile", Profile, bucket, P)
         own, shares = regions[rank], equal_shares([len(region) for region in regions], k, control.t)
         mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
         region = own.of(acc.values)  # all of this rank's own region counts, at no cost
@@ -210,10 +213,7 @@ def _positions(span: Span, like: Tensor) -> Tensor:
     return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
 
 
-def _times(threshold: float | None, factor: float | None) -> float | None:
-    return None if threshold is None or factor is None else threshold * factor
-
-
+@dataclass(frozen=True)
 class OkTopkReduceScatter(ReduceScatterScheme):
     """Split-and-reduce only, with the chunks as regions: each rank sends its k (P-1)/P largest elements outside its own.
 
@@ -221,16 +221,21 @@ class OkTopkReduceScatter(ReduceScatterScheme):
     the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
     """
 
-    def __init__(self, config: OkTopk) -> None:
-        super().__init__(config.residuals)
-        if config.rule != "exact":
-            raise ValueError(f'rule must be "exact" on a shard axis, got {config.rule!r}; use OkTopk(density=...)')
-        self.config = config
-        self.name = config.name
+    config: OkTopk
+    name = "oktopk"
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+    def __post_init__(self) -> None:
+        if self.config.rule != "exact":
+            raise ValueError(f'rule must be "exact" on a shard axis, got {self.config.rule!r}; use OkTopk(density=...)')
+
+    @property
+    def residuals(self) -> Residuals:
+        """The precision of the residual."""
+        return self.config.residuals
+
+    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         n, P, m = bucket.grad.numel(), comm.size, out.numel()
-        acc = self.feedback.accumulate(bucket, comm.rank)
+        acc = state.accumulate(bucket)
         chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
         own, codec = chunks[comm.rank], Elements(self.config.values)
         density = 1.0 if bucket.step < self.config.dense_steps else self.config.density

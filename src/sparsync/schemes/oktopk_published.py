@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsync.base.error_feedback import Update
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.sparse_allreduce import Control, details, k_largest, uneven
+from sparsync.collectives.sparse_allreduce import Control, OwnControl, details, k_largest, uneven
 from sparsync.core import FOUND_INF, Bucket, Comm, Span, Sparse, exact_divisor, raise_if_found_inf
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
@@ -28,11 +28,13 @@ class Settings:
     region_steps: int
 
 
-def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket: Bucket, comm: Comm) -> Update:
+def step(
+    acc: Accumulator, k: int, settings: Settings, control: Control, own: OwnControl, bucket: Bucket, comm: Comm
+) -> Update:
     """Return the update of one step."""
     n, P, rank, scales = bucket.grad.numel(), comm.size, comm.rank, settings.scales
     # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
-    threshold = _local_threshold(acc, k, control, settings.threshold_steps, scales)
+    threshold = _local_threshold(acc, k, control.t, own, settings.threshold_steps, scales)
     mine = acc.above(threshold, Span(0, n))
     # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
     boundaries = _boundaries(mine, control, settings.region_steps, comm)
@@ -41,7 +43,7 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     region = mine.value.new_zeros(len(regions[rank]))
     reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, Raw(), counts_first=True)
     # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
-    global_threshold = control.global_threshold
+    global_threshold = control.threshold
     evaluate = control.t % settings.threshold_steps == 0 or global_threshold is None
     kept = kernels.select_ge(region, 0.0 if evaluate else float(global_threshold or 0.0))
     finite = acc.finite and kernels.all_finite(region)
@@ -67,15 +69,19 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     found |= {"global_count": survivors.index.numel(), "evaluated": evaluate}
     if scales:
         threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
-    following = Control(control.t + 1, boundaries, threshold or None, global_threshold or None)
+
+    def commit() -> None:
+        control.become(Control(control.t + 1, boundaries, global_threshold or None))
+        own.threshold = threshold or None
+
     mean = replace(survivors, value=survivors.value / exact_divisor(survivors.value, P))
-    return Update(mean, cleared, mine.index.numel(), details=found, commit=lambda: control.become(following))
+    return Update(mean, cleared, mine.index.numel(), details=found, commit=commit)
 
 
-def _local_threshold(acc: Accumulator, k: int, control: Control, threshold_steps: int, scales: bool) -> float:
-    if control.t % threshold_steps == 0 or control.local_threshold is None:
+def _local_threshold(acc: Accumulator, k: int, t: int, own: OwnControl, threshold_steps: int, scales: bool) -> float:
+    if t % threshold_steps == 0 or own.threshold is None:
         return float(_magnitude(acc.top_k(k).value).min())
-    return _tightened(acc.values, control.local_threshold, k) if scales else control.local_threshold
+    return _tightened(acc.values, own.threshold, k) if scales else own.threshold
 
 
 def _boundaries(mine: Sparse, control: Control, region_steps: int, comm: Comm) -> list[int]:

@@ -11,16 +11,17 @@ from typing import Literal, get_args
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, own_chunk
+from sparsync.base.state import State
 from sparsync.collectives.values import quantized_all_reduce_
-from sparsync.core import Bucket, Comm, exact_divisor, spans
+from sparsync.core import Bucket, Comm, Rows
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.wire import ValueCodec, Values, in_passes
+from sparsync.wire import ValueCodec, Values
 
 Bits = Literal["int8", "int4", "int3", "ternary", "sign"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Quantized(ErrorFeedbackScheme):
     """Write the mean of all elements, rounded twice on its way, and keep what both roundings dropped.
 
@@ -50,17 +51,16 @@ class Quantized(ErrorFeedbackScheme):
         """Return the same: error feedback as published, at both ends."""
         return cls(values)
 
-    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
-        """Return this rank's residual, [n]; in its own chunk, where it holds what rounding dropped of all ranks' sum, a P-th of it."""
-        share = self.feedback.residual(bucket, comm.rank).clone()
-        spans(share.numel(), comm.size)[comm.rank].of(share).div_(exact_divisor(share, comm.size))
-        return share
+    def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
+        """Return this rank's residual, [n], and its own chunk, where it holds what rounding dropped of all ranks' sum."""
+        residual = state.residual(bucket)
+        return residual, own_chunk(residual, comm)
 
-    def whole_form(self, bucket: Bucket, rank: int) -> tuple[tuple[Values, Values], Tensor] | None:
-        if self.feedback.decay != 1.0:
-            return None
-        return in_passes((self.values, self.values), self.feedback.residual(bucket, rank))
+    @property
+    def whole_values(self) -> tuple[Values, Values]:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        """The same format up and down."""
+        return self.values, self.values
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values))
         return DenseUpdate(mean, acc.values)

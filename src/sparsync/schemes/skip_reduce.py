@@ -13,16 +13,17 @@ Differs from the paper and the authors' code:
 - `form="direct"`, `node_size` and `feedback` are ours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, Scheme, parameter_of
+from sparsync.base.state import State
 from sparsync.collectives.skipping import (
     SkipPlan,
     direct_all_reduce_,
@@ -44,6 +45,7 @@ from sparsync.core import (
     Divisor,
     ParameterSpan,
     Report,
+    Rows,
     Span,
     SpanSet,
     check_one_of,
@@ -51,7 +53,7 @@ from sparsync.core import (
     matches,
     spans,
 )
-from sparsync.feedback import Accumulator, ErrorFeedback
+from sparsync.feedback import Accumulator
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 
@@ -61,7 +63,7 @@ Form = Literal["ring", "direct"]
 _ALL_REDUCE = {"ring": ring_all_reduce_, "direct": direct_all_reduce_}
 
 
-@dataclass
+@dataclass(frozen=True)
 class SkipReduce(Scheme):
     """Write the mean over P - s of the P ranks, a different set for each chunk.
 
@@ -100,7 +102,6 @@ class SkipReduce(Scheme):
             )
         if self.node_size < 1:
             raise ValueError(f"node_size must be at least 1 rank, got {self.node_size}")
-        self.residual = ErrorFeedback()
 
     @classmethod
     def published(cls, skip: int | float = 0.5, protect: Sequence[str] = (), seed: int = 0) -> Self:
@@ -115,19 +116,19 @@ class SkipReduce(Scheme):
         """
         return cls(skip=skip, mode="naive", divide_by="ranks")
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        return self.reduce_protecting(self.protect, bucket, comm)
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        return self.reduce_protecting(self.protect, state, bucket, comm)
 
-    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
-        return self.reduce_protecting(["*"], bucket, comm)
+    def send_all(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        return self.reduce_protecting(["*"], state, bucket, comm)
 
-    def reduce_protecting(self, protect: Sequence[str], bucket: Bucket, comm: Comm) -> Report:
+    def reduce_protecting(self, protect: Sequence[str], state: State, bucket: Bucket, comm: Comm) -> Report:
         """Reduce as `reduce` does, with these parameters never skipped."""
         n, P, comm = bucket.grad.numel(), comm.size, MeteredComm(comm)
         plan = self._skip_plan(bucket, P)
         dense, skipping = _split(bucket.layout, protect)
         order = _by_chunk(dense, skipping, self.node_size, max(1, P // self.node_size))
-        acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
+        acc = state.accumulate(bucket) if self.feedback else None
         sent, shares = bucket.grad, 1
         if acc is not None and acc.values.dtype != sent.dtype:
             # In 16 bits, shares of the mean, whose sums overflow no sooner than the mean does.
@@ -151,37 +152,15 @@ class SkipReduce(Scheme):
         return self.report(bucket, comm.sent, selected=n - left_out, union=n, details=details)
 
     @property
-    def has_residual(self) -> bool:
+    def has_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        """Whether what was left out is held back."""
         return self.feedback
 
-    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
+    def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:
         if not self.feedback:
             return None
         # A rank that is left out with its node holds the node's sum.
-        return self.residual.residual(bucket, comm.rank) / (self.node_size if comm.size > 1 else 1)
-
-    def rollback(self, bucket: Bucket) -> None:
-        if self.feedback:
-            self.residual.rollback(bucket)
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self.residual.rescale(factors)
-
-    def hold_residual(self) -> None:
-        self.residual.hold()
-
-    def weigh_step(self, factors: Mapping[str, float]) -> None:
-        self.residual.weigh(factors)
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        return {"residual": self.residual.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["residual"] and not self.feedback:
-            raise ValueError(
-                "this state has a residual, which feedback=False would never send; make it with feedback=True"
-            )
-        self.residual.load_state_dict(state["residual"])
+        return state.residual(bucket) / (self.node_size if comm.size > 1 else 1), None
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         return SkipReduceScatter(self)
@@ -247,6 +226,7 @@ class _Unsent:
         self._order.put_(self._residual, held)
 
 
+@dataclass(frozen=True)
 class SkipReduceScatter(ReduceScatterScheme):
     """SkipReduce where owners are fixed: each owner's sum lacks s of the P-1 others, other ones at every step.
 
@@ -254,15 +234,15 @@ class SkipReduceScatter(ReduceScatterScheme):
     long run: without effect where all ranks draw from the same data. Always in the direct form, whatever `form` says.
     """
 
-    def __init__(self, config: SkipReduce, name: str = "skip_reduce") -> None:
-        super().__init__()
-        if config.node_size != 1:
+    config: SkipReduce
+    name: str = "skip_reduce"
+
+    def __post_init__(self) -> None:
+        if self.config.node_size != 1:
             raise ValueError(
-                f"node_size must be 1 on a shard axis, got {config.node_size}; shard inside the node and use "
+                f"node_size must be 1 on a shard axis, got {self.config.node_size}; shard inside the node and use "
                 "attach(..., replicate=...) between nodes"
             )
-        self.config = config
-        self.name = name
 
     @property
     def needs_layout(self) -> bool:
@@ -272,11 +252,11 @@ class SkipReduceScatter(ReduceScatterScheme):
     def has_residual(self) -> bool:
         return self.config.feedback
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         config, n, P = self.config, bucket.grad.numel(), comm.size
         plan = self._plan(bucket, P)
         always, others = self._always(bucket.layout, P) if self.needs_layout else ((), (Span(0, out.numel()),))
-        acc = self.feedback.accumulate(bucket, comm.rank) if config.feedback else None
+        acc = state.accumulate(bucket) if config.feedback else None
         sent = bucket.grad if acc is None else rounded(acc.values, out.dtype)
         # Sums in which a residual is are formed in its type.
         total = out if acc is None or acc.values.dtype == out.dtype else torch.empty_like(out, dtype=acc.values.dtype)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.state import State
 from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, exact_divisor, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.wire import Elements, Values, check_values
 
 
-@dataclass
+@dataclass(frozen=True)
 class TopK(ErrorFeedbackScheme):
     """Send each rank's share `density` of its elements of largest magnitude to all; the mean divides their sum by P.
 
@@ -45,7 +46,7 @@ class TopK(ErrorFeedbackScheme):
         """Return how many elements each rank sends of this bucket at its step; the same on every rank."""
         return count_for(self.density, bucket.grad.numel())
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(self.count(bucket))  # [k]
         return gather_selections(own, [own.index.numel()] * comm.size, self.values, bucket, comm)
 

@@ -16,8 +16,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, share_of_rows
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, own_chunk
 from sparsync.base.scheme import ReduceScatterScheme
+from sparsync.base.state import State
 from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import (
@@ -34,18 +35,17 @@ from sparsync.core import (
     count_for,
     exact_divisor,
     phase,
-    spans,
 )
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.selection.exclusive import BlockCyclic
-from sparsync.wire import Elements, ValueCodec, Values, check_values, in_passes
+from sparsync.wire import Elements, ValueCodec, Values, check_values
 
 _DOWN = ("density_down", "values_down")  # settings of the way down, None where it has those of the way up
 
 
-@dataclass
+@dataclass(frozen=True)
 class TwoShot(ErrorFeedbackScheme):
     """Send the share `density` of each region to its owner, and the share `density_down` of the owner's sums to all.
 
@@ -101,12 +101,12 @@ class TwoShot(ErrorFeedbackScheme):
         """Whether elements are left out in either exchange."""
         return min(self.density, self._down[0]) < 1.0
 
-    def whole_form(self, bucket: Bucket, rank: int) -> tuple[tuple[Values, Values], Tensor] | None:
-        if self.leaves_out or self.feedback.decay != 1.0:
-            return None
-        return in_passes((self.values, self._down[1]), self.feedback.residual(bucket, rank))
+    @property
+    def whole_values(self) -> tuple[Values, Values] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        """The formats up and down where nothing is left out."""
+        return None if self.leaves_out else (self.values, self._down[1])
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         if not self.leaves_out:
             mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values), ValueCodec(self._down[1]))
             return DenseUpdate(mean, acc.values, bucket.grad.numel(), bucket.grad.numel())
@@ -133,20 +133,13 @@ class TwoShot(ErrorFeedbackScheme):
         lost = Sparse(own.index, top.value - error.value, n)
         return Update(mean, None, selected, replaced=[*kept, error], lost=lost)
 
-    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
-        """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
-        return share_of_rows(*self.unsent_in_rows(bucket, comm), comm.size)
-
-    def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
-        n, P, rank = bucket.grad.numel(), comm.size, comm.rank
-        residual = self.feedback.residual(bucket, rank)
-        if P == 1:
-            return residual, None
-        if self.leaves_out:
-            return residual, _regions_of(n, P, *self._down, residual.device, residual.dtype).rows[rank]
-        own = spans(n, P)[rank]  # adjacent elements, because no position travels
-        start = torch.tensor([own.start], dtype=torch.int32, device=residual.device)
-        return residual, Rows(start, max(1, len(own)), len(own))
+    def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
+        """Return this rank's residual, [n], and its own region, where it holds what all ranks have not sent."""
+        residual = state.residual(bucket)
+        if comm.size == 1 or not self.leaves_out:
+            return residual, own_chunk(residual, comm)  # adjacent elements, because no position travels
+        n, device, dtype = residual.numel(), residual.device, residual.dtype
+        return residual, _regions_of(n, comm.size, *self._down, device, dtype).rows[comm.rank]
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         if self.divide_by != "ranks":
@@ -231,6 +224,7 @@ def gather(own: Sparse, regions: _Regions, comm: Comm, divisor: int = 1) -> tupl
         return codec.decode_each(packets, regions.counts, regions.lengths, own.value.dtype, rows, n), dropped[0]
 
 
+@dataclass(frozen=True)
 class TwoShotReduceScatter(ReduceScatterScheme):
     """The way up only, with the chunks as regions: each rank sends the share `density` of every other chunk.
 
@@ -239,14 +233,22 @@ class TwoShotReduceScatter(ReduceScatterScheme):
     were; a sum that overflows at its owner is NaN there only.
     """
 
-    def __init__(self, config: TwoShot) -> None:
-        super().__init__(config.residuals, config.decay)
-        self.config = config
-        self.name = config.name
+    config: TwoShot
+    name = "two_shot"
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+    @property
+    def residuals(self) -> Residuals:
+        """The precision of the residual."""
+        return self.config.residuals
+
+    @property
+    def decay(self) -> float:
+        """The share of the residual that joins the next gradient."""
+        return self.config.decay
+
+    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         n, P, m = bucket.grad.numel(), comm.size, out.numel()
-        acc = self.feedback.accumulate(bucket, comm.rank)
+        acc = state.accumulate(bucket)
         own, codec, dtype = Span(comm.rank * m, (comm.rank + 1) * m), Elements(self.config.values), acc.values.dtype
         chunks, count = [Span(owner * m, (owner + 1) * m) for owner in range(P)], count_for(self.config.density, m)
         others = [owner for owner in range(P) if owner != comm.rank]

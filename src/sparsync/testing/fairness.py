@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.testing.checks import described
@@ -46,21 +46,21 @@ def examination(subject: SchemeUnderTest) -> str | None:
     return None
 
 
-def never_written(schemes: Sequence[Scheme], grads: Sequence[Tensor], warmup: int, most: int) -> Tensor:
+def never_written(states: Sequence[State], grads: Sequence[Tensor], warmup: int, most: int) -> Tensor:
     """Return where nothing was written in `most` steps of the same gradients, bool [n]; those of the warm-up do not count."""
 
     def body(comm: LocalComm) -> Tensor:
         waits = torch.ones_like(grads[0], dtype=torch.bool)
         for step in range(warmup + most):
             bucket = Bucket("bucket0", grads[comm.rank].clone(), step, layout(waits.numel()))
-            schemes[comm.rank].reduce(bucket, comm)
+            states[comm.rank].reduce(bucket, comm)
             if step >= warmup:
                 waits &= bucket.grad == 0
             if not waits.any():
                 break
         return waits
 
-    return LocalWorld(len(schemes)).run(body)[0]
+    return LocalWorld(len(states)).run(body)[0]
 
 
 def scale(subject: SchemeUnderTest) -> str | None:
@@ -93,15 +93,15 @@ def shares(subject: SchemeUnderTest) -> str | None:
         return subject.unaccounted
     P = subject.world(4)
     source = torch.Generator().manual_seed(1)
-    schemes, never, largest = subject.start(P), torch.ones(COUNT, dtype=torch.bool), 0.0
+    states, never, largest = subject.start(P), torch.ones(COUNT, dtype=torch.bool), 0.0
     for number in range(subject.warmup + 2):
         grads = [P * torch.randint(-4, 5, (COUNT,), generator=source).bfloat16() for _ in range(P)]
         if P > 1:
             grads[-1].zero_()
-        step = run(schemes, [grads], first_step=number)[0]
+        step = run(states, [grads], first_step=number)[0]
         never &= step.written[0] == 0
         largest = max(largest, float(step.written[0].abs().max()))
-        found = shares_of(schemes, number + 1)
+        found = shares_of(states, number + 1)
         pairs = enumerate(zip(found, step.residuals, strict=True))
         held_for = torch.stack([_held_for(step.where(rank), *pair, P) for rank, pair in pairs])  # m, [P, n]
         too_many = (held_for - 1).sum(0) > P - 1
@@ -118,16 +118,16 @@ def shares(subject: SchemeUnderTest) -> str | None:
     return None
 
 
-def shares_of(schemes: Sequence[Scheme], step: int) -> list[Tensor]:
+def shares_of(states: Sequence[State], step: int) -> list[Tensor]:
     """Return what `unsent` says on each rank of the bucket of `run`, zeros for None."""
 
     def body(comm: LocalComm) -> Tensor:
         bucket = Bucket("bucket0", torch.zeros(COUNT, dtype=torch.bfloat16), step, layout(COUNT))
-        share = schemes[comm.rank].unsent(bucket, comm)
-        residual = flat_residual(schemes[comm.rank], bucket.layout, bucket.grad)
+        share = states[comm.rank].unsent(bucket, comm)
+        residual = flat_residual(states[comm.rank], bucket.layout, bucket.grad)
         return torch.zeros_like(residual) if share is None else share.clone()
 
-    return LocalWorld(len(schemes)).run(body)
+    return LocalWorld(len(states)).run(body)
 
 
 def _held_for(where: str, share: Tensor, residual: Tensor, P: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Cost, add_note, laid_out
 from sparsync.feedback import redistributed
@@ -40,6 +41,7 @@ from sparsync.testing.world import (
     reals,
     residual_of,
     run,
+    started,
 )
 
 SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}  # parameters that lie in one bucket or another
@@ -51,7 +53,7 @@ SMALL = 8  # elements; and the most ranks whose sums of small integers a 16-bit 
 def check(invariant: str, scheme: SchemeUnderTest | Callable[[], Scheme], **promises: Any) -> str | None:
     """Check one invariant, by its name in INVARIANTS. Return None where it holds, or why it was not checked.
 
-    `scheme` makes a new scheme at each call, once for each rank; `promises` are the fields of SchemeUnderTest, for instance
+    `scheme` makes a new scheme at each call; `promises` are the fields of SchemeUnderTest, for instance
     `complete=lambda: MyScheme(density=1.0)` or `worlds=(2, 4, 8)`.
     Raises AssertionError that says which invariant, the number of ranks P and of elements n, the step, the rank and the two values;
     and what the scheme itself raises, with a note that names the invariant.
@@ -120,8 +122,7 @@ def identity(subject: SchemeUnderTest) -> str | None:
     if subject.complete is None:
         return "no setting leaves nothing out: complete=None"
     for P in (P for P in subject.worlds if P <= SMALL):
-        schemes = [subject.complete() for _ in range(P)]
-        check_dense_mean(run(schemes, integers(P, COUNT, subject.warmup + 1)))
+        check_dense_mean(run(started(subject.complete(), P), integers(P, COUNT, subject.warmup + 1)))
     return None
 
 
@@ -164,13 +165,13 @@ def resume(subject: SchemeUnderTest) -> None:
     for cut in sorted({1, subject.warmup + 1}):  # in the middle of the warm-up, where there is one, and after it
         old, new = subject.start(P), subject.start(P)
         run(old, grads[:cut])
-        saved = [scheme.state_dict() for scheme in old]
-        states = [through_a_file(state) for state in saved]
+        saved = [state.state_dict() for state in old]
+        read = [through_a_file(state) for state in saved]
         run(old, grads[cut:], first_step=cut)
-        if flattened(saved) != flattened(states):
+        if flattened(saved) != flattened(read):
             fail(whole[cut].where(), "a saved state has changed, state_dict must return a copy")
-        for scheme, state in zip(new, states, strict=True):
-            scheme.load_state_dict(state)
+        for state, each in zip(new, read, strict=True):
+            state.load_state_dict(each)
         continued = run(new, grads[cut:], first_step=cut)
         check_same(continued, whole[cut:], "without interruption it is")
 
@@ -181,13 +182,13 @@ def another_world(subject: SchemeUnderTest) -> str | None:
         return subject.unaccounted
     old, sizes = subject.world(4), [P for P in subject.worlds if P <= SMALL]
     unit = old * math.lcm(old, *sizes)  # so that dividing by each world's size is exact
-    schemes = subject.start(old)
-    last = run(schemes, integers(old, COUNT, subject.exact_steps, unit, subject.exact))[-1]
-    states = [through_a_file(scheme.state_dict()) for scheme in schemes]
+    states = subject.start(old)
+    last = run(states, integers(old, COUNT, subject.exact_steps, unit, subject.exact))[-1]
+    saved = [through_a_file(state.state_dict()) for state in states]
     for P in sizes:
         new = subject.start(P)
-        for scheme, residual in zip(new, redistributed([state["residual"] for state in states], P), strict=True):
-            scheme.load_state_dict({**states[0], "residual": residual})
+        for state, residual in zip(new, redistributed([each["residual"] for each in saved], P), strict=True):
+            state.load_state_dict({**saved[0], "residual": residual})
         steps = run(new, integers(P, COUNT, 2, unit, subject.exact), first_step=subject.exact_steps)
         conserved(subject, steps, integer_sum(last.residuals) * P / old)
         check_replicas(steps)
@@ -197,12 +198,12 @@ def another_world(subject: SchemeUnderTest) -> str | None:
 def layouts(subject: SchemeUnderTest) -> None:
     """Check that a bucket can be one parameter, and that parameters which move to other buckets, and back, lose no mass."""
     P = subject.world(2)
-    schemes = subject.start(P)
-    steps = run(schemes, integers(P, COUNT, 1, dtype=subject.exact), parameters=WHOLE, key="whole")
+    states = subject.start(P)
+    steps = run(states, integers(P, COUNT, 1, dtype=subject.exact), parameters=WHOLE, key="whole")
     check_step_invariants(subject, steps)
     if not subject.has_residual:
         return
-    by_name = schemes[0].state_dict().get("residual", {})
+    by_name = states[0].state_dict().get("residual", {})
     if list(by_name) != ["whole"]:
         fail(steps[0].where(0), f"the residual has the names {list(by_name)}, the layout has ['whole']")
     whole = [list(SIZES)]
@@ -214,11 +215,11 @@ def layouts(subject: SchemeUnderTest) -> None:
 def rollback(subject: SchemeUnderTest) -> None:
     """Check that a rollback adds what was written to the residuals again, so that all that came in is there."""
     P = subject.world(3)
-    schemes = subject.start(P)
-    *_, previous, step = run(schemes, integers(P, COUNT, subject.exact_steps, dtype=subject.exact), parameters=WHOLE)
-    for scheme, written in zip(schemes, step.written, strict=True):
-        scheme.rollback(Bucket("bucket0", written, step.number, WHOLE))
-    found = integer_sum([scheme.state_dict()["residual"]["whole"] for scheme in schemes])
+    states = subject.start(P)
+    *_, previous, step = run(states, integers(P, COUNT, subject.exact_steps, dtype=subject.exact), parameters=WHOLE)
+    for state, written in zip(states, step.written, strict=True):
+        state.rollback(Bucket("bucket0", written, step.number, WHOLE))
+    found = integer_sum([state.state_dict()["residual"]["whole"] for state in states])
     came_in = subject.decay * integer_sum(previous.residuals) + integer_sum(step.grads)
     given = "residuals before the step, decayed, + gradients"
     check_equal(step.where(), "residuals after the rollback", found, given, came_in, subject.tolerance)
@@ -228,14 +229,14 @@ def clipping(subject: SchemeUnderTest) -> None:
     """Check that of a step which counts half, half of what came in and half of what was written is in the account of the residuals."""
     P = subject.world(3)
     *earlier, last = integers(P, COUNT, subject.exact_steps, 2 * P, subject.exact)
-    schemes = subject.start(P)
-    before = integer_sum(run(schemes, earlier, parameters=WHOLE)[-1].residuals)
-    for scheme in schemes:
-        scheme.hold_residual()
-    (step,) = run(schemes, [last], first_step=len(earlier), parameters=WHOLE)
-    for scheme in schemes:
-        scheme.weigh_step({"whole": 0.5})
-    residuals = integer_sum([scheme.state_dict()["residual"]["whole"] for scheme in schemes])
+    states = subject.start(P)
+    before = integer_sum(run(states, earlier, parameters=WHOLE)[-1].residuals)
+    for state in states:
+        state.vectors.hold()
+    (step,) = run(states, [last], first_step=len(earlier), parameters=WHOLE)
+    for state in states:
+        state.weigh({"whole": 0.5})
+    residuals = integer_sum([state.state_dict()["residual"]["whole"] for state in states])
     came_in = before / 2 + (subject.decay * before + integer_sum(last)) / 2
     kept, given = "residuals after the step + half of P x written", "residuals before the step + half of the gradients"
     check_equal(step.where(), kept, residuals + P * step.written[0].double() / 2, given, came_in, subject.tolerance)
@@ -245,11 +246,11 @@ def reset(subject: SchemeUnderTest) -> None:
     """Check that after `reset_shared_state` on all ranks replicas agree, and the residuals are still there."""
     P = subject.world(3)
     grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
-    schemes = subject.start(P)
-    last = run(schemes, grads)[-1]
-    for scheme in schemes:
-        scheme.reset_shared_state()
-    steps = run(schemes, grads, first_step=len(grads))
+    states = subject.start(P)
+    last = run(states, grads)[-1]
+    for state in states:
+        state.reset_shared_state()
+    steps = run(states, grads, first_step=len(grads))
     check_step_invariants(subject, steps, integer_sum(last.residuals))
 
 
@@ -260,9 +261,9 @@ def delivery(subject: SchemeUnderTest) -> str | None:
     if subject.decay != 1.0:
         return "the residual decays"
     P = subject.world(4)
-    schemes = subject.start(P)
-    steps = run(schemes, integers(P, SMALL, subject.warmup + 1))
-    steps += silence(schemes, SMALL, first_step=len(steps), at_most=P * SMALL)
+    states = subject.start(P)
+    steps = run(states, integers(P, SMALL, subject.warmup + 1))
+    steps += silence(states, SMALL, first_step=len(steps), at_most=P * SMALL)
     written = integer_sum([step.written[0] for step in steps])
     came_in = torch.stack([integer_sum(step.grads) for step in steps]).sum(dim=0)
     check_equal(steps[-1].where(), "P x all that was written", P * written, "all that came in", came_in)
@@ -308,8 +309,7 @@ def types(subject: SchemeUnderTest) -> None:
         steps = run(subject.start(P), integers(P, COUNT, subject.exact_steps, dtype=dtype))
         check_step_invariants(subject, steps)
         if subject.complete is not None:
-            complete = [subject.complete() for _ in range(P)]
-            check_dense_mean(run(complete, integers(P, COUNT, 1, dtype=dtype)))
+            check_dense_mean(run(started(subject.complete(), P), integers(P, COUNT, 1, dtype=dtype)))
 
 
 def nonfinite(subject: SchemeUnderTest) -> None:
@@ -407,15 +407,15 @@ def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str
     """Check that no parameter loses mass at any step, where `plan[step]` are the names in each bucket, and that replicas agree."""
     P = subject.world(2)
     source = torch.Generator().manual_seed(1)
-    schemes = subject.start(P)
+    states = subject.start(P)
     for step, buckets in enumerate(plan):
-        before = residual_sums(schemes)
+        before = residual_sums(states)
         grads: list[dict[str, Tensor]] = [{} for _ in range(P)]
         for grad in grads:
             for name, size in SIZES.items():
                 grad[name] = P * torch.randint(-4, 5, (size,), generator=source).to(subject.exact)
-        written = reduce_by_name(schemes, grads, buckets, step)
-        after = residual_sums(schemes)
+        written = reduce_by_name(states, grads, buckets, step)
+        after = residual_sums(states)
         for name in SIZES:
             where = f"P = {P}, parameter {name!r} in buckets {[list(names) for names in buckets]}, step {step}"
             came_in = subject.decay * before[name] + integer_sum([grad[name] for grad in grads])
@@ -429,7 +429,7 @@ def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str
 
 
 def reduce_by_name(
-    schemes: Sequence[Scheme], grads: Sequence[dict[str, Tensor]], buckets: Sequence[Sequence[str]], step: int
+    states: Sequence[State], grads: Sequence[dict[str, Tensor]], buckets: Sequence[Sequence[str]], step: int
 ) -> list[dict[str, Tensor]]:
     """Return what was written for each parameter of SIZES on each rank, when the parameters lie in these buckets."""
 
@@ -439,20 +439,20 @@ def reduce_by_name(
             parameters = laid_out((name, SIZES[name]) for name in names)
             flat = torch.cat([grads[comm.rank][name] for name in names])
             bucket = Bucket(f"bucket{number}", flat, step, parameters)
-            schemes[comm.rank].reduce(bucket, comm)
+            states[comm.rank].reduce(bucket, comm)
             written |= {each.name: each.span.of(bucket.grad) for each in parameters}
         return written
 
-    return LocalWorld(len(schemes)).run(body)
+    return LocalWorld(len(states)).run(body)
 
 
-def residual_sums(schemes: Sequence[Scheme]) -> dict[str, Tensor]:
+def residual_sums(states: Sequence[State]) -> dict[str, Tensor]:
     """Return the sum over ranks of the residual of each parameter of SIZES, float64."""
-    by_rank = [scheme.state_dict()["residual"] for scheme in schemes]
+    by_rank = [state.state_dict()["residual"] for state in states]
     return {name: integer_sum([residual_of(each, name, n) for each in by_rank]) for name, n in SIZES.items()}
 
 
-def silence(schemes: Sequence[Scheme], n: int, first_step: int, at_most: int) -> list[Step]:
+def silence(states: Sequence[State], n: int, first_step: int, at_most: int) -> list[Step]:
     """Return the steps of zero gradients after which no residual is left. Raises AssertionError after `at_most`."""
     steps: list[Step] = []
     while not steps or any(residual.any() for residual in steps[-1].residuals):
@@ -460,8 +460,8 @@ def silence(schemes: Sequence[Scheme], n: int, first_step: int, at_most: int) ->
             left = integer_sum([residual.abs() for residual in steps[-1].residuals])
             place = f"after {at_most} steps without gradients"
             fail(steps[-1].where(), f"{place} the residuals are {left.tolist()}, they must be 0")
-        nothing = [torch.zeros(n) for _ in schemes]
-        steps += run(schemes, [nothing] * min(4, at_most - len(steps)), first_step=first_step + len(steps))
+        nothing = [torch.zeros(n) for _ in states]
+        steps += run(states, [nothing] * min(4, at_most - len(steps)), first_step=first_step + len(steps))
     return steps
 
 

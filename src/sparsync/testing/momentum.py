@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.testing.world import COUNT, flat_residual, layout
@@ -25,31 +26,32 @@ def keeps_momentum(make: Callable[[], Scheme]) -> bool:
     def much(found: Tensor) -> bool:
         return bool((found * gradient.sign()).clamp(min=0).norm() > _SHARE * gradient.norm())
 
-    found = _from_nowhere(make(), gradient)
-    return much(found) and much(found - _from_nowhere(make(), torch.zeros(COUNT)))
+    found = _from_nowhere(make().start(), gradient)
+    return much(found) and much(found - _from_nowhere(make().start(), torch.zeros(COUNT)))
 
 
 def undeclared(make: Callable[[], Scheme]) -> str | None:
     """Return what the author of a scheme has to add, where it keeps a momentum and its class does not say; None where all is well."""
     scheme = make()
-    if type(scheme).has_momentum is not Scheme.has_momentum or not keeps_momentum(make):
+    declared = any("has_momentum" in vars(kind) for kind in type(scheme).__mro__ if kind is not Scheme)
+    if declared or not keeps_momentum(make):
         return None
     return (
         f"{type(scheme).__name__} keeps a gradient outside its residual and writes it in later steps, as a momentum does. Its class must "
-        "say so: define the property has_momentum; return True if the optimizer should be SGD without momentum, False if this is no "
+        "say so: set has_momentum: True if the optimizer should be SGD without momentum, False if this is no "
         "momentum"
     )
 
 
-def _from_nowhere(scheme: Scheme, gradient: Tensor) -> Tensor:
+def _from_nowhere(state: State, gradient: Tensor) -> Tensor:
     """Return what the scheme writes after the first step, beyond what leaves its residual, [n] in float64."""
 
     def reduce(comm: LocalComm) -> Tensor:
         written = [gradient.clone(), *(torch.zeros_like(gradient) for _ in range(1, _STEPS))]
         residuals = []
         for step, bucket in enumerate(written):
-            scheme.reduce(Bucket("momentum", bucket, step, layout(COUNT)), comm)
-            residuals.append(flat_residual(scheme, layout(COUNT), bucket).double())
+            state.reduce(Bucket("momentum", bucket, step, layout(COUNT)), comm)
+            residuals.append(flat_residual(state, layout(COUNT), bucket).double())
         return torch.stack(written[1:]).double().sum(0) + residuals[-1] - residuals[0]
 
     return LocalWorld(1).run(reduce)[0]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsync.base.scheme import Scheme
-from sparsync.testing.world import COUNT, Step, integers, reals, run
+from sparsync.base.state import State
+from sparsync.testing.world import COUNT, Step, integers, reals, run, started
 
 # By published rules that are sound otherwise. The others are what integrations rely on. A rule without "nonfinite" hides NaN and Inf from
 # loss scalers, and one without "values" moves parameters whose gradient is zero.
@@ -18,8 +19,7 @@ _DENSITIES = ("density", "density_down")
 class SchemeUnderTest:
     """One scheme with one setting, and what must hold for it.
 
-    `make` is called once for each rank, and must give a new scheme each time. What it does in each world is run once and shared by the
-    invariants.
+    What it does in each world is run once and shared by the invariants.
     """
 
     make: Callable[[], Scheme]
@@ -69,7 +69,7 @@ class SchemeUnderTest:
         if self.density is not None:
             return self.density
         scheme = self.make()
-        found = (getattr(each, name, None) for each in (scheme, *scheme.inner_schemes) for name in _DENSITIES)
+        found = (getattr(each, name, None) for each in (scheme, *scheme.inner.values()) for name in _DENSITIES)
         return min((float(density) for density in found if density is not None), default=1.0)
 
     @property
@@ -86,9 +86,9 @@ class SchemeUnderTest:
         """Return the smallest of its worlds that has at least P ranks, or the largest there is."""
         return min((world for world in self.worlds if world >= P), default=max(self.worlds))
 
-    def start(self, P: int) -> list[Scheme]:
-        """Return new schemes for P ranks."""
-        return [self.make() for _ in range(P)]
+    def start(self, P: int) -> list[State]:
+        """Return new states for P ranks of one scheme, which remembers nothing itself."""
+        return started(self.make(), P)
 
     def trace(self, P: int) -> list[Step]:
         """Return some exact steps in a world of P ranks, then one with reals: run once, and the same list each time."""

@@ -1,4 +1,4 @@
-"""A world of ranks in one process, each with its own scheme: gradients, results, residuals, reports and traffic of every step."""
+"""A world of ranks in one process, each with a state of the scheme: gradients, results, residuals, reports and traffic of every step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.comm.local import LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Cost, ParameterSpan, Report, Span
@@ -53,9 +54,9 @@ def layout(n: int) -> tuple[ParameterSpan, ...]:
     return tuple(ParameterSpan(name, Span(stops[i], stops[i + 1])) for i, name in enumerate(NAMES))
 
 
-def flat_residual(scheme: Scheme, parameters: Sequence[ParameterSpan], like: Tensor) -> Tensor:
-    """Return the scheme's residual of these parameters, [n], in their order; zero where it has none."""
-    by_name = scheme.state_dict().get("residual", {})
+def flat_residual(state: State, parameters: Sequence[ParameterSpan], like: Tensor) -> Tensor:
+    """Return the residual of these parameters, [n], in their order; zero where it has none."""
+    by_name = state.state_dict().get("residual", {})
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.cat([residual_of(by_name, each.name, len(each.span), dtype) for each in parameters])
 
@@ -68,14 +69,19 @@ def residual_of(by_name: Mapping[str, Tensor], name: str, count: int, dtype: tor
     return residual
 
 
+def started(scheme: Scheme, P: int) -> list[State]:
+    """Return a new state of `scheme` for each of P ranks."""
+    return [scheme.start() for _ in range(P)]
+
+
 def run(
-    schemes: Sequence[Scheme],
+    states: Sequence[State],
     gradients: Sequence[Sequence[Tensor]],
     first_step: int = 0,
     parameters: tuple[ParameterSpan, ...] | None = None,
     key: str = "bucket0",
 ) -> list[Step]:
-    """Reduce `gradients[step][rank]` one step after the other; scheme r works for rank r. The gradients themselves are not changed.
+    """Reduce `gradients[step][rank]` one step after the other; state r is that of rank r. The gradients themselves are not changed.
 
     `parameters` are the layout of the bucket called `key`; without them it has the five of `layout`.
     """
@@ -86,12 +92,12 @@ def run(
         seen = []
         for number, grads in enumerate(gradients):
             bucket = Bucket(key, grads[comm.rank].clone(), first_step + number, own)
-            report = schemes[comm.rank].reduce(bucket, comm)
-            residual = flat_residual(schemes[comm.rank], own, bucket.grad)
+            report = states[comm.rank].reduce(bucket, comm)
+            residual = flat_residual(states[comm.rank], own, bucket.grad)
             seen.append((bucket.grad, residual, report, comm.take()[0]))
         return seen
 
-    for rank_seen in LocalWorld(len(schemes)).run(lambda comm: body(MeteredComm(comm))):
+    for rank_seen in LocalWorld(len(states)).run(lambda comm: body(MeteredComm(comm))):
         for step, (written, residual, report, counted) in zip(steps, rank_seen, strict=True):
             step.written.append(written)
             step.residuals.append(residual)

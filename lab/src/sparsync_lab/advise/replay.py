@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sparsync import Bucket, LocalWorld
+from sparsync import Bucket, LocalWorld, State
 from sparsync.comm.local import LocalComm
 from sparsync_lab.scheme_choice import SchemeChoice
 from sparsync_lab.traffic.stream import Recorded
@@ -68,12 +68,17 @@ def _deviation(dense: Tensor, other: Tensor) -> Deviation:
     return Deviation(along, float((other - along * dense).norm()) / square**0.5)
 
 
+def _started(choice: SchemeChoice, ranks: int) -> list[State]:
+    scheme = choice.make()
+    return [scheme.start() for _ in range(ranks)]
+
+
 def ways(workload: Workload, seed: int, recorded: Recorded, choice: SchemeChoice | None, total_steps: int) -> Tensor:
     """Return the displacement of all weights from the start [2, n], after half of the steps and after all; None is the exact mean."""
     if choice is not None and choice.local is not None:
         return _locally(workload, seed, recorded, choice, total_steps)
     ranks = recorded.ranks
-    schemes = [] if choice is None else [choice.make() for _ in range(ranks)]
+    states = [] if choice is None else _started(choice, ranks)
     model = workload.model(seed)
     optimizer, schedule = workload.optimizer(model, total_steps)
     start, seen = _flat(model), []
@@ -82,7 +87,7 @@ def ways(workload: Workload, seed: int, recorded: Recorded, choice: SchemeChoice
 
         def body(comm: LocalComm, gradients: list[Tensor] = gradients, step: int = step) -> Tensor:
             bucket = Bucket(one_process.KEY, gradients[comm.rank].clone(), step, recorded.layout)
-            schemes[comm.rank].reduce(bucket, comm)
+            states[comm.rank].reduce(bucket, comm)
             return bucket.grad
 
         mean = torch.stack(gradients).mean(0) if choice is None else LocalWorld(ranks).run(body)[0]

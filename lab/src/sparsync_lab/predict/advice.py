@@ -144,7 +144,7 @@ class ReductionTime:
 
 def measured_times(label: str, scheme: Scheme, probe: Probe) -> SchemeTimes | None:
     """Return what the probe has measured with exactly these settings of a scheme; by its label where the file has no settings."""
-    settings = scheme.config_fingerprint()
+    settings = repr(scheme)
     found = (each for each in probe.scheme if (each.settings == settings if each.settings else each.scheme == label))
     return next((each for each in found if each.bucket), None)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsync import Bucket, GroupComm, Scheme, Span, Sparse, kernels
+from sparsync import Bucket, GroupComm, Scheme, Span, Sparse, State, kernels
 from sparsync.comm.announcement import Announcement, Told
 from sparsync.core import ParameterSpan
 from sparsync.wire import Elements
@@ -424,19 +424,19 @@ def _scheme_times(
 
     Sizes that would take much longer than `within_s` are left out, but for the smallest.
     """
-    fixed_s, buckets = 0.0, list[ReducedBucket]()
+    fixed_s, buckets, state = 0.0, list[ReducedBucket](), scheme.start()
     for n in SCHEME_N:
         tell(f"{label}, {n} elements")
-        found = _reductions(bench, scheme, n, within_s, always=not buckets)
+        found = _reductions(bench, state, n, within_s, always=not buckets)
         if found is None:
             break
         processor_s, seconds = found
         fixed_s = fixed_s or processor_s
         buckets.append(ReducedBucket(n, rounded(seconds)))
-    return SchemeTimes(label, rounded(fixed_s), scheme.config_fingerprint(), tuple(buckets))
+    return SchemeTimes(label, rounded(fixed_s), repr(scheme), tuple(buckets))
 
 
-def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float, always: bool) -> tuple[float, float] | None:
+def _reductions(bench: _Bench, state: State, n: int, within_s: float, always: bool) -> tuple[float, float] | None:
     """Return what a bucket of `n` elements takes of a batch, the median batch: processor seconds of this thread, and seconds in all.
 
     Both are of the slowest rank. None where the fewest batches would take OVER times `within_s`, unless `always`.
@@ -452,7 +452,7 @@ def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float, always: 
             bucket = Bucket(f"probe{n}", grad, len(own))
             bench.finish()
             began, worked = time.perf_counter(), time.thread_time()
-            bench.announce(lambda bucket=bucket: scheme.reduce(bucket, bench.comm))
+            bench.announce(lambda bucket=bucket: state.reduce(bucket, bench.comm))
             bench.finish()
             own.append((time.thread_time() - worked, time.perf_counter() - began))
 

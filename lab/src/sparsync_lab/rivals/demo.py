@@ -14,16 +14,14 @@ in, up to rounding. Replicas agree to the bit where ranks have the same kind of 
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, kernels
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, State, kernels
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.core import Divisor, check_one_of, phase
 from sparsync.feedback import Residuals
@@ -32,7 +30,7 @@ from sparsync_lab.rivals.tile_parts import check_per_tile, mean_of_selections
 from sparsync_lab.rivals.tiles import Tiles, tiles_of
 
 
-@dataclass
+@dataclass(frozen=True)
 class DeMo(ErrorFeedbackScheme):
     """Send the largest cosine components of each tile of a momentum that each rank keeps (arXiv 2411.19870).
 
@@ -50,22 +48,18 @@ class DeMo(ErrorFeedbackScheme):
     residuals: Residuals = "float32"
 
     name = "demo"
+    has_momentum = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_per_tile(self.per_tile)
         check_one_of("divide_by", self.divide_by, Divisor)
         check_values(self.values)
-        self._components: dict[str, Sparse] = {}  # the components that this rank sent in the last step of each bucket
 
     @classmethod
     def published(cls, per_tile: int = 32) -> Self:
         """Return the same: the published rule is the plain setting."""
         return cls(per_tile=per_tile)
-
-    @property
-    def has_momentum(self) -> bool:
-        return True
 
     @property
     def writes_steps(self) -> bool:
@@ -77,7 +71,7 @@ class DeMo(ErrorFeedbackScheme):
         """Return whether the authors' residual holds gradients times the learning rate."""
         return True
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         tiles, values = tiles_of(bucket.layout), acc.values
         with phase("select"):
             components = transformed(tiles.take(values), tiles)
@@ -96,20 +90,15 @@ class DeMo(ErrorFeedbackScheme):
                 written = written.to(bucket.grad.dtype)
 
         def commit() -> None:
-            self._components[bucket.key] = sent
+            state.undo[bucket.key] = partial(_return, state, sent)
 
         return DenseUpdate(written, values, index.numel(), mean.index.numel(), commit=commit)
 
-    def rollback(self, bucket: Bucket) -> None:
-        if bucket.key in self._components:
-            residual = self.feedback.residual_of(bucket)
-            residual += _inverse(
-                self._components.pop(bucket.key), tiles_of(bucket.layout), bucket.grad.to(residual.dtype)
-            )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
-        super().load_state_dict(state)
-        self._components = {}
+def _return(state: State, sent: Sparse, bucket: Bucket) -> None:
+    """Return to the momentum the components that were sent."""
+    momentum = state.residual(bucket)
+    momentum += _inverse(sent, tiles_of(bucket.layout), bucket.grad.to(momentum.dtype))
 
 
 def transformed(tiles: Tensor, layout: Tiles, inverse: bool = False) -> Tensor:

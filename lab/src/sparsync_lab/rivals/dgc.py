@@ -6,22 +6,19 @@ Differs from the paper: the k largest are exact, not those above a threshold fro
 clipping is of a bucket, not of a layer; and the warm-up is counted in steps, not epochs.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, Report, TopK, Update, kernels
+from sparsync import Accumulator, Bucket, Comm, Report, State, TopK, Update, kernels
 from sparsync.base.error_feedback import add_dropped_
 from sparsync.core import count_for
-from sparsync.feedback import ErrorFeedback
 
 _FIRST_DENSITY = 0.25  # of the warm-up, as in the paper
 
 
-@dataclass
+@dataclass(frozen=True)
 class DGC(TopK):
     """Send as topk, of a momentum that each rank accumulates, for plain SGD to apply (arXiv 1712.01887).
 
@@ -49,39 +46,41 @@ class DGC(TopK):
             raise ValueError(f"warmup_steps must be 0 or more, got {self.warmup_steps}")
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip must be above 0, or None not to clip, got {self.clip}")
-        # u by parameter name, as residuals are.
-        self.velocity = ErrorFeedback(self.residuals)
 
     @classmethod
     def published(cls, density: float = 0.001) -> Self:
         """Return the same: the published rule is the plain setting."""
         return cls(density=density)
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if not bucket.grad.numel():
-            return super().reduce(bucket, comm)
-        u = self.velocity.residual(bucket, comm.rank)  # [n]
-        moved = self._clipped(bucket.grad, comm.size) + self.momentum * u
-        own = Bucket(bucket.key, moved.clone(), bucket.step, bucket.layout)  # reduced in place
-        report = super().reduce(own, comm)
+            return super().reduce(state, bucket, comm)
+        u = state.vector("velocity", bucket)  # [n]
+        moved, before = self._clipped(bucket.grad, comm.size) + self.momentum * u, u.clone()
+        own = Bucket(bucket.key, moved, bucket.step, bucket.layout)  # reduced in place
+        u.copy_(moved)
+        try:
+            report = super().reduce(state, own, comm)
+        except BaseException:
+            u.copy_(before)
+            raise
         bucket.grad.copy_(own.grad)
         if not report.details["overflow"] and not kernels.all_finite(bucket.grad):
             # The gradient has fewer bits than what was reduced, and its type overflows on all ranks.
-            super().rollback(own)
+            state.rollback(own)
             report = replace(report, details={**report.details, "overflow": True})
-        if not report.details["overflow"]:
-            add_dropped_(self.feedback.residual_of(own), own.grad, bucket.grad, comm)
-            u.copy_(moved)
-            if self.masking:
-                assert self._selected is not None  # TopK says what it clears
-                kernels.clear_(u, self._selected)
+        if report.details["overflow"]:
+            u.copy_(before)
+        else:
+            add_dropped_(state.residual(own), own.grad, bucket.grad, comm)
         return report
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        update = super().step(acc, bucket, comm)
-        assert update.cleared is not None  # TopK clears what it has selected
-        self._selected = update.cleared
-        return update
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        update = super().step(state, acc, bucket, comm)
+        cleared = update.cleared
+        assert cleared is not None  # TopK clears what it has selected
+        u = state.vector("velocity", bucket)
+        return replace(update, commit=lambda: kernels.clear_(u, cleared)) if self.masking else update
 
     def count(self, bucket: Bucket) -> int:
         n, t = bucket.grad.numel(), bucket.step
@@ -90,27 +89,8 @@ class DGC(TopK):
         return count_for(_FIRST_DENSITY * (self.density / _FIRST_DENSITY) ** (t / self.warmup_steps), n)
 
     @property
-    def has_momentum(self) -> bool:
+    def has_momentum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
         return self.momentum > 0
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        super().rescale_residual(factors)
-        self.velocity.rescale(factors)
-
-    def hold_residual(self) -> None:
-        super().hold_residual()
-        self.velocity.hold()
-
-    def weigh_step(self, factors: Mapping[str, float]) -> None:
-        super().weigh_step(factors)
-        self.velocity.weigh(factors)
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        return {**super().state_dict(), "velocity": self.velocity.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.velocity.load_state_dict(state["velocity"])
 
     def _clipped(self, grad: Tensor, P: int) -> Tensor:
         if self.clip is None:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update, kernels
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, State, Update, kernels
 from sparsync.core import check_density, count_for
 from sparsync.feedback import Residuals
 from sparsync.wire import Elements, Values, check_values
 from sparsync_lab.rivals.tree_top_k import at, tree_top_k
 
 
-@dataclass
+@dataclass(frozen=True)
 class GTopK(ErrorFeedbackScheme):
     """Merge selections pairwise in a tree, k elements in the end: gTop-k (arXiv 1901.04359).
 
@@ -44,7 +44,7 @@ class GTopK(ErrorFeedbackScheme):
         """Return the same at the paper's density."""
         return cls(density=density)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(count_for(self.density, bucket.grad.numel()))  # [k]
         merged = tree_top_k(own, comm, Elements(self.values))
         return of_survivors(own, merged.mean, merged.dropped)

@@ -23,7 +23,7 @@ from sparsync.exchanges.rules import AdamWRule
 from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 
 
-@dataclass
+@dataclass(frozen=True)
 class LaProp(Dense):
     """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
 
@@ -31,9 +31,10 @@ class LaProp(Dense):
         None  # of the second moments; None: as exchanged steps have it, that of the job's AdamW and at least 0.99
     )
 
+    name = "laprop"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.name = "laprop"
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must be in [0, 1), got {self.beta2}")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, State
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.feedback import Residuals
@@ -24,7 +24,7 @@ from sparsync.wire import ValueCodec, Values, check_values
 _ERRORS = ValueCodec("int8")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoCo(ErrorFeedbackScheme):
     """Write the mean of gradients in 4 bits, each corrected by an average of past errors (arXiv 2407.04480).
 
@@ -53,7 +53,7 @@ class LoCo(ErrorFeedbackScheme):
         """Return the same: the published rule is the plain setting."""
         return cls(reset_every=reset_every)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         error = acc.values  # h, and then h - q
         mean = quantized_all_reduce_(error, comm, ValueCodec(self.values), ValueCodec(self.values_down))
         if (bucket.step + 1) % self.reset_every == 0:

@@ -10,22 +10,21 @@ and where v is 0, because there was no gradient in the warm-up, nothing is writt
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, MeteredComm, Report, kernels
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, MeteredComm, Report, State, kernels
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce
-from sparsync.feedback import ErrorFeedback, Residuals
+from sparsync.feedback import Residuals, Vectors
 from sparsync.wire import ValueCodec
 
 _SIGNS = ValueCodec("sign")
 
 
-@dataclass
+@dataclass(frozen=True)
 class OneBitAdam(ErrorFeedbackScheme):
     """Write Adam's step, with frozen second moments and a momentum in 1 bit, for plain SGD to apply (arXiv 2102.02888).
 
@@ -44,6 +43,7 @@ class OneBitAdam(ErrorFeedbackScheme):
     residuals: Residuals = "float32"
 
     name = "onebit_adam"
+    has_momentum = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,78 +56,46 @@ class OneBitAdam(ErrorFeedbackScheme):
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
         if self.eps <= 0:
             raise ValueError(f"eps must be above 0, got {self.eps}")
-        self._forget()
 
     @classmethod
     def published(cls, warmup_steps: int = 100) -> Self:
         """Return the same: the published rule is the plain setting."""
         return cls(warmup_steps=warmup_steps)
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        grad, names = bucket.grad, [entry.name for entry in bucket.layout]
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        grad, names, steps = bucket.grad, [entry.name for entry in bucket.layout], state.common("steps")
         if not grad.numel():
             return self.report(bucket, selected=0, union=0)
-        self.feedback.residual(bucket, comm.rank)  # laid out from the first step on
-        m, v = (each.residual(bucket, comm.rank) for each in (self.first, self.second))
-        t = min(self.steps.get(name, 0) for name in names)
+        state.residual(bucket)  # laid out from the first step on
+        m, v = state.common_vector("first", bucket), state.common_vector("second", bucket)
+        t = min(steps.get(name, 0) for name in names)
         if t < self.warmup_steps:
             report, applied = self._warm_up(m, v, bucket, comm)
         else:
             own = Bucket(bucket.key, self.beta1 * m + (1 - self.beta1) * grad, bucket.step, bucket.layout)
-            report = super().reduce(own, comm)
+            report = super().reduce(state, own, comm)
             applied = not report.details["overflow"]
             (m if applied else grad).copy_(own.grad)
         if applied:
             frozen = min(t + 1, self.warmup_steps)
             scale = (v / (1 - self.beta2**frozen)).sqrt_().add_(self.eps).mul_(1 - self.beta1 ** (t + 1))
             grad.copy_((m / scale).masked_fill_(v == 0, 0.0))
-            self.steps.update(dict.fromkeys(names, t + 1))
+            steps.update(dict.fromkeys(names, t + 1))
+        state.undo[bucket.key] = _stay
         return report
-
-    @property
-    def has_momentum(self) -> bool:
-        return True
 
     @property
     def writes_steps(self) -> bool:
         """Return whether elements of what is written are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
         return True
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         """Return the mean of residual and momentum, as signs."""
         mean, error = quantized_all_reduce(acc.values, comm, _SIGNS)
         return DenseUpdate(mean, error, details={"warmup": False})
 
-    def rollback(self, bucket: Bucket) -> None:
-        return
-
-    def shared_text(self, bucket: Bucket) -> str:
-        return f"steps: {[self.steps.get(entry.name, 0) for entry in bucket.layout]}"
-
-    def reset_shared_state(self) -> None:
-        super().reset_shared_state()
-        self._forget()
-
-    def hold_residual(self) -> None:
-        return
-
-    def weigh_step(self, factors: Mapping[str, float]) -> None:
-        """Do nothing: the whole step is in the momentum, of which the residual is a part, and comes with it."""
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        moments = {"first": self.first.state_dict(), "second": self.second.state_dict()}
-        return {**super().state_dict(), **moments, "steps": dict(self.steps)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.first.load_state_dict(state["first"])
-        self.second.load_state_dict(state["second"])
-        self.steps = dict(state["steps"])
-
-    def _forget(self) -> None:
-        # Vectors by parameter name, the same on every rank, as residuals are by rank.
-        self.first, self.second = ErrorFeedback(), ErrorFeedback()
-        self.steps: dict[str, int] = {}  # t of each parameter
+    def start(self, vectors: Vectors | None = None) -> "_WholeSteps":
+        return _WholeSteps(self, vectors)
 
     def _warm_up(self, m: Tensor, v: Tensor, bucket: Bucket, comm: Comm) -> tuple[Report, bool]:
         """Update both moments [n] by the mean gradient, unless squares are not finite; return the report and whether they are."""
@@ -141,3 +109,14 @@ class OneBitAdam(ErrorFeedbackScheme):
         else:
             bucket.grad.fill_(torch.nan)
         return self.report(bucket, comm.sent, details={"warmup": True, "overflow": not finite}), finite
+
+
+def _stay(bucket: Bucket) -> None:
+    """Leave the momentum as it is: it has the gradient."""
+
+
+class _WholeSteps(State):
+    """A state that counts every step whole: the step is in the momentum, of which the residual is a part, and comes with it."""
+
+    def weigh(self, factors: Mapping[str, float]) -> None:
+        return

@@ -8,17 +8,17 @@ kept with columns of length 1; and factors may travel in 8 or 4 bits, whose roun
 bucket does not tell counts as a matrix as square as it can be. Replicas agree to the bit where ranks have the same kind of processor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, State
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce
 from sparsync.core import ParameterSpan, SpanSet, check_one_of, generator, phase
@@ -31,7 +31,7 @@ Factors = Literal["float32", "int8", "int4"]
 _SMALL = 1 << 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class PowerSGD(ErrorFeedbackScheme):
     """Write, for each matrix of the bucket, its approximation of rank `rank`, and all else as its mean (arXiv 1905.13727).
 
@@ -57,19 +57,19 @@ class PowerSGD(ErrorFeedbackScheme):
             raise ValueError(
                 f"least_saving must be above 0, how many times shorter factors are than their matrix, got {self.least_saving}"
             )
-        self.right: dict[str, Tensor] = {}  # q of each matrix by parameter name, [b, r], the same on every rank
 
     @classmethod
     def published(cls, rank: int = 4, seed: int = 0) -> Self:
         """Return the same: the published algorithm is the plain setting."""
         return cls(rank=rank, seed=seed)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         plan, values = factored(bucket.layout, self.rank, self.least_saving), acc.values
+        right = state.common("right")  # q of each matrix by parameter name, [b, r]
         with phase("encode"):
             whole = plan.whole.take(values)
             stacks = [group.stacked(values) for group in plan.groups]  # m, [count, a, b]
-            rights = [self._right(group, values) for group in plan.groups]  # q, [count, b, r]
+            rights = [self._right(right, group, values) for group in plan.groups]  # q, [count, b, r]
             lefts = [torch.bmm(m, q) for m, q in zip(stacks, rights, strict=True)]  # p = m q, [count, a, r]
         mean, error = self._mean(torch.cat([whole, *map(_flat, lefts)]), comm)
         with phase("decode"):
@@ -80,9 +80,9 @@ class PowerSGD(ErrorFeedbackScheme):
         if plan.groups:
             with phase("encode"):
                 rights = [torch.bmm(m.mT, p) for m, p in zip(stacks, bases, strict=True)]  # q_r = m^T p, [count, b, r]
-            right, dropped = self._mean(torch.cat(list(map(_flat, rights))), comm)
+            sums, dropped = self._mean(torch.cat(list(map(_flat, rights))), comm)
             with phase("decode"):
-                means = _like(rights, right)
+                means = _like(rights, sums)
                 sent = zip(plan.groups, stacks, bases, means, rights, _like(rights, dropped), strict=True)
                 for group, m, p, q, own, rounded in sent:
                     group.put_(written, torch.bmm(p, q.mT))
@@ -92,27 +92,10 @@ class PowerSGD(ErrorFeedbackScheme):
 
         def commit() -> None:
             for group, q in zip(plan.groups, means, strict=True):
-                self._keep(group, q)
+                self._keep(right, group, q)
 
         details = {"matrices": sum(len(group.names) for group in plan.groups), "sent_whole": len(plan.whole)}
         return DenseUpdate(written, values, details=details, commit=commit)
-
-    def shared_text(self, bucket: Bucket) -> str:
-        known = [self.right[entry.name] for entry in bucket.layout if entry.name in self.right]
-        # Sums of whole numbers do not depend on their order, which differs with the number of threads.
-        sums = [q.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for q in known]
-        return f"factors whose bytes add up to {torch.stack(sums).tolist() if sums else []}"  # a host sync
-
-    def reset_shared_state(self) -> None:
-        super().reset_shared_state()
-        self.right = {}
-
-    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        return {**super().state_dict(), "right": {name: q.clone() for name, q in self.right.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.right = {name: q.clone() for name, q in state["right"].items()}
 
     def _mean(self, value: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
         """Return the mean of `value` [k] over ranks and what rounding dropped of this rank's, [k]."""
@@ -120,19 +103,19 @@ class PowerSGD(ErrorFeedbackScheme):
             return comm.all_reduce(value) / comm.size, torch.zeros_like(value)
         return quantized_all_reduce(value, comm, ValueCodec(self.factors))
 
-    def _right(self, group: "_Group", like: Tensor) -> Tensor:
+    def _right(self, right: dict[str, Tensor], group: "_Group", like: Tensor) -> Tensor:
         """Return q of each matrix of a group, [count, b, r]: the last step's, or at first a random one, the same on every rank."""
         shape = (group.columns, group.rank)
         for name in group.names:
-            if name not in self.right or self.right[name].shape != shape:
-                self.right[name] = torch.randn(shape, generator=generator(self.seed, name, 0))
-        return torch.stack([self.right[name].to(like) for name in group.names])
+            if name not in right or right[name].shape != shape:
+                right[name] = torch.randn(shape, generator=generator(self.seed, name, 0))
+        return torch.stack([right[name].to(like) for name in group.names])
 
-    def _keep(self, group: "_Group", q: Tensor) -> None:
+    def _keep(self, right: dict[str, Tensor], group: "_Group", q: Tensor) -> None:
         """Keep the directions of q [count, b, r] for the next step; where a column is zero, the one before."""
         length = q.norm(dim=1, keepdim=True)
-        kept = torch.where(length > 0, q / length, self._right(group, q))
-        self.right.update(zip(group.names, kept.unbind(), strict=True))
+        kept = torch.where(length > 0, q / length, self._right(right, group, q))
+        right.update(zip(group.names, kept.unbind(), strict=True))
 
 
 @dataclass(frozen=True)

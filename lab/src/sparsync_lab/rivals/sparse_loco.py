@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update, kernels
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, State, Update, kernels
 from sparsync.collectives.values import Quantizer
 from sparsync.core import Divisor, check_one_of, phase
 from sparsync.feedback import Residuals
@@ -37,7 +37,7 @@ WIDTH = 1.5  # of a bin, in standard deviations of the group: all four span 6
 _MEAN_NBYTES = 4
 
 
-@dataclass
+@dataclass(frozen=True)
 class SparseLoCo(ErrorFeedbackScheme):
     """Send the largest elements of each tile of up to 64 x 64 in 2 bits, with a residual that decays (arXiv 2508.15706).
 
@@ -67,7 +67,7 @@ class SparseLoCo(ErrorFeedbackScheme):
         """Return the same: the published rule is the plain setting."""
         return cls(per_tile=per_tile)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, tiles, values = bucket.grad.numel(), tiles_of(bucket.layout), acc.values
         codec = self.codec(selected_in_tiles(bucket.layout, self.per_tile))
         with phase("select"):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, Sparse, Update, kernels
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, Sparse, State, Update, kernels
 from sparsync.collectives.sparse_allreduce import (
     all_gather_elements,
     split_and_reduce_,
@@ -29,7 +29,7 @@ from sparsync.kernels.rounding import lacking
 from sparsync.wire import Elements, ValueCodec, Values, check_values
 
 
-@dataclass
+@dataclass(frozen=True)
 class TopKDSA(ErrorFeedbackScheme):
     """Send topk's sums by owners of regions, gathered dense where they fill up: SparCML (arXiv 1802.08021).
 
@@ -60,7 +60,7 @@ class TopKDSA(ErrorFeedbackScheme):
         """Return the same, turning dense from a third of non-zero sums."""
         return cls(density, dense_from=1 / 3)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, P, codec = bucket.grad.numel(), comm.size, Elements(self.values)
         own = acc.top_k(count_for(self.density, n))  # [k]
         regions = spans(n, P)

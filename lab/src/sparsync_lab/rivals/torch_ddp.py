@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from sparsync import Dense
 
 
-@dataclass
+@dataclass(frozen=True)
 class TorchDDP(Dense):
     """What `sparsync compare` trains without a hook: `--schemes sparsync_lab.rivals.torch_ddp:TorchDDP`. Elsewhere it is Dense."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.name = "torch_ddp"
+    name = "torch_ddp"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report, Scheme
+from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report, State
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, count_for
 from sparsync_lab.scheme_choice import SchemeChoice
@@ -30,23 +30,24 @@ class _Residual:
 
 @dataclass
 class Observed:
-    """One scheme under observation: a scheme object for each rank, and the state of the observation."""
+    """One scheme under observation: its state on each rank, and that of the observation."""
 
     choice: SchemeChoice
     ranks: int
     layout: tuple[ParameterSpan, ...]
-    _schemes: list[Scheme] = field(init=False, repr=False)
+    _states: list[State] = field(init=False, repr=False)
     _residual: _Residual = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         n = self.layout[-1].span.stop
-        self._schemes = [self.choice.make() for _ in range(self.ranks)]
+        scheme = self.choice.make()
+        self._states = [scheme.start() for _ in range(self.ranks)]
         self._residual = _Residual(torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.int32))
 
     @property
     def asked(self) -> int:
         """k, the number of elements that the density asks for; n where the scheme takes no density."""
-        n, scheme = self.layout[-1].span.stop, self._schemes[0]
+        n, scheme = self.layout[-1].span.stop, self._states[0].scheme
         density = getattr(scheme, "density_down", None) or getattr(scheme, "density", None)
         return n if density is None else count_for(density, n)
 
@@ -56,7 +57,7 @@ class Observed:
         def body(comm: LocalComm) -> tuple[Report, Cost, Tensor]:
             metered = MeteredComm(comm)
             bucket = Bucket(KEY, gradients[comm.rank].clone(), step, self.layout)
-            report = self._schemes[comm.rank].reduce(bucket, metered)
+            report = self._states[comm.rank].reduce(bucket, metered)
             return report, metered.take()[0], bucket.grad
 
         seen = LocalWorld(self.ranks).run(body)
@@ -93,8 +94,8 @@ class Observed:
         all_ranks, waiting = self._residual, torch.zeros_like(written, dtype=torch.bool)
         all_ranks.total.zero_()
         all_ranks.square = 0.0
-        for scheme in self._schemes:
-            residual = _residual_of(scheme, self.layout)
+        for state in self._states:
+            residual = _residual_of(state, self.layout)
             if residual is not None:
                 all_ranks.total += residual
                 all_ranks.square += float(torch.linalg.vector_norm(residual, dtype=torch.float64)) ** 2
@@ -134,9 +135,9 @@ def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
     }
 
 
-def _residual_of(scheme: Scheme, layout: Sequence[ParameterSpan]) -> Tensor | None:
+def _residual_of(state: State, layout: Sequence[ParameterSpan]) -> Tensor | None:
     """Return the residual of one rank, [n], zero for parameters without one; None where no parameter has one."""
-    found = scheme.state_dict().get("residual")
+    found = state.state_dict().get("residual")
     return torch.cat([found.get(each.name, torch.zeros(len(each.span))) for each in layout]) if found else None
 
 

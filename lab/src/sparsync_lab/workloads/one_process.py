@@ -160,7 +160,7 @@ def train_with_scheme(
     finished: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
 ) -> Trained:
-    """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a scheme by `make`.
+    """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a state of the scheme that `make` makes.
 
     The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. With `follow_rate`,
     and for a scheme that wants it, residuals follow the learning rate, as with `attach(..., optimizer=optimizer)`. The training continues
@@ -168,7 +168,8 @@ def train_with_scheme(
     """
     model = workload.model(seed).to(device)
     _record_passes(workload, model, seed, ranks)
-    schemes, spans = [make() for _ in range(ranks)], layout(model)
+    scheme, spans = make(), layout(model)
+    states = [scheme.start() for _ in range(ranks)]
     sent, evaluations, units = [Sent() for _ in range(ranks)], Evaluations(workload, evaluate_at), ResidualUnits()
     trains: list[tuple[Optimizer, LRScheduler]] = []
 
@@ -183,8 +184,8 @@ def train_with_scheme(
 
     def load(state: State) -> None:
         restore(state, *trains[0], model)
-        for scheme, saved in zip(schemes, state["schemes"], strict=True):
-            scheme.load_state_dict(saved)
+        for each, saved in zip(states, state["schemes"], strict=True):
+            each.load_state_dict(saved)
         sent[:] = [Sent(**each) for each in state["sent"]]
         units.rates, units.highest = state["rates"], state["highest_rates"]
         evaluations.load_state_dict(state["evaluations"])
@@ -192,7 +193,7 @@ def train_with_scheme(
     def state() -> State:
         return {
             **state_of(*trains[0], model),
-            "schemes": [scheme.state_dict() for scheme in schemes],
+            "schemes": [each.state_dict() for each in states],
             "sent": [asdict(each) for each in sent],
             "rates": units.rates,
             "highest_rates": units.highest,
@@ -200,14 +201,14 @@ def train_with_scheme(
         }
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
-        if follow_rate or getattr(schemes[0], "follows_rate", False):
+        if follow_rate or scheme.follows_rate:
             factors = {each.name: units.follow(each.name, rate) for each in spans}
-            for scheme in schemes if set(factors.values()) != {1.0} else ():
-                scheme.rescale_residual(factors)
+            for each in states if set(factors.values()) != {1.0} else ():
+                each.rescale(factors)
 
         def body(comm: LocalComm) -> tuple[Tensor, Report]:
             bucket = Bucket(KEY, gradients[comm.rank], step, spans)
-            report = schemes[comm.rank].reduce(bucket, comm)
+            report = states[comm.rank].reduce(bucket, comm)
             return bucket.grad, report
 
         reduced = LocalWorld(ranks).run(body)
@@ -221,7 +222,7 @@ def train_with_scheme(
         if unfinished and step < steps and unfinished.due(step):
             unfinished.keep(step, state())
 
-    train(workload, model, seed, steps, ranks, reduce, after, schemes[0], begin)
+    train(workload, model, seed, steps, ranks, reduce, after, scheme, begin)
     finished(model)
     return _trained(evaluations, sent, steps, spans[-1].span.stop)
 

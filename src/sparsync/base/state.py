@@ -1,0 +1,234 @@
+"""What a scheme remembers of one model on one rank. A handle owns it, or whoever calls `Scheme.start`; a scheme has settings only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from sparsync.base.tables import Tables
+from sparsync.core import Bucket, Comm, Report, Rows
+from sparsync.feedback import Accumulator, Vectors
+from sparsync.kernels import operations as kernels
+from sparsync.wire import Values, in_passes
+
+TABLES = ("shared", "own", "common", "schemes")  # the parts of a saved state that are no vectors
+
+
+class State(Tables):
+    """The memory of `scheme` on one rank, and what calls the scheme with it. `Scheme.start` makes it.
+
+    A scheme keeps four kinds of things in it, and all of them are saved:
+
+    - `vector`: what this rank holds back of its own, by parameter name. It follows learning rates and clipping, is redistributed to other
+      numbers of ranks, and stays after a failure. A wrapper and the schemes inside it share these, because each parameter belongs to one
+      of them.
+    - `shared_state`: numbers of a bucket that all ranks have in common. Ranks compare them before each bucket, and they start again after
+      a failure.
+    - `common` and `common_vector`: the same by parameter name. Vectors and other tensors are not compared.
+    - `own_state`: numbers of a bucket that differ between ranks.
+    """
+
+    def __init__(
+        self, scheme: Any, vectors: Vectors | None = None
+    ) -> None:  # Any: a Scheme, or its reduce-scatter form
+        super().__init__()
+        self.scheme = scheme
+        self.name: str = scheme.name
+        self.vectors = Vectors() if vectors is None else vectors
+        self.inner: dict[str, State] = {key: each.start(self.vectors) for key, each in scheme.inner.items()}
+        # What `rollback` does for the last step of a bucket, by key, where that is not to add what was written to the residual.
+        self.undo: dict[str, Callable[[Bucket], None]] = {}
+        self._stays = 1.0
+        self._hints: dict[str, float] = {}
+        if scheme.has_residual:
+            self.vectors.by_kind("residual")
+
+    @property
+    def settings(self) -> str:
+        """What must be the same on every rank: all settings of the scheme."""
+        return repr(self.scheme)
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether anything is held back from one step to a later one."""
+        return self.scheme.has_residual
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether a bucket may be reduced while another one waits for other ranks."""
+        return self.scheme.interleaves
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        """Replace `bucket.grad` [n] by the scheme's estimate of the mean gradient. See `Scheme.reduce`."""
+        return self.scheme.reduce(self, bucket, comm)
+
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        """Reduce a bucket, and leave nothing behind. See `Scheme.send_all`."""
+        return self.scheme.send_all(self, bucket, comm)
+
+    def rollback(self, bucket: Bucket) -> None:
+        """Add what `reduce` wrote to `bucket.grad` to the residual again, on all ranks, because the step will not be applied."""
+        for key, part in self.scheme.parts(bucket).items():
+            self.inner[key].rollback(part)
+        if bucket.skip is not None:
+            bucket.grad.masked_fill_(bucket.skip != 0, 0.0)  # then no residual has lost anything
+        if (undo := self.undo.pop(bucket.key, None)) is not None:
+            undo(bucket)
+        elif self.has_residual and not self.inner:
+            self.residual(bucket).add_(bucket.grad)
+
+    def vector(self, kind: str, bucket: Bucket) -> Tensor:
+        """Return this rank's vector of a kind for the parameters of a bucket, [n], for writing; zero for parameters not seen before.
+
+        At least float32, or bfloat16 where the scheme's `residuals` says so. Raises ValueError when a parameter's size has changed.
+        """
+        dtype = torch.promote_types(bucket.grad.dtype, torch.float32)
+        if dtype == torch.float32 and getattr(self.scheme, "residuals", "float32") == "bfloat16":
+            dtype = torch.bfloat16
+        return self.vectors.by_kind(kind).of(bucket, dtype)
+
+    def residual(self, bucket: Bucket) -> Tensor:
+        """Return this rank's residual of a bucket, [n], for writing."""
+        return self.vector("residual", bucket)
+
+    def accumulate(self, bucket: Bucket) -> Accumulator:
+        """Return the sum of a bucket's residual, decayed, and gradient."""
+        return Accumulator(bucket, self.residual(bucket), self._hints, self.decay)
+
+    @property
+    def decay(self) -> float:
+        """The share of the residual that joins the next gradient: the scheme's own setting, or else what `forget` was given."""
+        own = getattr(self.scheme, "decay", 1.0)
+        return own if own != 1.0 else self._stays
+
+    def forget(self, decay: float) -> bool:
+        """Let only the share `decay` of the residual join the next gradient; return whether it does: a scheme's own setting counts more."""
+        takes = self.scheme.may_forget and getattr(self.scheme, "decay", 1.0) == 1.0
+        self._stays = decay if takes else 1.0
+        return takes
+
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
+        """Return this rank's share of what is held back of `bucket`, [n], for reading only; None where nothing is.
+
+        In units of the gradient, for each element. Of what this rank has not sent of its own gradients, its share is all; of a sum over m
+        ranks that waits here for them, an m-th. So with m = 1 for its own, the residuals of all ranks add up to what m * share does. No
+        rank's gradient waits in two places: over the ranks, m - 1 adds up to at most P - 1. `bucket` gives key, type and layout;
+        `bucket.grad` is not read.
+        """
+        vector, rows = self.unsent_in_rows(bucket, comm) or (None, None)
+        if vector is None or rows is None:
+            return vector
+        share = vector.clone()
+        kernels.divide_rows_(share, rows, comm.size)
+        return share
+
+    def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:
+        """Return a vector, [n], and rows of it: `unsent` is the vector, divided by the number of ranks in these rows. Spares a copy."""
+        if not self.inner:
+            return self.scheme.unsent(self, bucket, comm)
+        found, places = None, {entry.name: entry.span for entry in bucket.layout}
+        for key, part in self.scheme.parts(bucket).items():
+            if (own := self.inner[key].unsent(part, comm)) is not None:
+                found = torch.zeros_like(bucket.grad, dtype=own.dtype) if found is None else found
+                for entry in part.layout:
+                    places[entry.name].of(found).copy_(entry.span.of(own))
+        return None if found is None else (found, None)
+
+    def whole_form(self, bucket: Bucket) -> tuple[tuple[Values, Values], Tensor] | None:
+        """Return the formats, up and down, and the residual, [n], of a bucket that passes over all of it send; None where none do."""
+        values = self.scheme.whole_values
+        return None if values is None or self.decay != 1.0 else in_passes(values, self.residual(bucket))
+
+    def weigh(self, factors: Mapping[str, float]) -> None:
+        """Keep of the step since `vectors.hold`, for each named parameter, its factor in [0, 1]: only that share was applied."""
+        self.vectors.weigh(factors)
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply the vectors of each named parameter by its factor, because the learning rate or the loss scale has changed."""
+        self.vectors.rescale(factors)
+        for each in tree(self):
+            each.scheme.rescaled(each, factors)
+
+    def shared_text(self, bucket: Bucket) -> str:
+        """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error."""
+        return _text(self, bucket.key, [entry.name for entry in bucket.layout])
+
+    def reset_shared_state(self) -> None:
+        """Forget thresholds, partitions and whatever else must agree across ranks, but no residual: after a failure it may differ."""
+        for each in tree(self):
+            each.forget_shared()
+
+    def followed_by(self, scheme: Any) -> Self:  # Any: a Scheme
+        """Return the state of `scheme` that goes on with this one's vectors, and with the rest of it where the classes are the same.
+
+        Raises ValueError where `scheme` would not send what is held back.
+        """
+        after = scheme.start(self.vectors)
+        before, now = tree(self), tree(after)
+        same = [type(each.scheme) for each in before] == [type(each.scheme) for each in now]
+        if same:
+            takes = all(new.has_residual or not old.has_residual for new, old in zip(now, before, strict=True))
+        else:
+            takes = not any(each.scheme.has_momentum for each in before + now)
+            takes = takes and all(each.has_residual for each in innermost(after))
+        if not takes and self.vectors.hold_anything:
+            raise ValueError(
+                f"{type(scheme).__name__} cannot take over what {type(self.scheme).__name__} holds back; assign TopK(density=1.0) to "
+                'handle.scheme and train one step, which sends all of it; then handle.switch(scheme, residual="drop") forgets what is left'
+            )
+        for new, old in zip(now, before, strict=True) if same else ():
+            new.continue_from(old)
+        return after
+
+    def state_dict(
+        self,
+    ) -> dict[str, Any]:  # Any: nested dicts of tensors, numbers and strings, as weights_only loads them
+        """Return this rank's state, copied. Residuals stand under "residual", flat, by parameter name."""
+        return {**self.vectors.state_dict(), **_tables(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned. Raises ValueError for a state with a residual that the scheme would never send."""
+        vectors = {kind: by_name for kind, by_name in state.items() if kind not in TABLES}
+        if any(vectors.values()) and not self.has_residual:
+            raise ValueError(
+                f"this state has a residual, which {self.scheme} would never send; load it into the scheme that saved it"
+            )
+        _load_tables(self, state)
+        self.vectors.load_state_dict(vectors)
+        for each in tree(self):
+            each.undo.clear()
+            if each.has_residual:
+                self.vectors.by_kind("residual")
+
+
+def tree(state: State) -> list[State]:
+    """Return `state`, and the states of all schemes inside."""
+    return [state, *(found for each in state.inner.values() for found in tree(each))]
+
+
+def innermost(state: State) -> list[State]:
+    """Return the states of the schemes that have none inside."""
+    return [each for each in tree(state) if not each.inner]
+
+
+def _tables(state: State) -> dict[str, Any]:
+    inner = {key: _tables(each) for key, each in state.inner.items()}
+    return {**state.tables(), **({"schemes": inner} if inner else {})}
+
+
+def _load_tables(state: State, saved: Mapping[str, Any]) -> None:
+    inner = saved.get("schemes", {})
+    if inner.keys() != state.inner.keys():
+        raise ValueError(
+            f"this state is of schemes for {sorted(inner)}, and {state.name} has {sorted(state.inner)}; use the same"
+        )
+    state.load_tables(saved)
+    for key, each in state.inner.items():
+        _load_tables(each, inner[key])
+
+
+def _text(state: State, bucket: str, names: Sequence[str]) -> str:
+    inner = [_text(each, f"{bucket}/{key}", names) for key, each in state.inner.items()]
+    return ", ".join(filter(None, [state.text(bucket, names), *inner]))
