@@ -1,17 +1,13 @@
 """The connection of one model to the other ranks: reduces buckets, rolls back skipped steps, recovers from failures, keeps reports."""
 
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, overflowed
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
@@ -22,7 +18,6 @@ from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Arriving, Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
 from sparsync.runtime.findings import warn_of
-from sparsync.runtime.flights import Baton
 from sparsync.runtime.optimizers import Compared, Comparison
 
 _CURE = (
@@ -38,8 +33,6 @@ _AFTER_FAILURE = (
 _NOT_FINITE = (
     "the mean gradient of a step holds NaN or Inf, on all ranks; a loss scaler skips such a step, and nothing else does"
 )
-
-MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
 
 
 @runtime_checkable
@@ -127,77 +120,6 @@ class Rollback:
         return self._skipped
 
 
-@dataclass
-class Totals:
-    """Sums over the reports of one bucket, or of several."""
-
-    reduced: int = 0  # reports
-    elements: int = 0
-    selected: int = 0
-    union: int = 0
-    whole: int = 0  # reports of buckets that were too small for their scheme, and sent whole
-    nbytes: int = 0  # that this rank sent: as counted, else the closed form
-    rounds: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)  # seconds
-
-    def add(self, report: Report) -> None:
-        """Add a report."""
-        sent = report.sent or report.cost
-        self.reduced += 1
-        self.elements += report.elements
-        self.selected += report.selected
-        self.union += report.union
-        self.whole += report.details.get("whole") is True
-        self.nbytes += sent.nbytes
-        self.rounds += report.cost.steps
-        self.seconds += report.seconds or 0.0
-        spent = {**report.phases, "exchange": report.wait_s or 0.0}
-        spent["other"] = max(0.0, (report.seconds or 0.0) - sum(spent.values()))
-        self._add_phases(spent)
-
-    def __iadd__(self, other: "Totals") -> Self:
-        for each in fields(self):
-            if each.name != "phases":
-                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        self._add_phases(other.phases)
-        return self
-
-    def _add_phases(self, spent: Mapping[str, float]) -> None:
-        for name, seconds in spent.items():
-            self.phases[name] = self.phases.get(name, 0.0) + seconds
-
-
-class ReportLog:
-    """The newest reports, until they are taken, and the totals of all reports, by scheme, bucket and elements."""
-
-    def __init__(self) -> None:
-        self._newest: deque[Report] = deque(maxlen=MAX_REPORTS)
-        self.totals: dict[tuple[str, str, int], Totals] = {}
-        self.steps = 0  # in which anything was reduced
-        self._last: int | None = None
-
-    def append(self, report: Report) -> None:
-        self._newest.append(report)
-        if report.step != self._last:
-            self._last, self.steps = report.step, self.steps + 1
-        self.totals.setdefault((report.scheme, report.key, report.elements), Totals()).add(report)
-
-    def __iadd__(self, reports: Iterable[Report]) -> Self:
-        for report in reports:
-            self.append(report)
-        return self
-
-    def __iter__(self) -> Iterator[Report]:
-        return iter(self._newest)
-
-    def take(self) -> list[Report]:
-        """Return the reports since the last call, and forget them; totals stay."""
-        taken = list(self._newest)
-        self._newest.clear()
-        return taken
-
-
 @dataclass(eq=False)
 class Reducing:
     """A bucket that was announced and is being reduced."""
@@ -264,51 +186,14 @@ class Connection:
         self.exchange(reducing)
         return self.end(reducing, written)
 
-    def reduce_together(
-        self, pairs: Sequence[tuple[Bucket, Reduction]], others: Callable[[], None] | None = None
-    ) -> list[Report]:
-        """Reduce buckets of one step, and do `others`, which reduces others of it, at once; return the reports of `pairs`.
-
-        While one waits for other ranks the next one is computed. All begin first and end last. Where buckets cannot overlap, they are
-        reduced one after the other, and then `others`. Where one fails, `others` may have returned.
-        """
-        if not pairs or not all(self.overlaps(*each) for each in pairs):
-            one_by_one = [self.begin(*each) for each in pairs]
-            for each in one_by_one:
-                self.exchange(each)
-            if others is not None:
-                others()
-            return [self.end(each) for each in one_by_one]
-        baton, failed = Baton(), list[BaseException]()
-        begun = [self.begin(*each, waits=partial(baton.lent, number)) for number, each in enumerate(pairs)]
-        jobs: list[Callable[[], None]] = [partial(self.exchange, each) for each in begun]
-        if others is not None:
-            jobs.append(others)
-            self._waits = partial(baton.lent, len(begun))
-        for number in range(len(jobs)):
-            baton.want(number)
-
-        def do(number: int) -> None:
-            try:
-                with baton.held(number):
-                    jobs[number]()
-            except BaseException as error:  # raised again below, the first one, which is why the others failed
-                failed.append(error)
-                self.abort()
-
-        *beside, last = range(len(jobs))
-        threads = [threading.Thread(target=do, args=(each,), name="sparsync-beside", daemon=True) for each in beside]
+    @contextmanager
+    def waiting(self, waits: Waits) -> Iterator[None]:
+        """Have what `reduce` reduces in the block enter `waits` around each wait for other ranks."""
+        self._waits = waits
         try:
-            for each in threads:
-                each.start()
-            do(last)
-            for each in threads:
-                each.join()
-        finally:  # also where the program is interrupted while it waits for threads
+            yield
+        finally:  # also where the program is interrupted
             self._waits = nullcontext
-        if failed:
-            raise failed[0] from None
-        return [self.end(each) for each in begun]
 
     def begin(
         self,
@@ -332,7 +217,10 @@ class Connection:
         bucket, scheme, began = reducing.bucket, reducing.scheme, time.perf_counter()
         with _noted(bucket, scheme), torch.no_grad(), recorded_phases(bucket.key) as spent:
             report = (scheme.send_all if reducing.send_all else scheme.reduce)(bucket, reducing.comm)
-            announced = Cost() if reducing.lane is None else _settled(reducing.lane)
+            announced, lane = Cost(), reducing.lane
+            if lane is not None:
+                lane.settle()  # if no operation did
+                announced = sum([announcement_cost(lane.size)] * lane.announcements, announced)
             sent, wait_s = reducing.comm.take()
             cost, sent = report.cost + announced, sent + announced
             # Without the time in which it waited for its turn, while other buckets were computed.
@@ -415,11 +303,6 @@ class Connection:
         """Make `step` the last one that was reduced, because a checkpoint of it was loaded."""
         self._reduced, self._step, self.partly_applied = step, None, False
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a rank waits for the others; 0 where it never waits."""
-        return self._group.timeout_s if isinstance(self._group, GroupComm) else 0.0
-
     def regroup(self, group: Comm, step: int) -> None:
         """Reduce over `group`, that of other ranks, after `step`, the last one that was reduced. Weights are compared in the next one."""
         if isinstance(self._group, GroupComm):
@@ -432,10 +315,6 @@ class Connection:
         self._compared = None
         self._scheme.reset_shared_state()
         self.continue_after(step)
-
-    def note(self, error: BaseException) -> None:
-        """Note why a step failed."""
-        self.lost = isinstance(error, ConnectionLostError)
 
     def close_partly_applied(self, cause: BaseException) -> None:
         """Close because this rank has applied a step in part: all ranks raise until a checkpoint is loaded."""
@@ -521,9 +400,10 @@ class Connection:
         """
         self._broken, self._failed, self._step, self._compared = True, True, None, None
         self._scheme.reset_shared_state()  # now, because a checkpoint may be loaded before the next step
+        self.lost = isinstance(cause, ConnectionLostError)
         within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else None
         if isinstance(cause, BaseException):
-            cause = "" if is_known(cause) else described(cause)
+            cause = "" if isinstance(cause, (ConnectionLostError, RanksDifferError)) else described(cause)
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already
             if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
                 return f" ({others})"
@@ -531,7 +411,6 @@ class Connection:
 
     def fail(self, error: BaseException) -> None:
         """Close after `error`; if that is a lost connection, add what the other ranks report to its message."""
-        self.note(error)
         others = self.close(error)
         if isinstance(error, ConnectionLostError):
             error.args = (f"{error}{others}",)
@@ -552,16 +431,9 @@ class Connection:
         """Do the work, and return ""; where it fails, close, and return why, with what the other ranks report."""
         try:
             work()
-            return ""
         except caught as error:
-            self.note(error)
-            cause, known = described(error), is_known(error)
-        # After the except clause, where the error's traceback keeps the connections open.
-        return self.closed_after(cause, known)
-
-    def closed_after(self, cause: str, known: bool) -> str:
-        """Close after a failure, and return its cause with what the other ranks report; `known`: whether they know of it."""
-        return cause + self.close("" if known else cause)
+            return f"{described(error)}{self.close(error)}"
+        return ""
 
     def end_step(self) -> None:
         """End the step: the next bucket belongs to another one."""
@@ -589,20 +461,9 @@ def _noted(bucket: Bucket, scheme: Reduction) -> Iterator[None]:
         raise
 
 
-def _settled(lane: Lane) -> Cost:
-    """Compare what was announced, if no operation did, and return the cost of this rank's announcements."""
-    lane.settle()
-    return sum([announcement_cost(lane.size)] * lane.announcements, Cost())
-
-
 def described(error: BaseException) -> str:
     """Return the class and the message of an error."""
     return f"{type(error).__name__}: {error}"
-
-
-def is_known(error: BaseException) -> bool:
-    """Return whether other ranks know of this error."""
-    return isinstance(error, (ConnectionLostError, RanksDifferError))
 
 
 def _lines(bucket: Bucket, scheme: Reduction) -> list[str]:

@@ -19,7 +19,7 @@ from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed
 from sparsync.recipes import Recipe
 from sparsync.runtime.backward_passes import BackwardPasses, current_pass
-from sparsync.runtime.connection import Connection, ReportLog
+from sparsync.runtime.connection import Connection
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
 from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler, UsualShare
@@ -28,7 +28,7 @@ from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.runtime.snapshot import Part, Snapshot, held_in, with_held
 from sparsync.runtime.state_checks import check_fingerprint
 from sparsync.runtime.state_file import VERSION
-from sparsync.runtime.summary import Hidden, Summary
+from sparsync.runtime.summary import Hidden, ReportLog, Summary
 from sparsync.schemes.per_parameter import PerParameter
 
 Residual = Literal["carry", "drop"]
