@@ -178,53 +178,6 @@ def test_different_models_are_an_error_that_names_the_first_parameter_that_diffe
             assert wanted in error, (name, error)
 
 
-def wrong_lengths() -> list[str]:
-    found = []
-    for call in (
-        lambda comm, x: comm.all_reduce(x[: 3 + comm.rank]),
-        lambda comm, x: comm.all_gather(x[: 3 + comm.rank], [3 + comm.rank] * 2),
-        lambda comm, x: comm.all_gather(x) if comm.rank else comm.all_reduce(x),
-        lambda comm, x: comm.all_to_all(
-            [x[:2], x[: 3 + comm.rank]] if comm.rank else [x[:2], x[:2]], [2, 3 + comm.rank] if comm.rank else [2, 3]
-        ),
-        lambda comm, x: comm.all_gather(x.double() if comm.rank else x, [9, 9]),
-    ):
-        comm = GroupComm.private(timeout_s=5)
-        try:
-            call(comm, torch.ones(9))
-            found.append("no error")
-        except sparsync.RanksDifferError as error:
-            found.append(str(error))
-    return found
-
-
-def test_lengths_that_differ_between_the_ranks_are_an_error_before_anything_is_sent() -> None:
-    for found in run(wrong_lengths, 2):
-        assert "rank 0 has all_reduce of 3 elements of torch.float32, rank 1 has all_reduce of 4 elements" in found[0]
-        assert "rank 0 has all_gather of [3, 3] elements" in found[1]
-        assert "rank 0 has all_reduce of 9 elements of torch.float32, rank 1 has all_gather" in found[2]
-        assert "rank 0 has lengths [2, 2] where [2, 3] are expected, rank 1 has lengths as expected" in found[3]
-        assert "torch.float32, rank 1 has all_gather of [9, 9] elements of torch.float64" in found[4]
-
-
-def wrong_neighbour() -> str:
-    comm = GroupComm.private(timeout_s=5)
-    try:
-        comm.send_recv(torch.ones(3 + comm.rank), 1 - comm.rank, torch.ones(4), 1 - comm.rank)
-    except ValueError as error:
-        return str(error)
-    except RuntimeError:
-        return ""
-    return "no error"
-
-
-@pytest.mark.slow
-def test_a_message_of_another_length_than_expected_is_an_error_and_never_ends_the_process() -> None:
-    first, second = run(wrong_neighbour, 2)
-    assert second.startswith("rank 1 expects 16 bytes from rank 0, which sends 12")
-    assert first == ""
-
-
 INTEGRATIONS = ("attach", "GradientReducer", "AdamWSteps", "LocalSteps", "delay", "replicate", "shard")
 
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """The operations of a communicator over `comm`, for one bucket or for calls that were not announced.
+    """The operations of a communicator over `comm`, for one bucket, or for calls that were not announced.
 
-    The n-th message of a rank to another one for the bucket with this `number` has a channel of its own, which it has again in the next
-    step. `number` None: nothing is posted ahead, and every operation is compared between the ranks. Several lanes of a group may be in use
-    at once, each by one thread; `waits` is entered around each wait.
+    Each message of a rank to another one for the bucket with this `number` has its own channel, which it has again in the next step.
+    `number` None: nothing is posted ahead. Several lanes of a group may be in use at once, each by one thread. `waits` is entered around
+    each wait.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class Lane:
             into.copy_(arrived, non_blocking=True)
             return
         with self._comm.named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
-            self._check_pair(out, to, into, source)
             if not self._comm.collective(out):
                 self._transfer(out, to, into, source)
                 return
@@ -90,29 +89,22 @@ class Lane:
             return [x]
         if self._is_staged(x):
             return self._returned(self.all_gather(_to_host([x])[0], counts), x)
-        self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
         return self._exchange("all_gather", [x] * self.size, known)
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
             raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
-        outgoing = [part.numel() for part in parts]
-        known = self._known("all_to_all", counts, outgoing[self.rank])
+        known = self._known("all_to_all", counts, parts[self.rank].numel())
         if self.size == 1:
             return [parts[0]]
         if self._is_staged(parts[0]):
             return self._returned(self.all_to_all(_to_host(parts), counts), parts[self.rank])
-        if known is None:
-            self._compare(f"all_to_all of unknown elements of {parts[0].dtype}")
-        else:
-            self._check_arriving(outgoing, known, parts[0].dtype)
         return self._exchange("all_to_all", parts, known)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum chunk r of all ranks on rank r, in rank order, and gather the sums: as many bytes as a ring sends, in two exchanges."""
         if self._is_staged(x):
             return _to_device([self.all_reduce(_to_host([x])[0])], x)[0]
-        self._compare(f"all_reduce of {x.numel()} elements of {x.dtype}")
         if self.size == 1 or not x.numel():
             return x.clone()
         if self._comm.collective(x):
@@ -141,31 +133,6 @@ class Lane:
         returned = _to_device([part[:0] if rank == self.rank else part for rank, part in enumerate(arrived)], own)
         returned[self.rank] = own
         return returned
-
-    def _compare(self, line: str) -> None:
-        if self._number is None:
-            self._comm.compare(line)
-
-    def _check_arriving(self, outgoing: list[int], counts: list[int], dtype: torch.dtype) -> None:
-        """Where nothing was announced, compare the lengths that arrive with those that are expected."""
-        if self._number is None:
-            self._compare(f"all_to_all of {dtype}")
-            arriving = self._counts(outgoing)
-            right = "lengths as expected"
-            self._compare(right if arriving == counts else f"lengths {arriving} where {counts} are expected")
-
-    def _check_pair(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Where nothing was announced, compare the length that arrives from `source` with the one expected."""
-        if self._number is not None:
-            return
-        sent, arriving = torch.tensor([out.nbytes]), torch.tensor([into.nbytes])
-        empty = sent[:0]
-        self._transfer(sent if out.numel() else empty, to, arriving if into.numel() else empty, source)
-        if int(arriving) != into.nbytes:
-            raise ValueError(
-                f"rank {self.rank} expects {into.nbytes} bytes from rank {source}, which sends {int(arriving)}; "
-                "give send_recv tensors of the same length and type on both ranks"
-            )
 
     def _exchange(self, name: str, parts: Sequence[Tensor], counts: list[int] | None) -> list[Tensor]:
         """Send `parts[r]` to rank r and return what each rank sent here, of lengths that are known or travel with it."""

@@ -11,9 +11,8 @@ import torch
 
 from sparsync.base.scheme import ReduceScatterScheme, overflowed
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
-from sparsync.comm.channels import Waits
+from sparsync.comm.channels import Waits, abort
 from sparsync.comm.group import ConnectionLostError, GroupComm
-from sparsync.comm.interrupts import abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Arriving, Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
@@ -338,8 +337,6 @@ class Connection:
             with suppress(Exception):
                 self._group.finish()
             with suppress(Exception):  # the process group may be gone already
-                if self._group.group is not None:
-                    abort(self._group.group)  # wakes another thread that waits
                 self._group.close()
 
     def _announce(self, bucket: Bucket, scheme: Reduction, waits: Waits) -> Lane | None:
