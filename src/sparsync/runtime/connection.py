@@ -9,13 +9,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from sparsync.base.scheme import ReduceScatterScheme, overflowed
+from sparsync.base.scheme import ReduceScatterScheme, Rollback
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
 from sparsync.comm.channels import Waits, abort
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
+from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.optimizers import Compared, Comparison
 
@@ -66,59 +66,6 @@ class Reduction(Protocol):
         return self.name
 
 
-class Rollback:
-    """Tracks the buckets that a step has written, and rolls them back when one is non-finite, because a loss scaler then skips the step.
-
-    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of the step have sent
-    from their residuals what nobody will apply: each rank adds the mean that was written to its residual again, P times in all. All
-    ranks see the same buckets and do the same, so no message is needed. With `waits`, what a device has found is read and rolled back in
-    `settle`, one step later, when the gradient is not there any more.
-    """
-
-    def __init__(self, waits: bool = False) -> None:
-        self._waits = waits
-        self._step: int | None = None
-        # With whether the bucket itself is non-finite, where that is not known yet.
-        self._written: list[tuple[Reduction, Bucket, Arriving | None]] = []
-        self._skipped = False
-
-    def reduced(self, scheme: Reduction, bucket: Bucket, report: Report) -> bool:
-        """Note a bucket that `scheme` has reduced; roll back what this step has written if it is to be skipped, and return whether it is.
-
-        Call it in the same order on all ranks, before any gradient of the step is changed.
-        """
-        if bucket.step != self._step:
-            self.settle()
-            self._step, self._written, self._skipped = bucket.step, [], False
-        flag, all_wait = report.details.get("overflow"), all(each is not None for *_, each in self._written)
-        if self._waits and isinstance(flag, Arriving) and all_wait and not self._skipped:
-            self._written.append((scheme, Bucket(bucket.key, bucket.grad.new_empty(0), bucket.step), flag))
-            return False
-        if overflowed(report, bucket.grad):
-            self._skipped = True
-        elif scheme.has_residual:
-            self._written.append((scheme, bucket, None))
-        return self._roll_back()
-
-    def settle(self) -> bool:
-        """Roll back what the last step has written if a device has found any of it non-finite since; return whether it has."""
-        return any(each is not None for *_, each in self._written) and self._roll_back()
-
-    def end_step(self) -> None:
-        """End the step: the next bucket belongs to another one, even of the same number."""
-        self._step = None
-        self._written = [each for each in self._written if each[2] is not None]
-
-    def _roll_back(self) -> bool:
-        """Roll back what is written if the step is non-finite; return whether it is. Waits for flags."""
-        self._skipped |= any(bool(flag) for *_, flag in self._written)
-        written = [(scheme, bucket) for scheme, bucket, flag in self._written if not flag]
-        self._written = [] if self._skipped else [(*each, None) for each in written]
-        for scheme, bucket in written if self._skipped else ():
-            scheme.rollback(bucket)
-        return self._skipped
-
-
 @dataclass(eq=False)
 class Reducing:
     """A bucket that was announced and is being reduced."""
@@ -157,15 +104,16 @@ class Connection:
         self._waits: Waits = nullcontext  # of buckets that `reduce` reduces
         self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
         self.use(scheme)
-        self._broken = self._shut = False
+        self._broken = False
+        self.closed = False  # `shut` was called
         self.lost = False  # the last failure was a lost connection: another rank has failed, or is gone
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
-        self.partly_applied = False  # this rank has a part of a step: no state to continue from
+        self.partly_applied = False  # this rank has a part of a step: all ranks raise until a checkpoint is loaded
         self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # each bucket as it was last time, and its digest
         self._comparison: Callable[[], Comparison | None] = lambda: None
         self._compared: Compared | None = None  # in the step under way; None: not read yet
-        self._failed = False  # since the last step that was reduced
+        self.failed = False  # a step has failed since the last one that was reduced
 
     def reduce(
         self,
@@ -238,12 +186,8 @@ class Connection:
 
     def overlaps(self, bucket: Bucket, scheme: Reduction) -> bool:
         """Return whether the exchanges of this bucket may overlap those of others: over gloo, and where its scheme allows it."""
-        return (
-            isinstance(self._group, GroupComm)
-            and self._group.size > 1
-            and bucket.grad.device.type == "cpu"
-            and scheme.interleaves
-        )
+        travels = isinstance(self._group, GroupComm) and self._group.size > 1 and bucket.grad.device.type == "cpu"
+        return travels and scheme.interleaves
 
     def abort(self) -> None:
         """End all waits for other ranks, on all threads: they raise."""
@@ -265,7 +209,7 @@ class Connection:
 
     def _open(self, step: int, prepare: Callable[[], None] | None = None) -> None:
         """Begin a step; after a failure, on fresh connections."""
-        if self._shut:
+        if self.closed:
             raise RuntimeError("this handle is closed; wrap the model again, and call sparsync.attach")
         if step != self._step:
             self.end_step()
@@ -308,31 +252,14 @@ class Connection:
             with suppress(Exception):  # the process group may be gone already
                 self._group.close_for_good()
         self._group = group
-        self._broken = self.lost = False
-        self._failed = True
+        self._broken, self.lost, self.failed, self._compared = False, False, True, None
         self._numbers.clear()
-        self._compared = None
         self._scheme.reset_shared_state()
         self.continue_after(step)
 
-    def close_partly_applied(self, cause: BaseException) -> None:
-        """Close because this rank has applied a step in part: all ranks raise until a checkpoint is loaded."""
-        self.partly_applied = True
-        self.close(cause)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a step has failed since the last one that was reduced."""
-        return self._failed
-
-    @property
-    def closed(self) -> bool:
-        """Whether `shut` was called."""
-        return self._shut
-
     def shut(self) -> None:
         """Close for good. Safe to call again, while the process ends, and in a fork."""
-        self._shut = self._broken = True
+        self.closed = self._broken = True
         if isinstance(self._group, GroupComm) and self._group.origin.is_here:
             with suppress(Exception):
                 self._group.finish()
@@ -345,7 +272,7 @@ class Connection:
             return None
         if self._compared is None:
             comparison = self._comparison()
-            steps = bucket.step + 1 if self._failed else 1  # after a failure weights are compared at once
+            steps = bucket.step + 1 if self.failed else 1  # after a failure weights are compared at once
             self._compared = comparison.at(bucket.step, steps) if comparison is not None else Compared()
         compared = self._compared
         what = (bucket.grad.dtype, scheme.name, bucket.layout, self._settings)
@@ -395,7 +322,7 @@ class Connection:
         The other ranks are sent `cause`, except a lost connection, whose cause is on another rank, and a difference between ranks, which
         all know. After KeyboardInterrupt this does not wait for them.
         """
-        self._broken, self._failed, self._step, self._compared = True, True, None, None
+        self._broken, self.failed, self._step, self._compared = True, True, None, None
         self._scheme.reset_shared_state()  # now, because a checkpoint may be loaded before the next step
         self.lost = isinstance(cause, ConnectionLostError)
         within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else None
@@ -435,7 +362,7 @@ class Connection:
     def end_step(self) -> None:
         """End the step: the next bucket belongs to another one."""
         if self._step is not None:
-            self._reduced, self._step, self._compared, self._failed = self._step, None, None, False
+            self._reduced, self._step, self._compared, self.failed = self._step, None, None, False
         if self._rollback is not None:
             self._rollback.end_step()
 

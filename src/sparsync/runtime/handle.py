@@ -18,10 +18,9 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.core import Comm, Report
 from sparsync.feedback import PER_RANK, redistributed
 from sparsync.recipes import Recipe
-from sparsync.runtime.backward_passes import BackwardPasses, current_pass
+from sparsync.runtime.between_steps import BackwardPasses, Loads, current_pass
 from sparsync.runtime.connection import Connection
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
-from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler, UsualShare
 from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters, trained

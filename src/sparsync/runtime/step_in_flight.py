@@ -174,7 +174,7 @@ class StepInFlight:
             None  # the first one of the step, until the connection is closed
         )
         self._failure = ""  # what it was, once the connection is closed
-        self._hidden = Hidden()
+        self.hidden = Hidden()
 
     def submit(
         self,
@@ -228,11 +228,7 @@ class StepInFlight:
         try:
             promised.wait()
         finally:
-            self._hidden.waited(time.perf_counter() - began)
-
-    def hidden(self) -> Hidden:
-        """Return how long buckets were reduced so far, and for how much of it the backward pass waited."""
-        return replace(self._hidden)
+            self.hidden.waited(time.perf_counter() - began)
 
     def _fly(self, flight: _Flight) -> None:
         """Reduce a bucket on its thread: exchange in turn with others, then end in order."""
@@ -244,7 +240,7 @@ class StepInFlight:
                 flight.landed.set()
                 self._wait_until_ended(flight.number)
                 self._end(flight, reducing)
-                self._hidden.add(flight.bucket.step, flight.submitted_s, began_s, time.perf_counter())
+                self.hidden.add(flight.bucket.step, flight.submitted_s, began_s, time.perf_counter())
                 flight.done.set_result(flight.bucket.grad)
         except BaseException as unforeseen:  # the backward pass would wait for ever
             self._fail(flight, f"bucket {flight.bucket.key!r} was not reduced: {described(unforeseen)}")
@@ -392,14 +388,11 @@ class AttachedHandle(Handle):
         super().close()
 
     def detach(self) -> None:
-        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps.
-
-        Reports, summary and state stay readable; the scheme of this handle cannot be changed any more.
-        """
+        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps. Reports and state stay readable."""
         raise NotImplementedError
 
     def _hidden(self) -> Hidden:
-        return self._flight.hidden()
+        return replace(self._flight.hidden)
 
     def _flush(self) -> None:
         self._flight.flush()

@@ -21,7 +21,6 @@ class Totals:
     elements: int = 0
     selected: int = 0
     union: int = 0
-    whole: int = 0  # reports of buckets that were too small for their scheme, and sent whole
     nbytes: int = 0  # that this rank sent: as counted, else the closed form
     rounds: int = 0
     seconds: float = 0.0
@@ -34,7 +33,6 @@ class Totals:
         self.elements += report.elements
         self.selected += report.selected
         self.union += report.union
-        self.whole += report.details.get("whole") is True
         self.nbytes += sent.nbytes
         self.rounds += report.cost.steps
         self.seconds += report.seconds or 0.0
@@ -147,31 +145,17 @@ class Summary:
             total += each
         return total
 
-    @property
-    def nbytes_per_step(self) -> float:
-        """The bytes that this rank sends in a step."""
-        return self.total.nbytes / self.steps if self.steps else 0.0
-
-    @property
-    def bits_per_parameter(self) -> float:
-        """The bits that this rank sends in a step for each element."""
-        total = self.total
-        return 8 * total.nbytes / total.elements if total.elements else 0.0
-
     def __str__(self) -> str:
         size = f", {self.parameters:,} trained parameters" if self.parameters else ""
         lines = [f"rank {self.rank} of {self.ranks}: {self.steps} steps{size}"]
         if not self.steps:
             return lines[0]
         rows: list[tuple[str, ...]] = [_HEAD]
-        whole, total = [], self.total
+        total = self.total
         for (scheme, key, elements), each in self.rows.items():
             rows.append((scheme, key, f"{elements:,}", *_columns(each, each.reduced)))
-            if each.whole:
-                sent = f"was sent whole in {each.whole} of {each.reduced} steps"
-                whole.append(f"{key} of {scheme} {sent}: {elements:,} elements are fewer than dense_below")
         rows.append(("all", "", f"{total.elements // self.steps:,}", *_columns(total, self.steps)))
-        lines += [*_table(rows), *whole, "time by phase" + ("" if total.seconds else "; times were not measured")]
+        lines += [*_table(rows), "time by phase" + ("" if total.seconds else "; times were not measured")]
         for name in _PHASES if total.seconds else ():
             seconds = total.phases.get(name, 0.0)
             lines.append(f"  {name:<10} {1000 * seconds / self.steps:10.3f} ms/step {seconds / total.seconds:7.1%}")
