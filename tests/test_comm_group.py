@@ -1,7 +1,5 @@
 """GroupComm on real gloo processes: the same results as in a LocalWorld, and a failure on one rank ends the wait of the others."""
 
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -186,15 +184,11 @@ def call(comm: Comm, operation: str) -> None:
         comm.send_recv(x, (comm.rank + 1) % P, torch.empty(1000), (comm.rank - 1) % P)
     elif operation == "all_reduce":
         comm.all_reduce(x)
-    elif operation == "all_gather":
-        comm.all_gather(x, [1000] * P)
-    elif operation == "all_gather without counts":
-        comm.all_gather(x)
     else:
-        comm.all_to_all([x] * P, [1000] * P)
+        comm.all_gather(x)
 
 
-OPERATIONS = ("send_recv", "all_reduce", "all_gather", "all_gather without counts", "all_to_all")
+OPERATIONS = ("send_recv", "all_reduce", "all_gather without counts")
 
 
 def error_of(comm: Comm, operation: str) -> str:
@@ -206,8 +200,8 @@ def error_of(comm: Comm, operation: str) -> str:
     return message
 
 
-def waiting_in_vain(operations: Sequence[str]) -> None:
-    for operation in operations:
+def waiting_in_vain() -> None:
+    for operation in OPERATIONS:
         comm = GroupComm.private(timeout_s=TIMEOUT_S)
         with case(operation):
             if comm.rank != 1:
@@ -217,9 +211,8 @@ def waiting_in_vain(operations: Sequence[str]) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("operations", [OPERATIONS[:2], pytest.param(OPERATIONS[2:], marks=pytest.mark.slow)])
-def test_a_peer_that_never_comes_is_an_error_that_names_ranks(operations: tuple[str, ...]) -> None:
-    run(waiting_in_vain, 3, operations=operations)
+def test_a_peer_that_never_comes_is_an_error_that_names_ranks() -> None:
+    run(waiting_in_vain, 3)
 
 
 def no_other_rank_joins() -> None:
@@ -235,6 +228,8 @@ def test_a_private_group_that_others_do_not_join_is_an_error_that_names_them() -
 
 def ranks_disagree() -> None:
     rank = dist.get_rank()
+    with pytest.raises(ValueError, match="timeout_s must be above 0 seconds, got 0"):
+        GroupComm.private(timeout_s=0)
     with pytest.raises(RuntimeError, match=f"ranks must agree, but rank {rank} has setting {rank}, rank {1 - rank}"):
         GroupComm.private(timeout_s=120, fingerprint=f"setting {rank}")
     call(GroupComm.private(timeout_s=120, fingerprint="the same"), "all_reduce")
@@ -242,25 +237,6 @@ def ranks_disagree() -> None:
 
 def test_ranks_that_disagree_raise_on_all_ranks() -> None:
     run(ranks_disagree, 2)
-
-
-def survivor(operation: str) -> str:
-    """Return the error of the others when rank 1 kills itself while they wait for it."""
-    comm = GroupComm.private(timeout_s=1000)
-    call(comm, operation)
-    if comm.rank == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(comm, operation)
-
-
-@pytest.mark.parametrize(
-    "operation", [OPERATIONS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in OPERATIONS[1:])]
-)
-def test_a_killed_peer_is_an_error_that_does_not_wait_for_the_timeout(operation: str) -> None:
-    results = run(survivor, 3, doomed=[1], operation=operation)
-    for rank in (0, 2):
-        assert f"rank {rank} of 3: " in results[rank]
 
 
 def error_is_kept() -> None:
@@ -358,33 +334,10 @@ def all_traced(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
     return traces
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["P2", "P4"])
-def traces(request: pytest.FixtureRequest) -> list[dict[tuple[str, bool], list[Traced]]]:
-    """Trace the schemes on as many ranks, in rank order; once for the invariants below."""
-    return run(all_traced, request.param, ids=schemes(4) if request.param == 4 else [*FEW, "micro-0.1", "oktopk-int8"])
-
-
-def test_replicas_are_identical_bit_for_bit(traces: list[dict[tuple[str, bool], list[Traced]]]) -> None:
-    for trace in traces[1:]:
-        assert trace.keys() == traces[0].keys()
-        for scheme, steps in trace.items():
-            with case(scheme):
-                for mine, first in zip(steps, traces[0][scheme], strict=True):
-                    assert same_bits(mine.grad, first.grad)
-
-
-def test_what_a_scheme_says_it_sends_is_what_is_counted(traces: list[dict[tuple[str, bool], list[Traced]]]) -> None:
-    for trace in traces:
-        for scheme, steps in trace.items():
-            with case(scheme):
-                assert [step.counted for step in steps] == [step.cost for step in steps]
-                assert sum(step.counted.nbytes for step in steps) > 0
-
-
-def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(
-    traces: list[dict[tuple[str, bool], list[Traced]]],
-) -> None:
-    check_as_in_a_local_world(traces)
+@pytest.mark.parametrize("P", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(P: int) -> None:
+    ids = schemes(4) if P == 4 else [*FEW, "micro-0.1", "oktopk-int8"]
+    check_as_in_a_local_world(run(all_traced, P, ids=ids))
 
 
 def check_as_in_a_local_world(traces: Sequence[dict[tuple[str, bool], list[Traced]]]) -> None:

@@ -37,7 +37,6 @@ from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.connection import Connection
 from sparsync.runtime.handle import Handle
 from sparsync.schemes import ExDyna
-from sparsync_lab.rivals.powersgd import PowerSGD
 
 pytestmark = pytest.mark.distributed
 
@@ -81,24 +80,6 @@ def test_ranks_at_different_steps_get_an_error_on_all_of_them_with_every_scheme(
         assert all("rank 0 has step 5, rank 1 has step 6; all ranks must reduce" in each for each in found), found
 
 
-def loaded_on_one() -> list[str]:
-    found = []
-    for make in SCHEMES:
-        reducer = GradientReducer(model(20, 20), make(), options=Options(timeout_s=120))
-        reducer.reduce()
-        state = reducer.state_dict()
-        reducer.reduce()
-        if dist.get_rank() == 0:
-            reducer.load_state_dict(state)
-        found.append(error_of(reducer))
-    return found
-
-
-def test_a_state_that_only_rank_0_has_loaded_is_an_error_on_all_ranks_with_every_scheme() -> None:
-    for found in run(loaded_on_one, 2):
-        assert all("rank 0 has step 1, rank 1 has step 2" in each for each in found), found
-
-
 def changed_state() -> str:
     scheme = MiCRO.published(0.1)
     reducer = GradientReducer(model(20, 20), scheme, options=Options(timeout_s=120))
@@ -132,20 +113,6 @@ def every_scheme() -> list[str]:
 def test_no_scheme_is_taken_for_one_that_differs_where_gradients_do() -> None:
     for found in run(every_scheme, 2):
         assert found == []
-
-
-def threads() -> str:
-    torch.set_num_threads(1 + dist.get_rank())
-    reducer = GradientReducer(nn.Linear(4, 20_000), PowerSGD(), options=Options(timeout_s=120))
-    for _ in range(3):
-        for parameter in reducer.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        reducer.reduce()
-    return "no error"
-
-
-def test_ranks_with_different_numbers_of_threads_do_not_differ() -> None:
-    assert run(threads, 2, fresh=True) == ["no error"] * 2
 
 
 def different_models() -> dict[str, str]:
@@ -481,27 +448,3 @@ def opened(times: int, how: str) -> tuple[int, int]:
 def test_models_that_are_gone_leave_no_connections_behind(how: str) -> None:
     for before, after in run(opened, 2, times=6, how=how):
         assert after <= before + 2
-
-
-@pytest.mark.slow
-def test_500_models_leave_no_connections_behind() -> None:
-    for before, after in run(opened, 2, within_s=900, times=500, how="ddp"):
-        assert after <= before + 5
-
-
-def closed_handle() -> str:
-    ddp = DistributedDataParallel(model(8))
-    with sparsync.attach(ddp, TopK(0.1)) as handle:
-        ddp(torch.ones(1, 8)).sum().backward()
-    assert len(handle.reports()) == 1
-    handle.close()
-    try:
-        ddp(torch.ones(1, 8)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_closed_handle_says_so_and_keeps_its_reports() -> None:
-    for found in run(closed_handle, 2):
-        assert "this handle is closed; wrap the model again, and call sparsync.attach" in found

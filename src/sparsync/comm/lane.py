@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsync.comm.announcement import Announced, all_gather_single
-from sparsync.comm.channels import LENGTH_NBYTES, MOST_AHEAD, Incoming, Outgoing, Waits, channel
+from sparsync.comm.channels import MOST_AHEAD, Incoming, Outgoing, Waits, channel
 from sparsync.comm.pieces import all_reduce_in_pieces
 from sparsync.core import spans, sum_in_rank_order
 
@@ -156,13 +156,9 @@ class Lane:
         received, dtype = [parts[self.rank]] * self.size, parts[0].dtype
         arriving = [(source, self._tag(self._arrived, source)) for source in self._sources]
         leaving = [(to, self._tag(self._sent, to)) for to in self._targets]
+        rooms = [None] * self.size if into is None else [each.view(torch.uint8) for each in into]
         incoming = [
-            Incoming(
-                source,
-                tag,
-                counts[source] * dtype.itemsize,
-                None if into is None else into[source].view(torch.uint8),
-            )
+            Incoming(source, tag, counts[source] * dtype.itemsize, rooms[source])
             for source, tag in arriving
             if counts[source]
         ]
@@ -219,14 +215,9 @@ class Lane:
 
     def _counts(self, outgoing: list[int]) -> list[int]:
         """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
-        numbers, counts = torch.tensor(outgoing).view(torch.uint8).split(LENGTH_NBYTES), list(outgoing)
-        incoming = [Incoming(source, self._tag(self._arrived, source), LENGTH_NBYTES) for source in self._sources]
-        leaving = [Outgoing(to, self._tag(self._sent, to), numbers[to]) for to in self._targets]
-        with self._comm.named("exchange of lengths"):
-            arrived = self._through_channel(incoming, leaving)
-        for source, number in zip(self._sources, arrived, strict=True):
-            counts[source] = int(number.view(torch.int64))
-        return counts
+        return [
+            int(each) for each in self._moved("exchange of lengths", torch.tensor(outgoing).split(1), [1] * self.size)
+        ]
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
