@@ -1,7 +1,7 @@
 """GroupComm on real gloo processes: the same results as in a LocalWorld, and a failure on one rank ends the wait of the others."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
@@ -336,12 +336,7 @@ def all_traced(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
 
 @pytest.mark.parametrize("P", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(P: int) -> None:
-    ids = schemes(4) if P == 4 else [*FEW, "micro-0.1", "oktopk-int8"]
-    check_as_in_a_local_world(run(all_traced, P, ids=ids))
-
-
-def check_as_in_a_local_world(traces: Sequence[dict[tuple[str, bool], list[Traced]]]) -> None:
-    P = len(traces)
+    traces = run(all_traced, P, ids=schemes(4) if P == 4 else [*FEW, "micro-0.1", "oktopk-int8"])
     for id, whole in traces[0]:
         wanted = LocalWorld(P).run(lambda comm, id=id, whole=whole: traced(comm, id, whole))
         with case(f"{id}, {whole=}"):
@@ -350,17 +345,6 @@ def check_as_in_a_local_world(traces: Sequence[dict[tuple[str, bool], list[Trace
                     assert (found.cost, found.counted) == (due.cost, due.counted)
                     assert same_bits(found.grad, due.grad)
                     assert same_bits(found.residual, due.residual)
-
-
-def all_traced_by_collectives(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
-    with mock.patch.object(GroupComm, "collective", lambda self, x: True):
-        return all_traced(ids)
-
-
-@pytest.mark.parametrize("P", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
-def test_by_collectives_schemes_do_what_they_do_by_messages(P: int) -> None:
-    ids = ["two-shot-int3", "oktopk-0.1", "dense-ring", "skip-default"]
-    check_as_in_a_local_world(run(all_traced_by_collectives, P, ids=ids))
 
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -476,7 +460,25 @@ def test_ranks_agree_on_what_any_of_them_has_and_where_one_has_all_nobody_else_i
     ranks = run(agreeing, 3)
     for found, made in ranks:
         assert found == [{"a", "b", "c"}, {"a", "b", "c"}, {"a"}, {"a", "b"}, set(), {"a", "b", "c"}]
-        assert made == [1, 2, 2, 2, 2, 2]
+        assert made == [1, 1, 2, 2, 2, 1]
+
+
+def lacks_and_differs() -> str:
+    """Rank 1 lacks something that rank 0 has, and is about to reduce something else."""
+    comm, rank = GroupComm.private(timeout_s=120.0), dist.get_rank()
+    try:
+        comm.any_of(["a", "b"][: 2 - rank], ["a", "b"], 0, -1)
+        comm.announce(Announcement((0, -1, rank, 0), lambda: [Told(["one line"], "do the same")]))
+        comm.all_gather(torch.tensor([1.0]), [1, 1])
+    except RuntimeError as error:
+        return f"{error}; {comm.close_and_report(str(error) * rank)}"
+    return "no error"
+
+
+def test_a_rank_that_lacks_something_and_differs_says_so_and_the_others_hear_of_it() -> None:
+    first, second = run(lacks_and_differs, 2)
+    told = "rank 1 of 2 differs from the other ranks in what it reduces; do the same"
+    assert second.startswith(told) and f"rank 1 reports {told}" in first
 
 
 def at_other_steps() -> str:

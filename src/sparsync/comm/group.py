@@ -92,8 +92,7 @@ class GroupComm:
         self._undecided = 0  # announcements that no lane counts yet
         self._difference = ""  # of what was announced
         self._settling = threading.Lock()
-        self._again: Announcements | None = None  # where some ranks were undecided
-        self._owes = False  # this rank was, others were not: it announces by `_again` next
+        self._heard: list[list[int]] | None = None  # what others have announced, where this rank was undecided
         self._channels: Channels | None = None
         self._lane = Lane(self)  # of the operations of this communicator itself
 
@@ -207,7 +206,7 @@ class GroupComm:
         for each in list(self._unsettled):
             each.works.clear()
         self._unsettled.clear()
-        self._announcements = self._again = self._channels = None
+        self._announcements = self._channels = None
 
     def close_for_good(self) -> None:
         """Close, and forget the group that `private` was given, whose threads and connections end when nothing refers to it."""
@@ -236,43 +235,44 @@ class GroupComm:
 
         Returns the lane of these operations, which this communicator has from here on. `number` and `waits`: see Lane.
         """
-        announced = self._made(announcement) if self.size > 1 else None
-        if announced is not None:
+        announced, made, self._undecided = None, self._undecided, 0
+        rows, self._heard = self._heard, None
+        if rows is not None:  # the others have announced it, and know that this rank lacks something
+            self._check_the_same(rows, announcement)
+            if list(announcement.numbers) not in rows:
+                raise RuntimeError(
+                    f"rank {self.rank} of {self.size} differs from the other ranks in what it reduces; {announcement.told()[0].cure}"
+                )
+        elif self.size > 1:
+            announced, made = self._made(announcement), made + 1
             self._unsettled.append(announced)
-        made, self._undecided = self._undecided + (announced is not None), 0
         self._lane = Lane(self, number, announced, waits, made)
         return self._lane
 
-    def settle(self, announced: Announced | None = None, waits: Waits = nullcontext) -> int:
-        """Wait until all ranks have announced the same, up to `announced`; None: in this communicator's lane. Raises RanksDifferError.
-
-        Returns how many announcements that took more.
-        """
+    def settle(self, announced: Announced | None = None, waits: Waits = nullcontext) -> None:
+        """Wait until all ranks have announced the same, up to `announced`; None: in this communicator's lane. Raises RanksDifferError."""
         if announced is None:
             self._lane.settle()
-            return 0
+            return
         # One thread at a time, in the order in which was announced: to tell what differs takes exchanges that match by their order.
         with waits(), self._settling:
             if self._difference:
                 raise RanksDifferError(self._difference)
-            more = 0
             while announced in self._unsettled:
                 oldest = self._unsettled[0]
-                more += self._heard_the_same(oldest)
+                with self.named("comparison"):
+                    rows = self._announcing().heard(oldest)
+                self._check_the_same(rows, oldest.announcement)
                 self._unsettled.popleft()
-        return more
 
-    def _heard_the_same(self, announced: Announced) -> int:
+    def _check_the_same(self, rows: list[list[int]], announcement: Announcement) -> None:
+        """Raise RanksDifferError, on all ranks, where those that were decided have announced other numbers, or any is at another step."""
+        decided = [row for row in rows if row[2] != UNDECIDED]
+        if all(row[:2] == rows[0][:2] for row in rows) and all(row == decided[0] for row in decided):
+            return
         with self.named("comparison"):
-            rows, more, made = announced.through.heard(announced), 0, announced.through
-            if any(row[2] == UNDECIDED for row in rows):
-                # Those ranks have heard of this rank now, and say what they reduce.
-                made = self._announcing(again=True)
-                rows, more = made.heard(made.send(announced.announcement)), 1
-            if all(row == rows[0] for row in rows):
-                return more
-            texts = made.exchange_texts(announced.announcement.text)
-        difference = announced.announcement.difference(texts)
+            texts = self._announcing().exchange_texts(announcement.text)
+        difference = announcement.difference(texts)
         self._difference = str(difference)
         raise difference
 
@@ -280,7 +280,8 @@ class GroupComm:
         """Return which of `names` any rank has among its `own`; `step` and `reduced` are as in the next announcement.
 
         A rank that has all of them knows, and sends nothing more than it does anyway. One that lacks some announces so, and waits for the
-        announcements of the others: one delay of the link more. Where all ranks lack some, but not the same, they tell each other which.
+        announcements of the others: one delay of the link more. Where another one has all, that was its announcement of what comes next.
+        Where all ranks lack some, but not the same, they tell each other which.
         Call it while nothing is announced that was not compared.
         """
         if self.size == 1 or len(own) == len(names):
@@ -288,26 +289,21 @@ class GroupComm:
         text, self._undecided = "\n".join(own), 1
         announced = self._made(Announcement((step, reduced, UNDECIDED, digest(text)), list))
         with self.named("comparison"):
-            made = self._announcing()
-            rows = made.heard(announced)
+            rows = self._announcing().heard(announced)
             if any(row[2] != UNDECIDED for row in rows):
-                self._owes = True
+                self._heard = rows
                 return set(names)
             if any(row[:2] != rows[0][:2] for row in rows) or all(row == rows[0] for row in rows):
                 return set(own)  # ranks at different steps find that out by what they announce next
-            texts = made.exchange_texts(text)
+            texts = self._announcing().exchange_texts(text)
         return {each for other in texts for each in other.split("\n")} & set(names)
 
     def _made(self, announcement: Announcement) -> Announced:
         with self.named("comparison"):
-            again, self._owes = self._owes, False
-            return self._announcing(again).send(announcement)
+            return self._announcing().send(announcement)
 
-    def _announcing(self, again: bool = False) -> Announcements:
+    def _announcing(self) -> Announcements:
         group = self.open()
-        if again:
-            self._again = self._again or Announcements(group, self.rank, self.size, again=True)
-            return self._again
         self._announcements = self._announcements or Announcements(group, self.rank, self.size)
         return self._announcements
 

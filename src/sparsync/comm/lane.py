@@ -59,7 +59,7 @@ class Lane:
         """Wait for what other ranks announced of this bucket, if that was not yet done. Raises RanksDifferError where it differs."""
         announced, self._announced = self._announced, None
         if announced is not None:
-            self.announcements += self._comm.settle(announced, self._waits)
+            self._comm.settle(announced, self._waits)
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
         if not out.numel() and not into.numel():

@@ -188,10 +188,10 @@ class StepInFlight:
         device, number = bucket.grad.device, self._next
         overlaps = self._connection.overlaps(bucket, scheme)
         begins = bucket.step != self._step
-        place = 0 if begins else number - self._first
-        if place == len(self._workers) < MOST:
+        place = 0 if begins or not overlaps else (number - self._first) % MOST
+        while place >= len(self._workers):
             self._workers.append(Worker())
-        worker = self._workers[place % MOST]
+        worker = self._workers[place]
         worker.start()
         if begins:
             self._step, self._first = bucket.step, number
