@@ -329,20 +329,15 @@ def summaries() -> None:
         handle.take_reports()  # the summary remembers
     summary = handle.summary()
     reduced = summary.total
-    assert summary.steps == 3 and reduced.elements == 3 * 816 and summary.nbytes_per_step * 3 == reduced.nbytes > 0
-    assert summary.bits_per_parameter == 8 * reduced.nbytes / (3 * 816)
+    assert summary.steps == 3 and reduced.elements == 3 * 816 and reduced.nbytes > 0
     assert reduced.selected < reduced.union < reduced.elements
     assert summary.hidden is not None and 0 <= summary.hidden.exposed_s <= summary.hidden.reducing_s
     text = str(summary)
     assert all(part in text for part in ("bucket0", "exchange", "accumulate", "ms/step", "the backward pass hid"))
-    assert "whole" not in text
     small = ddp()
     with sparsync.attach(small, TopK(density=0.1)) as whole:
         gradients(small, 0)
     assert whole.reports()[0].union == 816
-    assert "bucket0 of topk was sent whole in 1 of 1 steps: 816 elements are fewer than dense_below" in str(
-        whole.summary()
-    )
     plain = bare()
     reducer = sparsync.GradientReducer(plain, TopK(density=0.1))
     gradients(plain, 0)

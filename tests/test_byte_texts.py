@@ -2,7 +2,6 @@
 
 import io
 import json
-import lzma
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -215,12 +214,6 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, files: dict[str, 
         Code(data=str(tmp_path / "text")).prepare()
 
 
-def test_a_file_that_is_no_prepared_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.text").write_bytes(lzma.compress(b"?"))
-    with pytest.raises(ValueError, match="no text that was prepared here"):
-        Code(data=str(tmp_path / "a.text")).prepare()
-
-
 def test_a_batch_is_of_numbers_that_an_embedding_takes(tmp_path: Path) -> None:
     files = {"a.c": bytes(range(256)), "b.c": bytes(range(256))}
     text = byte_text.split(files, "", 10**9)
@@ -229,14 +222,3 @@ def test_a_batch_is_of_numbers_that_an_embedding_takes(tmp_path: Path) -> None:
     batch = job.batch(0, 0, 0, 1)
     assert batch.input.dtype == torch.int64
     assert torch.equal((batch.input + 1) % 256, batch.target)
-
-
-@pytest.mark.skipif(
-    not (cache_folder() / linux_source.PREPARED).is_file(), reason="the C source of Linux is not prepared"
-)
-@pytest.mark.slow
-def test_the_source_of_linux_has_a_hundredth_held_out() -> None:
-    described = Code().describe()["data"]
-    assert described["source"].startswith("linux-source-6.1 6.1.")
-    assert 2.5e8 < described["bytes"]["training"] < 3e8
-    assert 0.007 < described["bytes"]["held_out"] / described["bytes"]["training"] < 0.013

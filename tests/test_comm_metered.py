@@ -13,8 +13,8 @@ from sparsync.comm.metered import all_gather_cost, all_reduce_cost, all_to_all_c
 from sparsync.comm.subset import SubsetComm
 from sparsync.core import spans
 
-WORLDS = [1, 2, 3, 4, 5, 8, 13, 16]
-COUNTS = [0, 1, 4, 7, 97]
+WORLDS = [1, 2, 3, 8]
+COUNTS = [0, 1, 7, 97]
 FLOAT_NBYTES = 4
 
 
@@ -118,46 +118,18 @@ def test_a_message_without_payload_is_not_counted() -> None:
     assert measured(2, lambda comm: comm.send_recv(torch.empty(0), 0, torch.empty(0), 0)) == [Cost(1, 0, 0)] * 2
 
 
-def test_one_rank_sends_nothing() -> None:
-    x = torch.zeros(5)
-    assert measured(1, lambda comm: (comm.all_gather(x), comm.all_to_all([x]), comm.all_reduce(x))) == [Cost()]
-
-
-def test_take_returns_what_was_counted_and_starts_again() -> None:
-    def body(comm: LocalComm) -> list[tuple[Cost, float]]:
-        meter = MeteredComm(comm)
-        meter.all_reduce(torch.zeros(4))
-        first = meter.take()
-        second = meter.take()
-        meter.all_gather(torch.zeros(4), [4, 4])
-        return [first, second, meter.take()]
-
-    for first, second, third in LocalWorld(2).run(body):
-        assert first[0] == all_reduce_cost(4, FLOAT_NBYTES, 2, 0)
-        assert first[1] > 0.0
-        assert second == (Cost(), 0.0)
-        assert third[0] == all_gather_cost(16, 2)
-
-
-def test_every_call_is_passed_on_with_its_result() -> None:
-    def body(comm: LocalComm) -> tuple[int, int, list[float]]:
+def test_every_call_is_passed_on_with_its_result_and_take_returns_what_was_counted_and_starts_again() -> None:
+    def body(comm: LocalComm) -> tuple[list[float], Cost, float, tuple[Cost, float]]:
         meter, into = MeteredComm(comm), torch.empty(1)
-        mine = torch.tensor([float(comm.rank)])
+        mine = torch.tensor([float(meter.rank)])
         meter.send_recv(mine, 1 - comm.rank, into, 1 - comm.rank)
         total = meter.all_reduce(mine)
         gathered, exchanged = meter.all_gather(mine), meter.all_to_all([mine, mine + 10])
-        return meter.rank, meter.size, torch.cat([into, total, *gathered, *exchanged]).tolist()
+        found = torch.cat([into, total, *gathered, *exchanged]).tolist()
+        return found, *meter.take(), meter.take()
 
-    assert LocalWorld(2).run(body) == [(0, 2, [1, 1, 0, 1, 0, 1]), (1, 2, [0, 1, 0, 1, 10, 11])]
-
-
-def test_a_call_that_fails_is_not_counted() -> None:
-    meters: list[MeteredComm] = []
-
-    def body(comm: LocalComm) -> None:
-        meters.append(MeteredComm(comm))
-        meters[-1].all_gather(torch.zeros(2), [2, 3])
-
-    with pytest.raises(RuntimeError, match="expected 3"):
-        LocalWorld(2).run(body)
-    assert [meter.sent for meter in meters] == [Cost(), Cost()]
+    for rank, (found, sent, wait_s, again) in enumerate(LocalWorld(2).run(body)):
+        assert found == [1 - rank, 1, 0, 1, 10 * rank, 10 * rank + 1]
+        assert sent == send_cost(4) + all_reduce_cost(1, 4, 2, rank) + Cost(2, 2, 2 * 12)
+        assert wait_s > 0.0
+        assert again == (Cost(), 0.0)

@@ -12,8 +12,8 @@ from torch import nn
 from sparsync import Bucket, TopK
 from sparsync.core import laid_out
 from sparsync.runtime.connection import Connection, Reduction
-from sparsync.runtime.dispatcher import Dispatcher
 from sparsync.runtime.optimizers import ResidualUnits
+from sparsync.runtime.step_in_flight import StepInFlight
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheme: pickle.loads(pickle.dumps(scheme))])
@@ -60,16 +60,19 @@ class Broken(Connection):
     def overlaps(self, bucket: Bucket, scheme: Reduction) -> bool:
         return False
 
-    def attempt(self, work: Callable[[], None], caught: type[BaseException] = BaseException) -> str:
+    def abort(self) -> None:
+        return
+
+    def close(self, cause: BaseException | str) -> str:
         raise OSError("no more files")
 
 
 @pytest.mark.timeout(60)
 def test_a_failure_of_the_runtime_itself_reaches_whoever_waits() -> None:
-    dispatcher = Dispatcher(Broken(), lambda report: None)
+    flight = StepInFlight(Broken(), lambda report: None)
     bucket = Bucket("all", torch.ones(3), 0, laid_out([("weight", (3,))]))
     try:
         with pytest.raises(RuntimeError, match="bucket 'all' was not reduced: OSError: no more files"):
-            dispatcher.submit(bucket, TopK(0.5)).wait()
+            flight.submit(bucket, TopK(0.5)).wait()
     finally:
-        dispatcher.stop()
+        flight.stop()

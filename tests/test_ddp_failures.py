@@ -168,30 +168,29 @@ def test_a_failure_outside_the_scheme_fails_the_step_on_all_ranks_and_the_next_o
             assert "no luck today" in str(errors[2])
 
 
-def fail_and_go_back() -> tuple[str, list[bool]]:
-    """The error of step 2, and which steps were right: the failed one is tried again from the state before it."""
+def fail_and_go_back() -> list[bool]:
+    """Return which steps were right: one that fails is tried again from the state before it."""
     bad_luck = [fail]
     training = AttachedTraining(
         Failing(lambda: bad_luck.pop()() if bad_luck else None, (0, 1)), buckets=2, timeout_s=TIMEOUT_S
     )
-    error, right, step = "", [], 0
+    right, step = list[bool](), 0
     while step < 4:
         before = training.handle.state_dict()
         try:
             training.step(training.model.inputs(training.rank, step))
         except RuntimeError as failure:
-            error = str(failure)
+            assert "no luck today" in str(failure)
             training.handle.load_state_dict(before)
             continue
         right.append(torch.equal(training.model.gradients(), mean(step, 2)))
         step += 1
-    return error, right
+    assert not bad_luck
+    return right
 
 
 def test_a_failed_step_can_be_tried_again_from_the_state_before_it() -> None:
-    for error, right in run(fail_and_go_back, 2):
-        assert "no luck today" in error
-        assert right == [True] * 4
+    assert run(fail_and_go_back, 2) == [[True] * 4] * 2
 
 
 @pytest.mark.slow
@@ -276,30 +275,11 @@ def refusals() -> None:
         TypeError, match=r"scheme must be an instance of sparsync\.Scheme such as TopK\(density=0\.01\), got 'topk'"
     ):
         sparsync.attach(ddp, "topk")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="timeout_s must be above 0 seconds, got -1"):
-        sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=-1))
-    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank \d has TopK\(density=0\.\d"):
-        sparsync.attach(ddp, TopK(density=0.1 + 0.1 * dist.get_rank()), options=sparsync.Options(timeout_s=TIMEOUT_S))
-    sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
-    with pytest.raises(RuntimeError, match="this model is already attached to a scheme"):
-        sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
-    ddp(torch.ones(2, 3)).sum().backward()
-
-
-def late_to_attach() -> None:
-    """attach on one rank only is an error after the timeout."""
-    ddp = DistributedDataParallel(nn.Linear(3, 3))
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="rank 1 did not come to make a private group within 1 s"):
-            sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=1))
-    dist.barrier()
 
 
 def state_of_another_scheme() -> None:
     """A state that does not fit is refused, and changes nothing."""
     training = AttachedTraining("topk-0.1")
-    with pytest.raises(ValueError, match="this state has format version None, and this sparsync reads version 2"):
-        training.handle.load_state_dict({"scheme": {}})
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for place in ({"rank": rank + 1}, {"ranks": ranks + 1}):  # a residual loaded twice would count twice
         with pytest.raises(ValueError, match="load each rank's own"):
@@ -309,8 +289,7 @@ def state_of_another_scheme() -> None:
 
 
 def one_after_the_other() -> None:
-    # The last one leaves rank 0 one private group ahead.
-    for body in (hand_over_nothing, change_the_rate, refusals, state_of_another_scheme, late_to_attach):
+    for body in (hand_over_nothing, change_the_rate, refusals, state_of_another_scheme):
         with case(body.__name__):
             body()
 

@@ -19,7 +19,7 @@ from helpers.distributed import case, run
 from helpers.known_gradients import KnownGradients, row
 from invariants.world import same_bits
 from sparsync import LocalWorld, Report, TopK
-from sparsync.runtime import connection as connection_module
+from sparsync.runtime import summary
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler
 
@@ -201,7 +201,7 @@ def test_a_schedule_that_ends_at_zero_scales_a_residual_up_tenfold_in_all() -> N
 
 
 def train_and_report() -> tuple[list[Report], list[Report], list[Report], list[Report]]:
-    connection_module.MAX_REPORTS = 12
+    summary.MAX_REPORTS = 12
     training = AttachedTraining("skip-default", buckets=8)
     training.step()
     training.step()

@@ -1,15 +1,12 @@
 """What cannot work together is named before training starts, with its cure."""
 
-import runpy
 import warnings
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -183,46 +180,3 @@ def examined() -> None:
 
 def test_what_cannot_work_is_refused_with_its_cure_and_what_may_surprise_is_warned_of() -> None:
     run(examined, 1)
-
-
-WARNED = """
-import torch
-import torch.distributed as dist
-
-import sparsync
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-bare = torch.nn.Linear(64, 64)
-model = torch.nn.parallel.DistributedDataParallel(bare)
-optimizer = torch.optim.AdamW(bare.parameters())
-sparsync.attach(model, sparsync.TopK(0.01), optimizer=optimizer, exchange=sparsync.Gradients()).close()  # line 11
-sparsync.GradientReducer(bare, sparsync.TopK(0.01), optimizer=optimizer).close()  # line 12
-sparsync.ddp_comm_hook(sparsync.TopK(0.01), optimizer=optimizer)  # line 13
-sparsync.attach(bare, sparsync.Dense(), optimizer=optimizer, exchange=sparsync.Steps())
-(bare(torch.ones(1, 64)).sum() * torch.nan).backward()
-optimizer.step()  # line 16: in torch, which calls sparsync
-"""
-
-
-def warnings_of(script: Path) -> list[tuple[str, int, str]]:
-    """The file, the line and the text of each warning of TopK, and of a skipped step, that running the script gives."""
-    dist.destroy_process_group()  # the script makes its own
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        runpy.run_path(str(script))
-    starts = ("TopK", "step 0 was skipped")
-    return [(each.filename, each.lineno, text) for each in caught if (text := str(each.message)).startswith(starts)]
-
-
-def test_a_warning_points_at_the_line_of_the_user_and_at_the_documentation_not_at_a_file_of_the_repository(
-    tmp_path: Path,
-) -> None:
-    """In another process: here annotations are executed, and a frame of that stands between."""
-    script = tmp_path / "train.py"
-    script.write_text(WARNED)
-    (found,) = run(warnings_of, 1, fresh=True, script=script)
-    assert [(file, line) for file, line, _ in found] == [(str(script), line) for line in (11, 12, 13, 16)]
-    for _, _, text in found[:3]:
-        assert text.startswith("TopK leaves elements out")
-        assert "the project's documentation" in text
-        assert "docs/" not in text

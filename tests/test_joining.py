@@ -21,7 +21,7 @@ class Submitted:
         self.submitted: list[tuple[Bucket, Future]] = []
         self.prepared = 0
 
-    def submit(self, bucket: Bucket, prepare: object, last: bool) -> Future:
+    def submit(self, bucket: Bucket, prepare: object) -> Future:
         self.prepared += prepare is not None
         self.submitted.append((bucket, Future()))
         return self.submitted[-1][1]
@@ -167,7 +167,7 @@ def test_a_class_with_its_own_reduce_has_it_called_for_small_buckets_too() -> No
 def test_an_error_in_joining_ends_the_step_on_the_thread_that_reduces() -> None:
     prepared: list[Callable[[], None]] = []
 
-    def submit(bucket: Bucket, prepare: Callable[[], None] | None, last: bool) -> Future:
+    def submit(bucket: Bucket, prepare: Callable[[], None] | None) -> Future:
         assert prepare is not None
         prepared.append(prepare)
         failed = Future()

@@ -225,14 +225,14 @@ import torch.distributed as dist
 from torch import nn
 from sparsync import Dense
 from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.runtime import dispatcher
+from sparsync.runtime import step_in_flight
 
 class Waits(Dense):
     def reduce(self, bucket, comm):
         print("waits", flush=True)
         threading.Event().wait()
 
-dispatcher.EXIT_S = 0.1
+step_in_flight.EXIT_S = 0.1
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), 1.0)

@@ -13,10 +13,9 @@ from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Repor
 from sparsync.attached.fsdp2 import ReduceScatterInto
 from sparsync.attached.fsdp2_units import ShardedParameter
 from sparsync.base import registry
-from sparsync.base.scheme import ReduceScatterScheme, Scheme, own_shard_layout, shard_layout, shard_name
+from sparsync.base.scheme import ReduceScatterScheme, Rollback, Scheme, own_shard_layout, shard_layout, shard_name
 from sparsync.collectives.skipping import SkipPlan, reduce_scatter, rotating_offsets
 from sparsync.core import Comm, generator
-from sparsync.runtime.connection import Rollback
 from sparsync.wire import Values
 
 WORLDS = (1, 3, *(pytest.param(P, marks=pytest.mark.slow) for P in (2, 5, 8)))

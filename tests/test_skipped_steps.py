@@ -12,11 +12,11 @@ from torch import Tensor
 
 from helpers.exclusive_invariants import whole_numbers
 from helpers.quick import one_in
-from sparsync.base.scheme import Scheme
+from sparsync.base.scheme import Rollback, Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator, laid_out
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.connection import Connection, Rollback
+from sparsync.runtime.connection import Connection
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO

@@ -1,8 +1,6 @@
 """Steps of which every element is sent: made, encoded and applied in single passes, and skipped on a device."""
 
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,9 +11,8 @@ from torch.optim import Optimizer
 
 from sparsync import AdamWSteps, LocalWorld, Scheme, TwoShot
 from sparsync.comm.local import LocalComm
-from sparsync.core import Arriving, Bucket
+from sparsync.core import Arriving
 from sparsync.exchanges import exchanged_steps
-from sparsync.exchanges.block_ratios import MeanOfSketches
 from sparsync.kernels import operations as kernels
 from sparsync.schemes.in_turn import InTurn
 
@@ -368,24 +365,6 @@ def test_weights_that_were_set_without_torch_counting_it_raise_a_step_later(monk
                 steps.step()
 
     LocalWorld(P).run(body)
-
-
-def test_waits_are_plain_again_where_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("no more threads")
-
-    def body(comm: LocalComm) -> bool:
-        connection = started(comm, TwoShot(1.0, "int3"))._connection
-        monkeypatch.setattr(connection, "overlaps", lambda *_: True)
-        monkeypatch.setattr(threading.Thread, "start", fail)
-        try:
-            with pytest.raises(RuntimeError, match="no more threads"):
-                connection.reduce_together([(Bucket("ratio", torch.ones(2), 0), MeanOfSketches())], lambda: None)
-        finally:
-            monkeypatch.undo()
-        return connection._waits is nullcontext
-
-    assert LocalWorld(1).run(body) == [True]
 
 
 def test_numbers_arrive_in_this_machines_memory_whatever_the_default_device() -> None:

@@ -36,7 +36,7 @@ from sparsync import Bucket, GroupComm, Options, Report, attach
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import laid_out
 from sparsync.runtime.connection import Connection
-from sparsync.runtime.dispatcher import Dispatcher
+from sparsync.runtime.step_in_flight import StepInFlight
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.netlab import MAX_RANKS, parse_link, restart_with_rights
 from sparsync_lab.report.format import significant
@@ -201,11 +201,11 @@ def _own(options: argparse.Namespace) -> OverlapCase:
 
 
 def _attached(choice: SchemeChoice, options: argparse.Namespace) -> OverlapCase:
-    """Return the case of a model with the hook; its `reduce` gives the same buckets to an equal scheme on a separate dispatcher."""
+    """Return the case of a model with the hook; its `reduce` gives the same buckets to an equal scheme on separate threads."""
     model = _model(options)
     handle = attach(model, choice.make(), options=Options(timeout_s=TIMEOUT_S, join_mb=0, dense_below=0))
     state, reports = choice.make().start(), list[Report]()
-    dispatcher = Dispatcher(Connection(state, GroupComm.private(timeout_s=TIMEOUT_S)), reports.append)
+    flight = StepInFlight(Connection(state, GroupComm.private(timeout_s=TIMEOUT_S)), reports.append)
     names = [name for name, _ in reversed(list(model.module.named_parameters()))]
 
     def reduce(grads: Sequence[Tensor], step: int) -> None:
@@ -213,7 +213,7 @@ def _attached(choice: SchemeChoice, options: argparse.Namespace) -> OverlapCase:
             Bucket(f"bucket{at}", grad, step, laid_out([(name, grad.numel())]))
             for at, (name, grad) in enumerate(zip(names, grads, strict=True))
         ]
-        for done in [dispatcher.submit(bucket, state) for bucket in buckets]:
+        for done in [flight.submit(bucket, state) for bucket in buckets]:
             done.wait()
 
     def payload_nbytes() -> int:

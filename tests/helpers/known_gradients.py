@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from invariants.table import BY_ID, ROWS, Row
 from invariants.world import same_bits
 from sparsync import Bucket, LocalWorld, Report, State
+from sparsync.base.scheme import Rollback
 from sparsync.core import Comm, ParameterSpan, generator
-from sparsync.runtime.connection import Rollback
 
 # Of SkipReduce's settings each once, and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")

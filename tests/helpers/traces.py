@@ -27,7 +27,6 @@ from sparsync import kernels
 from sparsync.exchanges import taken_optimizer
 
 ENDS_S = 2.0  # in which threads end whose object was collected
-STAY = ("sparsync-interrupts",)  # threads that a process keeps once it has them
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2)
 PATCHED = ("sparsync", "helpers", "integrations", "invariants", "test_")  # and what they begin
 PATCHED_ALONE = {"os", "time", "threading", "socket", "torch.distributed", "torch.optim.optimizer"}
@@ -81,7 +80,7 @@ class Traces:
         return traces
 
     def _new_threads(self) -> list[str]:
-        return [each.name for each in set(threading.enumerate()) - self._threads if each.name not in STAY]
+        return [each.name for each in set(threading.enumerate()) - self._threads]
 
 
 def _settings() -> dict[str, Any]:

@@ -19,11 +19,11 @@ from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, list
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.steps_options import Steps
 from sparsync.recipes import Bits
-from sparsync.runtime.dispatcher import AttachedHandle
 from sparsync.runtime.findings import check_models, is_fsdp2, warn_or_raise
 from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import GradientOptions, Options
 from sparsync.runtime.parameter_names import inside_wrappers
+from sparsync.runtime.step_in_flight import AttachedHandle
 
 _LOG = logging.getLogger("sparsync")
 Attached = AttachedHandle | AdamWSteps | LocalTraining | GradientReducer

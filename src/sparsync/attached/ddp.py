@@ -18,7 +18,6 @@ from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
 from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings, recipe_findings
-from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
 from sparsync.runtime.driven import check_undriven
 from sparsync.runtime.findings import (
     check_model,
@@ -32,6 +31,7 @@ from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import GradientOptions, Options
 from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
 from sparsync.runtime.snapshot import Snapshot
+from sparsync.runtime.step_in_flight import AttachedHandle, future_on, promise
 from sparsync.schemes.dense import Dense
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
@@ -139,9 +139,7 @@ class DdpHandle(AttachedHandle):
         dense_below: int,
     ) -> None:
         super().__init__(*args, module=module, driven=driven)
-        self._late = None if module is None else LateParameters(module)
         self._ignored = ignored(module)
-        self._came: set[int] = set()  # ids of the parameters that DDP reduces
         named = () if module is None else named_parameters(module)
         self.shapes = {name: list(each.shape) for name, each in named}  # of the parameters
         self._nbytes, self._dense_below = int(join_mb * 2**20), dense_below
@@ -161,7 +159,7 @@ class DdpHandle(AttachedHandle):
         Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError. To continue with the residual,
         attach again, and give the new handle this one's `state_dict()`.
         """
-        self._dispatcher.flush()
+        self._flight.flush()
         if (hook := self._hook()) is not None:
             hook.release(self)
         self._detached = True
@@ -202,12 +200,9 @@ class DdpHandle(AttachedHandle):
     def _use(self, scheme: Scheme) -> None:
         # A class that overrides `reduce` gets every bucket there.
         plain = type(scheme).reduce is ErrorFeedbackScheme.reduce
-        below, dispatcher = self._dense_below if plain and scheme.may_send_whole else 0, self._dispatcher
-        state = self.state
+        below, flight, state = self._dense_below if plain and scheme.may_send_whole else 0, self._flight, self.state
         self._joining = Joining(
-            lambda bucket, prepare, last: dispatcher.submit(
-                bucket, state, prepare, send_all=bucket.grad.numel() < below, last=last
-            ),
+            lambda bucket, prepare: flight.submit(bucket, state, prepare, send_all=bucket.grad.numel() < below),
             self._nbytes if scheme.has_residual else min(self._nbytes, DENSE_JOIN) if type(scheme) is Dense else 0,
             getattr(self, "_joining", None),
         )
@@ -226,20 +221,10 @@ class DdpHandle(AttachedHandle):
                 promised = self._joining.submit(self._bucket(bucket, bucket.buffer()), bucket.is_last())
             if bucket.is_last():
                 self._joining.end_step()
-                self._warn_of_late()
             return promised
         except Exception as error:  # a hook that raises breaks DDP's reducer permanently; a failed future does not
             self._joining.abandon(error)
             return self._failed(bucket.index(), error)
-
-    def _warn_of_late(self) -> None:
-        """Warn of parameters that DDP does not reduce, once all others have come."""
-        if self._late is not None:
-            self._late.warn(
-                lambda name, parameter: id(parameter) in self._came or name in self._ignored,
-                "DistributedDataParallel had wrapped the model",
-                "wrap the model again, and attach to it",
-            )
 
     def _failed(self, index: int, error: Exception) -> Promised:
         """Return a future that raises `error`, and fail the step on all ranks, on the thread that closes connections."""
@@ -248,7 +233,7 @@ class DdpHandle(AttachedHandle):
         def fail() -> None:
             raise RuntimeError(f"the hook failed with {cause}")
 
-        return self._dispatcher.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense().start(), fail)
+        return self._flight.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense().start(), fail)
 
     def _submit_sparse(self, bucket: GradBucket) -> Promised:
         """Reduce a sparse gradient in full. DDP gives each a separate bucket."""
@@ -256,18 +241,16 @@ class DdpHandle(AttachedHandle):
         sparse, rescale = bucket.buffer(), self._rescaler.rescale if bucket.index() == 0 else None
         whole = self._bucket(bucket, torch.zeros(sparse.shape, dtype=sparse.dtype, device=sparse.device).flatten())
 
-        def prepare() -> None:  # on the dispatcher's thread, so that a failure ends the step on all ranks
+        def prepare() -> None:  # on the thread that reduces, so that a failure ends the step on all ranks
             whole.grad.copy_(sparse.to_dense().flatten())
             if rescale is not None:
                 rescale()
 
-        reduced = self._dispatcher.submit(whole, Dense().start(), prepare)
+        reduced = self._flight.submit(whole, Dense().start(), prepare)
         return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
 
     def _bucket(self, bucket: GradBucket, grad: Tensor) -> Bucket:
-        parameters = bucket.parameters()
-        self._came.update(map(id, parameters))
-        layout = laid_out((self._name(each), each.shape) for each in parameters)
+        layout = laid_out((self._name(each), each.shape) for each in bucket.parameters())
         return Bucket(f"bucket{bucket.index()}", grad, self._step, layout)
 
     def _name(self, parameter: Tensor) -> str:

@@ -26,12 +26,12 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme, ShardState, own_sh
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
 from sparsync.runtime.connection import Reduction
-from sparsync.runtime.dispatcher import AttachedHandle, LateParameters
 from sparsync.runtime.driven import check_undriven
 from sparsync.runtime.optimizers import weight_lines
 from sparsync.runtime.options import GradientOptions
 from sparsync.runtime.parameter_format import ParameterFormat
-from sparsync.runtime.parameter_names import named_parameters, trained
+from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.step_in_flight import AttachedHandle
 
 
 class Fsdp2Handle(AttachedHandle):
@@ -43,8 +43,6 @@ class Fsdp2Handle(AttachedHandle):
         self._units = units
         self._undo: list[Callable[[], None]] = []  # each takes back one change to the model
         self._gather: ParameterGather | None = None
-        self._late = LateParameters(module)
-        self._at_first = {name for name, _ in named_parameters(module)}
         self._seen: set[str] = set()  # the keys of this backward pass; empty between two
         self._in_flight: list[Future] = []  # the backward pass ends after them
 
@@ -53,11 +51,11 @@ class Fsdp2Handle(AttachedHandle):
 
         Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError.
         """
-        self._dispatcher.flush()
+        self._flight.flush()
         while self._undo:
             self._undo.pop()()
         self._detached = True
-        self._dispatcher.stop()
+        self._flight.stop()
         self._end_watching()
         if self._gather is not None:
             self._gather.detach()
@@ -102,10 +100,10 @@ class Fsdp2Handle(AttachedHandle):
         def written() -> Bucket:  # a copy if FSDP2 may divide it in place
             return into if allowed else replace(into, grad=into.grad.clone())
 
-        self._in_flight.append(self._dispatcher.submit(bucket, scheme, prepare, written))
+        self._in_flight.append(self._flight.submit(bucket, scheme, prepare, written))
         try:
             while len(self._in_flight) > allowed:
-                self._dispatcher.wait(self._in_flight.pop(0))
+                self._flight.wait(self._in_flight.pop(0))
         except BaseException:
             self._abandon()
             raise
@@ -122,11 +120,6 @@ class Fsdp2Handle(AttachedHandle):
             self._loads.forget()
             self._pass_begins()
             self._step += 1
-            self._late.warn(
-                lambda name, _: name in self._at_first,
-                "fully_shard was called on the model",
-                "call fully_shard on the new modules too before the model, and attach to it",
-            )
             # HACK: autograd has no public function for this; FSDP2 uses this one. Price: it may change with torch.
             Variable._execution_engine.queue_callback(self._close)  # pyright: ignore[reportAttributeAccessIssue]
         self._seen.add(unit.key)
@@ -138,7 +131,7 @@ class Fsdp2Handle(AttachedHandle):
         self._seen.clear()
         try:
             for future in pending:
-                self._dispatcher.wait(future)
+                self._flight.wait(future)
             self._connection.end_step()
         except BaseException:
             self._in_flight = pending  # all end soon: a failed step fails as a whole

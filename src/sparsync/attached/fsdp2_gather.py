@@ -13,8 +13,9 @@ from sparsync.collectives.values import gather_differences
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report
-from sparsync.runtime.connection import MAX_REPORTS, Connection, Reduction
+from sparsync.runtime.connection import Connection, Reduction
 from sparsync.runtime.parameter_format import ParameterFormat
+from sparsync.runtime.summary import MAX_REPORTS
 from sparsync.wire import ValueCodec
 
 _EXACT = ValueCodec("float32")

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from sparsync.core import Bucket, ParameterSpan, laid_out
-from sparsync.runtime.dispatcher import Prepare, Promised, future_on, promise
+from sparsync.runtime.step_in_flight import Prepare, Promised, future_on, promise
 
-Submit = Callable[[Bucket, Prepare | None, bool], Promised]  # whether no other bucket of this step follows
+Submit = Callable[[Bucket, Prepare | None], Promised]
 Layout = list[tuple[str, list[str]]]  # a step's buckets in order: key, and names of parameters
 
 
@@ -68,14 +68,14 @@ class Joining:
             held = sum(each.bucket.grad.nbytes for each in self._waiting)
             full = last or held + bucket.grad.nbytes >= self._nbytes
             if full and not self._waiting:
-                return self._pass_on(bucket, self._prepared(), last)
+                return self._pass_on(bucket, self._prepared())
         promised = self._hold(bucket)
         if full:
-            self.flush(last)
+            self.flush()
         return promised
 
-    def flush(self, last: bool = False) -> None:
-        """Submit the buckets that wait; `last`: no other one of this step follows."""
+    def flush(self) -> None:
+        """Submit the buckets that wait."""
         parts, self._waiting = self._waiting, []
         if not parts:
             return
@@ -109,8 +109,7 @@ class Joining:
                     each.done.set_result(each.bucket.grad)
 
         for copied in made:
-            ends = last and copied is made[-1]
-            self._pass_on(copied.bucket, copied.prepare or self._prepared(), ends).then(partial(write, copied))
+            self._pass_on(copied.bucket, copied.prepare or self._prepared()).then(partial(write, copied))
 
     def abandon(self, error: Exception) -> None:
         """Fail the buckets that wait, because no more will come."""
@@ -125,9 +124,9 @@ class Joining:
         self._waiting.append(waiting)
         return promise(waiting.done, waiting.error)
 
-    def _pass_on(self, bucket: Bucket, prepare: Prepare | None, last: bool) -> Promised:
+    def _pass_on(self, bucket: Bucket, prepare: Prepare | None) -> Promised:
         self._submitted.append((bucket.key, [entry.name for entry in bucket.layout]))
-        return self._submit(bucket, prepare, last)
+        return self._submit(bucket, prepare)
 
     def _prepared(self) -> Prepare | None:
         prepare, self._prepare = self._prepare, None

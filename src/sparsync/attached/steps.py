@@ -23,9 +23,9 @@ from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.taken_optimizer import never_scaled
 from sparsync.exchanges.training_loop import Replica
-from sparsync.runtime.dispatcher import future_on, promise
 from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
 from sparsync.runtime.options import Options
+from sparsync.runtime.step_in_flight import future_on, promise
 
 _LOG = logging.getLogger("sparsync")
 

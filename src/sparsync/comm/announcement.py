@@ -23,8 +23,6 @@ from sparsync.core import Cost
 
 NUMBERS = 4  # of 64 bits, in an announcement
 _TAG = 1  # of announcements between two ranks
-# Of those that are made again. They may overtake others: a rank that makes one may have announced what comes next before.
-_AGAIN_TAG = 2
 # In place of the third number, which is a digest: this rank cannot say yet what it reduces, see `GroupComm.any_of`.
 UNDECIDED = -1
 NAMED = 3  # differences that an error lists
@@ -85,7 +83,6 @@ class Announced:
     """An announcement on its way to the other ranks, and theirs on the way here."""
 
     announcement: Announcement
-    through: "Announcements"
     rows: list[Tensor]  # [4] each, in rank order
     works: list[tuple[dist.Work, int]]  # and for which rank
 
@@ -95,14 +92,12 @@ class Announcements:
     """The announcements of the ranks of a group, each in the order in which it is made. Several may be on their way.
 
     They travel over gloo, also where the tensors of the group travel over NCCL: to compare them a rank waits for the others' hosts, and not
-    for its device. Receives are posted for as many steps ahead as those of channels. `again`: those that are made again have an order of
-    their own.
+    for its device. Receives are posted for as many steps ahead as those of channels.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
-    again: bool = False
     # Receives match announcements in the order in which they were posted.
     _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
     _posting: threading.Lock = field(default_factory=threading.Lock)
@@ -111,7 +106,6 @@ class Announcements:
 
     def __post_init__(self) -> None:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._tag = _AGAIN_TAG if self.again else _TAG
 
     def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
@@ -123,8 +117,8 @@ class Announcements:
             rows, works = self._ahead.popleft()
         rows[self.rank] = own
         for other in self._others:
-            works.append((self.group.send([own], other, self._tag), other))
-        return Announced(announcement, self, rows, works)
+            works.append((self.group.send([own], other, _TAG), other))
+        return Announced(announcement, rows, works)
 
     def heard(self, announced: Announced) -> list[list[int]]:
         """Wait for the announcements of the other ranks, and return those of all, in rank order. Raises RuntimeError as the group does."""
@@ -154,7 +148,7 @@ class Announcements:
         """Post receives for the announcements of the next steps."""
         while len(self._ahead) + on_their_way < AHEAD * self._most:
             rows = list(torch.empty((self.size, NUMBERS), dtype=torch.int64))
-            works = [(self.group.recv([rows[other]], other, self._tag), other) for other in self._others]
+            works = [(self.group.recv([rows[other]], other, _TAG), other) for other in self._others]
             self._ahead.append((rows, works))
 
 

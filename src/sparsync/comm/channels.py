@@ -11,7 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ MOST_AHEAD = 2**19
 AHEAD = 2  # receives that are posted for messages to come
 _FIRST = 2**14  # where lengths vary, room for the first message of a channel
 _TAGS_OF_OTHERS = 16  # the lowest tags belong to announcements and to what nothing is posted ahead of
+_ABORT_TAG = 3  # one of them: of the receive that aborts
 _PLACES = 1024  # messages between two ranks of a bucket in one step; the next ones share their tags in turn
 _NUMBERS = 4096  # likewise buckets
 _NOT_AHEAD = 0
@@ -243,3 +245,18 @@ def wait_for(work: dist.Work, who: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise RuntimeError(f"waiting for {who}: {error}") from error
+
+
+def abort(group: Any) -> None:  # Any: a process group, also one of gloo's by itself, of which torch's stubs know little
+    """Close the connections of `group`, and make everything that waits on them fail, on whatever thread."""
+    with suppress(RuntimeError):
+        group.abort()
+        own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+        if own.name() == "gloo":
+            # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
+            # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
+            # what gloo does after a timeout, and on a tag without other users.
+            others = (rank for rank in range(group.size()) if rank != group.rank())
+            for other in others:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))

@@ -2,13 +2,14 @@
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,8 @@ from sparsync.comm.announcement import (
     Announcement,
     Announcements,
     RanksDifferError,
-    Told,
 )
-from sparsync.comm.channels import Channels, Waits
-from sparsync.comm.interrupts import abort, abort_on_interrupt, was_interrupted
+from sparsync.comm.channels import Channels, Waits, abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.meeting import GRACE_S, Meeting, RanksMissingError, StoreSilentError, asked, within
 from sparsync.core import digest
@@ -58,50 +57,44 @@ class Origin:
             )
 
 
-@dataclass
+# The communicators of this process, by id. A fork keeps them until it ends: gloo's destructors act on sockets and an epoll instance that it
+# shares with its parent, whose exchanges they would end with SIGABRT.
+_connected: "weakref.WeakValueDictionary[int, GroupComm]" = weakref.WeakValueDictionary()
+_kept = list["GroupComm"]()
+os.register_at_fork(after_in_child=lambda: _kept.extend(_connected.values()))
+
+
 class GroupComm:
     """This rank's view of `group`; None is the default group.
 
     Give it a group without other users: gloo matches collectives by order, so calls of another thread on the same group would mix, and
     one failed collective breaks the group permanently. `private()` makes such a group, `reconnect()` another after a failure.
+    All ranks must call the same operations with the same lengths: only what was announced is compared.
     """
 
-    # How long a rank waits for others to report a failure; 0: none reports.
-    reports_s: float = field(default=REPORTS_S, init=False, repr=False)
-    lane_type: ClassVar[type[Lane]] = Lane
-    group: dist.ProcessGroup | None = None  # None afterwards only once closed
-    ranks: list[int] = field(init=False)  # of the world, in the order of the group
-    rank: int = field(init=False)
-    size: int = field(init=False)
-    origin: Origin = field(default_factory=Origin, init=False, repr=False)
-    _base: dist.ProcessGroup | None = field(default=None, init=False, repr=False)  # the group that `private` was given
-    _timeout_s: float = field(default=0.0, init=False, repr=False)
-    _meeting: Meeting | None = field(default=None, init=False, repr=False)
-    _name: str = field(default="", init=False, repr=False)  # of the meeting that made this group, the same on all ranks
-    _announcements: Announcements | None = field(default=None, init=False, repr=False)
-    _announced: bool = field(default=False, init=False, repr=False)  # `announce` was called
-    _announcements_made: int = field(default=0, init=False, repr=False)  # that no lane counts yet
-    _unsettled: deque[Announced] = field(default_factory=deque, init=False, repr=False)
-    _difference: str = field(default="", init=False, repr=False)  # of what was announced
-    _settling: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _again: Announcements | None = field(default=None, init=False, repr=False)  # where some ranks were undecided
-    _owes: bool = field(
-        default=False, init=False, repr=False
-    )  # this rank was, others were not: it announces by `_again` next
-    _channels: Channels | None = field(default=None, init=False, repr=False)
-    _lane: Lane = field(init=False, repr=False)  # of the operations of this communicator itself
-
-    def __post_init__(self) -> None:
-        self.group = _existing(self.group)
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group: dist.ProcessGroup | None = _existing(group)  # None once closed
         if "cpu" not in (config := dist.get_backend_config(self.group)):
             raise ValueError(
                 f"a communicator needs a group that sends CPU tensors too, which ranks compare, but its backends are {config}; "
                 "use GroupComm.private(), which adds gloo, or make the group with backend='cpu:gloo,cuda:nccl'"
             )
-        self.ranks = dist.get_process_group_ranks(self.group)
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
-        self._lane = Lane(self)
+        self.ranks = dist.get_process_group_ranks(self.group)  # of the world, in the order of the group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.origin = Origin()
+        self.reports_s = REPORTS_S  # how long a rank waits for others to report a failure; 0: none reports
+        self.timeout_s = 0.0  # how long a rank waits for the others; 0 where that is the process group's own matter
+        self._base: dist.ProcessGroup | None = None  # the group that `private` was given
+        self._meeting: Meeting | None = None
+        self._name = ""  # of the meeting that made this group, the same on all ranks
+        self._announcements: Announcements | None = None
+        self._unsettled = deque[Announced]()
+        self._undecided = 0  # announcements that no lane counts yet
+        self._difference = ""  # of what was announced
+        self._settling = threading.Lock()
+        self._heard: list[list[int]] | None = None  # what others have announced, where this rank was undecided
+        self._channels: Channels | None = None
+        self._lane = Lane(self)  # of the operations of this communicator itself
 
     @classmethod
     def private(
@@ -172,14 +165,9 @@ class GroupComm:
             meeting.wait_for_all(f"{name}/connected", min(REPORTS_S, timeout_s))
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
         comm = cls(made)
-        comm._base, comm._timeout_s, comm._meeting, comm._name = base, timeout_s, meeting, name
-        abort_on_interrupt(comm)
+        comm._base, comm.timeout_s, comm._meeting, comm._name = base, timeout_s, meeting, name
+        _connected[id(comm)] = comm
         return comm
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a rank waits for the others; 0 where that is the process group's own matter."""
-        return self._timeout_s
 
     def reconnect(self, fingerprint: str = "", cure: str = "") -> "GroupComm":
         """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private`.
@@ -188,7 +176,7 @@ class GroupComm:
         """
         assert self._base is not None and self._meeting is not None, "only a private communicator can reconnect"
         self.origin.check()
-        return GroupComm._connected(self._base, self._meeting, self._timeout_s, fingerprint, cure)
+        return GroupComm._connected(self._base, self._meeting, self.timeout_s, fingerprint, cure)
 
     def finish(self) -> None:
         """Wait until the device has done what was enqueued over NCCL, for 30 s at most. Call it before `close` where nothing has failed.
@@ -218,7 +206,7 @@ class GroupComm:
         for each in list(self._unsettled):
             each.works.clear()
         self._unsettled.clear()
-        self._announcements = self._again = self._channels = None
+        self._announcements = self._channels = None
 
     def close_for_good(self) -> None:
         """Close, and forget the group that `private` was given, whose threads and connections end when nothing refers to it."""
@@ -239,57 +227,52 @@ class GroupComm:
         if destroyed or not self.reports_s:  # by this rank's own program, and perhaps the store with it
             return ""
         assert self._meeting is not None
-        within_s = (
-            0.0 if was_interrupted(self) else min(self.reports_s if within_s is None else within_s, self._timeout_s)
-        )
-        return _reports(self._meeting, self._name, cause, within_s)
+        within_s = self.reports_s if within_s is None else within_s
+        return _reports(self._meeting, self._name, cause, min(within_s, self.timeout_s))
 
     def announce(self, announcement: Announcement, number: int = 0, waits: Waits = nullcontext) -> Lane:
         """Tell all ranks what the operations that follow are about; the first raises RanksDifferError where ranks differ.
 
-        Returns the lane of these operations, in which they are compared by what is announced alone, and which this communicator has from
-        here on. `number` and `waits`: see Lane. Until this is called, every operation makes an announcement of its own, of its name and
-        lengths.
+        Returns the lane of these operations, which this communicator has from here on. `number` and `waits`: see Lane.
         """
-        self._announced = True
-        announced = None
-        if self.size > 1:
-            announced = self._made(announcement)
+        announced, made, self._undecided = None, self._undecided, 0
+        rows, self._heard = self._heard, None
+        if rows is not None:  # the others have announced it, and know that this rank lacks something
+            self._check_the_same(rows, announcement)
+            if list(announcement.numbers) not in rows:
+                raise RuntimeError(
+                    f"rank {self.rank} of {self.size} differs from the other ranks in what it reduces; {announcement.told()[0].cure}"
+                )
+        elif self.size > 1:
+            announced, made = self._made(announcement), made + 1
             self._unsettled.append(announced)
-        made, self._announcements_made = self._announcements_made, 0
-        self._lane = self.lane_type(self, number, announced, waits, made)
+        self._lane = Lane(self, number, announced, waits, made)
         return self._lane
 
-    def settle(self, announced: Announced | None = None, waits: Waits = nullcontext) -> int:
-        """Wait until all ranks have announced the same, up to `announced`; None: in this communicator's lane. Raises RanksDifferError.
-
-        Returns how many announcements that took more.
-        """
+    def settle(self, announced: Announced | None = None, waits: Waits = nullcontext) -> None:
+        """Wait until all ranks have announced the same, up to `announced`; None: in this communicator's lane. Raises RanksDifferError."""
         if announced is None:
             self._lane.settle()
-            return 0
+            return
         # One thread at a time, in the order in which was announced: to tell what differs takes exchanges that match by their order.
         with waits(), self._settling:
             if self._difference:
                 raise RanksDifferError(self._difference)
-            more = 0
             while announced in self._unsettled:
                 oldest = self._unsettled[0]
-                more += self._heard_the_same(oldest)
+                with self.named("comparison"):
+                    rows = self._announcing().heard(oldest)
+                self._check_the_same(rows, oldest.announcement)
                 self._unsettled.popleft()
-        return more
 
-    def _heard_the_same(self, announced: Announced) -> int:
+    def _check_the_same(self, rows: list[list[int]], announcement: Announcement) -> None:
+        """Raise RanksDifferError, on all ranks, where those that were decided have announced other numbers, or any is at another step."""
+        decided = [row for row in rows if row[2] != UNDECIDED]
+        if all(row[:2] == rows[0][:2] for row in rows) and all(row == decided[0] for row in decided):
+            return
         with self.named("comparison"):
-            rows, more, made = announced.through.heard(announced), 0, announced.through
-            if any(row[2] == UNDECIDED for row in rows):
-                # Those ranks have heard of this rank now, and say what they reduce.
-                made = self._announcing(again=True)
-                rows, more = made.heard(made.send(announced.announcement)), 1
-            if all(row == rows[0] for row in rows):
-                return more
-            texts = made.exchange_texts(announced.announcement.text)
-        difference = announced.announcement.difference(texts)
+            texts = self._announcing().exchange_texts(announcement.text)
+        difference = announcement.difference(texts)
         self._difference = str(difference)
         raise difference
 
@@ -297,37 +280,30 @@ class GroupComm:
         """Return which of `names` any rank has among its `own`; `step` and `reduced` are as in the next announcement.
 
         A rank that has all of them knows, and sends nothing more than it does anyway. One that lacks some announces so, and waits for the
-        announcements of the others: one delay of the link more. Where all ranks lack some, but not the same, they tell each other which.
+        announcements of the others: one delay of the link more. Where another one has all, that was its announcement of what comes next.
+        Where all ranks lack some, but not the same, they tell each other which.
         Call it while nothing is announced that was not compared.
         """
         if self.size == 1 or len(own) == len(names):
             return set(own)
-        text = "\n".join(own)
-        self._announced = True
+        text, self._undecided = "\n".join(own), 1
         announced = self._made(Announcement((step, reduced, UNDECIDED, digest(text)), list))
         with self.named("comparison"):
-            made = self._announcing()
-            rows = made.heard(announced)
+            rows = self._announcing().heard(announced)
             if any(row[2] != UNDECIDED for row in rows):
-                self._owes = True
+                self._heard = rows
                 return set(names)
             if any(row[:2] != rows[0][:2] for row in rows) or all(row == rows[0] for row in rows):
                 return set(own)  # ranks at different steps find that out by what they announce next
-            texts = made.exchange_texts(text)
+            texts = self._announcing().exchange_texts(text)
         return {each for other in texts for each in other.split("\n")} & set(names)
 
     def _made(self, announcement: Announcement) -> Announced:
         with self.named("comparison"):
-            again, self._owes = self._owes, False
-            announced = self._announcing(again).send(announcement)
-        self._announcements_made += 1
-        return announced
+            return self._announcing().send(announcement)
 
-    def _announcing(self, again: bool = False) -> Announcements:
+    def _announcing(self) -> Announcements:
         group = self.open()
-        if again:
-            self._again = self._again or Announcements(group, self.rank, self.size, again=True)
-            return self._again
         self._announcements = self._announcements or Announcements(group, self.rank, self.size)
         return self._announcements
 
@@ -341,15 +317,6 @@ class GroupComm:
         if self._channels is None:
             self._channels = Channels(group)
         return self._channels
-
-    def compare(self, line: str) -> None:
-        """Compare between the ranks what they are about to do, which `line` says."""
-        if self.size > 1:
-            cure = "call the same operation, with the same lengths, on all ranks"
-            announced = self._made(Announcement((digest(line), 0, 0, 0), lambda: [Told([line], cure)]))
-            self._announcements_made = 0
-            self._unsettled.append(announced)
-            self.settle(announced)
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
         self._lane.send_recv(out, to, into, source)
@@ -384,9 +351,7 @@ class GroupComm:
             if self._base is not None and group is not None:
                 # Now, and not when nothing refers to the group any more, as this error's traceback does while others wait for this rank.
                 abort(group)
-            others = "" if self._announced or self._meeting is None else self.close_and_report("")
-            text = f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}{others and f' ({others})'}"
-            raise ConnectionLostError(text) from error
+            raise ConnectionLostError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}") from error
 
 
 def _reports(meeting: Meeting, name: str, cause: str, wait_s: float) -> str:

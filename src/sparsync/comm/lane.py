@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsync.comm.announcement import Announced, all_gather_single
-from sparsync.comm.channels import LENGTH_NBYTES, MOST_AHEAD, Incoming, Outgoing, Waits, channel
+from sparsync.comm.channels import MOST_AHEAD, Incoming, Outgoing, Waits, channel
 from sparsync.comm.pieces import all_reduce_in_pieces
 from sparsync.core import spans, sum_in_rank_order
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """The operations of a communicator over `comm`, for one bucket or for calls that were not announced.
+    """The operations of a communicator over `comm`, for one bucket, or for calls that were not announced.
 
-    The n-th message of a rank to another one for the bucket with this `number` has a channel of its own, which it has again in the next
-    step. `number` None: nothing is posted ahead, and every operation is compared between the ranks. Several lanes of a group may be in use
-    at once, each by one thread; `waits` is entered around each wait.
+    Each message of a rank to another one for the bucket with this `number` has its own channel, which it has again in the next step.
+    `number` None: nothing is posted ahead. Several lanes of a group may be in use at once, each by one thread. `waits` is entered around
+    each wait.
     """
 
     def __init__(
@@ -59,12 +59,9 @@ class Lane:
         """Wait for what other ranks announced of this bucket, if that was not yet done. Raises RanksDifferError where it differs."""
         announced, self._announced = self._announced, None
         if announced is not None:
-            self.announcements += self._comm.settle(announced, self._waits)
+            self._comm.settle(announced, self._waits)
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        for peer in (to, source):
-            if not 0 <= peer < self.size:
-                raise ValueError(f"a rank must be in [0, {self.size - 1}], got {peer}")
         if not out.numel() and not into.numel():
             return
         if self._is_staged(out):
@@ -73,7 +70,6 @@ class Lane:
             into.copy_(arrived, non_blocking=True)
             return
         with self._comm.named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
-            self._check_pair(out, to, into, source)
             if not self._comm.collective(out):
                 self._transfer(out, to, into, source)
                 return
@@ -85,34 +81,23 @@ class Lane:
                 work.wait()
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        known = self._known("all_gather", counts, x.numel())
         if self.size == 1:
             return [x]
         if self._is_staged(x):
             return self._returned(self.all_gather(_to_host([x])[0], counts), x)
-        self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
-        return self._exchange("all_gather", [x] * self.size, known)
+        return self._exchange("all_gather", [x] * self.size, counts)
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-        if len(parts) != self.size:
-            raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
-        outgoing = [part.numel() for part in parts]
-        known = self._known("all_to_all", counts, outgoing[self.rank])
         if self.size == 1:
             return [parts[0]]
         if self._is_staged(parts[0]):
             return self._returned(self.all_to_all(_to_host(parts), counts), parts[self.rank])
-        if known is None:
-            self._compare(f"all_to_all of unknown elements of {parts[0].dtype}")
-        else:
-            self._check_arriving(outgoing, known, parts[0].dtype)
-        return self._exchange("all_to_all", parts, known)
+        return self._exchange("all_to_all", parts, counts)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum chunk r of all ranks on rank r, in rank order, and gather the sums: as many bytes as a ring sends, in two exchanges."""
         if self._is_staged(x):
             return _to_device([self.all_reduce(_to_host([x])[0])], x)[0]
-        self._compare(f"all_reduce of {x.numel()} elements of {x.dtype}")
         if self.size == 1 or not x.numel():
             return x.clone()
         if self._comm.collective(x):
@@ -142,32 +127,7 @@ class Lane:
         returned[self.rank] = own
         return returned
 
-    def _compare(self, line: str) -> None:
-        if self._number is None:
-            self._comm.compare(line)
-
-    def _check_arriving(self, outgoing: list[int], counts: list[int], dtype: torch.dtype) -> None:
-        """Where nothing was announced, compare the lengths that arrive with those that are expected."""
-        if self._number is None:
-            self._compare(f"all_to_all of {dtype}")
-            arriving = self._counts(outgoing)
-            right = "lengths as expected"
-            self._compare(right if arriving == counts else f"lengths {arriving} where {counts} are expected")
-
-    def _check_pair(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Where nothing was announced, compare the length that arrives from `source` with the one expected."""
-        if self._number is not None:
-            return
-        sent, arriving = torch.tensor([out.nbytes]), torch.tensor([into.nbytes])
-        empty = sent[:0]
-        self._transfer(sent if out.numel() else empty, to, arriving if into.numel() else empty, source)
-        if int(arriving) != into.nbytes:
-            raise ValueError(
-                f"rank {self.rank} expects {into.nbytes} bytes from rank {source}, which sends {int(arriving)}; "
-                "give send_recv tensors of the same length and type on both ranks"
-            )
-
-    def _exchange(self, name: str, parts: Sequence[Tensor], counts: list[int] | None) -> list[Tensor]:
+    def _exchange(self, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None) -> list[Tensor]:
         """Send `parts[r]` to rank r and return what each rank sent here, of lengths that are known or travel with it."""
         if self._comm.collective(parts[0]):
             return self._collected(
@@ -196,13 +156,9 @@ class Lane:
         received, dtype = [parts[self.rank]] * self.size, parts[0].dtype
         arriving = [(source, self._tag(self._arrived, source)) for source in self._sources]
         leaving = [(to, self._tag(self._sent, to)) for to in self._targets]
+        rooms = [None] * self.size if into is None else [each.view(torch.uint8) for each in into]
         incoming = [
-            Incoming(
-                source,
-                tag,
-                counts[source] * dtype.itemsize,
-                None if into is None else into[source].view(torch.uint8),
-            )
+            Incoming(source, tag, counts[source] * dtype.itemsize, rooms[source])
             for source, tag in arriving
             if counts[source]
         ]
@@ -257,27 +213,11 @@ class Lane:
         """Exchange messages of bytes."""
         return self._comm.channels().exchange(incoming, outgoing, self.settle, self._waits)
 
-    def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
-        """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group permanently."""
-        if counts is None:
-            return None
-        if len(counts) != self.size or counts[self.rank] != own:
-            raise ValueError(
-                f"counts of {name} must have one length for each of {self.size} ranks and {own} for rank {self.rank}, "
-                f"got {list(counts)}"
-            )
-        return list(counts)
-
     def _counts(self, outgoing: list[int]) -> list[int]:
         """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
-        numbers, counts = torch.tensor(outgoing).view(torch.uint8).split(LENGTH_NBYTES), list(outgoing)
-        incoming = [Incoming(source, self._tag(self._arrived, source), LENGTH_NBYTES) for source in self._sources]
-        leaving = [Outgoing(to, self._tag(self._sent, to), numbers[to]) for to in self._targets]
-        with self._comm.named("exchange of lengths"):
-            arrived = self._through_channel(incoming, leaving)
-        for source, number in zip(self._sources, arrived, strict=True):
-            counts[source] = int(number.view(torch.int64))
-        return counts
+        return [
+            int(each) for each in self._moved("exchange of lengths", torch.tensor(outgoing).split(1), [1] * self.size)
+        ]
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

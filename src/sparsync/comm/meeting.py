@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 POLL_S = 0.02  # between two looks at the other ranks' notes, at first
 SLOWEST_POLL_S = 0.2
-LINGER_S = 2.0  # how long a rank that differs from others waits for them to find out
+LINGER_S = 2.0  # how long ranks that differ wait for each other to find out
 STAY_S = 0.5  # how long rank 0 waits for the other ranks to have read the reports of a failure
 GRACE_S = 1.0  # how much longer than its timeout a call of the store may take before the store counts as silent
 
@@ -118,7 +118,8 @@ class Meeting:
                 "all ranks of the group must take part, e.g. call attach"
             )
         if differing:
-            self._linger(number)
+            # The store may live in a process that this error ends.
+            self.wait_for_all(f"{self.name}/{number}/read", LINGER_S)
             raise RuntimeError(
                 f"ranks must agree, but {differing}; {cure or 'give all ranks the same settings and the same checkpoint'}"
             )
@@ -175,19 +176,6 @@ class Meeting:
                 text = self.store.get(self._text_key(theirs)).decode()
                 return differences(fingerprint.split("\n"), text.split("\n"), self.rank, other)
         return ""
-
-    def _linger(self, round_number: int) -> None:
-        """Stay until all ranks have seen how a meeting ended: the store may live in this process, which an error may end."""
-        deadline = time.monotonic() + LINGER_S
-
-        def linger() -> None:
-            while time.monotonic() < deadline and not all(
-                note is not None and (note.round > round_number or note.status == "met") for note in self._notes()
-            ):
-                time.sleep(POLL_S)
-
-        with suppress(StoreSilentError):
-            asked(LINGER_S + GRACE_S, linger, "")
 
     def wait_for_all(self, point: str, timeout_s: float) -> None:
         """Return when all ranks have come to `point`, a name that is new to the store, or after `timeout_s` seconds."""

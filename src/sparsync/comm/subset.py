@@ -19,10 +19,6 @@ class SubsetComm:
     parent: Comm
     members: list[int]
 
-    def __post_init__(self) -> None:
-        if self.parent.rank not in self.members:
-            raise ValueError(f"rank {self.parent.rank} is not among the members {self.members}")
-
     @property
     def rank(self) -> int:
         return self.members.index(self.parent.rank)

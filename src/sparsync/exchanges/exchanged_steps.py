@@ -41,6 +41,7 @@ from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 from sparsync.runtime.snapshot import Part, Snapshot
 from sparsync.runtime.state_checks import check_fingerprint
+from sparsync.runtime.step_in_flight import reduce_together
 from sparsync.wire import Values
 
 _LOG = logging.getLogger("sparsync")
@@ -752,7 +753,7 @@ class ExchangedSteps(StepMethod):
                     own = empty().fill_(torch.nan) if steps is None else steps.make()
                 done.note(self._reduce_one(mean, own, reduction))
 
-        reports = self._connection.reduce_together(pairs, reduce_others if others else None)
+        reports = reduce_together(self._connection, pairs, reduce_others if others else None)
         for each in reports[len(beside) :]:
             done.note(each)
         return reports[: len(beside)]

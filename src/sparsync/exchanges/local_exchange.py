@@ -21,8 +21,8 @@ from sparsync.exchanges.sketch import ClipFactor
 from sparsync.exchanges.weights import WeightBucket, Weights, copied_by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection
-from sparsync.runtime.dispatcher import Worker
 from sparsync.runtime.optimizers import Compared
+from sparsync.runtime.step_in_flight import Worker
 
 
 @dataclass

@@ -25,10 +25,10 @@ from sparsync.core import Comm, Report, digest
 from sparsync.exchanges.own_weights import ShownWeights, frozen_and_copies
 from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
+from sparsync.runtime.between_steps import Loads
 from sparsync.runtime.driven import check_undriven, drive
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
 from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.snapshot import Part, Snapshot
@@ -375,7 +375,8 @@ class StepMethod(Handle):
         try:
             yield
         except BaseException as error:
-            self._connection.close_partly_applied(error)
+            self._connection.partly_applied = True
+            self._connection.close(error)
             raise
 
 

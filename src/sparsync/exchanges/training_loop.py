@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from sparsync.runtime.backward_passes import BackwardPasses
+from sparsync.runtime.between_steps import BackwardPasses
 from sparsync.runtime.findings import (
     check_model,
     is_fsdp2,

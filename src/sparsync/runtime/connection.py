@@ -1,28 +1,22 @@
 """The connection of one model to the other ranks: reduces buckets, rolls back skipped steps, recovers from failures, keeps reports."""
 
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from typing_extensions import Self
 
-from sparsync.base.scheme import overflowed
+from sparsync.base.scheme import Rollback
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
-from sparsync.comm.channels import Waits
+from sparsync.comm.channels import Waits, abort
 from sparsync.comm.group import ConnectionLostError, GroupComm
-from sparsync.comm.interrupts import abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
+from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
 from sparsync.runtime.findings import warn_of
-from sparsync.runtime.flights import Baton
 from sparsync.runtime.optimizers import Compared, Comparison
 
 _CURE = (
@@ -38,8 +32,6 @@ _AFTER_FAILURE = (
 _NOT_FINITE = (
     "the mean gradient of a step holds NaN or Inf, on all ranks; a loss scaler skips such a step, and nothing else does"
 )
-
-MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
 
 
 @runtime_checkable
@@ -73,130 +65,6 @@ class Reduction(Protocol):
     @property
     def settings(self) -> str:
         return self.name
-
-
-class Rollback:
-    """Tracks the buckets that a step has written, and rolls them back when one is non-finite, because a loss scaler then skips the step.
-
-    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of the step have sent
-    from their residuals what nobody will apply: each rank adds the mean that was written to its residual again, P times in all. All
-    ranks see the same buckets and do the same, so no message is needed. With `waits`, what a device has found is read and rolled back in
-    `settle`, one step later, when the gradient is not there any more.
-    """
-
-    def __init__(self, waits: bool = False) -> None:
-        self._waits = waits
-        self._step: int | None = None
-        # With whether the bucket itself is non-finite, where that is not known yet.
-        self._written: list[tuple[Reduction, Bucket, Arriving | None]] = []
-        self._skipped = False
-
-    def reduced(self, scheme: Reduction, bucket: Bucket, report: Report) -> bool:
-        """Note a bucket that `scheme` has reduced; roll back what this step has written if it is to be skipped, and return whether it is.
-
-        Call it in the same order on all ranks, before any gradient of the step is changed.
-        """
-        if bucket.step != self._step:
-            self.settle()
-            self._step, self._written, self._skipped = bucket.step, [], False
-        flag, all_wait = report.details.get("overflow"), all(each is not None for *_, each in self._written)
-        if self._waits and isinstance(flag, Arriving) and all_wait and not self._skipped:
-            self._written.append((scheme, Bucket(bucket.key, bucket.grad.new_empty(0), bucket.step), flag))
-            return False
-        if overflowed(report, bucket.grad):
-            self._skipped = True
-        elif scheme.has_residual:
-            self._written.append((scheme, bucket, None))
-        return self._roll_back()
-
-    def settle(self) -> bool:
-        """Roll back what the last step has written if a device has found any of it non-finite since; return whether it has."""
-        return any(each is not None for *_, each in self._written) and self._roll_back()
-
-    def end_step(self) -> None:
-        """End the step: the next bucket belongs to another one, even of the same number."""
-        self._step = None
-        self._written = [each for each in self._written if each[2] is not None]
-
-    def _roll_back(self) -> bool:
-        """Roll back what is written if the step is non-finite; return whether it is. Waits for flags."""
-        self._skipped |= any(bool(flag) for *_, flag in self._written)
-        written = [(scheme, bucket) for scheme, bucket, flag in self._written if not flag]
-        self._written = [] if self._skipped else [(*each, None) for each in written]
-        for scheme, bucket in written if self._skipped else ():
-            scheme.rollback(bucket)
-        return self._skipped
-
-
-@dataclass
-class Totals:
-    """Sums over the reports of one bucket, or of several."""
-
-    reduced: int = 0  # reports
-    elements: int = 0
-    selected: int = 0
-    union: int = 0
-    whole: int = 0  # reports of buckets that were too small for their scheme, and sent whole
-    nbytes: int = 0  # that this rank sent: as counted, else the closed form
-    rounds: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)  # seconds
-
-    def add(self, report: Report) -> None:
-        """Add a report."""
-        sent = report.sent or report.cost
-        self.reduced += 1
-        self.elements += report.elements
-        self.selected += report.selected
-        self.union += report.union
-        self.whole += report.details.get("whole") is True
-        self.nbytes += sent.nbytes
-        self.rounds += report.cost.steps
-        self.seconds += report.seconds or 0.0
-        spent = {**report.phases, "exchange": report.wait_s or 0.0}
-        spent["other"] = max(0.0, (report.seconds or 0.0) - sum(spent.values()))
-        self._add_phases(spent)
-
-    def __iadd__(self, other: "Totals") -> Self:
-        for each in fields(self):
-            if each.name != "phases":
-                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        self._add_phases(other.phases)
-        return self
-
-    def _add_phases(self, spent: Mapping[str, float]) -> None:
-        for name, seconds in spent.items():
-            self.phases[name] = self.phases.get(name, 0.0) + seconds
-
-
-class ReportLog:
-    """The newest reports, until they are taken, and the totals of all reports, by scheme, bucket and elements."""
-
-    def __init__(self) -> None:
-        self._newest: deque[Report] = deque(maxlen=MAX_REPORTS)
-        self.totals: dict[tuple[str, str, int], Totals] = {}
-        self.steps = 0  # in which anything was reduced
-        self._last: int | None = None
-
-    def append(self, report: Report) -> None:
-        self._newest.append(report)
-        if report.step != self._last:
-            self._last, self.steps = report.step, self.steps + 1
-        self.totals.setdefault((report.scheme, report.key, report.elements), Totals()).add(report)
-
-    def __iadd__(self, reports: Iterable[Report]) -> Self:
-        for report in reports:
-            self.append(report)
-        return self
-
-    def __iter__(self) -> Iterator[Report]:
-        return iter(self._newest)
-
-    def take(self) -> list[Report]:
-        """Return the reports since the last call, and forget them; totals stay."""
-        taken = list(self._newest)
-        self._newest.clear()
-        return taken
 
 
 @dataclass(eq=False)
@@ -237,15 +105,16 @@ class Connection:
         self._waits: Waits = nullcontext  # of buckets that `reduce` reduces
         self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
         self.use(scheme)
-        self._broken = self._shut = False
+        self._broken = False
+        self.closed = False  # `shut` was called
         self.lost = False  # the last failure was a lost connection: another rank has failed, or is gone
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
-        self.partly_applied = False  # this rank has a part of a step: no state to continue from
+        self.partly_applied = False  # this rank has a part of a step: all ranks raise until a checkpoint is loaded
         self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # each bucket as it was last time, and its digest
         self._comparison: Callable[[], Comparison | None] = lambda: None
         self._compared: Compared | None = None  # in the step under way; None: not read yet
-        self._failed = False  # since the last step that was reduced
+        self.failed = False  # a step has failed since the last one that was reduced
 
     def reduce(
         self,
@@ -265,51 +134,14 @@ class Connection:
         self.exchange(reducing)
         return self.end(reducing, written)
 
-    def reduce_together(
-        self, pairs: Sequence[tuple[Bucket, Reduction]], others: Callable[[], None] | None = None
-    ) -> list[Report]:
-        """Reduce buckets of one step, and do `others`, which reduces others of it, at once; return the reports of `pairs`.
-
-        While one waits for other ranks the next one is computed. All begin first and end last. Where buckets cannot overlap, they are
-        reduced one after the other, and then `others`. Where one fails, `others` may have returned.
-        """
-        if not pairs or not all(self.overlaps(*each) for each in pairs):
-            one_by_one = [self.begin(*each) for each in pairs]
-            for each in one_by_one:
-                self.exchange(each)
-            if others is not None:
-                others()
-            return [self.end(each) for each in one_by_one]
-        baton, failed = Baton(), list[BaseException]()
-        begun = [self.begin(*each, waits=partial(baton.lent, number)) for number, each in enumerate(pairs)]
-        jobs: list[Callable[[], None]] = [partial(self.exchange, each) for each in begun]
-        if others is not None:
-            jobs.append(others)
-            self._waits = partial(baton.lent, len(begun))
-        for number in range(len(jobs)):
-            baton.want(number)
-
-        def do(number: int) -> None:
-            try:
-                with baton.held(number):
-                    jobs[number]()
-            except BaseException as error:  # raised again below, the first one, which is why the others failed
-                failed.append(error)
-                self.abort()
-
-        *beside, last = range(len(jobs))
-        threads = [threading.Thread(target=do, args=(each,), name="sparsync-beside", daemon=True) for each in beside]
+    @contextmanager
+    def waiting(self, waits: Waits) -> Iterator[None]:
+        """Have what `reduce` reduces in the block enter `waits` around each wait for other ranks."""
+        self._waits = waits
         try:
-            for each in threads:
-                each.start()
-            do(last)
-            for each in threads:
-                each.join()
-        finally:  # also where the program is interrupted while it waits for threads
+            yield
+        finally:  # also where the program is interrupted
             self._waits = nullcontext
-        if failed:
-            raise failed[0] from None
-        return [self.end(each) for each in begun]
 
     def begin(
         self,
@@ -333,7 +165,10 @@ class Connection:
         bucket, scheme, began = reducing.bucket, reducing.scheme, time.perf_counter()
         with _noted(bucket, scheme), torch.no_grad(), recorded_phases(bucket.key) as spent:
             report = (scheme.send_all if reducing.send_all else scheme.reduce)(bucket, reducing.comm)
-            announced = Cost() if reducing.lane is None else _settled(reducing.lane)
+            announced, lane = Cost(), reducing.lane
+            if lane is not None:
+                lane.settle()  # if no operation did
+                announced = sum([announcement_cost(lane.size)] * lane.announcements, announced)
             sent, wait_s = reducing.comm.take()
             cost, sent = report.cost + announced, sent + announced
             # Without the time in which it waited for its turn, while other buckets were computed.
@@ -352,12 +187,8 @@ class Connection:
 
     def overlaps(self, bucket: Bucket, scheme: Reduction) -> bool:
         """Return whether the exchanges of this bucket may overlap those of others: over gloo, and where its scheme allows it."""
-        return (
-            isinstance(self._group, GroupComm)
-            and self._group.size > 1
-            and bucket.grad.device.type == "cpu"
-            and scheme.interleaves
-        )
+        travels = isinstance(self._group, GroupComm) and self._group.size > 1 and bucket.grad.device.type == "cpu"
+        return travels and scheme.interleaves
 
     def abort(self) -> None:
         """End all waits for other ranks, on all threads: they raise."""
@@ -379,7 +210,7 @@ class Connection:
 
     def _open(self, step: int, prepare: Callable[[], None] | None = None) -> None:
         """Begin a step; after a failure, on fresh connections."""
-        if self._shut:
+        if self.closed:
             raise RuntimeError("this handle is closed; wrap the model again, and call sparsync.attach")
         if step != self._step:
             self.end_step()
@@ -416,52 +247,24 @@ class Connection:
         """Make `step` the last one that was reduced, because a checkpoint of it was loaded."""
         self._reduced, self._step, self.partly_applied = step, None, False
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a rank waits for the others; 0 where it never waits."""
-        return self._group.timeout_s if isinstance(self._group, GroupComm) else 0.0
-
     def regroup(self, group: Comm, step: int) -> None:
         """Reduce over `group`, that of other ranks, after `step`, the last one that was reduced. Weights are compared in the next one."""
         if isinstance(self._group, GroupComm):
             with suppress(Exception):  # the process group may be gone already
                 self._group.close_for_good()
         self._group = group
-        self._broken = self.lost = False
-        self._failed = True
+        self._broken, self.lost, self.failed, self._compared = False, False, True, None
         self._numbers.clear()
-        self._compared = None
         self._scheme.reset_shared_state()
         self.continue_after(step)
 
-    def note(self, error: BaseException) -> None:
-        """Note why a step failed."""
-        self.lost = isinstance(error, ConnectionLostError)
-
-    def close_partly_applied(self, cause: BaseException) -> None:
-        """Close because this rank has applied a step in part: all ranks raise until a checkpoint is loaded."""
-        self.partly_applied = True
-        self.close(cause)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a step has failed since the last one that was reduced."""
-        return self._failed
-
-    @property
-    def closed(self) -> bool:
-        """Whether `shut` was called."""
-        return self._shut
-
     def shut(self) -> None:
         """Close for good. Safe to call again, while the process ends, and in a fork."""
-        self._shut = self._broken = True
+        self.closed = self._broken = True
         if isinstance(self._group, GroupComm) and self._group.origin.is_here:
             with suppress(Exception):
                 self._group.finish()
             with suppress(Exception):  # the process group may be gone already
-                if self._group.group is not None:
-                    abort(self._group.group)  # wakes another thread that waits
                 self._group.close()
 
     def _announce(self, bucket: Bucket, scheme: Reduction, waits: Waits) -> Lane | None:
@@ -470,7 +273,7 @@ class Connection:
             return None
         if self._compared is None:
             comparison = self._comparison()
-            steps = bucket.step + 1 if self._failed else 1  # after a failure weights are compared at once
+            steps = bucket.step + 1 if self.failed else 1  # after a failure weights are compared at once
             self._compared = comparison.at(bucket.step, steps) if comparison is not None else Compared()
         compared = self._compared
         what = (bucket.grad.dtype, scheme.name, bucket.layout, self._settings)
@@ -520,11 +323,12 @@ class Connection:
         The other ranks are sent `cause`, except a lost connection, whose cause is on another rank, and a difference between ranks, which
         all know. After KeyboardInterrupt this does not wait for them.
         """
-        self._broken, self._failed, self._step, self._compared = True, True, None, None
+        self._broken, self.failed, self._step, self._compared = True, True, None, None
         self._scheme.reset_shared_state()  # now, because a checkpoint may be loaded before the next step
+        self.lost = isinstance(cause, ConnectionLostError)
         within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else None
         if isinstance(cause, BaseException):
-            cause = "" if is_known(cause) else described(cause)
+            cause = "" if isinstance(cause, (ConnectionLostError, RanksDifferError)) else described(cause)
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already
             if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
                 return f" ({others})"
@@ -532,7 +336,6 @@ class Connection:
 
     def fail(self, error: BaseException) -> None:
         """Close after `error`; if that is a lost connection, add what the other ranks report to its message."""
-        self.note(error)
         others = self.close(error)
         if isinstance(error, ConnectionLostError):
             error.args = (f"{error}{others}",)
@@ -553,21 +356,14 @@ class Connection:
         """Do the work, and return ""; where it fails, close, and return why, with what the other ranks report."""
         try:
             work()
-            return ""
         except caught as error:
-            self.note(error)
-            cause, known = described(error), is_known(error)
-        # After the except clause, where the error's traceback keeps the connections open.
-        return self.closed_after(cause, known)
-
-    def closed_after(self, cause: str, known: bool) -> str:
-        """Close after a failure, and return its cause with what the other ranks report; `known`: whether they know of it."""
-        return cause + self.close("" if known else cause)
+            return f"{described(error)}{self.close(error)}"
+        return ""
 
     def end_step(self) -> None:
         """End the step: the next bucket belongs to another one."""
         if self._step is not None:
-            self._reduced, self._step, self._compared, self._failed = self._step, None, None, False
+            self._reduced, self._step, self._compared, self.failed = self._step, None, None, False
         if self._rollback is not None:
             self._rollback.end_step()
 
@@ -590,20 +386,9 @@ def _noted(bucket: Bucket, scheme: Reduction) -> Iterator[None]:
         raise
 
 
-def _settled(lane: Lane) -> Cost:
-    """Compare what was announced, if no operation did, and return the cost of this rank's announcements."""
-    lane.settle()
-    return sum([announcement_cost(lane.size)] * lane.announcements, Cost())
-
-
 def described(error: BaseException) -> str:
     """Return the class and the message of an error."""
     return f"{type(error).__name__}: {error}"
-
-
-def is_known(error: BaseException) -> bool:
-    """Return whether other ranks know of this error."""
-    return isinstance(error, (ConnectionLostError, RanksDifferError))
 
 
 def _lines(bucket: Bucket, scheme: Reduction) -> list[str]:

@@ -1,6 +1,5 @@
 """The findings of a preflight, and the checks that all integrations share."""
 
-import inspect
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,8 +16,6 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import matches
 from sparsync.runtime.parameter_names import plain_name
 
-# Packages whose lines call sparsync, and which users do not write.
-_NOT_THE_USERS = frozenset({"sparsync", "torch", "accelerate", "lightning", "pytorch_lightning", "transformers", "ray"})
 Axis = DeviceMesh | dist.ProcessGroup
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}  # whose operations were tried, or their source was read
 
@@ -36,13 +33,8 @@ class Finding:
 
 
 def warn_of(finding: Finding | str) -> None:
-    """Warn of a finding, or with a text, at the user's line, which calls sparsync, also through torch or a trainer."""
-    frame, levels = inspect.currentframe(), list[str]()
-    while frame is not None:
-        levels.append(frame.f_globals.get("__name__", "").partition(".")[0])
-        frame = frame.f_back
-    users = [level for level, package in enumerate(levels, start=1) if package not in _NOT_THE_USERS]
-    warnings.warn(str(finding), stacklevel=users[0] if users else 1)
+    """Warn of a finding, or with a text."""
+    warnings.warn(str(finding), stacklevel=2)
 
 
 def warn_or_raise(found: Iterable[Finding]) -> None:

@@ -17,17 +17,16 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.core import Comm, Report
 from sparsync.feedback import redistributed
 from sparsync.recipes import Recipe
-from sparsync.runtime.backward_passes import BackwardPasses, current_pass
-from sparsync.runtime.connection import Connection, ReportLog
+from sparsync.runtime.between_steps import BackwardPasses, Loads, current_pass
+from sparsync.runtime.connection import Connection
 from sparsync.runtime.driven import drive
 from sparsync.runtime.findings import Finding, check_scheme, warn_of
-from sparsync.runtime.loads import Loads
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler, UsualShare
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.runtime.snapshot import Part, Snapshot, held_in, with_held
 from sparsync.runtime.state_checks import check_fingerprint
 from sparsync.runtime.state_file import VERSION
-from sparsync.runtime.summary import Hidden, Summary
+from sparsync.runtime.summary import Hidden, ReportLog, Summary
 
 Residual = Literal["carry", "drop"]
 _Vectors = Mapping[str, Tensor]  # by parameter name

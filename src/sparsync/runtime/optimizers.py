@@ -30,7 +30,7 @@ from sparsync.base.state import State
 from sparsync.comm.announcement import Told
 from sparsync.core import Bucket, digest, generator
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.backward_passes import BackwardPasses
+from sparsync.runtime.between_steps import BackwardPasses
 from sparsync.runtime.findings import innermost, warn_of, with_inner
 
 CHECK_WEIGHTS_EVERY = 100  # steps

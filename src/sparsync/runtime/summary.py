@@ -1,25 +1,125 @@
-"""A summary of what a handle has reduced: what was sent and selected, where the time went, and how much of it was hidden."""
+"""What a handle has reduced: the newest reports, their totals, and a summary as a table."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 
-from sparsync.runtime.connection import Totals
+from typing_extensions import Self
 
+from sparsync.core import Report
+
+MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
 _HEAD = ("scheme", "bucket", "elements", "steps", "bytes/step", "bits/element", "selected", "union", "rounds", "ms")
 _PHASES = ("accumulate", "select", "encode", "exchange", "decode", "apply", "other")
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """How long buckets were reduced, and how long the backward pass waited for it, in seconds."""
+@dataclass
+class Totals:
+    """Sums over the reports of one bucket, or of several."""
 
-    reducing_s: float
-    exposed_s: float
+    reduced: int = 0  # reports
+    elements: int = 0
+    selected: int = 0
+    union: int = 0
+    nbytes: int = 0  # that this rank sent: as counted, else the closed form
+    rounds: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+
+    def add(self, report: Report) -> None:
+        """Add a report."""
+        sent = report.sent or report.cost
+        self.reduced += 1
+        self.elements += report.elements
+        self.selected += report.selected
+        self.union += report.union
+        self.nbytes += sent.nbytes
+        self.rounds += report.cost.steps
+        self.seconds += report.seconds or 0.0
+        spent = {**report.phases, "exchange": report.wait_s or 0.0}
+        spent["other"] = max(0.0, (report.seconds or 0.0) - sum(spent.values()))
+        self._add_phases(spent)
+
+    def __iadd__(self, other: "Totals") -> Self:
+        for each in fields(self):
+            if each.name != "phases":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self._add_phases(other.phases)
+        return self
+
+    def _add_phases(self, spent: Mapping[str, float]) -> None:
+        for name, seconds in spent.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+
+
+class ReportLog:
+    """The newest reports, until they are taken, and the totals of all reports, by scheme, bucket and elements."""
+
+    def __init__(self) -> None:
+        self._newest: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self.totals: dict[tuple[str, str, int], Totals] = {}
+        self.steps = 0  # in which anything was reduced
+        self._last: int | None = None
+
+    def append(self, report: Report) -> None:
+        self._newest.append(report)
+        if report.step != self._last:
+            self._last, self.steps = report.step, self.steps + 1
+        self.totals.setdefault((report.scheme, report.key, report.elements), Totals()).add(report)
+
+    def __iadd__(self, reports: Iterable[Report]) -> Self:
+        for report in reports:
+            self.append(report)
+        return self
+
+    def __iter__(self) -> Iterator[Report]:
+        return iter(self._newest)
+
+    def take(self) -> list[Report]:
+        """Return the reports since the last call, and forget them; totals stay."""
+        taken = list(self._newest)
+        self._newest.clear()
+        return taken
+
+
+@dataclass
+class Hidden:
+    """How long buckets were reduced, and how long the backward pass waited for it, in seconds. On CUDA the times are the host's.
+
+    DDP waits at the end of the backward pass, from the submission of the last bucket until it is reduced. An integration that waits by
+    itself calls `waited`, and its waits count instead.
+    """
+
+    reducing_s: float = 0.0
+    _waited_s: float | None = None  # by integrations
+    _before_s: float = 0.0  # at the end of earlier steps
+    _step: int | None = None
+    _step_s: float = 0.0  # reducing, in this step
+    _tail_s: float = 0.0  # from the submission of its latest bucket until that was reduced
+    _last_s: float = 0.0  # when the latest bucket was reduced
+
+    def add(self, step: int, submitted_s: float, began_s: float, ended_s: float) -> None:
+        """Add a bucket, in the order of submission."""
+        if step != self._step:
+            self._before_s, self._step, self._step_s = self._before_s + min(self._step_s, self._tail_s), step, 0.0
+        spent_s = ended_s - max(began_s, self._last_s)  # while several were reduced counts once
+        self.reducing_s += spent_s
+        self._step_s, self._tail_s, self._last_s = self._step_s + spent_s, ended_s - submitted_s, ended_s
+
+    def waited(self, seconds: float) -> None:
+        """Count a wait inside the backward pass."""
+        self._waited_s = (self._waited_s or 0.0) + seconds
+
+    @property
+    def exposed_s(self) -> float:
+        """The seconds in which the backward pass waited."""
+        waited_s = self._before_s + min(self._step_s, self._tail_s) if self._waited_s is None else self._waited_s
+        return min(self.reducing_s, waited_s)
 
     @property
     def share(self) -> float | None:
         """The share of the reduction that the backward pass hid; None while nothing was reduced."""
-        return 1 - min(1.0, self.exposed_s / self.reducing_s) if self.reducing_s else None
+        return 1 - self.exposed_s / self.reducing_s if self.reducing_s else None
 
 
 @dataclass(frozen=True)
@@ -45,31 +145,17 @@ class Summary:
             total += each
         return total
 
-    @property
-    def nbytes_per_step(self) -> float:
-        """The bytes that this rank sends in a step."""
-        return self.total.nbytes / self.steps if self.steps else 0.0
-
-    @property
-    def bits_per_parameter(self) -> float:
-        """The bits that this rank sends in a step for each element."""
-        total = self.total
-        return 8 * total.nbytes / total.elements if total.elements else 0.0
-
     def __str__(self) -> str:
         size = f", {self.parameters:,} trained parameters" if self.parameters else ""
         lines = [f"rank {self.rank} of {self.ranks}: {self.steps} steps{size}"]
         if not self.steps:
             return lines[0]
         rows: list[tuple[str, ...]] = [_HEAD]
-        whole, total = [], self.total
+        total = self.total
         for (scheme, key, elements), each in self.rows.items():
             rows.append((scheme, key, f"{elements:,}", *_columns(each, each.reduced)))
-            if each.whole:
-                sent = f"was sent whole in {each.whole} of {each.reduced} steps"
-                whole.append(f"{key} of {scheme} {sent}: {elements:,} elements are fewer than dense_below")
         rows.append(("all", "", f"{total.elements // self.steps:,}", *_columns(total, self.steps)))
-        lines += [*_table(rows), *whole, "time by phase" + ("" if total.seconds else "; times were not measured")]
+        lines += [*_table(rows), "time by phase" + ("" if total.seconds else "; times were not measured")]
         for name in _PHASES if total.seconds else ():
             seconds = total.phases.get(name, 0.0)
             lines.append(f"  {name:<10} {1000 * seconds / self.steps:10.3f} ms/step {seconds / total.seconds:7.1%}")

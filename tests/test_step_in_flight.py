@@ -1,6 +1,5 @@
 """Several buckets on their way at once: what one that fails means for those of its step, and for the next step."""
 
-import threading
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from sparsync import Bucket, Dense, GroupComm, Report
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.runtime.connection import Connection
-from sparsync.runtime.dispatcher import Dispatcher
+from sparsync.runtime.step_in_flight import StepInFlight
 
 pytestmark = pytest.mark.distributed
 
@@ -33,7 +32,7 @@ def late_buckets(waits_s: list[float]) -> list[list[str]]:
     """Train; where a bucket fails, the next ones of its step come so many seconds later on each rank. Return the errors of each step."""
     comm, scheme = GroupComm.private(timeout_s=30), FirstFails()
     reports: list[Report] = []
-    dispatcher = Dispatcher(Connection(scheme, comm), reports.append)
+    flight = StepInFlight(Connection(scheme, comm), reports.append)
     errors = []
     for step in range(STEPS):
         submitted = []
@@ -41,7 +40,7 @@ def late_buckets(waits_s: list[float]) -> list[list[str]]:
             if step == FAILS and number:
                 time.sleep(waits_s[comm.rank])
             bucket = Bucket(f"bucket{number}", torch.full((9,), float(step + comm.rank)), step)
-            submitted.append((bucket, dispatcher.submit(bucket, scheme)))
+            submitted.append((bucket, flight.submit(bucket, scheme)))
         errors.append([])
         for bucket, promised in submitted:
             try:
@@ -49,7 +48,7 @@ def late_buckets(waits_s: list[float]) -> list[list[str]]:
                 assert bucket.grad.tolist() == [step + (comm.size - 1) / 2] * 9
             except RuntimeError as error:
                 errors[-1].append(str(error))
-    dispatcher.stop()
+    flight.stop()
     return errors
 
 
@@ -59,33 +58,6 @@ def test_buckets_that_come_while_a_failure_is_told_fail_with_it_and_the_next_ste
     for errors in run(late_buckets, 2, waits_s=waits_s, within_s=60):
         assert [len(each) for each in errors] == [BUCKETS if step == FAILS else 0 for step in range(STEPS)]
         assert all("no luck today" in each for each in errors[FAILS])
-
-
-def without_more_threads() -> None:
-    """Only the thread that begins buckets can start, and one that reduces."""
-    comm = GroupComm.private(timeout_s=30)
-    dispatcher = Dispatcher(Connection(Dense(), comm), lambda report: None)
-    start, started = threading.Thread.start, list[str]()
-
-    def limited(self: threading.Thread) -> None:
-        if self.name == "sparsync-worker":
-            if len(started) == 2:
-                raise RuntimeError("can't start new thread")
-            started.append(self.name)
-        start(self)
-
-    threading.Thread.start = limited
-    for step in range(3):
-        buckets = [Bucket(f"bucket{number}", torch.full((9,), float(comm.rank)), step) for number in range(BUCKETS)]
-        for promised in [dispatcher.submit(bucket, Dense()) for bucket in buckets]:
-            promised.wait()
-        assert all(bucket.grad.tolist() == [0.5] * 9 for bucket in buckets)
-    dispatcher.flush()
-    threading.Thread.start = start
-
-
-def test_buckets_are_reduced_where_the_process_may_have_no_more_threads() -> None:
-    run(without_more_threads, 2, within_s=60, fresh=True)
 
 
 class Slow(Scheme):
@@ -102,10 +74,10 @@ class Slow(Scheme):
 def timed() -> list[float]:
     """Return the seconds of each bucket's report."""
     comm, scheme, reports = GroupComm.private(timeout_s=30), Slow(), list[Report]()
-    dispatcher = Dispatcher(Connection(scheme, comm), reports.append)
+    flight = StepInFlight(Connection(scheme, comm), reports.append)
     for number in range(BUCKETS):
-        dispatcher.submit(Bucket(f"bucket{number}", torch.ones(9), 0), scheme)
-    dispatcher.flush()
+        flight.submit(Bucket(f"bucket{number}", torch.ones(9), 0), scheme)
+    flight.flush()
     return [each.seconds or 0.0 for each in reports]
 
 

@@ -1,0 +1,398 @@
+"""The step on its way: its buckets are reduced on threads while the backward pass, or training itself, goes on.
+
+A bucket's exchanges are straight text on a thread. One thread computes at a time: that of the earliest bucket that can. While it waits for
+other ranks, the next one computes. So no other bucket interrupts what a scheme does between two exchanges. On GPUs, and where exchanges
+could mix, a bucket ends before the next one begins. Buckets begin and end in the order in which they were submitted.
+"""
+
+import atexit
+import heapq
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from sparsync.comm.group import Origin
+from sparsync.core import Bucket, Report
+from sparsync.runtime.connection import Connection, Reducing, Reduction, described
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.summary import Hidden
+
+MOST = 8  # buckets on their way at once
+EXIT_S = 5.0  # how long a process that ends waits for its workers to close their connections
+
+Result = TypeVar("Result")
+_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], "futures.Future[Any]"] | None]
+Prepare = Callable[[], None]
+Promised = Any  # a future of a Tensor; what `then` returns is of another class than torch.futures.Future
+
+
+class Worker:
+    """A thread for the jobs of one model. It starts with the first job, and again with the first one after `stop`."""
+
+    def __init__(self) -> None:
+        self._origin = Origin()
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread if it does not run. Raises RuntimeError in a fork, and where the process may have no more threads."""
+        self._origin.check()
+        if self._thread is None:
+            thread = threading.Thread(target=_run, args=(self._jobs,), name="sparsync-worker", daemon=True)
+            thread.start()
+            self._thread = thread
+            atexit.register(_end, thread, self._jobs)
+
+    def submit(self, job: Callable[[], Result]) -> "futures.Future[Result]":
+        """Queue `job`, and return the future of its result. Raises as `start`."""
+        self.start()
+        done: futures.Future[Result] = futures.Future()
+        self._jobs.put((job, done))
+        return done
+
+    def stop(self) -> None:
+        """End the thread after the queued jobs, without waiting for them."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+
+def _run(jobs: _Jobs) -> None:
+    while _next(jobs):
+        pass
+
+
+def _next(jobs: _Jobs) -> bool:
+    """Wait for a job and do it; return False at the end. A separate frame, so that nothing of the model is held while waiting."""
+    found = jobs.get()
+    if found is None:
+        return False
+    job, done = found
+    try:
+        done.set_result(job())
+    except BaseException as error:  # raised again where it is waited for
+        done.set_exception(error)
+    return True
+
+
+def _end(thread: threading.Thread, jobs: _Jobs) -> None:
+    """End a thread before the interpreter ends: if it closed its group later, it would be killed inside C++, with SIGABRT."""
+    jobs.put(None)
+    thread.join(EXIT_S)
+
+
+class Turns:
+    """One thread at a time has the turn: of those that want it, the one with the least number."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._taken = False
+        self._wanted: list[int] = []  # a heap
+
+    def want(self, number: int) -> None:
+        """Note that a thread will take its turn, which those with larger numbers wait for."""
+        with self._changed:
+            heapq.heappush(self._wanted, number)
+
+    @contextmanager
+    def taken(self, number: int) -> Iterator[None]:
+        """Have the turn inside, after `want`."""
+        self._take(number)
+        try:
+            yield
+        finally:
+            self._give()
+
+    @contextmanager
+    def lent(self, number: int) -> Iterator[None]:
+        """Let others have their turns inside, on a thread that has its own."""
+        self._give()
+        try:
+            yield
+        finally:
+            self.want(number)
+            self._take(number)
+
+    def _take(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken and self._wanted[0] == number)
+            heapq.heappop(self._wanted)
+            self._taken = True
+
+    def _give(self) -> None:
+        with self._changed:
+            self._taken = False
+            self._changed.notify_all()
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A submitted bucket, the arguments of `submit`, and the future of its mean."""
+
+    number: int
+    begins_after: int  # so many buckets have ended
+    begins_step: bool
+    bucket: Bucket
+    scheme: Reduction
+    prepare: Prepare | None
+    written: Callable[[], Bucket] | None
+    send_all: bool
+    done: Future
+    ready: Any  # an event of the gradient's stream, of which torch's stubs have two classes; None on a CPU
+    submitted_s: float
+    error: list[str] = field(default_factory=list)  # one message where it has failed
+    landed: threading.Event = field(default_factory=threading.Event)  # its exchanges have ended
+
+
+class StepInFlight:
+    """Reduces the buckets of a step over `connection` on threads, and passes each Report to `on_report` there, in order.
+
+    The first error of a step ends the waits of its other buckets. Once their exchanges have ended, the connection is closed, and those
+    buckets of the step that have not ended fail with the cause.
+    """
+
+    def __init__(self, connection: Connection, on_report: Callable[[Report], None]) -> None:
+        self._connection, self._on_report = connection, on_report
+        self._workers: list[Worker] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._turns, self._changed = Turns(), threading.Condition()
+        self._step = -1
+        self._first = self._next = self._ended = self._begins_after = 0  # numbers of buckets
+        self._in_air: list[_Flight] = []  # submitted and not ended
+        self._error: tuple[_Flight, BaseException] | None = (
+            None  # the first one of the step, until the connection is closed
+        )
+        self._failure = ""  # what it was, once the connection is closed
+        self.hidden = Hidden()
+
+    def submit(
+        self,
+        bucket: Bucket,
+        scheme: Reduction,
+        prepare: Prepare | None = None,
+        written: Callable[[], Bucket] | None = None,
+        send_all: bool = False,
+    ) -> Promised:
+        """Return at once a future of the reduced `bucket.grad`, which also raises all errors. Arguments as of Connection.reduce."""
+        device, number = bucket.grad.device, self._next
+        overlaps = self._connection.overlaps(bucket, scheme)
+        begins = bucket.step != self._step
+        place = 0 if begins or not overlaps else (number - self._first) % MOST
+        while place >= len(self._workers):
+            self._workers.append(Worker())
+        worker = self._workers[place]
+        worker.start()
+        if begins:
+            self._step, self._first = bucket.step, number
+        if begins or not overlaps:
+            self._begins_after = number
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        given = (bucket, scheme, prepare, written, send_all, future_on(device), ready, time.perf_counter())
+        flight = _Flight(number, self._begins_after, begins, *given)
+        self._next, self._begins_after = number + 1, self._begins_after if overlaps else number + 1
+        promised = promise(flight.done, flight.error)
+        with self._changed:
+            self._in_air.append(flight)
+        self._turns.want(number)  # here, so that buckets begin in order
+        worker.submit(partial(self._fly, flight))
+        return promised
+
+    def flush(self) -> None:
+        """Wait until all submitted buckets are reduced, and end the step."""
+        self._wait_until_ended(self._next)
+        for device, stream in self._streams.items():  # after a failure nobody else waits for it
+            torch.cuda.current_stream(device).wait_stream(stream)
+        self._step = -1
+        self._connection.end_step()
+        self._connection.settle()
+
+    def stop(self) -> None:
+        """End the threads after the submitted buckets, without waiting for them."""
+        for each in self._workers:
+            each.stop()
+
+    def wait(self, promised: Promised) -> None:
+        """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises what the reduction raised."""
+        began = time.perf_counter()
+        try:
+            promised.wait()
+        finally:
+            self.hidden.waited(time.perf_counter() - began)
+
+    def _fly(self, flight: _Flight) -> None:
+        """Reduce a bucket on its thread: exchange in turn with others, then end in order."""
+        self._wait_until_ended(flight.begins_after)
+        try:
+            with nullcontext() if flight.ready is None else torch.cuda.stream(self._stream_after(flight)):
+                began_s = time.perf_counter()
+                reducing = self._exchange(flight)
+                flight.landed.set()
+                self._wait_until_ended(flight.number)
+                self._end(flight, reducing)
+                self.hidden.add(flight.bucket.step, flight.submitted_s, began_s, time.perf_counter())
+                flight.done.set_result(flight.bucket.grad)
+        except BaseException as unforeseen:  # the backward pass would wait for ever
+            self._fail(flight, f"bucket {flight.bucket.key!r} was not reduced: {described(unforeseen)}")
+            flight.done.set_exception(RuntimeError(flight.error[0]))
+        finally:
+            flight.landed.set()
+            with self._changed:
+                self._in_air.remove(flight)
+                self._ended = flight.number + 1
+                self._changed.notify_all()
+
+    def _exchange(self, flight: _Flight) -> Reducing | None:
+        """Begin a bucket and do its exchanges; return None where it, or one before, has failed. Errors are noted in its turn."""
+        connection, number = self._connection, flight.number
+        with self._turns.taken(number):
+            if flight.begins_step:
+                self._failure = ""  # of the step before
+            if self._error is not None or self._failure:
+                return None
+            try:
+                waits = partial(self._turns.lent, number)
+                reducing = connection.begin(flight.bucket, flight.scheme, flight.prepare, flight.send_all, waits)
+                connection.exchange(reducing)
+                return reducing
+            except BaseException as error:
+                self._note(flight, error)
+                return None
+
+    def _end(self, flight: _Flight, reducing: Reducing | None) -> None:
+        """Report a bucket whose exchanges have ended, after those before; close the connection if it is the first to have failed."""
+        if self._failure:
+            flight.error.append(f"bucket {flight.bucket.key!r} was not reduced: {self._failure}")
+            return
+        if reducing is not None:
+            try:
+                self._on_report(self._connection.end(reducing, flight.written))
+                return
+            except BaseException as error:
+                self._note(flight, error)
+        with self._changed:
+            others = list(self._in_air)
+        for each in others:
+            if each.begins_after <= flight.number:  # it may have begun
+                each.landed.wait()
+        assert self._error is not None
+        first, cause = self._error
+        what = f"bucket {first.bucket.key!r} at step {first.bucket.step}"
+        told = f"{first.scheme.name} failed on {what}: {described(cause)}"
+        self._fail(flight, f"{told}{self._connection.close(cause)}")
+        self._error = None  # not before, as no other bucket of the step may begin
+
+    def _note(self, flight: _Flight, error: BaseException) -> None:
+        """Note why a bucket failed, if it is the first one, and end the waits of the others."""
+        self._error = self._error or (flight, error)
+        self._connection.abort()
+
+    def _fail(self, flight: _Flight, why: str) -> None:
+        flight.error.append(why)
+        self._failure = why
+
+    def _wait_until_ended(self, count: int) -> None:
+        """Wait until so many buckets have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended >= count)
+
+    def _stream_after(self, flight: _Flight) -> torch.cuda.Stream:
+        """Return this device's stream for reducing, which waits for the gradient."""
+        device = flight.bucket.grad.device
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_event(flight.ready)
+        return stream
+
+
+def reduce_together(
+    connection: Connection, pairs: Sequence[tuple[Bucket, Reduction]], others: Callable[[], None] | None = None
+) -> list[Report]:
+    """Reduce buckets of one step, and do `others`, which reduces others of it, at once; return the reports of `pairs`.
+
+    While one waits for other ranks the next one is computed. All begin first and end last. Where buckets cannot overlap, they are
+    reduced one after the other, and then `others`. Where one fails, `others` may have returned.
+    """
+    turns, failed, rest = Turns(), list[BaseException](), [others] if others is not None else []
+    if not pairs or not all(connection.overlaps(*each) for each in pairs):
+        begun = [connection.begin(*each) for each in pairs]
+        for do in (*(partial(connection.exchange, each) for each in begun), *rest):
+            do()
+        return [connection.end(each) for each in begun]
+    begun = [connection.begin(*each, waits=partial(turns.lent, number)) for number, each in enumerate(pairs)]
+    jobs = [*(partial(connection.exchange, each) for each in begun), *rest]
+    for number in range(len(jobs)):
+        turns.want(number)
+
+    def do_in_turn(number: int) -> None:
+        try:
+            with turns.taken(number):
+                jobs[number]()
+        except BaseException as error:  # raised again below, the first one, which is why the others failed
+            failed.append(error)
+            connection.abort()
+
+    *beside, last = range(len(jobs))
+    threads = [
+        threading.Thread(target=do_in_turn, args=(each,), name="sparsync-beside", daemon=True) for each in beside
+    ]
+    with connection.waiting(partial(turns.lent, last) if rest else nullcontext):
+        for each in threads:
+            each.start()
+        do_in_turn(last)
+        for each in threads:
+            each.join()
+    if failed:
+        raise failed[0] from None
+    return [connection.end(each) for each in begun]
+
+
+def future_on(device: torch.device) -> Future:
+    """Return a future of a tensor on this device."""
+    return Future(devices=[device] if device.type == "cuda" else None)
+
+
+def promise(done: Future, error: list[str]) -> Promised:
+    """Return the future of the value of `done`; it raises what `error` then holds.
+
+    HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
+    """
+
+    def result(finished: Future) -> Tensor:
+        if error:
+            raise RuntimeError(error[0])
+        return finished.value()
+
+    return done.then(result)
+
+
+class AttachedHandle(Handle):
+    """The handle that `attach` returns. Buckets are reduced on threads, which end with the handle."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # Any: those of Handle
+        super().__init__(*args, **options)
+        self._flight = StepInFlight(self._connection, self._reports.append)
+        weakref.finalize(self, self._flight.stop)
+
+    def close(self) -> None:
+        self._flight.stop()
+        super().close()
+
+    def detach(self) -> None:
+        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps. Reports and state stay readable."""
+        raise NotImplementedError
+
+    def _hidden(self) -> Hidden:
+        return replace(self._flight.hidden)
+
+    def _flush(self) -> None:
+        self._flight.flush()
