@@ -3,7 +3,6 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, Options, TwoShot, ddp_comm_hook
+from sparsync import Dense, MiCRO, Options, TwoShot
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -72,44 +71,16 @@ def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scal
     assert {path.name for path in tmp_path.glob("sparsync*")} == {f"sparsync.step3.rank{rank}of2.pt" for rank in (0, 1)}
 
 
-def hooked() -> AdapterResult:
+def with_torchs_hook() -> None:
     as_torchrun()
-    model, scheme = network(), MiCRO(density=DENSITY)
-    state, hook = ddp_comm_hook(scheme, model, options=Options(timeout_s=120))
-    # Not by comm_hook= of the keyword arguments: Accelerate looks it up in a table of its own four, and leaves out any other in silence.
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS))
-    prepared.register_comm_hook(state, hook)
-    for x, y in loader:
-        accelerator.backward(nn.functional.mse_loss(prepared(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return AdapterResult.of(model, state.handle.reports())
-
-
-def test_a_model_that_accelerate_prepared_takes_the_hook() -> None:
-    check(run(hooked, 2), STEPS)
-
-
-def ignored() -> None:
-    as_torchrun()
-    model = network()
-    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), model)
-    keywords: Any = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option={"state": state})  # pyright: ignore[reportArgumentType]
-    prepared = Accelerator(cpu=True, kwargs_handlers=[keywords]).prepare(model)
-    prepared(torch.ones(1, 20)).sum().backward()
-    assert state.handle is None
     keywords = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[keywords])
-    with pytest.raises(RuntimeError, match="under Accelerate leave comm_hook= out of DistributedDataParallelKwargs"):
+    with pytest.raises(RuntimeError, match="without comm_hook="):
         attach(accelerator, accelerator.prepare(network()), MiCRO(density=DENSITY))
 
 
-def test_accelerates_own_option_leaves_the_hook_out_in_silence_as_the_docs_say_and_with_torchs_attach_names_it() -> (
-    None
-):
-    run(ignored, 2)
+def test_a_model_with_a_hook_of_torch_is_refused_and_the_option_named() -> None:
+    run(with_torchs_hook, 2)
 
 
 def local_sgd() -> list[list[str]]:

@@ -55,18 +55,17 @@ def by_accelerate(folder: Path) -> tuple[Found, Found]:
         handle = attach_prepared(accelerator, prepared, scheme(), optimizer=optimizer, options=Options(timeout_s=120))
         if load:
             accelerator.load_state(str(folder))
-        norms = []
         for number, (x, y) in enumerate(loader):
             if number // ACCUMULATED in steps:
                 with accelerator.accumulate(prepared):
                     accelerator.backward(nn.functional.mse_loss(prepared(x), y))
                     if accelerator.sync_gradients:
-                        norms.append(accelerator.clip_grad_norm_(parameters=prepared.parameters(), max_norm=0.5))
+                        accelerator.clip_grad_norm_(parameters=prepared.parameters(), max_norm=0.5)
                     optimizer.step()
                     optimizer.zero_grad()
         if save:
             accelerator.save_state(str(folder))
-        return {**seen(accelerator.unwrap_model(prepared), handle), "norms": torch.stack(norms[-HALF:])}
+        return seen(accelerator.unwrap_model(prepared), handle)
 
     as_torchrun()
     whole = trained(range(STEPS))

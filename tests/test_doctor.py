@@ -1,15 +1,12 @@
 """What cannot work together is named before training starts, with its cure."""
 
-import runpy
 import warnings
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -27,30 +24,29 @@ from sparsync_lab.rivals.powersgd import PowerSGD
 pytestmark = pytest.mark.distributed
 
 
-def named(words: str, model: DistributedDataParallel, scheme: sparsync.Scheme, error: type[Exception]) -> None:
+def named(words: str, model: nn.Module, scheme: sparsync.Scheme, error: type[Exception]) -> None:
     """The doctor finds it, and attach refuses it with the same words."""
-    (finding,) = sparsync.doctor(model, scheme)
+    (finding,) = sparsync.doctor(model, scheme, exchange=Gradients())
     assert finding.refused is error
     assert words in str(finding)
     with pytest.raises(error, match=words):
-        sparsync.attach(model, scheme)
+        sparsync.attach(model, scheme, exchange=Gradients())
 
 
 def refused() -> None:
     # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
     from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
-    layer = nn.Linear(3, 3)
-    named(
-        "use torch.autocast", DistributedDataParallel(layer, mixed_precision=_MixedPrecision()), Dense(), RuntimeError
-    )
+    mixed = DistributedDataParallel(nn.Linear(3, 3), mixed_precision=_MixedPrecision())
+    named("without mixed_precision=", mixed, Dense(), RuntimeError)
     stepping = nn.Linear(3, 3)
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
-    named("step the optimizer after", DistributedDataParallel(stepping), Dense(), RuntimeError)
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    compiled = DistributedDataParallel(nn.Linear(3, 3))
-    torch._dynamo.config.optimize_ddp = True
-    named("ddp_optimizer", compiled, Dense(), RuntimeError)
+    named("steps in the backward pass", DistributedDataParallel(stepping), Dense(), RuntimeError)
+    named("an optimizer steps during the backward pass", stepping, Dense(), RuntimeError)
+    words = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
+    named("'words' has sparse=True", words, Dense(), ValueError)
+    with pytest.raises(TypeError, match="pass the bare module"):
+        sparsync.doctor(nn.Sequential(DistributedDataParallel(nn.Linear(3, 3))), Dense())
 
 
 def warned() -> None:
@@ -66,11 +62,6 @@ def warned() -> None:
         assert word in str(finding)
     with pytest.warns(UserWarning, match="matches no parameter"):
         sparsync.attach(plain, MiCRO(dense=("norm.*",)))
-    with pytest.warns(UserWarning, match="leave static_graph out if you use no_sync"):
-        sparsync.attach(DistributedDataParallel(nn.Linear(3, 3), static_graph=True), Dense())
-    words = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
-    with pytest.warns(UserWarning, match="'words' has sparse=True, and its gradient is reduced in full"):
-        sparsync.attach(DistributedDataParallel(words), Dense())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparsync.attach(DistributedDataParallel(nn.Linear(3, 3)), SkipReduce(protect=("bias",)))
@@ -142,12 +133,10 @@ def optimizers() -> None:
             words = f"{name} has the momentum itself, and {own} adds its own; use torch.optim.SGD without momentum"
             assert said(scheme, optimizer) == words
     assert said(DGC(momentum=0.0), momentum) == ""
-    for make in (partial(sparsync.attach, ddp, exchange=Gradients()), partial(sparsync.GradientReducer, model)):
+    for wrapped in (ddp, nn.Linear(3, 3)):
+        own = AdamW(wrapped.parameters())
         with pytest.warns(UserWarning, match="TopK leaves elements out, and AdamW is no SGD"):
-            make(TopK(0.01), optimizer=adamw).close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sparsync.GradientReducer(model, TopK(0.01), optimizer=momentum)
+            sparsync.attach(wrapped, TopK(0.01), optimizer=own, exchange=Gradients()).close()
 
 
 class InnerOptimizer(Optimizer):
@@ -183,46 +172,3 @@ def examined() -> None:
 
 def test_what_cannot_work_is_refused_with_its_cure_and_what_may_surprise_is_warned_of() -> None:
     run(examined, 1)
-
-
-WARNED = """
-import torch
-import torch.distributed as dist
-
-import sparsync
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-bare = torch.nn.Linear(64, 64)
-model = torch.nn.parallel.DistributedDataParallel(bare)
-optimizer = torch.optim.AdamW(bare.parameters())
-sparsync.attach(model, sparsync.TopK(0.01), optimizer=optimizer, exchange=sparsync.Gradients()).close()  # line 11
-sparsync.GradientReducer(bare, sparsync.TopK(0.01), optimizer=optimizer).close()  # line 12
-sparsync.ddp_comm_hook(sparsync.TopK(0.01), optimizer=optimizer)  # line 13
-sparsync.attach(bare, sparsync.Dense(), optimizer=optimizer, exchange=sparsync.Steps())
-(bare(torch.ones(1, 64)).sum() * torch.nan).backward()
-optimizer.step()  # line 16: in torch, which calls sparsync
-"""
-
-
-def warnings_of(script: Path) -> list[tuple[str, int, str]]:
-    """The file, the line and the text of each warning of TopK, and of a skipped step, that running the script gives."""
-    dist.destroy_process_group()  # the script makes its own
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        runpy.run_path(str(script))
-    starts = ("TopK", "step 0 was skipped")
-    return [(each.filename, each.lineno, text) for each in caught if (text := str(each.message)).startswith(starts)]
-
-
-def test_a_warning_points_at_the_line_of_the_user_and_at_the_documentation_not_at_a_file_of_the_repository(
-    tmp_path: Path,
-) -> None:
-    """In another process: here annotations are executed, and a frame of that stands between."""
-    script = tmp_path / "train.py"
-    script.write_text(WARNED)
-    (found,) = run(warnings_of, 1, fresh=True, script=script)
-    assert [(file, line) for file, line, _ in found] == [(str(script), line) for line in (11, 12, 13, 16)]
-    for _, _, text in found[:3]:
-        assert text.startswith("TopK leaves elements out")
-        assert "the project's documentation" in text
-        assert "docs/" not in text

@@ -24,8 +24,6 @@ Makers = dict[str, Callable[..., Any]]  # of what takes a model, a scheme and an
 ATTACH: Makers = {"doctor": sparsync.doctor, "attach": sparsync.attach}
 EXCHANGES = (Gradients(), Steps(), LocalSteps(every=2))
 DIRECT: Makers = {
-    "GradientReducer": sparsync.GradientReducer,
-    "ddp_comm_hook": lambda model, scheme, optimizer: sparsync.ddp_comm_hook(scheme, model, optimizer=optimizer),
     "AdamWSteps": lambda model, scheme, optimizer: AdamWSteps(model, optimizer, scheme),
     "LocalTraining": lambda model, scheme, optimizer: LocalTraining(model, optimizer, scheme, every=2),
 }
@@ -83,7 +81,7 @@ def other_parameters() -> None:
             made = make(model, Dense(), optimizer=optimizer)
             if isinstance(made, list):
                 warn_or_raise(made)
-            elif name != "ddp_comm_hook":
+            else:
                 made.close()
     frozen = AdamW([model.weight.requires_grad_(False)])
     with case("of frozen parameters"), pytest.warns(UserWarning, match=words):
@@ -91,7 +89,7 @@ def other_parameters() -> None:
     with case("of a part, and inside another one"):
         model.weight.requires_grad_(True)
         for held in (AdamW([model.bias]), Outer(whole)):
-            sparsync.GradientReducer(model, Dense(), optimizer=held).close()
+            sparsync.attach(model, Dense(), exchange=Gradients(), optimizer=held).close()
     with case("made before fully_shard"):
         before = SGD(model.parameters(), lr=0.1)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

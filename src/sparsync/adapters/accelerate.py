@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from sparsync.adapters.wrapped import clip_by_common_norm, ddp_inside, needs
+from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
-from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.recipes import Bits
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
@@ -36,9 +35,8 @@ def attach(
     """Attach to a `model` from `accelerator.prepare`, or several, and return the handle; with one process, warn and return None.
 
     With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once.
-    With steps, `accelerator.clip_grad_norm_` clips by the norm of all ranks, and returns it. From now on `accelerator.save_state` writes a
-    file with each rank's residual into its folder, which all ranks must see, and `load_state` loads them, for any number of
-    ranks. Leave `register_for_checkpointing(handle)` out, which would save one rank's state.
+    From now on `accelerator.save_state` writes a file with each rank's residual into its folder, which all ranks must see, and `load_state`
+    loads them, for any number of ranks. Leave `register_for_checkpointing(handle)` out, which would save one rank's state.
     The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
     """
     models = [model] if isinstance(model, nn.Module) else model
@@ -56,36 +54,28 @@ def attach(
         options=options,
     )
 
-    clip_by_common_norm(accelerator, "clip_grad_norm_", handle, iter, accelerator.unscale_gradients)
-
-    def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        checkpoint.save(handle, folder)
-
-    last = _LoadedLast(handle) if isinstance(handle, LocalTraining) else None
-
-    def load(models: list[nn.Module], folder: str) -> None:
-        if last is None:
-            checkpoint.load(handle, folder)
-        else:
-            last.folder = folder
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-    if last is not None:
-        accelerator.register_for_checkpointing(last)
+    state = _States(handle)
+    accelerator.register_save_state_pre_hook(state.save)
+    accelerator.register_load_state_pre_hook(state.find)
+    accelerator.register_for_checkpointing(state)
     return handle
 
 
-class _LoadedLast:
-    """Loads the state of local steps after Accelerate has loaded the main process's weights and optimizers on all ranks."""
+class _States:
+    """Saves the states of all ranks, and loads them after Accelerate has loaded the main process's weights and optimizers on all ranks."""
 
-    folder = ""  # of the state that is being loaded
-
-    def __init__(self, handle: LocalTraining) -> None:
+    def __init__(self, handle: Handle) -> None:
         self._handle = handle
+        self._folder = ""  # of the state that is being loaded
+
+    def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        checkpoint.save(self._handle, folder)
+
+    def find(self, models: list[nn.Module], folder: str) -> None:
+        self._folder = folder
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        checkpoint.load(self._handle, self.folder)
+        checkpoint.load(self._handle, self._folder)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import Attaching, clip_by_common_norm, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, ddp_inside, needs
 from sparsync.attached import checkpoint as states
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -36,7 +36,6 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; what is held back stays for the next `fit`. Residuals of
     gradients follow the loss scaler and the clipping, and with `Options(follow_rates=True)` the learning rates of the optimizers.
-    With steps, clipping by norm is by the norm of all ranks.
     `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
     continue from it; with one rank nothing is attached. The other arguments are as for `sparsync.attach`. `fit` raises as that does, and
     TypeError for strategies other than DDP's.
@@ -68,8 +67,6 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         self.handle = self._attaching.attach(ddp, trainer.optimizers, scaler, in_turn=len(trainer.optimizers) > 1)
         if scaler is None and isinstance(self.handle, StepMethod):
             self.handle.never_scaled()
-        plugin = trainer.precision_plugin
-        clip_by_common_norm(plugin, "clip_grad_by_norm", self.handle, plugin.main_params, lambda: None)
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

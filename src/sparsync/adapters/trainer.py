@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import Attaching, clip_by_common_norm, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -39,7 +39,7 @@ def attach(
     """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 
     Residuals of gradients follow its loss scaler and its clipping at `max_grad_norm`, and with `Options(follow_rates=True)` the learning
-    rate, which the Trainer changes at every step by default. With steps, the norm that the Trainer clips by and logs is that of all ranks.
+    rate, which the Trainer changes at every step by default.
     `recorder` gets the reports of the first rank after each step. Each rank's residuals are saved in every checkpoint folder; training that
     continues from one, with any number of ranks, loads them from there, or from `resume_from` if the folder was moved.
     The other arguments are as for `sparsync.attach`. `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
@@ -77,8 +77,6 @@ class Sparsync(TrainerCallback):
                 self.handle.close()  # of a DDP model that is no longer trained
             optimizer, scaler = kwargs["optimizer"], trainer.accelerator.scaler
             self.handle = self._attaching.attach(ddp, optimizer, scaler)
-            accelerator = trainer.accelerator
-            clip_by_common_norm(accelerator, "clip_grad_norm_", self.handle, iter, accelerator.unscale_gradients)
             self._model = weakref.ref(ddp)
         if state.global_step:
             self._resume(Path(self.resume_from or _folder(args, state)))

@@ -1,12 +1,12 @@
-"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers.
+"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers; and what of them cannot be attached.
 
 HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads private attributes of
-torch.distributed.fsdp. Price: they change with torch; tests/test_fsdp.py and test_fsdp_gather.py use all of them, and
-`make test-versions` does so with several versions of torch.
+torch.distributed.fsdp. Price: they change with torch, and before 2.13 they are others; tests/test_fsdp.py and test_fsdp_gather.py use all
+of them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, is_bw
 
-from sparsync.runtime.findings import Axis
+from sparsync.base.scheme import Scheme
+from sparsync.runtime import findings
+from sparsync.runtime.findings import Axis, Finding
+from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import plain_name
 
 Exchange = Callable[
@@ -60,17 +63,12 @@ class Unit:
 
     key: str
     module: FSDPModule
-    groups: list[Any]  # of torch's FSDPParamGroup, private; more than one only with shard_placement_fn
+    group: Any  # torch's FSDPParamGroup, private
     names: list[str]  # of `parameters`, in their order
 
     @property
-    def group(self) -> Any:  # Any: FSDPParamGroup
-        """The group of parameters of a unit that has only one."""
-        return self.groups[0]
-
-    @property
     def parameters(self) -> list[Any]:  # Any: torch's FSDPParam, private
-        return [parameter for group in self.groups for parameter in group.fsdp_params]
+        return self.group.fsdp_params
 
     def named(self) -> list[tuple[str, Any]]:  # Any: as above
         """Return each parameter with its name."""
@@ -85,10 +83,6 @@ class Unit:
     def shapes(self) -> dict[str, list[int]]:
         """The shape of each whole parameter, by name."""
         return {name: list(each._orig_size) for name, each in self.named()}
-
-    @property
-    def devices(self) -> set[str]:
-        return {group.device.type for group in self.groups}
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -124,22 +118,17 @@ class Unit:
         return lambda: exchange(shards, info)
 
     @property
-    def has_partial_sum(self) -> bool:
-        """True while FSDP2 holds gradients that wait for set_requires_all_reduce(True)."""
-        return self.group._partial_reduce_output is not None
-
-    @property
     def copies(self) -> int:
         """The number of ranks with the same shard, in the mesh that contains the shard axis."""
         group = self.shard_group
         assert group is not None
-        return _root_of(self.group.mesh_info.mesh).size() // group.size()
+        return self.group.mesh_info.mesh._get_root_mesh().size() // group.size()
 
     @property
     def copy(self) -> int:
         """The number of this rank's copy, from 0 to `copies` - 1."""
         mesh = self.group.mesh_info.mesh
-        root: Any = _root_of(mesh)  # Any: torch says that it may have no coordinate
+        root: Any = mesh._get_root_mesh()  # Any: torch says that it may have no coordinate
         names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
         if not own <= set(names):  # joined axes: the place of the first rank, which no other copy has
             return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
@@ -152,13 +141,6 @@ class Unit:
     def in_other_meshes(self) -> bool:
         """True where a parameter was a DTensor before it was sharded, as with tensor parallelism."""
         return any(parameter.is_dtensor for parameter in self.parameters)
-
-    @property
-    def premultiplies(self) -> bool:
-        """True where FSDP2 asks for ReduceOp.PREMUL_SUM when it reduces float32 or bfloat16."""
-        factor, group = self.group.gradient_divide_factor, self.shard_group
-        size = group.size() if group is not None else 1
-        return factor is not None and factor != size and not self.group.force_sum_reduction_for_comms
 
     @property
     def all_reduces_now(self) -> bool:
@@ -211,9 +193,7 @@ class Unit:
         return lambda: setattr(self.group, "_all_reduce_hook", None)  # torch's own function takes no None
 
     def count_unused(self) -> Callable[[], None]:
-        """Have parameters without gradient count as zero, if this torch can; return what undoes that."""
-        if not counts_unused():
-            return lambda: None
+        """Have parameters without gradient count as zero; return what undoes that."""
         before = self.group.reduce_scatter_unused_params
         self.group.reduce_scatter_unused_params = True
         return lambda: setattr(self.group, "reduce_scatter_unused_params", before)
@@ -234,10 +214,9 @@ class Unit:
         order = getattr(self.group, "_reduce_scatter_param_indices", None)  # empty before the first forward pass
         return [named[index] for index in order] if order else named
 
-    def lengths(self, count: int) -> list[tuple[str, int]] | None:
-        """Return name and length of each parameter in a shard of `count` elements; None if some parameters are missing from it."""
-        found = [(each.name, each.length) for each in self.trained()]
-        return found if sum(length for _, length in found) == count else None
+    def lengths(self) -> list[tuple[str, int]]:
+        """Return name and length of each trained parameter in a shard."""
+        return [(each.name, each.length) for each in self.trained()]
 
     def reads_late(self, dtype: torch.dtype) -> bool:
         """Return whether the gradients are views of a reduced buffer of this type that nothing reads before the backward pass ends.
@@ -287,31 +266,17 @@ def units_of(model: nn.Module) -> list[Unit]:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()  # Any: private
-        groups = [group for group in _groups_of(state) if group.fsdp_params]
-        infos = [parameter._module_info for group in groups for parameter in group.fsdp_params]
-        if groups and id(state) not in found:
+        group = state._fsdp_param_group  # raises where a module has several, of different meshes
+        if group is not None and group.fsdp_params and id(state) not in found:
+            infos = [parameter._module_info for parameter in group.fsdp_params]
             names = [prefixes[id(info.module)] + info.param_name for info in infos]
-            found[id(state)] = Unit(name or ROOT, module, groups, names)
+            found[id(state)] = Unit(name or ROOT, module, group, names)
     return list(found.values())
-
-
-def counts_unused() -> bool:
-    """Return whether FSDP2 of this torch can count parameters without gradient as zero."""
-    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-
-
-def recovery() -> str:
-    """Return how to continue after a backward or forward pass that failed."""
-    if hasattr(FSDPModule, "reset_iter_state"):
-        return "call reset_iter_state() on the model, then continue"
-    return f"FSDP2 of torch {torch.__version__} cannot continue after it; start again from a checkpoint, or install torch 2.13 or later"
 
 
 def inside_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_common  # a torch without custom all-gathers has no `is_bw`
-
-    return _fsdp_common.is_bw()
+    return is_bw()
 
 
 def replicate_axis(units: Sequence[Unit], given: Axis | None) -> dist.ProcessGroup | None:
@@ -346,20 +311,63 @@ def trained_shards(units: Iterable[Unit]) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _groups_of(state: Any) -> list[Any]:  # Any: FSDPState, FSDPParamGroup
-    """Return the groups of parameters of a module; torch before 2.12 has at most one."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Finding]:
+    """Find what `attach` would refuse or warn of."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        what = f"FSDP2 of torch {torch.__version__} has no hooks for another exchange"
+        yield Finding(what, "install torch 2.13 or later", RuntimeError)
+        return
+    units = units_of(model)
+    unclear = _meshes(units)
+    if unclear is not None:
+        yield unclear
+        return
+    yield from findings.not_floating((name, each.sharded_param) for unit in units for name, each in unit.named())
+    yield from findings.patterns([name for unit in units for name in unit.names], scheme)
+    replicas, shards = replicate_axis(units, options.replicate), units[0].shard_group
+    if replicas is not None:
+        both = sorted({*_ranks(shards)} & {*_ranks(replicas)})
+        if both != [dist.get_rank()]:
+            what = f"ranks {both} are on the shard axis and on the replicate axis, which may share only this rank, {dist.get_rank()}"
+            yield Finding(what, 'name the other axis of the mesh: replicate=mesh["replicate"]', ValueError)
+        return
+    try:
+        scheme.reduce_scatter_form()
+    except ValueError as error:
+        what, _, cure = str(error).partition("; ")
+        yield Finding(what, cure, ValueError)
+    if len(_ranks(shards)) == 1:
+        what = "the shard axis has 1 rank, so FSDP2 reduces nothing over it"
+        yield Finding(what, 'attach to the other axis of the mesh: replicate=mesh["replicate"]', ValueError)
+    for unit in units if options.parameters is not None else ():
+        if unit.gathers_over_fewer or len(unit.gathered_types) > 1 or "bytes" in unit.gathered_types:
+            what = f"the parameters of module {unit.key!r} have several types, a custom all-gather, or fewer ranks in the backward pass"
+            cure = (
+                "give a module's parameters one type and reshard_after_forward=True or False, or leave parameters= out"
+            )
+            yield Finding(f"{what}, and such gathers cannot be rounded", cure, RuntimeError)
 
 
-def _root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that this one was taken from."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # torch before 2.10
+def _meshes(units: list[Unit]) -> Finding | None:
+    """Find what makes it unclear which ranks reduce together."""
+    if not units:
+        return Finding("this model has no parameters that FSDP2 shards", "call fully_shard on it first", ValueError)
+    if any(unit.shard_group is None for unit in units):
+        what = "replicate() all-reduces gradients in full before any hook sees them"
+        cure = "use fully_shard over a mesh of two axes, (ranks, 1), named replicate and shard"
+    elif len({(_ranks(unit.shard_group), _ranks(unit.replicate_group)) for unit in units}) > 1:
+        what = "modules of this model are sharded over different meshes, and a scheme reduces over one"
+        cure = "attach to each part separately, or give all modules the same mesh"
+    elif any(unit.in_other_meshes for unit in units):
+        what = "parameters were DTensors before they were sharded (tensor parallelism), which was never tried"
+        cure = "use a mesh of a shard and a replicate axis only"
+    else:
+        return None
+    return Finding(what, cure, RuntimeError)
 
-    return _mesh_resources.get_root_mesh(mesh)
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _read_at_once(parameter: Any) -> bool:  # Any: FSDPParam

@@ -18,17 +18,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 
 from sparsync.comm.group import Origin
 from sparsync.core import Bucket, Report
 from sparsync.runtime.connection import Connection, Reducing, Reduction, described, is_known
-from sparsync.runtime.findings import Finding, warn_of
 from sparsync.runtime.flights import MOST, Baton, Flight
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import Members
-from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.summary import Hidden
 
 EXIT_S = 5.0  # how long a process that ends waits for its workers to close their connections
@@ -444,26 +441,3 @@ class AttachedHandle(Handle):
 
     def _flush(self) -> None:
         self._dispatcher.flush()
-
-
-class LateParameters:
-    """Warns once of each trained parameter of `module` that was frozen or absent when the model was wrapped, so nothing reduces it.
-
-    Refers to the module weakly.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._members = weakref.ref(module), Members(module)
-        self._told: set[str] = set()
-
-    def warn(self, is_reduced: Callable[[str, nn.Parameter], bool], wrapper: str, cure: str) -> None:
-        """Warn of those for which `is_reduced` is False. Cheap enough for each step while neither modules nor what is trained changes."""
-        module = self._module()
-        if module is None or not self._members.changed():
-            return
-        self._members.note()
-        late = [name for name, each in trained(module) if name not in self._told and not is_reduced(name, each)]
-        self._told.update(late)
-        if late:
-            what = f"{', '.join(map(repr, late))} came to be trained after {wrapper}: nothing reduces their gradients"
-            warn_of(Finding(what, cure))

@@ -1,12 +1,10 @@
 """The findings of a preflight, and the checks that all integrations share."""
 
-import inspect
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,12 +13,8 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import matches
-from sparsync.runtime.parameter_names import plain_name
 
-# Packages whose lines call sparsync, and which users do not write.
-_NOT_THE_USERS = frozenset({"sparsync", "torch", "accelerate", "lightning", "pytorch_lightning", "transformers", "ray"})
 Axis = DeviceMesh | dist.ProcessGroup
-_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}  # whose operations were tried, or their source was read
 
 
 @dataclass(frozen=True)
@@ -36,13 +30,8 @@ class Finding:
 
 
 def warn_of(finding: Finding | str) -> None:
-    """Warn of a finding, or with a text, at the user's line, which calls sparsync, also through torch or a trainer."""
-    frame, levels = inspect.currentframe(), list[str]()
-    while frame is not None:
-        levels.append(frame.f_globals.get("__name__", "").partition(".")[0])
-        frame = frame.f_back
-    users = [level for level, package in enumerate(levels, start=1) if package not in _NOT_THE_USERS]
-    warnings.warn(str(finding), stacklevel=users[0] if users else 1)
+    """Warn of a finding, or with a text."""
+    warnings.warn(str(finding), stacklevel=2)
 
 
 def warn_or_raise(found: Iterable[Finding]) -> None:
@@ -99,27 +88,6 @@ def _kind(value: object) -> str:
     return repr(value) if value is None or isinstance(value, str) else type(value).__name__
 
 
-def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterator[Finding]:
-    """Find the devices whose gradients this group cannot send."""
-    for device in sorted(devices):
-        name = backend(group, device)
-        if name not in _BACKENDS.get(device, ()):
-            yield Finding(
-                f"gradients on {device} would be sent by {name}, which lacks operations that schemes need, or was never tried",
-                "make a group with gloo for CPU models, and with nccl or gloo for CUDA models",
-                RuntimeError,
-            )
-
-
-def backend(group: dist.ProcessGroup | None, device: str) -> str:
-    """Return the name of the group's backend for tensors on this device."""
-    try:
-        assert group is not None
-        return group._get_backend(torch.device(device)).name()
-    except RuntimeError:
-        return "no backend"
-
-
 def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
     """Find names and patterns that match no parameter, except a scheme's defaults."""
     for setting in ("protect", "dense", "patterns"):
@@ -132,13 +100,6 @@ def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
                     f"{setting}={pattern!r} matches no parameter",
                     f"parameters are called {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
                 )
-
-
-def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    """Find the embeddings whose gradients are sparse, with their names."""
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            yield plain_name(name), module
 
 
 def steps_in_backward(model: nn.Module) -> bool:
