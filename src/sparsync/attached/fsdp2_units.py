@@ -324,21 +324,6 @@ def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Find
         return
     yield from findings.not_floating((name, each.sharded_param) for unit in units for name, each in unit.named())
     yield from findings.patterns([name for unit in units for name in unit.names], scheme)
-    replicas, shards = replicate_axis(units, options.replicate), units[0].shard_group
-    if replicas is not None:
-        both = sorted({*_ranks(shards)} & {*_ranks(replicas)})
-        if both != [dist.get_rank()]:
-            what = f"ranks {both} are on the shard axis and on the replicate axis, which may share only this rank, {dist.get_rank()}"
-            yield Finding(what, 'name the other axis of the mesh: replicate=mesh["replicate"]', ValueError)
-        return
-    try:
-        scheme.reduce_scatter_form()
-    except ValueError as error:
-        what, _, cure = str(error).partition("; ")
-        yield Finding(what, cure, ValueError)
-    if len(_ranks(shards)) == 1:
-        what = "the shard axis has 1 rank, so FSDP2 reduces nothing over it"
-        yield Finding(what, 'attach to the other axis of the mesh: replicate=mesh["replicate"]', ValueError)
     for unit in units if options.parameters is not None else ():
         if unit.gathers_over_fewer or len(unit.gathered_types) > 1 or "bytes" in unit.gathered_types:
             what = f"the parameters of module {unit.key!r} have several types, a custom all-gather, or fewer ranks in the backward pass"
@@ -346,6 +331,20 @@ def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Find
                 "give a module's parameters one type and reshard_after_forward=True or False, or leave parameters= out"
             )
             yield Finding(f"{what}, and such gathers cannot be rounded", cure, RuntimeError)
+    replicas, shards, own = replicate_axis(units, options.replicate), units[0].shard_group, units[0].replicate_group
+    if replicas is None:
+        try:
+            scheme.reduce_scatter_form()
+        except ValueError as error:
+            what, _, cure = str(error).partition("; ")
+            yield Finding(what, cure, ValueError)
+        if len(_ranks(shards)) == 1:
+            what = "the shard axis has 1 rank, so FSDP2 reduces nothing over it"
+            yield Finding(what, 'attach to the other axis of the mesh: replicate=mesh["replicate"]', ValueError)
+    elif {*_ranks(shards)} & {*_ranks(replicas)} != {dist.get_rank()} or _ranks(own) not in ((), _ranks(replicas)):
+        what = f"replicate= names ranks {list(_ranks(replicas))}, and the shard axis has ranks {list(_ranks(shards))}"
+        cure = 'name the other axis of the mesh, which shares only this rank: replicate=mesh["replicate"]; with HSDP leave it out'
+        yield Finding(what, cure, ValueError)
 
 
 def _meshes(units: list[Unit]) -> Finding | None:
