@@ -44,24 +44,14 @@ def wrong_types() -> None:
     model = nn.Linear(2, 2)
     adamw = AdamW(model.parameters())
     for name, make in {**attached(), **DIRECT}.items():
-        for given, got in (
-            (torch.optim.lr_scheduler.ConstantLR(adamw), "ConstantLR"),
-            ("adamw", "'adamw'"),
-            (adamw.state_dict(), "dict"),
-            (model.parameters(), "generator"),
-            (AdamW, "the class AdamW"),
-            ([adamw, None], "list of None"),
-            ([], "an empty list"),
-        ):
-            with case(f"{name} {got}"):
-                words = rf"^optimizer must be a torch\.optim\.Optimizer or a list of them, got {got}; pass"
-                with pytest.raises(TypeError, match=words):
-                    make(model, Dense(), optimizer=given)
-        for given, got in ((adamw, "AdamW"), ("model", "'model'"), (nn.Linear, "the class Linear")):
+        for given in ("adamw", model.parameters(), AdamW, [adamw, None], []):
             with (
-                case(f"{name} {got}"),
-                pytest.raises(TypeError, match=rf"^model must be a torch\.nn\.Module, got {got};"),
+                case(f"{name} {given}"),
+                pytest.raises(TypeError, match=r"^optimizer must be a torch\.optim\.Optimizer or a list"),
             ):
+                make(model, Dense(), optimizer=given)
+        for given in (adamw, "model", nn.Linear, []):
+            with case(f"{name} {given}"), pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got "):
                 make(given, Dense(), optimizer=adamw)
 
 

@@ -23,15 +23,12 @@ from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
 
 with needs("lightning", "2.6"):
-    try:
-        from lightning.pytorch import Callback, LightningModule, Trainer
-    except ImportError:
-        from pytorch_lightning import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 KEY = "sparsync"  # of all ranks' states in a checkpoint
 
 
-class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one of two packages
+class Sparsync(Callback):
     """Attaches to the model of each `fit` with DDP; `handle` is that of `sparsync.attach` for the latest `fit`.
 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; what is held back stays for the next `fit`. Residuals of

@@ -6,7 +6,6 @@ trainer.train()
 """
 # pyright: reportMissingImports=false
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +60,23 @@ class Sparsync(TrainerCallback):
     ) -> None:
         self.recorder, self.resume_from, self._attaching = recorder, resume_from, attaching
         self.handle: Handle | None = None
-        self._trainer = weakref.ref(trainer)  # which holds this callback
-        self._model: weakref.ref[Any] | None = None  # the DDP model that the handle is of
+        self._trainer = trainer
+        self._model: Any = None  # the DDP model that the handle is of
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = self._trainer()
-        assert trainer is not None and trainer.model_wrapped is not None
+        trainer = self._trainer
+        assert trainer.model_wrapped is not None
         ddp = ddp_inside(trainer.model_wrapped, "Trainer", args.world_size)
         if ddp is None:
             return
-        if self._model is None or self._model() is not ddp:  # a second train() uses the model of the first
+        if self._model is not ddp:  # a second train() uses the model of the first
             if self.handle is not None:
                 self.handle.close()  # of a DDP model that is no longer trained
             optimizer, scaler = kwargs["optimizer"], trainer.accelerator.scaler
             self.handle = self._attaching.attach(ddp, optimizer, scaler)
-            self._model = weakref.ref(ddp)
+            self._model = ddp
         if state.global_step:
             self._resume(Path(self.resume_from or _folder(args, state)))
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,10 +72,11 @@ class DdpHandle(AttachedHandle):
         hook: HookState,
         module: nn.Module,
         driven: Sequence[tuple[str, nn.Parameter]],
+        left_alone: Collection[str],
         given: GradientOptions,
     ) -> None:
         super().__init__(*args, module=module, driven=driven)
-        self._ignored = ignored(module)
+        self._ignored = left_alone
         self._shapes = {name: list(each.shape) for name, each in named_parameters(module)}
         self._nbytes, self._dense_below = int(given.join_mb * 2**20), given.dense_below
         self._hook = weakref.ref(hook)  # which holds this handle
@@ -200,14 +201,24 @@ def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: Gradient
         return (model := reduced()) is None or not model._join_config.enable
 
     check_free(scheme, module)
-    driven = trained(module)
+    driven, left_alone = trained(module), ignored(ddp_model)
     check_undriven(driven)
     names = {id(each): name for name, each in named_parameters(module)}
     rescaler = options.rescaler(scheme, names)
-    comparison = options.comparison(names, partial(_weights, weakref.ref(module)), compares)
+    comparison = options.comparison(names, partial(_weights, weakref.ref(module), left_alone), compares)
     joins = f"buckets joined up to {join_mb:g} MB, sent whole below {dense_below} elements"
     comm = options.connected(hook.group, scheme.config_fingerprint(), joins)
-    handle = DdpHandle(scheme, comm, rescaler, comparison, hook=hook, module=module, driven=driven, given=options)
+    handle = DdpHandle(
+        scheme,
+        comm,
+        rescaler,
+        comparison,
+        hook=hook,
+        module=module,
+        driven=driven,
+        left_alone=left_alone,
+        given=options,
+    )
     register(ddp_model, hook)
     hook.handle = handle
     return handle
@@ -233,14 +244,12 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     return state.submit(bucket)
 
 
-def _weights(of: Callable[[], nn.Module | None]) -> list[tuple[str, nn.Parameter]]:
+def _weights(of: Callable[[], nn.Module | None], left_alone: Collection[str]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a module that DDP keeps the same on all ranks."""
     module = of()
-    left_alone = ignored(module)
-    return [] if module is None else [(name, each) for name, each in trained(module) if name not in left_alone]
+    return [] if module is None else [each for each in trained(module) if each[0] not in left_alone]
 
 
-def ignored(module: nn.Module | None) -> set[str]:
+def ignored(model: DistributedDataParallel) -> set[str]:
     """Return the names of the parameters that DDP was told to leave alone."""
-    # HACK: torch has no public function for this. Price: a name that torch may change.
-    return {plain_name(name) for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    return {plain_name(name) for name in model.parameters_to_ignore}

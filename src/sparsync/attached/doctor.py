@@ -129,7 +129,7 @@ def _of_model(model: nn.Module, choice: Choice, optimizer: Optimizers | None, op
     elif isinstance(model, DistributedDataParallel):
         if _has_hook(model):
             yield _another_hook(model)
-        left_alone = ignored(model.module)
+        left_alone = ignored(model)
         yield from findings.not_floating(each for each in trained(model.module) if each[0] not in left_alone)
         yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
     else:
