@@ -146,9 +146,9 @@ class ShardHandle(Fsdp2Handle):
     """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
 
     def __init__(self, *args: Any, units: list[Unit], **options: Any) -> None:
-        # Residuals differ between copies of the shards.
-        part = f"replica{units[0].copy}of{units[0].copies}" if units[0].copies > 1 else ""
-        super().__init__(*args, units=units, part=part, **options)
+        super().__init__(
+            *args, units=units, part=units[0].part, **options
+        )  # residuals differ between copies of the shards
         self._undo += [unit.replace_reduce_scatter(partial(self.reduce_scatter, unit)) for unit in units]
         self._undo += [unit.count_unused() for unit in units]
 

@@ -118,29 +118,22 @@ class Unit:
         return lambda: exchange(shards, info)
 
     @property
-    def copies(self) -> int:
-        """The number of ranks with the same shard, in the mesh that contains the shard axis."""
-        group = self.shard_group
-        assert group is not None
-        return self.group.mesh_info.mesh._get_root_mesh().size() // group.size()
-
-    @property
-    def copy(self) -> int:
-        """The number of this rank's copy, from 0 to `copies` - 1."""
-        mesh = self.group.mesh_info.mesh
+    def part(self) -> str:
+        """The name of this rank's copy of the shards, in the mesh that contains the shard axis; "" where there is one copy."""
+        group, mesh = self.shard_group, self.group.mesh_info.mesh
         root: Any = mesh._get_root_mesh()  # Any: torch says that it may have no coordinate
+        assert group is not None
+        copies = root.size() // group.size()
         names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
-        if not own <= set(names):  # joined axes: the place of the first rank, which no other copy has
-            return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
+        if copies == 1:
+            return ""
         number = 0
-        for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
-            number = number if name in own else number * root.size(axis) + place
-        return number
-
-    @property
-    def in_other_meshes(self) -> bool:
-        """True where a parameter was a DTensor before it was sharded, as with tensor parallelism."""
-        return any(parameter.is_dtensor for parameter in self.parameters)
+        if not own <= set(names):  # joined axes: the place of the first rank, which no other copy has
+            number = root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
+        else:
+            for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
+                number = number if name in own else number * root.size(axis) + place
+        return f"replica{number}of{copies}"
 
     @property
     def all_reduces_now(self) -> bool:
@@ -148,35 +141,23 @@ class Unit:
         return self.group.all_reduce_grads
 
     @property
-    def reduce_scatter(self) -> Any:  # Any: one of torch's private classes, or anybody's
-        return self.group._reduce_scatter_comm
-
-    @property
     def all_gather(self) -> Any:  # Any: as above
         return self.group._all_gather_comm
 
     def replace_reduce_scatter(self, exchange: Exchange) -> Callable[[], None]:
         """Have gradients reduced by `exchange`; return what undoes that."""
-        return _replaced(self.module.set_custom_reduce_scatter, self.reduce_scatter, exchange)
+        return _replaced(self.module.set_custom_reduce_scatter, self.group._reduce_scatter_comm, exchange)
 
     def replace_all_gather(self, exchange: Exchange) -> Callable[[], None]:
         """Have parameters gathered by `exchange`; return what undoes that."""
         return _replaced(self.module.set_custom_all_gather, self.all_gather, exchange)
 
     @property
-    def gathers_over_fewer(self) -> bool:
-        """True where parameters are gathered over fewer ranks in the backward pass (reshard_after_forward=int)."""
-        return self.group._use_post_forward_mesh
-
-    @property
-    def gathered_types(self) -> set[str]:
-        """The types in which parameters are gathered; "bytes" for a tensor subclass with a custom all-gather."""
-        return {
-            "bytes"
-            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
-            else str(each.mp_policy.param_dtype or each.sharded_param.dtype)
-            for each in self.parameters
-        }
+    def gathers_one_type(self) -> bool:
+        """True where parameters are gathered in one type, over the same ranks in both passes, and not as bytes."""
+        types = {each.mp_policy.param_dtype or each.sharded_param.dtype for each in self.parameters}
+        own = any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in self.parameters)
+        return len(types) == 1 and not own and not self.group._use_post_forward_mesh
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -199,20 +180,16 @@ class Unit:
         return lambda: setattr(self.group, "reduce_scatter_unused_params", before)
 
     def trained(self) -> list[ShardedParameter]:
-        """Return the trained parameters, in the order in which they lie in the buffers."""
+        """Return the trained parameters, in the order in which they lie in the buffers: by type first, in torch 2.15 and later."""
+        named, order = self.named(), getattr(self.group, "_reduce_scatter_param_indices", None)
+        named = [named[index] for index in order] if order else named  # there is none before the first forward pass
         return [
             ShardedParameter(
                 name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel()
             )
-            for name, each in self._in_buffer_order()
+            for name, each in named
             if each.sharded_param.requires_grad
         ]
-
-    def _in_buffer_order(self) -> list[tuple[str, Any]]:
-        """Return the named parameters in the order of gradient buffers: by type first, in torch 2.15 and later."""
-        named = self.named()
-        order = getattr(self.group, "_reduce_scatter_param_indices", None)  # empty before the first forward pass
-        return [named[index] for index in order] if order else named
 
     def lengths(self) -> list[tuple[str, int]]:
         """Return name and length of each trained parameter in a shard."""
@@ -223,16 +200,13 @@ class Unit:
 
         FSDP2 reads them earlier if it divides or converts them, adds them to others or moves them to the CPU; so do hooks on them.
         """
-        unchanged = dtype in _NOT_DIVIDED and self._gradient_types <= {dtype, None}
+        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
+            types = {self.group._orig_dtype}
+        else:
+            types = {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
+        unchanged = dtype in _NOT_DIVIDED and types <= {dtype, None}
         divided = self.group.force_sum_reduction_for_comms
         return unchanged and not divided and not any(map(_read_at_once, self.parameters))
-
-    @property
-    def _gradient_types(self) -> set[torch.dtype | None]:
-        """The types to which reduced gradients are converted; None: the type of the reduction."""
-        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
-            return {self.group._orig_dtype}
-        return {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
 
 
 class _Custom:
@@ -325,7 +299,7 @@ def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Find
     yield from findings.not_floating((name, each.sharded_param) for unit in units for name, each in unit.named())
     yield from findings.patterns([name for unit in units for name in unit.names], scheme)
     for unit in units if options.parameters is not None else ():
-        if unit.gathers_over_fewer or len(unit.gathered_types) > 1 or "bytes" in unit.gathered_types:
+        if not unit.gathers_one_type:
             what = f"the parameters of module {unit.key!r} have several types, a custom all-gather, or fewer ranks in the backward pass"
             cure = (
                 "give a module's parameters one type and reshard_after_forward=True or False, or leave parameters= out"
@@ -357,7 +331,7 @@ def _meshes(units: list[Unit]) -> Finding | None:
     elif len({(_ranks(unit.shard_group), _ranks(unit.replicate_group)) for unit in units}) > 1:
         what = "modules of this model are sharded over different meshes, and a scheme reduces over one"
         cure = "attach to each part separately, or give all modules the same mesh"
-    elif any(unit.in_other_meshes for unit in units):
+    elif any(parameter.is_dtensor for unit in units for parameter in unit.parameters):
         what = "parameters were DTensors before they were sharded (tensor parallelism), which was never tried"
         cure = "use a mesh of a shard and a replicate axis only"
     else:
