@@ -224,25 +224,6 @@ def recomputing() -> None:
     assert len(handle.parameter_reports()) == 8
 
 
-def not_finite() -> None:
-    net = made()
-    gathering(net, "int8")
-    seen = watched(net)
-    forward(net)
-    rows = net.middle.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-    with torch.no_grad():
-        before = rows.clone()
-        if dist.get_rank() == 1:
-            rows[0, 0] = torch.nan
-        forward(net)
-        assert seen["middle.weight"].isnan().any()
-        assert agreed({name: x.nan_to_num() for name, x in seen.items()})
-        rows.copy_(before)
-        for _ in range(12):
-            forward(net)
-    assert equal(seen, whole(net))
-
-
 def loaded() -> None:
     net = made()
     handle, seen = gathering(net, "int4"), watched(net)
@@ -305,32 +286,6 @@ def failing() -> None:
     assert equal(there_and_back(net, 2), whole(net))
 
 
-def interrupted() -> None:
-    """After Ctrl-C in a gather of one rank, passes begin anew on all of them."""
-    net = made()
-    handle, seen = gathering(net, "int8"), watched(net)
-    there_and_back(net, 0)
-    gather, rank = handle._gather, dist.get_rank()
-    assert gather is not None
-    plain = gather._shared.reduce
-
-    def unlucky(bucket: Any, comm: Any) -> Any:
-        if bucket.key == "middle" and rank == 1:
-            raise KeyboardInterrupt
-        return plain(bucket, comm)
-
-    gather._shared.reduce = unlucky  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(KeyboardInterrupt if rank == 1 else RuntimeError):
-        forward(net)
-    gather._shared.reduce = plain
-    as_fsdp(net).reset_iter_state()
-    for step in (1, 2):
-        assert equal(there_and_back(net, step), seen)
-        assert agreed(seen)
-        assert equal(seen, whole(net)) == (step == 1)
-        moved(net)
-
-
 def refusals() -> None:
     def refused(words: str, net: nn.Module, error: type[Exception], parameters: Any = "int8") -> None:
         given = sparsync.Options(parameters=parameters, timeout_s=TIMEOUT_S)
@@ -364,10 +319,8 @@ def pair() -> None:
         there_as_back,
         standing_still,
         recomputing,
-        not_finite,
         loaded,
         failing,
-        interrupted,
         refusals,
     ):
         with case(part.__name__):
