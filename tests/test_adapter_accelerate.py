@@ -10,14 +10,12 @@ from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, Options, TwoShot
+from sparsync import Dense, MiCRO, Options, TwoShot, attach, checkpoint
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-from sparsync.adapters.accelerate import attach
 
 pytestmark = pytest.mark.distributed
 STEPS, ACCUMULATED = 6, 2
@@ -35,10 +33,10 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
     scheme = None if load else MiCRO(density=DENSITY)  # None: of the environment, the same one
-    handle = attach(accelerator, prepared, scheme, options=Options(timeout_s=120))
-    assert handle is not None
+    handle = attach(prepared, scheme, scaler=accelerator.scaler, options=Options(timeout_s=120))
     if load:
         accelerator.load_state(str(folder))
+        checkpoint.load(handle, folder)
     for number, (x, y) in enumerate(loader):
         if number // ACCUMULATED not in steps:
             continue
@@ -48,6 +46,7 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
             optimizer.zero_grad()
     if save:
         accelerator.save_state(str(folder))
+        checkpoint.save(handle, folder)
     assert (accelerator.scaler is not None) == scaled
     return AdapterResult.of(model, handle.reports())
 
@@ -76,7 +75,7 @@ def with_torchs_hook() -> None:
     keywords = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[keywords])
     with pytest.raises(RuntimeError, match="without comm_hook="):
-        attach(accelerator, accelerator.prepare(network()), MiCRO(density=DENSITY))
+        attach(accelerator.prepare(network()), MiCRO(density=DENSITY))
 
 
 def test_a_model_with_a_hook_of_torch_is_refused_and_the_option_named() -> None:
@@ -90,8 +89,7 @@ def local_sgd() -> list[list[str]]:
     for local in (False, True):
         model = network()
         prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        handle = attach(accelerator, prepared, Dense(), optimizer=optimizer)
-        assert handle is not None
+        handle = attach(prepared, Dense(), optimizer=optimizer)
         with (
             warnings.catch_warnings(record=True) as seen,
             LocalSGD(accelerator=accelerator, model=prepared, local_sgd_steps=4, enabled=local) as steps,
@@ -109,10 +107,10 @@ def local_sgd() -> list[list[str]]:
     models = [network(), network()]
     both = torch.optim.AdamW([each for model in models for each in model.parameters()])
     *prepared, both = accelerator.prepare(*models, both)
-    handle = attach(accelerator, prepared, TwoShot(density=1.0, values="sign"), optimizer=both)
+    handle = attach(prepared, TwoShot(density=1.0, values="sign"), optimizer=both)
     accelerator.backward(sum(model(torch.ones(1, 20)).sum() for model in prepared))
     both.step()
-    assert handle is not None and handle.summary().steps == 1
+    assert handle.summary().steps == 1
     assert handle.summary().parameters == sum(each.numel() for model in models for each in model.parameters())
     return found
 
@@ -121,14 +119,3 @@ def test_accelerates_local_sgd_is_told_once_that_nothing_is_reduced_and_two_mode
     for accumulated, (warned,) in run(local_sgd, 2):
         assert accumulated == []
         assert warned.startswith("SGD has stepped 10 times since gradients were last reduced")
-
-
-def alone() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(network())
-    with pytest.warns(UserWarning, match="Accelerate trains in one process"):
-        assert attach(accelerator, model, MiCRO(density=DENSITY)) is None
-
-
-def test_one_process_has_nothing_to_send_and_is_told() -> None:
-    run(alone, 1)

@@ -291,9 +291,7 @@ def failures_and_rates() -> None:
     premultiplied = made()
     on(premultiplied, Dense())
     each_unit(premultiplied, lambda unit: unit.set_gradient_divide_factor(3.0))
-    with pytest.raises(
-        ValueError, match=r"asked for PREMUL_SUM in module .* set_force_sum_reduction_for_comms\(True\)"
-    ):
+    with pytest.raises(ValueError, match=r"asked for .* in module .* set_force_sum_reduction_for_comms\(True\)"):
         backward(premultiplied, inputs(0))
 
 
@@ -320,8 +318,6 @@ def refusals() -> None:
     fully_shard(mixed.first, mesh=mesh)
     refused("are sharded over different meshes", fully_shard(mixed, mesh=mesh["shard"]), TopK(), RuntimeError)
     refused("which shares only this rank", net, TopK(), ValueError, replicate=mesh["replicate"])
-    with pytest.raises(ValueError, match="replicate takes one axis of a mesh"):
-        sparsync.attach(single, TopK(), options=sparsync.Options(replicate=mesh))
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["shard"], [Shard(0)]))
     parallel.bias = nn.Parameter(distribute_tensor(torch.ones(4), mesh["shard"], [Shard(0)]))

@@ -2,16 +2,17 @@
 
     trainer = Trainer(strategy="ddp", callbacks=[Sparsync()])
 
-Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and ignores it on CPU in silence. For Fabric there is
-sparsync.attach.
+For Fabric there is sparsync.attach.
 """
 # pyright: reportMissingImports=false
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import Attaching, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, ddp_inside
 from sparsync.attached import checkpoint as states
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -21,9 +22,6 @@ from sparsync.recipes import Bits
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
-
-with needs("lightning", "2.6"):
-    from lightning.pytorch import Callback, LightningModule, Trainer
 
 KEY = "sparsync"  # of all ranks' states in a checkpoint
 

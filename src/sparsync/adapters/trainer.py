@@ -9,8 +9,11 @@ trainer.train()
 from pathlib import Path
 from typing import Any
 
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import Attaching, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, ddp_inside
 from sparsync.attached import checkpoint
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -19,10 +22,6 @@ from sparsync.recipes import Bits
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
-
-with needs("transformers", "5.23"):
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 
 def attach(

@@ -1,7 +1,5 @@
-"""Shared by adapters: the DDP model that a framework has wrapped, what attaches to it, and a missing package."""
+"""Shared by adapters: the DDP model that a trainer has wrapped, and what attaches to it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -16,15 +14,6 @@ from sparsync.runtime.findings import check_scheme, warn_of
 from sparsync.runtime.handle import Gradients, Handle
 from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import inside_wrappers
-
-
-@contextmanager
-def needs(package: str, version: str) -> Iterator[None]:
-    """Turn an import that fails inside this block into an ImportError that says what to install; tested with this version."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f'this adapter needs {package} ({error}): pip install "{package}>={version}"') from error
 
 
 def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataParallel | None:

@@ -127,8 +127,8 @@ def _of_model(model: nn.Module, choice: Choice, optimizer: Optimizers | None, op
 
         yield from fsdp2_units.examine(model, scheme, options)
     elif isinstance(model, DistributedDataParallel):
-        if _has_hook(model):
-            yield _another_hook(model)
+        if (hook := _another_hook(model)) is not None:
+            yield hook
         left_alone = ignored(model)
         yield from findings.not_floating(each for each in trained(model.module) if each[0] not in left_alone)
         yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
@@ -180,23 +180,23 @@ def _exchanging(model: nn.Module, group: dist.ProcessGroup | None, options: Opti
     return dist.get_world_size(group) if dist.is_initialized() else 1, sharded
 
 
-def _has_hook(model: DistributedDataParallel) -> bool:
-    states = [state for _, state in getattr(model, "_comm_hooks", ())]
-    taken = any(not isinstance(state, HookState) or not state.free for state in states)
-    return taken or getattr(model, "mixed_precision", None) is not None or findings.steps_in_backward(model.module)
-
-
-def _another_hook(model: DistributedDataParallel) -> Finding:
-    """Return the finding for a model that has a hook; DDP takes one."""
+def _another_hook(model: DistributedDataParallel) -> Finding | None:
+    """Find the hook that the model has already; DDP takes one."""
     hook = registered_hook(model)
     if hook is not None and not hook.free:
         what, cure = "this model is already attached to a scheme", "call handle.detach() before"
         if isinstance(hook.handle, DdpHandle):
             cure = f"give its handle another scheme, handle.scheme = ..., or {cure}"
-    else:
+    elif (
+        any(not isinstance(state, HookState) for _, state in getattr(model, "_comm_hooks", ()))
+        or getattr(model, "mixed_precision", None) is not None
+        or findings.steps_in_backward(model.module)
+    ):
         what = "this model already has a communication hook"
         cure = (
             "wrap the module again without one: without mixed_precision=, without an optimizer that steps in the backward pass, and "
             "without comm_hook= or ddp_comm_hook= of a trainer"
         )
+    else:
+        return None
     return Finding(f"{what}, and DDP takes only one communication hook", cure, RuntimeError)

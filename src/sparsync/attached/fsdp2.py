@@ -146,9 +146,8 @@ class ShardHandle(Fsdp2Handle):
     """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
 
     def __init__(self, *args: Any, units: list[Unit], **options: Any) -> None:
-        super().__init__(
-            *args, units=units, part=units[0].part, **options
-        )  # residuals differ between copies of the shards
+        # Residuals differ between copies of the shards.
+        super().__init__(*args, units=units, part=units[0].part, **options)
         self._undo += [unit.replace_reduce_scatter(partial(self.reduce_scatter, unit)) for unit in units]
         self._undo += [unit.count_unused() for unit in units]
 
@@ -185,7 +184,7 @@ class ShardHandle(Fsdp2Handle):
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             self._abandon()
             raise ValueError(
-                f"FSDP2 asked for {_named(op)} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
+                f"FSDP2 asked for {op} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
                 "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True) on the same modules"
             )
         rank, P = self.place
@@ -289,7 +288,3 @@ def attach(model: nn.Module, scheme: Scheme, options: GradientOptions) -> Fsdp2H
     if parameters is not None:
         handle.gather_as(parameters, options.connected(units[0].shard_group, f"parameters={parameters}"))
     return handle
-
-
-def _named(op: Any) -> str:
-    return "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else str(op)

@@ -254,17 +254,10 @@ def inside_backward() -> bool:
 
 
 def replicate_axis(units: Sequence[Unit], given: Axis | None) -> dist.ProcessGroup | None:
-    """Return the ranks that reduce gradients after FSDP2 has reduced them over shards; None for the shard axis.
-
-    Raises ValueError for a mesh of several axes.
-    """
-    if not isinstance(given, DeviceMesh):
-        return units[0].replicate_group if given is None else given
-    if given.ndim != 1:
-        raise ValueError(
-            f'replicate takes one axis of a mesh, such as mesh["replicate"], got a mesh of {given.ndim} axes {given.mesh_dim_names}'
-        )
-    return given.get_group()
+    """Return the ranks that reduce gradients after FSDP2 has reduced them over shards; None for the shard axis."""
+    if given is None:
+        return units[0].replicate_group
+    return given.get_group() if isinstance(given, DeviceMesh) else given
 
 
 def parameter_lines(units: Iterable[Unit]) -> list[str]:
