@@ -23,6 +23,7 @@ class GradientReducer(Handle):
     """
 
     switches = True
+    origin = "sparsync.GradientReducer"
 
     def __init__(
         self,
