@@ -21,23 +21,23 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import sparsync
-from sparsync import Dense, ParameterFormat, Scheme, TwoShot
+from sparsync import Dense, Scheme, TwoShot
 from sparsync.attached.fsdp2 import Fsdp2Handle
 from sparsync.attached.fsdp2_units import Unit, units_of
+from sparsync.wire import Values
 from sparsync_lab import workloads
 from studies import parts
 
 PAGE, PART = "docs/attach.md", "shard axis quality"
-INT4 = ParameterFormat("int4")
+INT4 = "int4"
 # What is written of parameters and of gradients, the scheme, the format of parameters, and whether FSDP2 gathers twice
-ROWS: dict[tuple[str, str], tuple[type[Scheme], dict[str, object], ParameterFormat | None, bool]] = {
+ROWS: dict[tuple[str, str], tuple[type[Scheme], dict[str, object], Values | None, bool]] = {
     ("FSDP2's own", "FSDP2's own"): (Dense, {}, None, True),
     ("FSDP2's own, `reshard_after_forward=False`", "FSDP2's own"): (Dense, {}, None, False),
-    ("`bfloat16`", "FSDP2's own"): (Dense, {}, ParameterFormat("bfloat16"), True),
-    ("`int8`", "FSDP2's own"): (Dense, {}, ParameterFormat("int8"), True),
+    ("`bfloat16`", "FSDP2's own"): (Dense, {}, "bfloat16", True),
+    ("`int8`", "FSDP2's own"): (Dense, {}, "int8", True),
     ("`int4`", "FSDP2's own"): (Dense, {}, INT4, True),
-    ("`sign`", "FSDP2's own"): (Dense, {}, ParameterFormat("sign"), True),
-    ("`int4`, no differences", "FSDP2's own"): (Dense, {}, ParameterFormat("int4", differences=False), True),
+    ("`sign`", "FSDP2's own"): (Dense, {}, "sign", True),
     ("`int4`", "all in int8"): (TwoShot, {"density": 1.0, "values": "int8"}, INT4, True),
     ("`int4`", "all in int4"): (TwoShot, {"density": 1.0}, INT4, True),
     ("`int4`", "5 % in int4"): (TwoShot, {"density": 0.05}, INT4, True),

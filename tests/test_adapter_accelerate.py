@@ -3,7 +3,6 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +10,12 @@ from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, Options, TwoShot, ddp_comm_hook
+from sparsync import Dense, MiCRO, Options, TwoShot, attach, checkpoint
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-from sparsync.adapters.accelerate import attach
 
 pytestmark = pytest.mark.distributed
 STEPS, ACCUMULATED = 6, 2
@@ -36,10 +33,10 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
     scheme = None if load else MiCRO(density=DENSITY)  # None: of the environment, the same one
-    handle = attach(accelerator, prepared, scheme, options=Options(timeout_s=120))
-    assert handle is not None
+    handle = attach(prepared, scheme, scaler=accelerator.scaler, options=Options(timeout_s=120))
     if load:
         accelerator.load_state(str(folder))
+        checkpoint.load(handle, folder)
     for number, (x, y) in enumerate(loader):
         if number // ACCUMULATED not in steps:
             continue
@@ -49,6 +46,7 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
             optimizer.zero_grad()
     if save:
         accelerator.save_state(str(folder))
+        checkpoint.save(handle, folder)
     assert (accelerator.scaler is not None) == scaled
     return AdapterResult.of(model, handle.reports())
 
@@ -72,44 +70,16 @@ def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scal
     assert {path.name for path in tmp_path.glob("sparsync*")} == {f"sparsync.step3.rank{rank}of2.pt" for rank in (0, 1)}
 
 
-def hooked() -> AdapterResult:
+def with_torchs_hook() -> None:
     as_torchrun()
-    model, scheme = network(), MiCRO(density=DENSITY)
-    state, hook = ddp_comm_hook(scheme, model, options=Options(timeout_s=120))
-    # Not by comm_hook= of the keyword arguments: Accelerate looks it up in a table of its own four, and leaves out any other in silence.
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS))
-    prepared.register_comm_hook(state, hook)
-    for x, y in loader:
-        accelerator.backward(nn.functional.mse_loss(prepared(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return AdapterResult.of(model, state.handle.reports())
-
-
-def test_a_model_that_accelerate_prepared_takes_the_hook() -> None:
-    check(run(hooked, 2), STEPS)
-
-
-def ignored() -> None:
-    as_torchrun()
-    model = network()
-    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), model)
-    keywords: Any = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option={"state": state})  # pyright: ignore[reportArgumentType]
-    prepared = Accelerator(cpu=True, kwargs_handlers=[keywords]).prepare(model)
-    prepared(torch.ones(1, 20)).sum().backward()
-    assert state.handle is None
     keywords = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[keywords])
-    with pytest.raises(RuntimeError, match="under Accelerate leave comm_hook= out of DistributedDataParallelKwargs"):
-        attach(accelerator, accelerator.prepare(network()), MiCRO(density=DENSITY))
+    with pytest.raises(RuntimeError, match="without comm_hook="):
+        attach(accelerator.prepare(network()), MiCRO(density=DENSITY))
 
 
-def test_accelerates_own_option_leaves_the_hook_out_in_silence_as_the_docs_say_and_with_torchs_attach_names_it() -> (
-    None
-):
-    run(ignored, 2)
+def test_a_model_with_a_hook_of_torch_is_refused_and_the_option_named() -> None:
+    run(with_torchs_hook, 2)
 
 
 def local_sgd() -> list[list[str]]:
@@ -119,8 +89,7 @@ def local_sgd() -> list[list[str]]:
     for local in (False, True):
         model = network()
         prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        handle = attach(accelerator, prepared, Dense(), optimizer=optimizer)
-        assert handle is not None
+        handle = attach(prepared, Dense(), optimizer=optimizer)
         with (
             warnings.catch_warnings(record=True) as seen,
             LocalSGD(accelerator=accelerator, model=prepared, local_sgd_steps=4, enabled=local) as steps,
@@ -138,10 +107,10 @@ def local_sgd() -> list[list[str]]:
     models = [network(), network()]
     both = torch.optim.AdamW([each for model in models for each in model.parameters()])
     *prepared, both = accelerator.prepare(*models, both)
-    handle = attach(accelerator, prepared, TwoShot(density=1.0, values="sign"), optimizer=both)
+    handle = attach(prepared, TwoShot(density=1.0, values="sign"), optimizer=both)
     accelerator.backward(sum(model(torch.ones(1, 20)).sum() for model in prepared))
     both.step()
-    assert handle is not None and handle.summary().steps == 1
+    assert handle.summary().steps == 1
     assert handle.summary().parameters == sum(each.numel() for model in models for each in model.parameters())
     return found
 
@@ -150,14 +119,3 @@ def test_accelerates_local_sgd_is_told_once_that_nothing_is_reduced_and_two_mode
     for accumulated, (warned,) in run(local_sgd, 2):
         assert accumulated == []
         assert warned.startswith("SGD has stepped 10 times since gradients were last reduced")
-
-
-def alone() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(network())
-    with pytest.warns(UserWarning, match="Accelerate trains in one process"):
-        assert attach(accelerator, model, MiCRO(density=DENSITY)) is None
-
-
-def test_one_process_has_nothing_to_send_and_is_told() -> None:
-    run(alone, 1)

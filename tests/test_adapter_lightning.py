@@ -4,7 +4,6 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import MiCRO, Options, TopK, TwoShot, attach, ddp_comm_hook, doctor
+from sparsync import MiCRO, Options, TopK, TwoShot, attach, doctor
 
 pytest.importorskip("lightning")
 from lightning.fabric import Fabric
@@ -21,9 +20,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
 from sparsync.adapters.lightning import Sparsync
 
@@ -197,79 +194,25 @@ def test_of_two_optimizers_lightning_exchanges_gradients_in_4_bits_or_warns_of_a
             assert {report.step for report in mine.reports} == set(range(2 * BATCHES))
 
 
-class RegistersOnCpu(DDPStrategy):
-    """Registers the hook as on CUDA; on CPU Lightning leaves it out."""
-
-    def _register_ddp_hooks(self) -> None:
-        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
-        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
-
-
-def by_strategy(strategy: type[DDPStrategy], wrapper: Any = None) -> AdapterResult:
+def by_fabric() -> AdapterResult:
     as_torchrun()
-    module = RegressionModule()
-    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), module, options=Options(timeout_s=120))
-    trainer = Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy(
-            ddp_comm_state=state,
-            ddp_comm_hook=hook,
-            ddp_comm_wrapper=wrapper,
-            cluster_environment=TorchElasticEnvironment(),
-        ),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
-    return AdapterResult.of(module, state.handle.reports() if state.handle is not None else [])
-
-
-@pytest.mark.parametrize("wrapper", [None, fp16_compress_wrapper])
-def test_lightnings_strategy_takes_the_hook_where_it_registers_one(wrapper: Any) -> None:
-    check(run(by_strategy, 2, strategy=RegistersOnCpu, wrapper=wrapper), EPOCHS * BATCHES)
-
-
-def test_lightnings_strategy_leaves_the_hook_out_on_cpu_in_silence_as_the_docs_say() -> None:
-    assert [each.reports for each in run(by_strategy, 2, strategy=DDPStrategy)] == [[], []]
-
-
-class WithHook(FabricDDPStrategy):
-    """Registers a hook where Fabric wraps the model."""
-
-    def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
-        ddp = super().setup_module(module)
-        self.pair = ddp_comm_hook(MiCRO(density=DENSITY), module, options=Options(timeout_s=120))
-        ddp.register_comm_hook(*self.pair)
-        return ddp
-
-
-def by_fabric(attached: bool) -> AdapterResult:
-    as_torchrun()
-    strategy = (FabricDDPStrategy if attached else WithHook)(cluster_environment=TorchElasticEnvironment())
+    strategy = FabricDDPStrategy(cluster_environment=TorchElasticEnvironment())
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     module = network()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
-    handle = None
-    if attached:
-        assert doctor(model, MiCRO(density=DENSITY)) == []
-        handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, options=Options(timeout_s=120))
-        assert list(handle.layout()) == [name for name, _ in module.named_parameters()]
+    assert doctor(model, MiCRO(density=DENSITY)) == []
+    handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, options=Options(timeout_s=120))
+    assert list(handle.layout()) == [name for name, _ in module.named_parameters()]
     for x, y in fabric.setup_dataloaders(examples(BATCHES)):
         optimizer.zero_grad()
         fabric.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
-    handle = handle or strategy.pair.state.handle
     return AdapterResult.of(module, handle.reports())
 
 
-@pytest.mark.parametrize("attached", [True, False])
-def test_a_model_that_fabric_set_up_can_be_attached_to_and_its_strategy_can_register_the_hook(attached: bool) -> None:
-    check(run(by_fabric, 2, attached=attached), BATCHES)
+def test_a_model_that_fabric_set_up_can_be_attached_to() -> None:
+    check(run(by_fabric, 2), BATCHES)
 
 
 def alone(folder: Path) -> None:

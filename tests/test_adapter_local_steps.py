@@ -45,25 +45,24 @@ def same(one: Found, other: Found) -> bool:
 def by_accelerate(folder: Path) -> Any:
     from accelerate import Accelerator
 
-    from sparsync.adapters.accelerate import attach as attach_prepared
-
     def trained(steps: range, save: bool = False, load: bool = False) -> tuple[Found, Found]:
         accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED), network()
         adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
         prepared, optimizer, loader = accelerator.prepare(model, adamw, examples(STEPS * ACCUMULATED))
-        handle = attach_prepared(accelerator, prepared, scheme(), optimizer=optimizer, **OPTIONS)
+        handle = attach(prepared, scheme(), optimizer=optimizer, **OPTIONS)
         if load:
             accelerator.load_state(str(folder))
+            checkpoint.load(handle, folder)
         for number, (x, y) in enumerate(loader):
             if number // ACCUMULATED in steps:
                 with accelerator.accumulate(prepared):
                     accelerator.backward(nn.functional.mse_loss(prepared(x), y))
                     optimizer.step()
                     optimizer.zero_grad()
-        assert handle is not None
         assert handle.reports()[-1].step == steps.stop // 2 * 2 - 1
         if save:
             accelerator.save_state(str(folder))
+            checkpoint.save(handle, folder)
         if steps.stop % 2 == 0:
             optimizer.step()  # with gradients of nobody, so that own weights and common ones differ by what is unsent
         return seen(accelerator.unwrap_model(prepared), handle)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.adapter_training import as_torchrun, examples, lightning_module, network
 from helpers.distributed import run
-from sparsync import Options, Steps, TwoShot, attach
+from sparsync import Options, Steps, TwoShot, attach, checkpoint
 from sparsync.exchanges.adamw_steps import AdamWSteps
 
 pytestmark = pytest.mark.distributed
@@ -46,27 +46,26 @@ def same(one: Found, other: Found) -> bool:
 def by_accelerate(folder: Path) -> tuple[Found, Found]:
     from accelerate import Accelerator
 
-    from sparsync.adapters.accelerate import attach as attach_prepared
-
     def trained(steps: range, save: bool = False, load: bool = False) -> Found:
         accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED), network()
         adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
         prepared, optimizer, loader = accelerator.prepare(model, adamw, examples(STEPS * ACCUMULATED))
-        handle = attach_prepared(accelerator, prepared, scheme(), optimizer=optimizer, options=Options(timeout_s=120))
+        handle = attach(prepared, scheme(), optimizer=optimizer, options=Options(timeout_s=120))
         if load:
             accelerator.load_state(str(folder))
-        norms = []
+            checkpoint.load(handle, folder)
         for number, (x, y) in enumerate(loader):
             if number // ACCUMULATED in steps:
                 with accelerator.accumulate(prepared):
                     accelerator.backward(nn.functional.mse_loss(prepared(x), y))
                     if accelerator.sync_gradients:
-                        norms.append(accelerator.clip_grad_norm_(parameters=prepared.parameters(), max_norm=0.5))
+                        accelerator.clip_grad_norm_(parameters=prepared.parameters(), max_norm=0.5)
                     optimizer.step()
                     optimizer.zero_grad()
         if save:
             accelerator.save_state(str(folder))
-        return {**seen(accelerator.unwrap_model(prepared), handle), "norms": torch.stack(norms[-HALF:])}
+            checkpoint.save(handle, folder)
+        return seen(accelerator.unwrap_model(prepared), handle)
 
     as_torchrun()
     whole = trained(range(STEPS))
@@ -113,8 +112,6 @@ def by_fabric(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]: 
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy
-
-    from sparsync import checkpoint
 
     def trained(steps: range, save: bool = False, load: bool = False) -> Found:
         fabric = Fabric(

@@ -355,15 +355,9 @@ def refused() -> None:
         sparsync.attach(model, TopK(0.1), exchange=exchange)
     with (
         case("no optimizer of torch's"),
-        pytest.raises(
-            TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or a list of them, got an empty list"
-        ),
+        pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or a list of them, got \[\]"),
     ):
         sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=[])
-    with case("arguments of gradients"), pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
-        sparsync.attach(
-            model, TopK(0.1), exchange=exchange, optimizer=sgd(model), options=sparsync.Options(join_mb=1.0)
-        )
     with case("FSDP2"):
         sharded: Any = fully_shard(bare_model())
         with pytest.raises(ValueError, match=r"whole model on each rank, and FSDP2 shards it; exchange steps"):
@@ -465,17 +459,9 @@ def bare_gradients() -> None:
             x, y = batch(dist.get_rank(), number)
             (model(x) - y).square().mean().backward()
             if not wrapped:
-                with pytest.raises(
-                    RuntimeError, match=r"SGD would step with this rank's own gradients: call handle\.r"
-                ):
-                    optimizer.step()
                 handle.reduce()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-            if not wrapped:  # it steps once; another one may too
-                torch.optim.SGD(bare[0].parameters(), lr=0.0).step()
-                with pytest.raises(RuntimeError, match="SGD would step with this rank's own gradients"):
-                    optimizer.step()
         handle.detach()
         optimizer.step()
         return [each.detach() for each in bare.parameters()]
@@ -484,28 +470,8 @@ def bare_gradients() -> None:
         assert torch.allclose(one, other, atol=1e-6)
     with pytest.warns(UserWarning, match=r"gradients stay as they are; wrap it; or call handle\.reduce\(\)"):
         sparsync.attach(bare_model(), TopK(0.1))
-    with case("a handle that nobody keeps"):
-        bare = bare_model()
-        optimizer = sgd(bare)
-        dropped = weakref.ref(sparsync.attach(bare, Dense(), exchange=Gradients(), optimizer=optimizer))
-        gc.collect()
-        bare(batch(0, 0)[0]).sum().backward()
-        with pytest.raises(RuntimeError, match="SGD would step with this rank's own gradients"):
-            optimizer.step()
-        del bare, optimizer
-        gc.collect()
-        assert dropped() is None
-    with case("one that was closed"):
-        bare = bare_model()
-        optimizer = sgd(bare)
-        with sparsync.attach(bare, Dense(), exchange=Gradients(), optimizer=optimizer) as handle:
-            dropped = weakref.ref(handle)
-        optimizer.step()
-        del handle
-        gc.collect()
-        assert dropped() is None
     dist.barrier()  # a process that ends while another one still connects would be missed
 
 
-def test_gradients_of_a_bare_module_are_reduced_by_a_call_and_an_optimizer_does_not_step_without() -> None:
+def test_gradients_of_a_bare_module_are_reduced_by_a_call_as_under_ddp() -> None:
     run(bare_gradients, P)

@@ -148,48 +148,6 @@ def copies_of_a_model() -> None:
     handle.close()
 
 
-def hook_by_hand() -> None:
-    plain, hooked, named = ddp(), ddp(), ddp()
-    handle = sparsync.attach(plain, TopK(density=0.1))
-    state, hook = sparsync.ddp_comm_hook(TopK(density=0.1))
-    hooked.register_comm_hook(state, hook)
-    pair = sparsync.ddp_comm_hook(TopK(density=0.1), named.module)
-    named.register_comm_hook(pair.state, pair.hook)
-    for step in range(3):
-        wanted = gradients(plain, step)
-        assert equal(gradients(hooked, step), wanted) and equal(gradients(named, step), wanted)
-    assert list(pair.state.handle.layout()) == NAMES
-    assert sorted(state.handle.layout()) == [f"parameter{number}" for number in range(6)]
-    saved = state.open().state_dict()
-    state.handle.close()
-    later = ddp()
-    pair = sparsync.ddp_comm_hook(TopK(density=0.1))
-    later.register_comm_hook(*pair)
-    pair.state.open().load_state_dict(saved)  # before the first step
-    assert equal(gradients(later, 3), gradients(plain, 3))
-    with refused(RuntimeError, "already has a communication hook"):
-        sparsync.attach(later, TopK())
-    handle.close()
-
-
-def one_hook_two_models() -> None:
-    pair, plain = sparsync.ddp_comm_hook(TopK(density=0.1)), ddp(bucket_cap_mb=0.001)
-    first, second = (ddp(bucket_cap_mb=0.001) for _ in range(2))
-    handle = sparsync.attach(plain, TopK(density=0.1))
-    for model in (first, second):
-        model.register_comm_hook(*pair)
-    for step in range(3):
-        assert equal(gradients(first, step), gradients(plain, step))
-        if step < 2:  # DDP changes its buckets after the first one
-            with refused(RuntimeError, "reduces another model already", "make a pair for each model"):
-                gradients(second, step)
-    wrapped_again = DistributedDataParallel(first.module)
-    wrapped_again.register_comm_hook(*pair)
-    assert equal(gradients(wrapped_again, 3), gradients(plain, 3))
-    pair.state.handle.close()
-    handle.close()
-
-
 def another_scheme() -> None:
     model, dense = ddp(), ddp()
     handle = sparsync.attach(model, Dense(), options=sparsync.Options(dense_below=0))
@@ -311,12 +269,6 @@ def detached() -> None:
     again = sparsync.attach(model, handle.scheme)
     assert equal(gradients(model, 2), gradients(kept, 2))
     again.detach()
-    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)))
-    with pytest.warns(UserWarning, match="sparse=True"):
-        sparsync.attach(sparse, TopK()).detach()
-    sparse(torch.tensor([dist.get_rank(), 3])).sum().backward()
-    mean = sparse.module[0].weight.grad.to_dense()
-    assert mean[0].abs().sum() > 0 and torch.equal(mean[3], 2 * mean[0]) and torch.equal(mean[0], mean[1])
     other.close()
 
 
@@ -411,8 +363,6 @@ def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up(
         one_scheme_two_models,
         schemes_inside_a_scheme,
         copies_of_a_model,
-        hook_by_hand,
-        one_hook_two_models,
         another_scheme,
         settings_of_one_rank,
         schemes_by_parameter_for_others,

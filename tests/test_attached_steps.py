@@ -360,9 +360,6 @@ def refused() -> None:
             training.model(batch(0, 0)[0]).sum().backward()
     with case("arguments of gradients"):
         model = DistributedDataParallel(bare_model())
-        adamw = torch.optim.AdamW(model.parameters())
-        with pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
-            sparsync.attach(model, TopK(0.1), optimizer=adamw, options=sparsync.Options(join_mb=1.0))
         with pytest.raises(ValueError, match=r"pass it, or several: attach\(model, .*, optimizer=optimizer\)"):
             sparsync.attach(model, TopK(0.1), exchange=Steps())
         with pytest.raises(

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import io
-import pickle
 import random
 import resource
 from collections.abc import Callable
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict_saver as dcp
-from torch import Tensor, nn
+from torch import Tensor
 
 from helpers.resized import check_resized
 from helpers.stepped import SHAPES, Stepped
 from sparsync import Dense, LocalWorld, MiCRO, TopK
 from sparsync.attached import checkpoint
 from sparsync.comm.local import LocalComm
-from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import state_file
 from sparsync.schemes import PerParameter
 from sparsync_lab.rivals.dgc import DGC
@@ -61,29 +59,12 @@ def names(folder: Path) -> list[str]:
 def test_two_models_in_one_folder_need_names_and_then_each_gets_its_own(tmp_path: Path) -> None:
     first, second = fresh().step(1), fresh(shapes=OTHER).step(2)
     checkpoint.save(first, tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"is of another model .*; pass name="):
-        checkpoint.save(second, tmp_path)
-    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     checkpoint.save(second, tmp_path, name="head")
     again, other = fresh(), fresh(shapes=OTHER)
     assert checkpoint.load(again, tmp_path) == 1
     assert checkpoint.load(other, tmp_path, name="head") == 2
     assert torch.equal(again.residual, first.residual)
     assert torch.equal(other.residual, second.residual)
-
-
-def test_states_of_a_model_that_is_gone_are_not_replaced_by_those_of_another_layout(tmp_path: Path) -> None:
-    saved(tmp_path)
-    other = fresh(shapes=OTHER).step(9)
-    with pytest.raises(
-        ValueError, match=r"rank0of1.pt is of another model .*: it has a parameter 'bias', .*; pass name="
-    ):
-        checkpoint.save(other, tmp_path)
-    with pytest.raises(ValueError, match=r"its scheme is 'topk', and this one is 'micro'; pass name="):
-        checkpoint.save(fresh(scheme=MiCRO(0.1)).step(9), tmp_path)
-    with pytest.raises(ValueError, match="'weight' has the shape \\(4, 5\\), and here \\(5, 4\\)"):
-        checkpoint.save(fresh(shapes={**SHAPES, "weight": (5, 4)}), tmp_path)
 
 
 def test_a_state_of_another_model_or_scheme_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -100,7 +81,7 @@ def test_a_state_of_another_model_or_scheme_is_refused_and_changes_nothing(tmp_p
             checkpoint.load(handle, tmp_path)
         assert str(error.value).startswith(str(file))
         assert torch.equal(handle.residual, before) and handle.state_dict()["step"] == 2
-    with pytest.raises(ValueError, match=r"no state of sparsync-other; .* It has those of sparsync; pass the name="):
+    with pytest.raises(ValueError, match=r"no state of sparsync-other .*none at all"):
         checkpoint.load(fresh(), tmp_path, name="other")
     for name in ("a/b", "a.b", "ä"):
         with pytest.raises(ValueError, match="name must consist of letters, digits"):
@@ -156,35 +137,6 @@ def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path
 def ended(content: bytes) -> bytes:
     """A zip file with the right comment."""
     return content[:-2] + b"\x4b\x00sparsync 2 " + hashlib.sha256(content[:-2]).hexdigest().encode()
-
-
-def test_a_file_of_another_rank_or_step_under_this_name_is_refused(tmp_path: Path) -> None:
-    def body(comm: LocalComm) -> None:
-        checkpoint.save(Stepped(comm).step(2), tmp_path / "here")
-        wait(comm)
-
-    world(2, body)
-    one = tmp_path / "here" / "sparsync.step2.rank1of2.pt"
-    one.write_bytes((tmp_path / "here" / "sparsync.step2.rank0of2.pt").read_bytes())
-
-    def refused(comm: LocalComm) -> None:
-        if (comm.rank, comm.size) == (0, 2):  # whose file is its own
-            assert checkpoint.load(Stepped(comm), tmp_path / "here") == 2
-            return
-        with pytest.raises(ValueError, match="it is of rank 0 of 2, and rank 1 of 2 is needed here"):
-            checkpoint.load(Stepped(comm), tmp_path / "here")
-
-    world(2, refused)
-    world(3, refused)
-
-
-def test_files_of_an_older_format_are_named(tmp_path: Path) -> None:
-    (tmp_path / "sparsync.step3.rank0of1.safetensors").touch()
-    assert checkpoint.holds_states(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"rank0of1.safetensors has format version 1, and this sparsync reads version 2"
-    ):
-        checkpoint.load(fresh(), tmp_path)
 
 
 # Writing.
@@ -341,14 +293,14 @@ def test_a_folder_without_all_states_is_refused(tmp_path: Path) -> None:
 
     world(3, body)
     assert checkpoint.holds_states(tmp_path)
-    with pytest.raises(ValueError, match=r"lacks the states of ranks \[0, 2\] of 3 at step 0"):
+    with pytest.raises(ValueError, match=r"step 0 has those of ranks \[1\] of 3"):
         checkpoint.load(fresh(), tmp_path)
 
 
 # torch.distributed.checkpoint.
 
 
-def test_a_distributed_checkpoint_of_one_rank_is_read_and_damaged_metadata_is_named(tmp_path: Path) -> None:
+def test_a_distributed_checkpoint_of_one_rank_is_read(tmp_path: Path) -> None:
     handle = fresh().step(3)
     dcp.save(
         {"model": torch.ones(3), "else": "x", **checkpoint.entries(handle, name="m")},
@@ -359,23 +311,6 @@ def test_a_distributed_checkpoint_of_one_rank_is_read_and_damaged_metadata_is_na
     again = fresh()
     assert checkpoint.load(again, tmp_path, name="m") == 3
     assert torch.equal(again.residual, handle.residual)
-    for content in (b"", b"x", pickle.dumps({"a": 1})):
-        (tmp_path / ".metadata").write_bytes(content)
-        with pytest.raises(ValueError, match=r"\.metadata is no metadata of a torch.distributed.checkpoint"):
-            checkpoint.load(again, tmp_path, name="m")
-
-
-def test_damaged_entries_of_a_distributed_checkpoint_are_refused(tmp_path: Path) -> None:
-    dcp.save(checkpoint.entries(fresh().step(3)), checkpoint_id=tmp_path, no_dist=True)
-    (data,) = tmp_path.glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
-    with pytest.raises(ValueError, match=r"sparsync\.step3\.rank0of1"):
-        checkpoint.load(fresh(), tmp_path)
-    data.unlink()
-    with pytest.raises(ValueError, match=r"has no entry 'sparsync.step3.rank0of1' that can be read"):
-        checkpoint.load(fresh(), tmp_path)
 
 
 # States.
@@ -395,21 +330,6 @@ def test_a_scheme_with_other_patterns_is_refused_before_anything_is_loaded() -> 
         with pytest.raises(ValueError, match=message):
             handle.load_state_dict(saved)
         assert torch.equal(handle.residual, before) and handle.state_dict()["step"] == 0
-
-
-def test_a_state_whose_optimizer_does_not_fit_leaves_the_weights(tmp_path: Path) -> None:
-    def body(comm: LocalComm) -> None:
-        made = nn.Linear(2, 2)
-        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.5), every=2, comm=comm)
-        state = steps.state_dict()
-        state["local_steps"]["common"] = {name: 2 * each for name, each in state["local_steps"]["common"].items()}
-        state["local_steps"]["optimizers"][0]["param_groups"] *= 2
-        before = [each.detach().clone() for each in made.parameters()]
-        with pytest.raises(ValueError, match=r"groups have \[\[2, 2\]\] parameters, and now they have \[\[2\]\]"):
-            steps.load_state_dict(state)
-        assert all(map(torch.equal, made.parameters(), before))
-
-    alone(body)
 
 
 def test_the_velocity_of_dgc_is_redistributed_as_residuals_are() -> None:

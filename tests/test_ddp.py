@@ -4,8 +4,6 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +21,6 @@ from helpers.ddp_training import (
     RankRecord,
     check,
     known,
-    step_at_once,
-    total,
 )
 from helpers.distributed import case, run
 from helpers.known_gradients import FEW, KnownGradients, expected, noted, row, schemes
@@ -81,46 +77,6 @@ def test_every_step_is_that_of_every_scheme_without_ddp_in_few_and_many_buckets(
     check_late(P, [id], (2, 8, 32) if P == 2 and id in FEW else (8,), 50 if P == 2 else 20)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
-    "static_graph": {"static_graph": True},
-    "static_graph with views": {"static_graph": True, "gradient_as_bucket_view": True},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "float64": {"dtype": torch.float64},
-}
-
-
-def train_with_options(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], RankRecord]:
-    found = {}
-    for id, name in pairs:
-        with case(f"{id}, {name}"):
-            training = AttachedTraining(id, **OPTIONS[name])
-            for _ in range(4):
-                training.step()
-            found[id, name] = training.done()
-    return found
-
-
-TWO = ("topk-0.1", "skip-default")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        pytest.param([*zip(cycle(TWO), OPTIONS, strict=False)], id="one scheme each"),
-        pytest.param([*zip(cycle(reversed(TWO)), OPTIONS, strict=False)], id="the other", marks=pytest.mark.slow),
-    ],
-)
-def test_options_of_ddp_and_types_of_gradients_change_nothing(pairs: list[tuple[str, str]]) -> None:
-    ranks = run(train_with_options, 2, pairs=pairs)
-    for id, name in ranks[0]:
-        dtype = OPTIONS[name].get("dtype", torch.float32)
-        with case(f"{id}, {name}"):
-            check(id, [rank[id, name] for rank in ranks], lambda *which, dtype=dtype: known(*which).to(dtype))
-
-
 UNUSED = "block3.bias"
 
 
@@ -128,94 +84,6 @@ def used(rank: int, step: int, name: str) -> bool:
     """Some parameters are left out by one of two ranks, another one each time; one is never used by anybody."""
     number = NAMES.index(name)
     return name != UNUSED and (number + step) % 3 != rank
-
-
-def train_in_part(ids: Iterable[str]) -> dict[tuple[str, bool], RankRecord]:
-    found = {}
-    for id in ids:
-        for view in (False, True):
-            with case(f"{id}, {view=}"):
-                training = AttachedTraining(id, find_unused_parameters=True, gradient_as_bucket_view=view)
-                for step in range(5):
-                    inputs = training.model.inputs(training.rank, step)
-                    training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
-                found[id, view] = training.done()
-                untouched = training.model.get_parameter(UNUSED).grad
-                assert untouched is None
-    return found
-
-
-@pytest.mark.slow
-def test_a_parameter_that_a_rank_did_not_use_counts_as_zero_there() -> None:
-    ranks = run(train_in_part, 2, ids=("topk-0.1", "skip-default-feedback"))
-    for key in ranks[0]:
-        with case(key):
-            trained = [rank[key] for rank in ranks]
-            for rank in trained:
-                rank.grads.nan_to_num_(nan=0.0)  # of the one that nobody uses
-            check(key[0], trained, lambda *which: known(*which) if used(*which) else torch.zeros(N))
-
-
-def accumulate(ids: Iterable[str]) -> dict[str, RankRecord]:
-    found = {}
-    for id in ids:
-        with case(id):
-            training = AttachedTraining(id)
-            for step in range(4):
-                for part in range(2):
-                    with training.ddp.no_sync():
-                        training.ddp(training.model.inputs(training.rank, 3 * step + part)).backward()
-                inputs = training.model.inputs(training.rank, 3 * step + 2)
-                training.ddp(inputs).backward()
-                training.rows.append(training.model.gradients().clone())
-                training.ddp.zero_grad()
-            found[id] = training.done()
-    return found
-
-
-def test_accumulated_gradients_are_reduced_once() -> None:
-    ids = ("topk-0.1", "skip-default")
-    ranks = run(accumulate, 2, ids=ids)
-    for id in ids:
-        with case(id):
-            trained = [rank[id] for rank in ranks]
-            assert list(trained[0].steps) == [0, 1, 2, 3]
-            check(id, trained, lambda rank, step, name: total(known(rank, 3 * step + part, name) for part in range(3)))
-
-
-def train_two_models() -> list[RankRecord]:
-    """Two models with different schemes: one after the other, then both in one backward pass."""
-    both = [AttachedTraining("topk-0.1", 8), AttachedTraining("skip-default", 32)]
-    for step in range(6):
-        if step % 2:
-            for training in both:
-                training.step()
-            continue
-        step_at_once(both, step)
-    return [training.done() for training in both]
-
-
-@pytest.mark.slow
-def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
-    ranks = run(train_two_models, 2)
-    check("topk-0.1", [rank[0] for rank in ranks])
-    check("skip-default", [rank[1] for rank in ranks])
-
-
-def train_on_subgroups() -> tuple[int, RankRecord]:
-    """Ranks 0 and 2 train one model, ranks 1 and 3 another; rank 3 is in one more group than rank 1."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3]), dist.new_group([2, 3])]
-    training = AttachedTraining("skip-default-feedback", process_group=groups[dist.get_rank() % 2])
-    for _ in range(5):
-        training.step()
-    return training.rank, training.done()
-
-
-def test_a_model_may_live_on_some_of_the_ranks() -> None:
-    ranks = run(train_on_subgroups, 4)
-    assert [rank for rank, _ in ranks] == [0, 0, 1, 1]
-    for first in (0, 1):
-        check("skip-default-feedback", [ranks[first][1], ranks[first + 2][1]])
 
 
 def train_alone(ids: Iterable[str]) -> dict[str, RankRecord]:

@@ -231,7 +231,7 @@ class NoBucket:
     def index(self) -> int:
         return 0
 
-    def buffer(self) -> Tensor:
+    def parameters(self) -> list[Tensor]:
         raise ValueError("there is no gradient")
 
 

@@ -1,10 +1,8 @@
 """The state of attach: residuals through new buckets, restarts and learning rates; reports; and its thread."""
 
 import gc
-import io
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -52,49 +50,6 @@ def test_new_buckets_after_the_first_step_lose_nothing_of_the_residual(id: str) 
 
 # DDP keeps the same buckets from the first step on, also after a restart.
 STABLE: dict[str, Any] = {"find_unused_parameters": True}
-
-
-def saved(handle: Handle) -> bytes:
-    file = io.BytesIO()
-    torch.save(handle.state_dict(), file)
-    return file.getvalue()
-
-
-def resume(ids: Iterable[str]) -> dict[str, list[RankRecord]]:
-    """Six steps at once; three, and the other three by a new model and handle; and those three with other buckets."""
-    found = {}
-    for id in ids:
-        with case(id):
-            # DDP has one bucket in the first step of each of these, and 4 from then on.
-            whole, first, again = AttachedTraining(id), AttachedTraining(id), AttachedTraining(id)
-            other = AttachedTraining(id, buckets=2, **STABLE)
-            for _ in range(6):
-                whole.step()
-            for _ in range(3):
-                first.step()
-            for later in (again, other):
-                later.handle.load_state_dict(torch.load(io.BytesIO(saved(first.handle)), weights_only=True))
-                later.rows += first.rows
-                later.buckets |= first.buckets
-                for _ in range(3):
-                    later.step()
-            found[id] = [training.done() for training in (whole, again, other)]
-    return found
-
-
-@pytest.mark.slow
-def test_a_saved_state_resumes_to_the_same_bits_also_in_other_buckets() -> None:
-    ids = ["dense-ring", "topk-0.1", "skip-default-feedback"]
-    ranks = run(resume, 2, ids=ids)
-    for id in ids:
-        with case(id):
-            for rank in ranks:
-                whole, again, other = rank[id]
-                again.check(whole.grads, whole.residual)
-                assert [len(layouts) for layouts in whole.steps.values()] == [1] + 5 * [4]
-                assert whole.steps == again.steps
-                assert other.steps[2] == other.steps[3] != other.steps[4]
-            check(id, [rank[id][2] for rank in ranks])
 
 
 # Powers of two, for two groups of parameters.

@@ -24,30 +24,29 @@ from sparsync_lab.rivals.powersgd import PowerSGD
 pytestmark = pytest.mark.distributed
 
 
-def named(words: str, model: DistributedDataParallel, scheme: sparsync.Scheme, error: type[Exception]) -> None:
+def named(words: str, model: nn.Module, scheme: sparsync.Scheme, error: type[Exception]) -> None:
     """The doctor finds it, and attach refuses it with the same words."""
-    (finding,) = sparsync.doctor(model, scheme)
+    (finding,) = sparsync.doctor(model, scheme, exchange=Gradients())
     assert finding.refused is error
     assert words in str(finding)
     with pytest.raises(error, match=words):
-        sparsync.attach(model, scheme)
+        sparsync.attach(model, scheme, exchange=Gradients())
 
 
 def refused() -> None:
     # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
     from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
-    layer = nn.Linear(3, 3)
-    named(
-        "use torch.autocast", DistributedDataParallel(layer, mixed_precision=_MixedPrecision()), Dense(), RuntimeError
-    )
+    mixed = DistributedDataParallel(nn.Linear(3, 3), mixed_precision=_MixedPrecision())
+    named("without mixed_precision=", mixed, Dense(), RuntimeError)
     stepping = nn.Linear(3, 3)
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
-    named("step the optimizer after", DistributedDataParallel(stepping), Dense(), RuntimeError)
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    compiled = DistributedDataParallel(nn.Linear(3, 3))
-    torch._dynamo.config.optimize_ddp = True
-    named("ddp_optimizer", compiled, Dense(), RuntimeError)
+    named("steps in the backward pass", DistributedDataParallel(stepping), Dense(), RuntimeError)
+    named("an optimizer steps during the backward pass", stepping, Dense(), RuntimeError)
+    words = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
+    named("'words' has sparse=True", words, Dense(), ValueError)
+    with pytest.raises(TypeError, match="pass the bare module"):
+        sparsync.doctor(nn.Sequential(DistributedDataParallel(nn.Linear(3, 3))), Dense())
 
 
 def warned() -> None:
@@ -63,11 +62,6 @@ def warned() -> None:
         assert word in str(finding)
     with pytest.warns(UserWarning, match="matches no parameter"):
         sparsync.attach(plain, MiCRO(dense=("norm.*",)))
-    with pytest.warns(UserWarning, match="leave static_graph out if you use no_sync"):
-        sparsync.attach(DistributedDataParallel(nn.Linear(3, 3), static_graph=True), Dense())
-    words = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
-    with pytest.warns(UserWarning, match="'words' has sparse=True, and its gradient is reduced in full"):
-        sparsync.attach(DistributedDataParallel(words), Dense())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparsync.attach(DistributedDataParallel(nn.Linear(3, 3)), SkipReduce(protect=("bias",)))
@@ -139,12 +133,10 @@ def optimizers() -> None:
             words = f"{name} has the momentum itself, and {own} adds its own; use torch.optim.SGD without momentum"
             assert said(scheme, optimizer) == words
     assert said(DGC(momentum=0.0), momentum) == ""
-    for make in (partial(sparsync.attach, ddp, exchange=Gradients()), partial(sparsync.GradientReducer, model)):
+    for wrapped in (ddp, nn.Linear(3, 3)):
+        own = AdamW(wrapped.parameters())
         with pytest.warns(UserWarning, match="TopK leaves elements out, and AdamW is no SGD"):
-            make(TopK(0.01), optimizer=adamw).close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sparsync.GradientReducer(model, TopK(0.01), optimizer=momentum)
+            sparsync.attach(wrapped, TopK(0.01), optimizer=own, exchange=Gradients()).close()
 
 
 class InnerOptimizer(Optimizer):

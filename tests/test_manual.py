@@ -1,6 +1,5 @@
 """One call after the backward pass: the same gradients as the scheme gives by itself, in any loop."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -82,26 +81,13 @@ def test_a_parameter_without_gradient_counts_as_zero_and_gets_the_mean() -> None
     run(in_part, 2)
 
 
-def refusals() -> None:
-    # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
-    from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
-
-    hooked = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-    sparsync.attach(hooked, Dense())
-    with pytest.raises(TypeError, match="or pass the bare module"):
-        GradientReducer(hooked, Dense())
-    with pytest.raises(TypeError, match="scheme must be an instance of"):
-        GradientReducer(nn.Linear(3, 3), "topk")  # pyright: ignore[reportArgumentType]
-    stepping = nn.Linear(3, 3)
-    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
-    with pytest.raises(RuntimeError, match="step it after they are reduced"):
-        GradientReducer(stepping, TopK(0.5))
+def refused() -> None:
     with pytest.raises(RuntimeError, match="density"):
         GradientReducer(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
 
 
-def test_what_cannot_be_reduced_is_refused() -> None:
-    run(refusals, 2)
+def test_ranks_with_different_schemes_are_refused() -> None:
+    run(refused, 2)
 
 
 def resumed(folder: Path) -> None:
@@ -163,37 +149,6 @@ def numbered() -> list[int]:
 
 def test_steps_are_counted_unless_their_number_is_given() -> None:
     assert run(numbered, 2) == [[0, 1, 7, 8, 7]] * 2
-
-
-def sparse_gradients() -> None:
-    rank = dist.get_rank()
-    by_hook = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
-    by_call = copy.deepcopy(by_hook)
-    hooked = nn.parallel.DistributedDataParallel(by_hook)
-    models: list[nn.Module] = [hooked, by_call]
-    handle, reducer = sparsync.attach(hooked, TopK(1.0)), GradientReducer(by_call, TopK(1.0))
-    for step in range(3):
-        for model in models:
-            model.zero_grad()
-            model(torch.tensor([rank, step])).sum().backward()
-        reducer.reduce()
-        for ours, theirs in zip(by_call.parameters(), by_hook.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert ours.grad.is_sparse == theirs.grad.is_sparse
-            assert torch.equal(ours.grad.to_dense(), theirs.grad.to_dense())
-        counts = torch.zeros(4)
-        for word in (0, 1, step, step):
-            counts[word] += 0.5
-        words, above = next(by_hook.parameters()), list(by_hook.parameters())[1]
-        assert words.grad is not None
-        assert torch.allclose(words.grad.to_dense(), counts[:, None] * above.sum(0))
-    assert {report.scheme for report in handle.reports()} == {"dense", "topk"}
-
-
-@pytest.mark.filterwarnings("ignore:the embedding")
-def test_sparse_gradients_are_reduced_in_full_and_reported_so_behind_either_integration() -> None:
-    run(sparse_gradients, 2)
 
 
 class FailsOnce(TopK):
@@ -275,28 +230,10 @@ def test_ranks_that_came_apart_must_load_a_checkpoint_and_then_go_on() -> None:
     assert second == ["0.5", "10.5", "ConnectionLostError", *apart, "50.5", "60.5"]
 
 
-def test_more_elements_than_positions_can_name_are_several_buckets_as_are_other_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Cut between parameters, in their order; each is full before the next begins."""
-    made: nn.Module = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(5, 1)])
-    monkeypatch.setattr("sparsync.attached.manual._MOST", 8)
-
-    def names() -> dict[str, list[str]]:
-        reducer = GradientReducer.__new__(GradientReducer)
-        reducer.model = made
-        return {key: list(parameters) for key, parameters in reducer._buckets().items()}
-
-    assert names() == {
-        "float32": ["0.weight", "0.bias"],
-        "float32/1": ["1.weight", "1.bias"],
-        "float32/2": ["2.weight", "2.bias"],
-    }
+def test_parameters_on_other_devices_are_another_bucket() -> None:
     for devices in (("cpu", "meta", "cpu"), ("cuda:2", "cuda:3", "cuda:2")):
+        reducer = GradientReducer.__new__(GradientReducer)
         with FakeTensorMode():
-            made = nn.ParameterList([torch.empty(2, device=device) for device in devices])
-        assert names() == {"float32": ["0", "2"], "float32/1": ["1"]}
-    made = nn.ModuleList([nn.Linear(3, 2)])
-    monkeypatch.setattr("sparsync.attached.manual._MOST", 5)
-    with pytest.raises(ValueError, match=r"a parameter is reduced with at most 5 elements, '0.weight' has 6; shard it"):
-        names()
+            reducer.model = nn.ParameterList([torch.empty(2, device=device) for device in devices])
+        found = {key: list(parameters) for key, parameters in reducer._buckets().items()}
+        assert found == {"float32": ["0", "2"], "float32/1": ["1"]}

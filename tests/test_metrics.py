@@ -1,4 +1,4 @@
-"""What a training reports arrives in TensorBoard, wandb and Prometheus; and the profiler names phases with their buckets."""
+"""What a training reports arrives in TensorBoard and wandb; and the profiler names phases with their buckets."""
 # pyright: reportMissingImports=false
 
 import json
@@ -16,7 +16,7 @@ import sparsync
 from helpers.ddp_training import AttachedTraining
 from helpers.distributed import run
 from sparsync import Cost, MiCRO, Report, TopK
-from sparsync.adapters.metrics import Prometheus, TensorBoard, Wandb, numbers, residual_norm
+from sparsync.adapters.metrics import TensorBoard, Wandb, numbers, residual_norm
 
 STEPS = [[100, 20], [60, 20]]  # bytes of two buckets in two steps
 FOUND = {
@@ -63,7 +63,7 @@ def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
     from torch.utils.tensorboard.writer import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
-        TensorBoard(writer, by_bucket=True).record(reports(), residual_norm=3.0)
+        TensorBoard(writer).record(reports(), residual_norm=3.0)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
 
@@ -71,7 +71,6 @@ def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
         return [(event.step, event.value) for event in events.Scalars(f"sparsync/{name}")]
 
     assert values("bytes_sent") == [(0, 120.0), (1, 80.0)]
-    assert values("bucket1/bytes_sent") == [(0, 20.0), (1, 20.0)]
     assert values("overflows") == [(0, 0.0), (1, 1.0)]
     assert values("residual_norm") == [(1, 3.0)]
     for name, value in FOUND.items():
@@ -121,23 +120,6 @@ def test_an_offline_run_of_wandb_holds_what_was_recorded(tmp_path: Path) -> None
     assert second["sparsync/residual_norm"] == 3
     for name, value in FOUND.items():
         assert first[f"sparsync/{name}"] == value
-
-
-@pytest.mark.parametrize("by_bucket", [False, True])
-def test_prometheus_reads_sums_of_all_steps_and_the_latest_density(by_bucket: bool) -> None:
-    prometheus = pytest.importorskip("prometheus_client")
-    registry = prometheus.CollectorRegistry()
-    recorder = Prometheus(registry, by_bucket=by_bucket)
-    recorder.record(reports()[:2])
-    recorder.record(reports()[2:], residual_norm=3.0)
-    lines = prometheus.generate_latest(registry).decode().splitlines()
-    bucket = 'bucket="bucket1",' if by_bucket else ""
-    wanted = {"bytes_sent_total": 40.0, "overflows_total": 1.0, "wait_seconds_total": 0.5, "select_seconds_total": 0.25}
-    if not by_bucket:
-        wanted |= {"bytes_sent_total": 200.0, "wait_seconds_total": 1.0, "select_seconds_total": 0.5}
-    for name, value in (wanted | {"density": 0.25}).items():
-        assert f'sparsync_{name}{{{bucket}scheme="micro"}} {value}' in lines
-    assert "sparsync_residual_norm 3.0" in lines
 
 
 def norms() -> None:

@@ -4,7 +4,6 @@ from sparsync import schemes as schemes
 from sparsync import testing as testing
 from sparsync.attached import checkpoint as checkpoint
 from sparsync.attached.attach import attach as attach
-from sparsync.attached.ddp import ddp_comm_hook as ddp_comm_hook
 from sparsync.attached.doctor import doctor as doctor
 from sparsync.attached.manual import GradientReducer as GradientReducer
 from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
@@ -31,7 +30,6 @@ from sparsync.feedback import Accumulator as Accumulator
 from sparsync.runtime.handle import Gradients as Gradients
 from sparsync.runtime.handle import Handle as Handle
 from sparsync.runtime.options import Options as Options
-from sparsync.runtime.parameter_format import ParameterFormat as ParameterFormat
 from sparsync.runtime.snapshot import Snapshot as Snapshot
 from sparsync.schemes.dense import Dense as Dense
 from sparsync.schemes.micro import MiCRO as MiCRO

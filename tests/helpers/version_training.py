@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sparsync
 from helpers.fsdp_training import SHAPES, Net, backward, everywhere, inputs, made, mean, on, same, saved
 from invariants.world import same_bits
-from sparsync import AdamWSteps, Bucket, Dense, MiCRO, Report, State, TopK
-from sparsync.attached.fsdp2_units import recovery
+from sparsync import AdamWSteps, Bucket, Dense, MiCRO, Report, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
@@ -89,8 +88,6 @@ def failed() -> str:
             found = backward(net, inputs(step))
         except RuntimeError as error:
             assert (step, "failed on bucket" in str(error) or "was not reduced" in str(error)) == (1, True), error
-            if not hasattr(net, "reset_iter_state"):
-                return recovery()
             net.reset_iter_state()
         else:
             assert step != 1

@@ -20,6 +20,7 @@ from integrations.situations import (
     as_in_memory,
     both_same_on_all_ranks,
     common,
+    nothing,
     same_of_the_others,
     same_on_all_ranks,
     trained,
@@ -98,7 +99,7 @@ def uneven_as_expected(id: str, ranks: list[RankRecord]) -> None:
     ranks[1].check(wanted.grads[:BATCHES], wanted.residuals[1])
 
 
-def the_others_reduced(id: str, ranks: list[tuple[RankRecord, Tensor]]) -> None:
+def same_without_late(id: str, ranks: list[tuple[RankRecord, Tensor]]) -> None:
     same_of_the_others(id, [done for done, _ in ranks], keys=())
 
 
@@ -145,14 +146,6 @@ def refused(id: str, model: Callable[[], DistributedDataParallel]) -> None:
         sparsync.attach(ddp, row(id).make(), options=sparsync.Options(timeout_s=TIMEOUT_S))
 
 
-def with_python_reducer() -> DistributedDataParallel:
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    try:
-        return DistributedDataParallel(nn.Linear(3, 3))
-    finally:
-        torch._dynamo.config.optimize_ddp = True
-
-
 def with_mixed_precision() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(3, 3), mixed_precision=_MixedPrecision())
 
@@ -172,10 +165,6 @@ def with_hook() -> DistributedDataParallel:
     return model
 
 
-def nothing(id: str, ranks: list[Any]) -> None:
-    raise AssertionError("it should have been refused")
-
-
 def refusal(model: Callable[[], DistributedDataParallel]) -> Case:
     return Case("-", trial(partial(refused, model=model), nothing))
 
@@ -185,7 +174,7 @@ CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
         SAME, trial(partial(with_options, gradient_as_bucket_view=True), same_on_all_ranks)
     ),
     "static_graph=True": Case(
-        "attach warns that DDP cannot accumulate then",
+        SAME,
         trial(partial(with_options, static_graph=True), same_on_all_ranks),
     ),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
@@ -194,7 +183,7 @@ CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
     ),
     "parameters that are trained later": Case(
         "DDP does not reduce them",
-        trial(partial(unfrozen, integration=partial(Attached, **STABLE)), the_others_reduced),
+        trial(partial(unfrozen, integration=partial(Attached, **STABLE)), same_without_late),
     ),
     "ranks that run out of data (join)": Case(
         "the gradients of a joined rank count as zero", trial(uneven, uneven_as_expected)
@@ -203,7 +192,6 @@ CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
     "a group that is not the world": Case(SAME, trial(in_a_group, same_on_all_ranks, P=3)),
     "buckets that change": Case("no residual is lost", trial(rebucketed, same_on_all_ranks)),
     "torch.compile": Case(SAME, trial(compiled, same_on_all_ranks)),
-    "torch.compile with the python reducer": refusal(with_python_reducer),
     "DDP's mixed_precision": refusal(with_mixed_precision),
     "an optimizer in the backward pass": refusal(with_stepping_optimizer),
     "a model that is reduced already": refusal(with_hook),

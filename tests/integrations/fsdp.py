@@ -303,7 +303,6 @@ def cases(axis: Axis) -> dict[str, Case]:
         "a group that is not the world": case(in_a_group, P=3),
         "buckets that change": case(rewrapped, claim=f"{SAME} from a state saved before fully_shard on other modules"),
         "torch.compile": case(compiled),
-        "torch.compile with the python reducer": OPTION,
         "DDP's mixed_precision": OPTION,
         "an optimizer in the backward pass": case(
             stepping, claim=f"{SAME} for an optimizer that takes each gradient when it is ready"

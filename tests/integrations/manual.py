@@ -1,4 +1,4 @@
-"""The integration `GradientReducer`: any training loop without DistributedDataParallel."""
+"""The integration of a bare model, `GradientReducer`: any training loop without DistributedDataParallel."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
-from helpers.known_gradients import KnownGradients, noted, row
-from integrations.attach import BATCHES, nothing, of_used, zero_afterwards
-from integrations.situations import SAME, STEPS, common, same_on_all_ranks, trained, unfrozen
+from helpers.known_gradients import KnownGradients, row
+from integrations.attach import BATCHES, of_used, zero_afterwards
+from integrations.situations import SAME, STEPS, common, nothing, same_on_all_ranks, trained, unfrozen
 from integrations.table import Case, absent, refusals, trial
 from invariants.world import same_bits
-from sparsync import GradientReducer, Options
+from sparsync import Gradients, Options, attach
 from sparsync.attached import checkpoint
 from test_ddp import used
 
@@ -25,7 +25,7 @@ OPTION = absent("an option of DistributedDataParallel; this integration takes th
 
 
 class Manual:
-    """A training by a GradientReducer on this rank, and the record of its steps."""
+    """A training of a bare model on this rank, and the record of its steps."""
 
     def __init__(
         self,
@@ -40,8 +40,13 @@ class Manual:
         self.rank = dist.get_rank(group)
         self.rows: list[Tensor] = []
         with refusals():
-            self.reducer = GradientReducer(
-                self.model, row(id).make(), group=group, scaler=scaler, options=Options(timeout_s=TIMEOUT_S)
+            self.reducer: Any = attach(
+                self.model,
+                self.recorder,
+                exchange=Gradients(),
+                group=group,
+                scaler=scaler,
+                options=Options(timeout_s=TIMEOUT_S),
             )
 
         self.handle, self.buckets = self.reducer, noted(self.reducer.state)
@@ -118,14 +123,13 @@ def with_stepping_optimizer(id: str) -> None:
 
 def with_ddp(id: str) -> None:
     with refusals():
-        GradientReducer(DistributedDataParallel(KnownGradients(2, N)), row(id).make())
+        attach(nn.Sequential(DistributedDataParallel(KnownGradients(2, N))), row(id).make(), exchange=Gradients())
 
 
 CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
     "gradient_as_bucket_view=True": OPTION,
     "static_graph=True": OPTION,
     "DDP's mixed_precision": OPTION,
-    "torch.compile with the python reducer": OPTION,
     "buckets that change": absent("there is always one bucket for each type of gradient"),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
         "an unused parameter counts as zero, and one that no rank uses gets zero",

@@ -22,8 +22,8 @@ from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N
 from helpers.distributed import run
 from helpers.known_gradients import KnownGradients, row
 from helpers.resized import check_resized
-from integrations.attach import BATCHES, with_mixed_precision, with_python_reducer
-from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
+from integrations.attach import BATCHES, with_mixed_precision
+from integrations.failing import FAILURE, Failure, failed_on_all_ranks, failing
 from integrations.situations import (
     OTHER,
     STEPS,
@@ -541,7 +541,6 @@ def cases(make: Make) -> dict[str, Case]:
         "accumulation over backward passes (no_sync)": case(accumulated, alone=at_once if local else accumulated),
         "gradient_as_bucket_view=True": of_ddp(gradient_as_bucket_view=True),
         "static_graph=True": of_ddp(static_graph=True),
-        "torch.compile with the python reducer": refusal(refused_ddp, model=with_python_reducer) if ddp else OPTION,
         "DDP's mixed_precision": refusal(refused_ddp, model=with_mixed_precision) if ddp else OPTION,
         "parameters that ranks do not use (find_unused_parameters=True)": case(
             in_part,

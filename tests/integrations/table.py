@@ -37,7 +37,6 @@ SITUATIONS = (  # every integration has a case for each
     "a group that is not the world",
     "buckets that change",
     "torch.compile",
-    "torch.compile with the python reducer",
     "DDP's mixed_precision",
     "an optimizer in the backward pass",
     "a model that is reduced already",

@@ -48,12 +48,15 @@ def test_what_is_run_again_is_what_the_page_says() -> None:
     assert cells(part(QUICK)) == {situation: found[situation] for situation in QUICK}
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("integration", ["`Steps`, DDP", "`LocalSteps`"])
-def test_between_processes_what_is_frozen_stays_and_all_else_has_the_bits_of_a_local_world(integration: str) -> None:
-    found = INTEGRATIONS[integration]["frozen parameters"].trial([SCHEMES["TwoShot"]])
-    assert found == {SCHEMES["TwoShot"]: TrialVerdict(WORKS)}
+@pytest.mark.parametrize(
+    "integration",
+    [pytest.param(each, marks=[] if each == "`attach`, DDP" else pytest.mark.slow) for each in INTEGRATIONS],
+)
+def test_in_every_situation_a_scheme_works_or_is_refused_behind_every_integration(integration: str) -> None:
+    cases, id = INTEGRATIONS[integration], SCHEMES["TwoShot"]
+    verdicts = {situation: cases[situation].trial([id])[id] for situation in SITUATIONS}
+    assert {situation: each for situation, each in verdicts.items() if each.word == FAILS} == {}
 
 
 def right(values: list[object]) -> None:

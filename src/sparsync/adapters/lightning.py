@@ -2,16 +2,17 @@
 
     trainer = Trainer(strategy="ddp", callbacks=[Sparsync()])
 
-Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and ignores it on CPU in silence. For Fabric there is
-sparsync.attach.
+For Fabric there is sparsync.attach.
 """
 # pyright: reportMissingImports=false
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import Attaching, clip_by_common_norm, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, ddp_inside
 from sparsync.attached import checkpoint as states
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -22,21 +23,14 @@ from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
 
-with needs("lightning", "2.6"):
-    try:
-        from lightning.pytorch import Callback, LightningModule, Trainer
-    except ImportError:
-        from pytorch_lightning import Callback, LightningModule, Trainer
-
 KEY = "sparsync"  # of all ranks' states in a checkpoint
 
 
-class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one of two packages
+class Sparsync(Callback):
     """Attaches to the model of each `fit` with DDP; `handle` is that of `sparsync.attach` for the latest `fit`.
 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; what is held back stays for the next `fit`. Residuals of
     gradients follow the loss scaler and the clipping, and with `Options(follow_rates=True)` the learning rates of the optimizers.
-    With steps, clipping by norm is by the norm of all ranks.
     `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
     continue from it; with one rank nothing is attached. The other arguments are as for `sparsync.attach`. `fit` raises as that does, and
     TypeError for strategies other than DDP's.
@@ -68,8 +62,6 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         self.handle = self._attaching.attach(ddp, trainer.optimizers, scaler, in_turn=len(trainer.optimizers) > 1)
         if scaler is None and isinstance(self.handle, StepMethod):
             self.handle.never_scaled()
-        plugin = trainer.precision_plugin
-        clip_by_common_norm(plugin, "clip_grad_by_norm", self.handle, plugin.main_params, lambda: None)
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

@@ -6,12 +6,14 @@ trainer.train()
 """
 # pyright: reportMissingImports=false
 
-import weakref
 from pathlib import Path
 from typing import Any
 
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from sparsync.adapters.metrics import Recorder
-from sparsync.adapters.wrapped import Attaching, clip_by_common_norm, ddp_inside, needs
+from sparsync.adapters.wrapped import Attaching, ddp_inside
 from sparsync.attached import checkpoint
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
@@ -20,10 +22,6 @@ from sparsync.recipes import Bits
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import Options
-
-with needs("transformers", "5.23"):
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 
 def attach(
@@ -39,7 +37,7 @@ def attach(
     """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 
     Residuals of gradients follow its loss scaler and its clipping at `max_grad_norm`, and with `Options(follow_rates=True)` the learning
-    rate, which the Trainer changes at every step by default. With steps, the norm that the Trainer clips by and logs is that of all ranks.
+    rate, which the Trainer changes at every step by default.
     `recorder` gets the reports of the first rank after each step. Each rank's residuals are saved in every checkpoint folder; training that
     continues from one, with any number of ranks, loads them from there, or from `resume_from` if the folder was moved.
     The other arguments are as for `sparsync.attach`. `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
@@ -61,25 +59,23 @@ class Sparsync(TrainerCallback):
     ) -> None:
         self.recorder, self.resume_from, self._attaching = recorder, resume_from, attaching
         self.handle: Handle | None = None
-        self._trainer = weakref.ref(trainer)  # which holds this callback
-        self._model: weakref.ref[Any] | None = None  # the DDP model that the handle is of
+        self._trainer = trainer
+        self._model: Any = None  # the DDP model that the handle is of
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = self._trainer()
-        assert trainer is not None and trainer.model_wrapped is not None
+        trainer = self._trainer
+        assert trainer.model_wrapped is not None
         ddp = ddp_inside(trainer.model_wrapped, "Trainer", args.world_size)
         if ddp is None:
             return
-        if self._model is None or self._model() is not ddp:  # a second train() uses the model of the first
+        if self._model is not ddp:  # a second train() uses the model of the first
             if self.handle is not None:
                 self.handle.close()  # of a DDP model that is no longer trained
             optimizer, scaler = kwargs["optimizer"], trainer.accelerator.scaler
             self.handle = self._attaching.attach(ddp, optimizer, scaler)
-            accelerator = trainer.accelerator
-            clip_by_common_norm(accelerator, "clip_grad_norm_", self.handle, iter, accelerator.unscale_gradients)
-            self._model = weakref.ref(ddp)
+            self._model = ddp
         if state.global_step:
             self._resume(Path(self.resume_from or _folder(args, state)))
 

@@ -1,13 +1,7 @@
-"""Shared by adapters: the DDP model that a framework has wrapped, what attaches to it, the norm it clips by, and a missing package."""
+"""Shared by adapters: the DDP model that a trainer has wrapped, and what attaches to it."""
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from typing import Any
 
-import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -15,21 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.attached.attach import Attached, attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
-from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.recipes import Bits
 from sparsync.runtime.findings import check_scheme, warn_of
 from sparsync.runtime.handle import Gradients, Handle
 from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import inside_wrappers
-
-
-@contextmanager
-def needs(package: str, version: str) -> Iterator[None]:
-    """Turn an import that fails inside this block into an ImportError that says what to install; tested with this version."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f'this adapter needs {package} ({error}): pip install "{package}>={version}"') from error
 
 
 def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataParallel | None:
@@ -47,34 +31,6 @@ def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataP
         f"sparsync reduces the gradients of DistributedDataParallel, and {framework} made a {type(model).__name__} for {ranks} ranks; "
         f"choose DDP in {framework}"
     )
-
-
-def clip_by_common_norm(
-    owner: object, name: str, handle: Handle, parameters_of: Callable[..., object], prepare: Callable[[], object]
-) -> None:
-    """Have the method `name` of `owner`, which clips by norm, use `handle.clip_grad_norm_` where steps are exchanged.
-
-    Then all ranks clip and log by the same norm. `parameters_of` returns the parameters among the method's arguments, of which the second
-    is the greatest norm; `prepare` is called before. Parameters other than those of `handle` are clipped as before.
-    """
-    if not isinstance(handle, ExchangedSteps):
-        return
-    before = getattr(owner, name)
-
-    @wraps(before)
-    def clip(*given: Any, **named: Any) -> Any:  # Any: as the method has them
-        first, max_norm, *more = inspect.signature(before).bind(*given, **named).arguments.values()
-        found = [first] if isinstance(first, torch.Tensor) else parameters_of(first)
-        parameters = list(found)  # pyright: ignore[reportArgumentType]  # an iterable
-        own = {id(each) for each in handle.model.parameters() if each.requires_grad}
-        if handle.closed or {id(each) for each in parameters if each.requires_grad} != own:
-            if isinstance(first, Iterator):
-                first = iter(parameters)
-            return before(first, max_norm, *more)
-        prepare()
-        return handle.clip_grad_norm_(max_norm, *more)
-
-    setattr(owner, name, clip)
 
 
 class Attaching:

@@ -1,4 +1,4 @@
-"""The one way in: `attach` finds the integration for a model, wrapped by torch or bare, and for what it is to exchange."""
+"""`attach` finds the integration for a model, wrapped by torch or bare, and for what its ranks exchange."""
 
 import logging
 from collections.abc import Sequence
@@ -10,19 +10,18 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attached import ddp
-from sparsync.attached.doctor import doctor, exchanging, with_recipe
+from sparsync.attached.doctor import Examined, examine
 from sparsync.attached.manual import GradientReducer
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, listed, method_of, recipe_findings
+from sparsync.exchanges.choice import Choice, Exchange, Optimizers, listed, method_of
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.steps_options import Steps
 from sparsync.recipes import Bits
-from sparsync.runtime.findings import check_models, is_fsdp2, warn_or_raise
+from sparsync.runtime.findings import is_fsdp2, warn_or_raise
 from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import GradientOptions, Options
-from sparsync.runtime.parameter_names import inside_wrappers
 from sparsync.runtime.step_in_flight import AttachedHandle
 
 _LOG = logging.getLogger("sparsync")
@@ -91,28 +90,13 @@ def attach(
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
         >>> handle = sparsync.attach(model, optimizer=optimizer)
     """
-    check_models(model)
-    called = [model] if isinstance(model, nn.Module) else list(model)
-    models = [inside_wrappers(each) for each in called]
-    ranks, sharded = exchanging(models[0], group, options)
-    choice = choose(scheme, bits, exchange, optimizer, ranks, sharded)
-    _check(models, choice, group, options)
-    options = with_recipe(options, choice)
-    gradients = isinstance(choice.exchange, Gradients)
-    bare = not (is_fsdp2(models[0]) or isinstance(models[0], DistributedDataParallel))
-    found = doctor(
-        models if len(models) > 1 else models[0],
-        choice.scheme,
-        optimizer=None if bare and gradients else optimizer,  # of which the reducer warns by itself
-        exchange=exchange if gradients else choice.exchange,
-        group=group,
-        options=options,
-    )
-    warn_or_raise([*found, *recipe_findings(choice, optimizer, exchange)])
-    handle = _attached(models, called, choice, optimizer, group, scaler, options)
+    found = examine(model, scheme, bits, optimizer, exchange, group, options)
+    warn_or_raise(found.findings)
+    handle = _attached(found, optimizer, group, scaler)
+    choice = found.choice
     if choice.recipe is not None:
         handle.recipe = choice.recipe
-        _tell(choice, ranks)
+        _tell(choice, found.ranks)
     if choice.candidates:
         assert isinstance(handle, AdamWSteps)  # as `choose` has checked
         handle.choose_bits(choice.candidates, method_of)
@@ -120,21 +104,15 @@ def attach(
 
 
 def _attached(
-    models: Sequence[nn.Module],
-    called: Sequence[nn.Module],
-    choice: Choice,
-    optimizer: Optimizers | None,
-    group: dist.ProcessGroup | None,
-    scaler: GradScaler | None,
-    options: Options,
+    found: Examined, optimizer: Optimizers | None, group: dist.ProcessGroup | None, scaler: GradScaler | None
 ) -> Attached:
-    """Return the handle of the integration for these models, which were checked."""
-    scheme, exchange, model = choice.scheme, choice.exchange, models[0]
+    """Return the handle of the integration for these models."""
+    scheme, exchange, model, options = found.choice.scheme, found.choice.exchange, found.models[0], found.options
     if not isinstance(exchange, Gradients):
         assert optimizer is not None  # as `choose` has checked
         if options.check_weights_every is not None:
             exchange = replace(exchange, check_weights_every=options.check_weights_every)
-        return attach_steps(models, called, scheme, optimizer, exchange, group, scaler, options)
+        return attach_steps(found.models, found.called, scheme, optimizer, exchange, group, scaler, options)
     given = GradientOptions(**vars(options), optimizers=listed(optimizer), scaler=scaler)
     if isinstance(model, DistributedDataParallel):
         return ddp.attach(model, scheme, given)
@@ -142,54 +120,7 @@ def _attached(
         from sparsync.attached import fsdp2  # loads torch's FSDP
 
         return fsdp2.attach(model, scheme, given)
-    reducer = GradientReducer(model, scheme, group=group, optimizer=optimizer, scaler=scaler, options=options)
-    reducer.origin = "sparsync.attach"
-    reducer.guard(given.optimizers)
-    return reducer
-
-
-def _check(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGroup | None, options: Options) -> None:
-    """Raise ValueError for what does not go with this kind of model, or with what is exchanged."""
-    wrapped = [each for each in models if isinstance(each, DistributedDataParallel)]
-    fsdp, several = any(map(is_fsdp2, models)), len(models) > 1
-    by_ddp, steps = bool(wrapped), not isinstance(choice.exchange, Gradients)
-    joins = (options.join_mb, options.dense_below) != (None, None)
-    grouped, replicas, gathers = (each is not None for each in (group, options.replicate, options.parameters))
-    apart = len(wrapped) not in (0, len(models)) or len({id(each.process_group) for each in wrapped}) > 1
-    # What is wrong, and the message for it.
-    for wrong, message in (
-        (
-            several and fsdp,
-            "of several models only those of DistributedDataParallel and bare ones are attached together; make those of fully_shard "
-            "parts of one module, and shard and attach that",
-        ),
-        (
-            several and not steps,
-            f"several models are attached together for steps and local steps, and here {type(choice.scheme).__name__} sends gradients; "
-            "attach each model by itself, with a scheme for each and the same optimizer: attach(model, scheme, "
-            "exchange=sparsync.Gradients(), optimizer=optimizer); or pass exchange=sparsync.Steps()",
-        ),
-        (
-            apart,
-            "models that are attached together have the same ranks; wrap all of them with the same process_group=, or none",
-        ),
-        (
-            joins and (steps or not by_ddp),
-            "join_mb and dense_below are about gradients in the buckets of DistributedDataParallel; leave them out here",
-        ),
-        (
-            grouped and (fsdp or by_ddp),
-            "group is of a bare model; leave it out here, and give DistributedDataParallel process_group=, FSDP2 a mesh",
-        ),
-        (replicas and not fsdp, "replicate is an axis of an FSDP2 model; leave it out for others"),
-        (gathers and not fsdp, "only FSDP2 gathers parameters; leave parameters= out"),
-        (
-            gathers and steps,
-            "parameters= goes with gradients on FSDP2's shard axis; leave it out, or pass exchange=sparsync.Gradients()",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    return GradientReducer(model, scheme, group=group, optimizer=optimizer, scaler=scaler, options=options)
 
 
 def _tell(choice: Choice, ranks: int) -> None:

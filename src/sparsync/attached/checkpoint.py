@@ -23,20 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from sparsync.runtime import state_file
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.state_checks import check_fingerprint, other_model
+from sparsync.runtime.state_checks import check_fingerprint
 
 _SUFFIX = ".pt"
 _STEM = re.compile(
     r"(?P<slot>sparsync(-[\w-]+)?(\.[\w-]+)?)\.step(?P<step>\d+)\.rank(?P<rank>\d+)of(?P<ranks>\d+)", re.ASCII
 )
-_OLD = "sparsync*.step*.rank*of*.safetensors"  # format version 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]*")
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
@@ -66,8 +64,7 @@ def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
         name: of the model, if several models are saved in one folder: letters, digits, _ and -.
 
     Raises:
-        ValueError: if the folder has another model's states under this name, or a complete checkpoint of a later step, which this run has
-            not loaded. Nothing is written.
+        ValueError: if the folder has a complete checkpoint of a later step, which this run has not loaded. Nothing is written.
         OSError: for example if the disk is full. The files that were there stay.
     """
     folder = Path(folder)
@@ -75,7 +72,12 @@ def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
     handle.note_saved()  # also where writing fails
     state = handle.state_dict()
     step = state["step"] + 1
-    _check_replaceable(handle, state, folder, slot)
+    found = _found(_files(folder), slot)
+    if later := [each for each, places in found.items() if each[0] > step and len(places) == each[1]]:
+        raise ValueError(
+            f"{folder} has a complete checkpoint of step {max(later)[0]}, and this run is at step {step}; load it first, save into another "
+            "folder, or remove its files"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{_stem(slot, step, rank, ranks)}{_SUFFIX}"
     state_file.save(state, file, folder / f"{slot}.rank{rank}of{ranks}.unfinished")
@@ -104,11 +106,17 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
     found = _found([*_entries(folder), *_files(folder)], slot)
     complete = [each for each, places in found.items() if len(places) == each[1]]
     if not complete:
-        raise ValueError(_incomplete(folder, found, slot, name))
+        missing = [
+            f"step {step} has those of ranks {sorted(there)} of {ranks}" for (step, ranks), there in found.items()
+        ]
+        raise ValueError(
+            f"{folder} has no state of {slot} for every rank ({'; '.join(missing) or 'none at all'}); save on every rank, into one folder, "
+            "and load with the name= that was saved with"
+        )
     step, old = max(complete, key=lambda each: (each[0], each[1] == ranks, each[1]))
     places = [found[step, old][each] for each in range(old)]
     needed = [rank] if old == ranks else range(old)
-    _restore(handle, {each: (places[each].read(), places[each].where) for each in needed}, old, step)
+    _restore(handle, {places[each].where: places[each].read() for each in needed}, old)
     _remove_later(found, step, rank)
     return step
 
@@ -116,7 +124,7 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
 def holds_states(folder: str | Path) -> bool:
     """Return whether `folder` has states of any handle, complete or not."""
     folder = Path(folder)
-    return bool(_files(folder) or any(folder.glob(_OLD)) or _entries(folder))
+    return bool(_files(folder) or _entries(folder))
 
 
 def entries(handle: Handle, name: str = "") -> dict[str, Tensor]:
@@ -147,51 +155,19 @@ def restore(handle: Handle, states: Sequence[State]) -> None:
         raise ValueError("there are no states to continue from; pass what sparsync.checkpoint.gathered returned")
     (rank, ranks), count = handle.place, len(states)
     needed = [rank] if count == ranks else range(count)
-    named = {each: (states[each], f"the state of rank {each}") for each in needed}
-    _restore(handle, named, count, states[0]["step"] + 1)
+    _restore(handle, {f"the state of rank {each}": states[each] for each in needed}, count)
 
 
-def _restore(handle: Handle, states: Mapping[int, tuple[State, str]], count: int, step: int) -> None:
-    """Load from the states of `count` ranks, given with what they are called: of all, or of this rank alone if there are as many now."""
+def _restore(handle: Handle, states: Mapping[str, State], count: int) -> None:
+    """Load from the states of `count` ranks, by what they are called: of all, or of this rank alone if there are as many now."""
     where = ""
     try:
-        for number, (state, where) in states.items():  # noqa: B007  # errors name it
+        for where, state in states.items():  # noqa: B007  # errors name it
             check_fingerprint(state, handle.fingerprint())
-            if (state["rank"], state["ranks"], state["part"]) != (number, count, handle.part):
-                raise ValueError(
-                    f"it is of rank {state['rank']} of {state['ranks']}, and rank {number} of {count} is needed here; leave all files "
-                    "under the names that save gave them"
-                )
-            if state["step"] + 1 != step:
-                raise ValueError(
-                    f"it holds step {state['step'] + 1}, and step {step} is needed here; save on every rank between the same steps, and "
-                    "leave all files under their names"
-                )
-        found = [state for state, _ in states.values()]
+        found = list(states.values())
         handle.load_state_dict(found[0] if count == handle.place[1] else handle.resized(found))
     except ValueError as error:
         raise ValueError(f"{where} cannot be loaded: {error}") from error
-
-
-def _check_replaceable(handle: Handle, state: State, folder: Path, slot: str) -> None:
-    """Raise ValueError if saving would replace the states of another model, or of a run that came further."""
-    found = _found(_files(folder), slot)
-    for each in sorted(found, reverse=True):
-        place = next(iter(found[each].values()))
-        try:
-            difference = other_model(state_file.read(Path(place.where), checked=False), state)
-        except Exception:  # a damaged file may be replaced
-            continue
-        if difference:
-            raise ValueError(
-                f"{place.where} is of another model or scheme: {difference}; pass name=..., with another name for each model, or save "
-                "into another folder"
-            )
-    if later := [each for each, places in found.items() if each[0] > state["step"] + 1 and len(places) == each[1]]:
-        raise ValueError(
-            f"{folder} has a complete checkpoint of step {max(later)[0]}, and this run is at step {state['step'] + 1}; load it first, save "
-            "into another folder, or remove its files"
-        )
 
 
 def _remove_replaced(found: Found, step: int, rank: int, ranks: int) -> None:
@@ -215,24 +191,6 @@ def _remove(places: Iterable[_Place]) -> None:
             place.file.unlink(missing_ok=True)  # another rank may remove the same ones now
 
 
-def _incomplete(folder: Path, found: Found, slot: str, name: str) -> str:
-    """Return the message for a folder without a complete checkpoint."""
-    if not found:
-        if old := sorted(folder.glob(_OLD)):
-            return (
-                f"{old[0]} has format version 1, and this sparsync reads version {state_file.VERSION}; load it with the sparsync that "
-                "saved it, or start without"
-            )
-        others = sorted({place.name["slot"] for place in _files(folder)})
-        hint = f" It has those of {', '.join(others)}; pass the name= they were saved with." if others else ""
-        return f"{folder} has no state of {slot}; save one there with sparsync.checkpoint.save on every rank.{hint}"
-    step, ranks = max(found)
-    missing = sorted(set(range(ranks)) - found[step, ranks].keys())
-    return (
-        f"{folder} lacks the states of ranks {missing} of {ranks} at step {step}; save on every rank, into one folder"
-    )
-
-
 def _found(places: Sequence[_Place], slot: str) -> Found:
     found: Found = {}
     for place in places:
@@ -251,13 +209,7 @@ def _entries(folder: Path) -> list[_Place]:
     """Return the states in a torch.distributed.checkpoint; none for another folder."""
     if not (folder / ".metadata").exists():
         return []
-    try:
-        entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise ValueError(
-            f"{folder / '.metadata'} is no metadata of a torch.distributed.checkpoint ({type(error).__name__}: {error}); restore it from a "
-            "copy"
-        ) from error
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     sizes = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     return [
         _Place(name, partial(_read_entry, name[0], sizes[name[0]], folder), f"entry {name[0]!r} of {folder}")
@@ -268,15 +220,10 @@ def _entries(folder: Path) -> list[_Place]:
 
 def _read_entry(stem: str, size: torch.Size, folder: Path) -> dict[str, Any]:
     found = {stem: torch.empty(size, dtype=torch.uint8)}
-    try:
-        with warnings.catch_warnings():
-            # That torch.distributed is disabled: it is not, and each rank reads its own entry by itself.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(found, checkpoint_id=folder, no_dist=True)
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        raise ValueError(
-            f"{folder} has no entry {stem!r} that can be read ({type(error).__name__}: {error}); restore it from a copy"
-        ) from error
+    with warnings.catch_warnings():
+        # That torch.distributed is disabled: it is not, and each rank reads its own entry by itself.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(found, checkpoint_id=folder, no_dist=True)
     return state_file.decoded(found[stem], f"entry {stem!r} of {folder}")
 
 

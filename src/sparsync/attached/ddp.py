@@ -1,15 +1,14 @@
-"""The integration for DistributedDataParallel: a hook, registered once, or the pair of a state and a hook that trainers register."""
+"""The integration for DistributedDataParallel: a hook, registered once."""
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,115 +16,53 @@ from sparsync.attached.joining import Joining
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
-from sparsync.exchanges.choice import Optimizers, choose, listed, optimizer_findings, recipe_findings
 from sparsync.runtime.driven import check_undriven
-from sparsync.runtime.findings import (
-    check_model,
-    not_floating,
-    patterns,
-    sparse_embeddings,
-    unrelated,
-    warn_or_raise,
-)
-from sparsync.runtime.handle import Gradients
-from sparsync.runtime.options import GradientOptions, Options
+from sparsync.runtime.options import GradientOptions
 from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
 from sparsync.runtime.snapshot import Snapshot
-from sparsync.runtime.step_in_flight import AttachedHandle, future_on, promise
+from sparsync.runtime.step_in_flight import AttachedHandle
 from sparsync.schemes.dense import Dense
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 Promised = torch.futures.Future[Tensor]
 
-JOIN_MB = 4.0
-DENSE_JOIN = (
-    2**18
-)  # bytes up to which buckets without a residual are joined, whose copies cost more than they save beyond
-DENSE_BELOW = 1024
+DENSE_JOIN = 2**18  # bytes up to which buckets without a residual are joined: beyond, copies cost more than they save
 
 
 class HookState:
     """What DDP passes to the hook with each bucket: DDP keeps its one hook, and this state changes.
 
-    `handle` is None before `open`, and after a detach, when buckets are averaged by one all-reduce. A copy has no handle, as a copy of a
-    DistributedDataParallel model has no hook. But a pickled state of the default group that was not opened yet can be opened: trainers
-    that start processes pass it to them.
+    Without a handle, as after a detach, buckets are averaged by one all-reduce. A copy has no handle, and is not registered: a copy of a
+    DistributedDataParallel model has no hook.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, make: Callable[["HookState"], "DdpHandle"] | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group  # None: the default one
-        self.handle: Any = None  # Any: a DdpHandle, or None
-        self.registered = False  # with a reducer of DDP, by `attach`
-        self._make = make
-        self._refused = ""
-        self._seen: dict[int, weakref.ref[Tensor]] = {}  # the parameters whose gradients came, by id
-        self._other_model = False  # this backward pass is of another model
+        self.handle: Any = None  # Any: a DdpHandle, or what steps have in its place
+        self.registered = False  # with a reducer of DDP
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
-        keeps = self._make is not None and self.handle is None and self.group is None
-        return HookState, (None, self._make) if keeps else ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
-        return HookState()
+        return HookState, ()
 
     @property
     def free(self) -> bool:
         """True if `attach` may give it another handle."""
-        return self._make is None if self.handle is None else self.handle.closed
-
-    def open(self) -> "DdpHandle":
-        """Return the handle. The first call makes it, which is collective over the ranks of the group.
-
-        The first bucket calls this; call it yourself to load a checkpoint before. Raises as `sparsync.attach`, and RuntimeError after a
-        detach.
-        """
-        if self.handle is None:
-            if self._make is None:
-                raise RuntimeError("this hook was detached, or copied; call sparsync.attach on the model")
-            self.handle = self._make(self)
-        return self.handle
+        return self.handle is None or self.handle.closed
 
     def submit(self, bucket: GradBucket) -> Promised:
         """Return the future of the reduced bucket."""
-        if self.handle is None and self._make is None:
+        if self.handle is None:
             return default_hooks.allreduce_hook(self.group, bucket)  # pyright: ignore[reportArgumentType]  # may be None
-        try:
-            if self._refused:
-                raise RuntimeError(self._refused)
-            self._check_model(bucket)
-            handle = self.open()
-        except Exception as error:  # a hook that raises breaks DDP's reducer permanently; a failed future does not
-            if not self._other_model:  # that error is not the first model's
-                self._refused = str(error)
-            done = future_on(bucket.buffer().device)
-            done.set_result(bucket.buffer())
-            return promise(done, [str(error)])
-        return handle.submit(bucket)
-
-    def _check_model(self, bucket: GradBucket) -> None:
-        """Raise ValueError for a bucket of another model: each backward pass of the same one begins with a known parameter."""
-        parameters = bucket.parameters()
-        known = [each for each in parameters if (seen := self._seen.get(id(each))) is not None and seen() is each]
-        if bucket.index() == 0:
-            self._other_model = bool(self._seen) and not known
-        if self._other_model:
-            raise ValueError(
-                "this pair of a state and a hook reduces another model already, and two models would mix their residuals in it; "
-                "make a pair for each model: sparsync.ddp_comm_hook(scheme), one after the other"
-            )
-        if len(known) < len(parameters):
-            self._seen |= {id(each): weakref.ref(each) for each in parameters}
+        return self.handle.submit(bucket)
 
     def release(self, handle: object) -> None:
         """Reduce densely from now on, if `handle` is in use."""
         if self.handle is handle:
-            self.handle = self._make = None
+            self.handle = None
 
 
 class DdpHandle(AttachedHandle):
-    """The handle of a DistributedDataParallel model. Unnamed parameters get a name with their first bucket."""
+    """The handle of a DistributedDataParallel model."""
 
     switches = True
 
@@ -133,16 +70,15 @@ class DdpHandle(AttachedHandle):
         self,
         *args: Any,  # as those of Handle
         hook: HookState,
-        module: nn.Module | None,
+        module: nn.Module,
         driven: Sequence[tuple[str, nn.Parameter]],
-        join_mb: float,
-        dense_below: int,
+        left_alone: Collection[str],
+        given: GradientOptions,
     ) -> None:
         super().__init__(*args, module=module, driven=driven)
-        self._ignored = ignored(module)
-        named = () if module is None else named_parameters(module)
-        self.shapes = {name: list(each.shape) for name, each in named}  # of the parameters
-        self._nbytes, self._dense_below = int(join_mb * 2**20), dense_below
+        self._ignored = left_alone
+        self._shapes = {name: list(each.shape) for name, each in named_parameters(module)}
+        self._nbytes, self._dense_below = int(given.join_mb * 2**20), given.dense_below
         self._hook = weakref.ref(hook)  # which holds this handle
         self._use(self.scheme)
 
@@ -151,7 +87,7 @@ class DdpHandle(AttachedHandle):
         return super().closed or self._hook() is None  # the DDP model is gone
 
     def layout(self) -> dict[str, list[int]]:
-        return self.shapes
+        return self._shapes
 
     def detach(self) -> None:
         """Have DDP average each bucket by one all-reduce from now on. Call it on all ranks, between two steps; safe to call again.
@@ -187,11 +123,8 @@ class DdpHandle(AttachedHandle):
     def _want_by_type(self) -> None:
         """Have the next step reduce one bucket for each type and device: ranks that join have other buckets of DDP than the others."""
         module, names = self.module, defaultdict[tuple[str, torch.device], list[str]](list)
-        if module is None:
-            return
-        whole = {id(each.weight) for _, each in sparse_embeddings(module)}
-        for name, each in trained(module):
-            if id(each) not in whole and name not in self._ignored:
+        for name, each in () if module is None else trained(module):
+            if name not in self._ignored:
                 names[f"{str(each.dtype).removeprefix('torch.')}/{each.device.type}", each.device].append(name)
         # The number of a device differs between ranks.
         wanted = [(f"{kind}/{number}", found) for number, ((kind, _), found) in enumerate(names.items())]
@@ -215,10 +148,7 @@ class DdpHandle(AttachedHandle):
                 self._loads.forget()
                 self._step += 1
                 self._joining.begin_step(self._rescaler.rescale)
-            if bucket.buffer().is_sparse:
-                promised = self._submit_sparse(bucket)
-            else:
-                promised = self._joining.submit(self._bucket(bucket, bucket.buffer()), bucket.is_last())
+            promised = self._joining.submit(self._bucket(bucket), bucket.is_last())
             if bucket.is_last():
                 self._joining.end_step()
             return promised
@@ -235,32 +165,9 @@ class DdpHandle(AttachedHandle):
 
         return self._flight.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense().start(), fail)
 
-    def _submit_sparse(self, bucket: GradBucket) -> Promised:
-        """Reduce a sparse gradient in full. DDP gives each a separate bucket."""
-        self._joining.flush()
-        sparse, rescale = bucket.buffer(), self._rescaler.rescale if bucket.index() == 0 else None
-        whole = self._bucket(bucket, torch.zeros(sparse.shape, dtype=sparse.dtype, device=sparse.device).flatten())
-
-        def prepare() -> None:  # on the thread that reduces, so that a failure ends the step on all ranks
-            whole.grad.copy_(sparse.to_dense().flatten())
-            if rescale is not None:
-                rescale()
-
-        reduced = self._flight.submit(whole, Dense().start(), prepare)
-        return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
-
-    def _bucket(self, bucket: GradBucket, grad: Tensor) -> Bucket:
-        layout = laid_out((self._name(each), each.shape) for each in bucket.parameters())
-        return Bucket(f"bucket{bucket.index()}", grad, self._step, layout)
-
-    def _name(self, parameter: Tensor) -> str:
-        """Return the name of a parameter; number unnamed ones in the order in which they first come."""
-        names = self._rescaler.names
-        name = names.get(id(parameter))
-        if name is None:
-            name = names[id(parameter)] = f"parameter{len(self.shapes)}"
-            self.shapes[name] = list(parameter.shape)
-        return name
+    def _bucket(self, bucket: GradBucket) -> Bucket:
+        layout = laid_out((self._rescaler.names[id(each)], each.shape) for each in bucket.parameters())
+        return Bucket(f"bucket{bucket.index()}", bucket.buffer(), self._step, layout)
 
 
 def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: GradientOptions) -> DdpHandle:
@@ -279,16 +186,35 @@ def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: Gradient
     Copies: a copy of the model, by `copy.deepcopy`, `torch.save` or AveragedModel, reduces densely until you attach to it.
     `join()`: a rank without data still sends its residual, and the mean still divides by all ranks.
     `find_unused_parameters=True`: a parameter that no rank used in a step keeps its gradient; what the scheme sent for it is lost.
-    A sparse gradient of an embedding is reduced in full; its report says "dense".
     """
-    hook = registered_hook(ddp_model) or HookState(ddp_model.process_group)
+    module, hook = ddp_model.module, registered_hook(ddp_model) or HookState(ddp_model.process_group)
+    join_mb, dense_below = options.join_mb, options.dense_below
+    if join_mb < 0 or dense_below < 0:
+        raise ValueError(f"join_mb and dense_below must be at least 0, got {join_mb} and {dense_below}")
     reduced = weakref.ref(ddp_model)
 
     def compares() -> bool:
         # Ranks that have joined step neither optimizer nor schedule, and get another rank's weights at the end.
         return (model := reduced()) is None or not model._join_config.enable
 
-    handle = opened(scheme, ddp_model.module, options, hook, compares)
+    driven, left_alone = trained(module), ignored(ddp_model)
+    check_undriven(driven)
+    names = {id(each): name for name, each in named_parameters(module)}
+    rescaler = options.rescaler(names)
+    comparison = options.comparison(names, partial(_weights, weakref.ref(module), left_alone), compares)
+    joins = f"buckets joined up to {join_mb:g} MB, sent whole below {dense_below} elements"
+    comm = options.connected(hook.group, repr(scheme), joins)
+    handle = DdpHandle(
+        scheme,
+        comm,
+        rescaler,
+        comparison,
+        hook=hook,
+        module=module,
+        driven=driven,
+        left_alone=left_alone,
+        given=options,
+    )
     register(ddp_model, hook)
     hook.handle = handle
     return handle
@@ -303,98 +229,6 @@ def register(ddp_model: DistributedDataParallel, hook: HookState) -> None:
         hook.registered = True
 
 
-class CommHook(NamedTuple):
-    """A communication hook, as `DistributedDataParallel.register_comm_hook(state, hook)` takes it."""
-
-    state: HookState
-    hook: Callable[..., object]  # (state, bucket) -> Future[Tensor]; DDP looks at its annotations
-
-
-def ddp_comm_hook(
-    scheme: Scheme | None = None,
-    module: nn.Module | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    optimizer: Optimizers | None = None,
-    scaler: GradScaler | None = None,
-    options: Options = Options(),
-) -> CommHook:
-    """Return the state and the hook with which `scheme` reduces: `model.register_comm_hook(*sparsync.ddp_comm_hook(scheme))`.
-
-    Only for trainers that take such a pair and nothing else; wherever you have the DistributedDataParallel model, use `sparsync.attach`.
-    A pair is for one model, and the backward pass of a second one raises. The first bucket makes the handle on all ranks; afterwards it is
-    `state.handle`. To load a checkpoint before the first step, call `state.open()` on all ranks after init_process_group; it returns the
-    handle.
-
-    A hook sees DDP's gradient buckets and nothing else. Compared with `attach`, it lacks:
-
-    - Steps and local steps. It exchanges gradients only, which costs AdamW quality if they are sparse; there are no own weights.
-    - Clipping and learning rates. Residuals follow them, and ranks compare settings, only if you pass `optimizer` yourself.
-    - Names. Without `module`, parameters are called parameter0, parameter1, ... in the order of the first step's buckets, and patterns such
-      as `protect=` match nothing else. A checkpoint then fits only a model whose first step has the same buckets: the same `bucket_cap_mb`
-      and the same trained parameters.
-    - The model. What `attach` refuses shows with the first bucket, or not at all.
-    - `join()`. Ranks without data step neither optimizer nor schedule, and then they differ: leave `optimizer` out, and pass
-      `check_weights_every=0`.
-
-    Args:
-        scheme: as for `sparsync.attach`, like all arguments after `group`.
-        module: the bare model whose parameters DDP reduces.
-        group: the model's process group. None: the default one.
-
-    Raises:
-        TypeError: for anything but a Scheme, a module and an optimizer.
-        ValueError: for a model that another handle drives.
-    """
-    chosen = choose(scheme, None, Gradients(), optimizer)
-    scheme = chosen.scheme
-    if module is not None:
-        check_model(module)
-    driven = [] if module is None else trained(module)
-    check_undriven(driven)
-    names = [name for name, _ in named_parameters(module)] if module is not None else None
-    warn_or_raise(
-        [
-            *not_floating(each for each in driven if each[0] not in ignored(module)),
-            *recipe_findings(chosen, optimizer, None),
-            *optimizer_findings(optimizer, scheme),
-            *unrelated(optimizer, {id(each) for _, each in driven}),
-            *(patterns(names, scheme) if names is not None else ()),
-        ]
-    )
-    given = GradientOptions(**vars(options), optimizers=listed(optimizer), scaler=scaler)
-    return CommHook(HookState(group, partial(opened, scheme, module, given)), reduce_bucket)
-
-
-def opened(
-    scheme: Scheme,
-    module: nn.Module | None,
-    options: GradientOptions,
-    hook: HookState,
-    compares: Callable[[], bool] = lambda: True,
-) -> DdpHandle:
-    """Return a handle that reduces what `hook` gets, with separate connections. Collective over the ranks of the hook's group.
-
-    `module` is the bare model, if it is known. While `compares` returns False, settings and weights are not compared.
-    """
-    join_mb = JOIN_MB if options.join_mb is None else options.join_mb
-    dense_below = DENSE_BELOW if options.dense_below is None else options.dense_below
-    if not 0 <= join_mb < float("inf"):
-        raise ValueError(f"join_mb must be in [0, inf), the megabytes up to which buckets are joined, got {join_mb}")
-    if dense_below < 0:
-        raise ValueError(f"dense_below must be at least 0 elements, got {dense_below}")
-    driven = [] if module is None else trained(module)
-    check_undriven(driven)
-    names = {} if module is None else {id(each): name for name, each in named_parameters(module)}
-    rescaler = options.rescaler(names)
-    weights = None if module is None else partial(_weights, weakref.ref(module))
-    comparison = options.comparison(names, weights, compares)
-    joins = f"buckets joined up to {join_mb:g} MB, sent whole below {dense_below} elements"
-    comm = options.connected(hook.group, repr(scheme), joins)
-    joining = {"join_mb": join_mb, "dense_below": dense_below}
-    return DdpHandle(scheme, comm, rescaler, comparison, hook=hook, module=module, driven=driven, **joining)
-
-
 def registered_hook(model: DistributedDataParallel) -> HookState | None:
     """Return the state of sparsync's hook on this model; None if it has none."""
     states = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, HookState)]
@@ -406,14 +240,12 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     return state.submit(bucket)
 
 
-def _weights(of: Callable[[], nn.Module | None]) -> list[tuple[str, nn.Parameter]]:
+def _weights(of: Callable[[], nn.Module | None], left_alone: Collection[str]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a module that DDP keeps the same on all ranks."""
     module = of()
-    left_alone = ignored(module)
-    return [] if module is None else [(name, each) for name, each in trained(module) if name not in left_alone]
+    return [] if module is None else [each for each in trained(module) if each[0] not in left_alone]
 
 
-def ignored(module: nn.Module | None) -> set[str]:
+def ignored(model: DistributedDataParallel) -> set[str]:
     """Return the names of the parameters that DDP was told to leave alone."""
-    # HACK: torch has no public function for this. Price: a name that torch may change.
-    return {plain_name(name) for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    return {plain_name(name) for name in model.parameters_to_ignore}

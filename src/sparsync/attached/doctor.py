@@ -1,8 +1,7 @@
-"""Preflight: what would break, or silently do something unexpected, and the fix. This file examines DistributedDataParallel."""
+"""Preflight: what `attach` would refuse or warn of, and the fix."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +22,18 @@ from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import inside_wrappers, named_parameters, trained
 
 
+@dataclass(frozen=True)
+class Examined:
+    """What `attach` takes from its arguments, and the findings, refusals first."""
+
+    models: list[nn.Module]
+    called: list[nn.Module]  # these, or what torch.compile or Fabric made of each
+    choice: Choice
+    options: Options
+    ranks: int  # that exchange with this one
+    findings: list[Finding]
+
+
 def doctor(
     model: nn.Module | Sequence[nn.Module],
     scheme: Scheme | None = None,
@@ -40,47 +51,109 @@ def doctor(
     model: some schemes do harm under Adam, others need SGD without momentum.
     Raises TypeError for a model that is wrapped or sharded otherwise, and for anything but a module, a Scheme, an optimizer or several.
     """
+    return examine(model, scheme, bits, optimizer, exchange, group, options).findings
+
+
+def examine(
+    model: nn.Module | Sequence[nn.Module],
+    scheme: Scheme | None,
+    bits: Bits | None,
+    optimizer: Optimizers | None,
+    exchange: Exchange | None,
+    group: dist.ProcessGroup | None,
+    options: Options,
+) -> Examined:
+    """Return what `attach` with these arguments would do, and the findings."""
     findings.check_models(model)
-    if not isinstance(model, nn.Module):
-        each_alone = partial(
-            doctor, scheme=scheme, bits=bits, optimizer=optimizer, exchange=exchange, group=group, options=options
+    called = [model] if isinstance(model, nn.Module) else list(model)
+    models = [inside_wrappers(each) for each in called]
+    ranks, sharded = _exchanging(models[0], group, options)
+    choice = choose(scheme, bits, exchange, optimizer, ranks, sharded)
+    if choice.recipe is not None and options.parameters is None:
+        options = replace(options, parameters=choice.recipe.parameters)
+    found = [*_together(models, choice, group)]
+    for each in models:
+        found += _of_model(each, choice, optimizer, options)
+    if isinstance(choice.exchange, Gradients):
+        found += optimizer_findings(optimizer, choice.scheme)
+        wrapped = isinstance(models[0], DistributedDataParallel) or findings.is_fsdp2(models[0])
+        if exchange is None and not wrapped:
+            kind = type(models[0]).__name__
+            what = (
+                f"{kind} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
+            )
+            cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
+            found.append(Finding(what, cure))
+    found += recipe_findings(choice, optimizer, exchange)
+    found = sorted(dict.fromkeys(found), key=lambda finding: finding.refused is None)
+    return Examined(models, called, choice, options, ranks, found)
+
+
+def _together(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGroup | None) -> Iterator[Finding]:
+    """Find what does not go together: several models, or a group and a wrapped model."""
+    wrapped = [each for each in models if isinstance(each, DistributedDataParallel)]
+    fsdp, several = any(map(findings.is_fsdp2, models)), len(models) > 1
+    if several and fsdp:
+        what = "of several models only those of DistributedDataParallel and bare ones are attached together"
+        yield Finding(what, "make those of fully_shard parts of one module, and shard and attach that", ValueError)
+    if several and isinstance(choice.exchange, Gradients):
+        what = f"several models are attached together for steps and local steps, and here {type(choice.scheme).__name__} sends gradients"
+        cure = (
+            "attach each model by itself, with a scheme for each and the same optimizer: attach(model, scheme, "
+            "exchange=sparsync.Gradients(), optimizer=optimizer); or pass exchange=sparsync.Steps()"
         )
-        found = dict.fromkeys(finding for each in model for finding in each_alone(each))
-        return sorted(found, key=lambda finding: finding.refused is None)
-    model = inside_wrappers(model)
-    fsdp = findings.is_fsdp2(model)
-    choice = choose(scheme, bits, exchange, optimizer, *exchanging(model, group, options))
-    scheme, chosen = choice.scheme, choice.exchange
-    options = with_recipe(options, choice)
-    reduced_for = optimizer if isinstance(chosen, Gradients) else None
-    if fsdp and isinstance(chosen, LocalSteps):
+        yield Finding(what, cure, ValueError)
+    if len(wrapped) not in (0, len(models)) or len({id(each.process_group) for each in wrapped}) > 1:
+        what = "models that are attached together have the same ranks"
+        yield Finding(what, "wrap all of them with the same process_group=, or none", ValueError)
+    if group is not None and (fsdp or wrapped):
+        what = "group is of a bare model"
+        yield Finding(
+            what, "leave it out here, and give DistributedDataParallel process_group=, FSDP2 a mesh", ValueError
+        )
+
+
+def _of_model(model: nn.Module, choice: Choice, optimizer: Optimizers | None, options: Options) -> Iterator[Finding]:
+    """Find what this model or its wrapper does not suit."""
+    scheme, exchange, fsdp = choice.scheme, choice.exchange, findings.is_fsdp2(model)
+    if fsdp and isinstance(exchange, LocalSteps):
         what = "local steps need the whole model on each rank, and FSDP2 shards it"
         cure = (
             "exchange steps over an axis of replicas, or gradients: exchange=sparsync.Steps() or sparsync.Gradients()"
         )
-        found = [Finding(what, cure, ValueError)]
+        yield Finding(what, cure, ValueError)
     elif fsdp:
-        from sparsync.attached import fsdp2_doctor  # loads torch's FSDP
+        from sparsync.attached import fsdp2_units  # loads torch's FSDP
 
-        found = fsdp2_doctor.examine(model, scheme, options.replicate, reduced_for, options.parameters)
+        yield from fsdp2_units.examine(model, scheme, options)
     elif isinstance(model, DistributedDataParallel):
-        gradients = isinstance(chosen, Gradients)
-        found = [*_ddp(model, scheme), *(_of_gradients(model, scheme, reduced_for) if gradients else ())]
+        if (hook := _another_hook(model)) is not None:
+            yield hook
+        left_alone = ignored(model)
+        yield from findings.not_floating(each for each in trained(model.module) if each[0] not in left_alone)
+        yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
     else:
         check_bare(model)
-        found = [*findings.not_floating(named_parameters(model))]
-        found += findings.patterns([name for name, _ in named_parameters(model)], scheme)
-        found += optimizer_findings(reduced_for, scheme)
-        if exchange is None and isinstance(chosen, Gradients):
-            what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
-            cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
-            found.append(Finding(what, cure))
-    found += recipe_findings(choice, optimizer, exchange)
-    steps = isinstance(chosen, Steps)
-    if steps:
-        found += _of_steps(model)
-    found += findings.unrelated(optimizer, _trained(model), refused=ValueError if steps else None)
-    return sorted(found, key=lambda finding: finding.refused is None)
+        if isinstance(exchange, Gradients) and findings.steps_in_backward(model):
+            what = "an optimizer steps during the backward pass, with gradients that are not reduced yet"
+            yield Finding(what, "step it after they are reduced", RuntimeError)
+        yield from findings.not_floating(named_parameters(model))
+        yield from findings.patterns([name for name, _ in named_parameters(model)], scheme)
+    yield from _embeddings(model, exchange)
+    steps = isinstance(exchange, Steps)
+    yield from findings.unrelated(optimizer, _trained(model), refused=ValueError if steps else None)
+
+
+def _embeddings(model: nn.Module, exchange: Exchange) -> Iterator[Finding]:
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if isinstance(exchange, Gradients) and module.sparse:
+            what = f"the embedding {name!r} has sparse=True, and only dense gradients are reduced"
+            yield Finding(what, "make it with sparse=False", ValueError)
+        if isinstance(exchange, Steps) and module.max_norm is not None:
+            what = f"the embedding {name!r} has max_norm and changes its weights in forward passes, which would part ranks with own weights"
+            yield Finding(what, "make it without max_norm, or pass exchange=sparsync.Gradients()", ValueError)
 
 
 def _trained(model: nn.Module) -> set[int]:
@@ -93,7 +166,7 @@ def _trained(model: nn.Module) -> set[int]:
     return own
 
 
-def exchanging(model: nn.Module, group: dist.ProcessGroup | None, options: Options) -> tuple[int, bool]:
+def _exchanging(model: nn.Module, group: dist.ProcessGroup | None, options: Options) -> tuple[int, bool]:
     """Return how many ranks exchange with this one, and whether each has a shard of the model only, as under FSDP2 without replicas."""
     sharded = False
     if isinstance(model, DistributedDataParallel):
@@ -107,69 +180,23 @@ def exchanging(model: nn.Module, group: dist.ProcessGroup | None, options: Optio
     return dist.get_world_size(group) if dist.is_initialized() else 1, sharded
 
 
-def with_recipe(options: Options, choice: Choice) -> Options:
-    """Return the options with those of a recipe where they say nothing."""
-    if choice.recipe is None or options.parameters is not None:
-        return options
-    return replace(options, parameters=choice.recipe.parameters)
-
-
-def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
-    if (hook := _hook(model)) is not None:
-        yield hook
-    if getattr(model, "_use_python_reducer", False):
-        what = "DDP was made with torch.compile's python reducer, which does not pass buckets to hooks"
-        cure = 'set torch._dynamo.config.optimize_ddp = "ddp_optimizer" before wrapping the model'
-        yield Finding(what, cure, RuntimeError)
-    if getattr(model, "skip_all_reduce_unused_params", False):
-        what = "with skip_all_reduce_unused_params=True, DDP leaves out buckets without telling the hook"
-        yield Finding(what, "make the model without it; find_unused_parameters=True works", RuntimeError)
-    if getattr(model, "static_graph", False):
-        what = "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()"
-        yield Finding(what, "leave static_graph out if you use no_sync()")
-    left_alone = ignored(model.module)
-    yield from findings.not_floating((name, each) for name, each in trained(model.module) if name not in left_alone)
-    devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
-    yield from findings.backends(model.process_group, devices)
-    yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
-
-
-def _of_gradients(model: DistributedDataParallel, scheme: Scheme, optimizer: Optimizers | None) -> Iterator[Finding]:
-    """Find what does not suit the exchange of gradients."""
-    for name, _ in findings.sparse_embeddings(model.module):
-        what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
-        yield Finding(what, "make it with sparse=False for the scheme to reduce it")
-    yield from optimizer_findings(optimizer, scheme)
-
-
-def _of_steps(model: nn.Module) -> Iterator[Finding]:
-    """Find what does not suit the exchange of steps."""
-    for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            what = f"the embedding {name!r} has max_norm and changes its weights in forward passes, which would part ranks with own weights"
-            yield Finding(what, "make it without max_norm, or pass exchange=sparsync.Gradients()", ValueError)
-
-
-def _hook(model: DistributedDataParallel) -> Finding | None:
+def _another_hook(model: DistributedDataParallel) -> Finding | None:
     """Find the hook that the model has already; DDP takes one."""
     hook = registered_hook(model)
-    if getattr(model, "mixed_precision", None) is not None:
-        what = "DDP's mixed_precision installs a communication hook, and DDP takes only one"
-        cure = "use torch.autocast, or a model in 16 bits, instead"
-    elif findings.steps_in_backward(model.module):
-        what = "an optimizer that steps during the backward pass installs a communication hook, and DDP takes only one"
-        cure = "step the optimizer after the backward pass"
-    elif hook is not None and not hook.free:
-        what = "this model is already attached to a scheme, and DDP takes only one communication hook"
-        cure = "call handle.detach() before"
+    if hook is not None and not hook.free:
+        what, cure = "this model is already attached to a scheme", "call handle.detach() before"
         if isinstance(hook.handle, DdpHandle):
             cure = f"give its handle another scheme, handle.scheme = ..., or {cure}"
-    elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
-        what = "this model already has a communication hook, and DDP takes only one"
+    elif (
+        any(not isinstance(state, HookState) for _, state in getattr(model, "_comm_hooks", ()))
+        or getattr(model, "mixed_precision", None) is not None
+        or findings.steps_in_backward(model.module)
+    ):
+        what = "this model already has a communication hook"
         cure = (
-            "wrap the module again, and register none; under Accelerate leave comm_hook= out of DistributedDataParallelKwargs, under "
-            "Lightning ddp_comm_hook= out of DDPStrategy"
+            "wrap the module again without one: without mixed_precision=, without an optimizer that steps in the backward pass, and "
+            "without comm_hook= or ddp_comm_hook= of a trainer"
         )
     else:
         return None
-    return Finding(what, cure, RuntimeError)
+    return Finding(f"{what}, and DDP takes only one communication hook", cure, RuntimeError)

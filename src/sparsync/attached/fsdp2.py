@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -16,7 +15,6 @@ from sparsync.attached.fsdp2_gather import ParameterGather
 from sparsync.attached.fsdp2_units import (
     ShardedParameter,
     Unit,
-    counts_unused,
     parameter_lines,
     replicate_axis,
     trained_shards,
@@ -29,9 +27,9 @@ from sparsync.runtime.connection import Reduction
 from sparsync.runtime.driven import check_undriven
 from sparsync.runtime.optimizers import weight_lines
 from sparsync.runtime.options import GradientOptions
-from sparsync.runtime.parameter_format import ParameterFormat
 from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.step_in_flight import AttachedHandle
+from sparsync.wire import Values
 
 
 class Fsdp2Handle(AttachedHandle):
@@ -73,9 +71,9 @@ class Fsdp2Handle(AttachedHandle):
         """Return one report for each all-gather of parameters that sent something, oldest first; none without `parameters`."""
         return self._gather.reports() if self._gather is not None else []
 
-    def gather_as(self, how: ParameterFormat, shards: GroupComm) -> None:
+    def gather_as(self, values: Values, shards: GroupComm) -> None:
         """Replace the all-gather of parameters too. `shards` connects the shard axis, for this alone."""
-        self._gather = ParameterGather(self._units, how, shards)
+        self._gather = ParameterGather(self._units, values, shards)
 
     def gather_exactly(self) -> None:
         """Send parameters unrounded in the next all-gather of each module.
@@ -87,10 +85,6 @@ class Fsdp2Handle(AttachedHandle):
 
     def layout(self) -> dict[str, list[int]]:
         return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
-
-    def _count_unused(self) -> None:
-        """Count parameters without gradient as zero from now on, so that every buffer has all parameters on all ranks."""
-        self._undo += [unit.count_unused() for unit in self._units]
 
     def _submit(self, unit: Unit, bucket: Bucket, scheme: Reduction, into: Bucket) -> None:
         """Reduce a bucket. Returns at once if nothing reads `into` before the backward pass ends, otherwise when it is written."""
@@ -138,18 +132,6 @@ class Fsdp2Handle(AttachedHandle):
             self._abandon()
             raise
 
-    def _incomplete(self, unit: Unit, shard: Tensor) -> RuntimeError:
-        """Abandon the step because a buffer lacks parameters, and return its error."""
-        self._abandon()
-        wanted = sum(each.length for each in unit.trained())
-        cure = "leave set_reduce_scatter_unused_params(True), as attach set it"
-        if not counts_unused():
-            cure = f"torch {torch.__version__} leaves them out; use all of them in each step, or install torch 2.13 or later"
-        return RuntimeError(
-            f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no "
-            f"gradient, and this scheme must know which; {cure}"
-        )
-
     def _abandon(self) -> None:
         """Forget a step that failed; the next unit opens another."""
         pending, self._in_flight = self._in_flight, []
@@ -166,11 +148,9 @@ class ShardHandle(Fsdp2Handle):
 
     def __init__(self, *args: Any, units: list[Unit], **options: Any) -> None:
         # Residuals differ between copies of the shards.
-        part = f"replica{units[0].copy}of{units[0].copies}" if units[0].copies > 1 else ""
-        super().__init__(*args, units=units, part=part, **options)
+        super().__init__(*args, units=units, part=units[0].part, **options)
         self._undo += [unit.replace_reduce_scatter(partial(self.reduce_scatter, unit)) for unit in units]
-        if self.scheme.needs_layout:
-            self._count_unused()
+        self._undo += [unit.count_unused() for unit in units]
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
         """Return this rank's state, with residuals of whole parameters, which fit any number of ranks."""
@@ -205,14 +185,11 @@ class ShardHandle(Fsdp2Handle):
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             self._abandon()
             raise ValueError(
-                f"FSDP2 asked for {_named(op)} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
+                f"FSDP2 asked for {op} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
                 "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True) on the same modules"
             )
         rank, P = self.place
-        lengths = unit.lengths(out.numel())
-        if lengths is None and self.scheme.needs_layout:
-            raise self._incomplete(unit, out)
-        lengths = [("parameters", out.numel())] if lengths is None else lengths
+        lengths = unit.lengths()
         bucket = Bucket(unit.key, x, self._open(unit), shard_layout(lengths, P))
         into = Bucket(unit.key, out, bucket.step, own_shard_layout(lengths, rank))
         self._submit(unit, bucket, ReduceScatterInto(self.state, out, op == dist.ReduceOp.AVG, P), into)
@@ -241,7 +218,7 @@ class ReplicateHandle(Fsdp2Handle):
         self._partial: dict[str, Tensor] = {}  # by unit: sums that wait for set_requires_all_reduce(True)
         self._undo += [unit.reduce_over_shards_only() for unit in units]
         self._undo += [unit.use_all_reduce_hook(partial(self.all_reduce, unit)) for unit in units]
-        self._count_unused()
+        self._undo += [unit.count_unused() for unit in units]
 
     def _residual_sizes(self) -> dict[str, int]:
         return {each.name: each.length for unit in self._units for each in unit.trained()}
@@ -251,19 +228,13 @@ class ReplicateHandle(Fsdp2Handle):
 
         After set_requires_all_reduce(False), keep it for a later call instead, and give the gradients zero.
         """
-        before = self._partial.pop(unit.key, None)
-        if before is not None and before.shape == shard.shape:
+        if (before := self._partial.pop(unit.key, None)) is not None:
             shard += before
-        elif before is not None:
-            raise self._incomplete(unit, shard)
         if not unit.all_reduces_now:
             self._partial[unit.key] = shard.clone()
             shard.zero_()
             return
-        lengths = unit.lengths(shard.numel())
-        if lengths is None:
-            raise self._incomplete(unit, shard)
-        bucket = Bucket(unit.key, shard, self._open(unit), laid_out(lengths))
+        bucket = Bucket(unit.key, shard, self._open(unit), laid_out(unit.lengths()))
         self._submit(unit, bucket, self.state, bucket)
 
     def _abandon(self) -> None:
@@ -289,43 +260,32 @@ class ReduceScatterInto(Reduction):
         self._state.return_shards(bucket, self._ranks if self._average else 1)
 
 
-def attach(
-    model: nn.Module,
-    scheme: Scheme,
-    options: GradientOptions,
-) -> Fsdp2Handle:
+def attach(model: nn.Module, scheme: Scheme, options: GradientOptions) -> Fsdp2Handle:
     """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
 
     Which axis: the shard axis, if fully_shard was given a mesh of one axis and `replicate` is None. The scheme is then a reduce-scatter:
     TwoShot, OkTopk, SkipReduce or Dense. With `replicate`, every scheme reduces the shards that FSDP2 has reduced already; you can call
     `attach` once for each axis. If fully_shard was given a mesh of two axes (HSDP), the scheme replaces FSDP2's all-reduce over the first.
-    `parameters` says how the shard axis exchanges parameters: as rounded differences, for which every rank holds all n of them, or rounded
-    whole, with ParameterFormat. None: FSDP2's all-gather.
-    Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. A step that fails
-    on any rank raises in the backward pass on all ranks of the axis; call reset_iter_state() on the model, then continue.
+    `parameters` says how the shard axis exchanges parameters, see Options.
+    Collective over the ranks of the axis. A parameter without gradient counts as zero. A step that fails on any rank raises in the
+    backward pass on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/attach.md.
     """
     units, parameters = units_of(model), options.parameters
     replicas = replicate_axis(units, options.replicate)
     names = {number: name for unit in units for number, name in unit.ids.items()}
-    how = parameters if parameters is None or isinstance(parameters, ParameterFormat) else ParameterFormat(parameters)
     form = scheme.reduce_scatter_form() if replicas is None else scheme
     rescaler = options.rescaler(names, adds_up=True)
     driven, axis_name = trained(model), "shards" if replicas is None else "replicas"
     check_undriven(driven, axis_name)
     weights = None if replicas is None else partial(trained_shards, units)
     comparison = options.comparison(names, weights)
-    lines = [repr(scheme), f"parameters={how}", *parameter_lines(units)]
+    lines = [repr(scheme), f"parameters={parameters}", *parameter_lines(units)]
     if weights is not None:
         lines += weight_lines(weights(), "at the start")
     comm = options.connected(units[0].shard_group if replicas is None else replicas, *lines)
-    shards = options.connected(units[0].shard_group, repr(how)) if how is not None else None
     kind = ShardHandle if isinstance(form, ReduceScatterScheme) else ReplicateHandle
     handle = kind(form, comm, rescaler, comparison, units=units, module=model, driven=driven, axis=axis_name)
-    if how is not None and shards is not None:
-        handle.gather_as(how, shards)
+    if parameters is not None:
+        handle.gather_as(parameters, options.connected(units[0].shard_group, f"parameters={parameters}"))
     return handle
-
-
-def _named(op: Any) -> str:
-    return "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else str(op)

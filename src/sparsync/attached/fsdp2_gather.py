@@ -1,6 +1,5 @@
 """The all-gather of FSDP2's parameters, rounded."""
 
-import weakref
 from collections import deque
 from functools import partial
 from typing import Any
@@ -8,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsync.attached.fsdp2_units import Unit, inside_backward, recovery
+from sparsync.attached.fsdp2_units import Unit, inside_backward
 from sparsync.collectives.values import gather_differences
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report
 from sparsync.runtime.connection import Connection, Reduction
-from sparsync.runtime.parameter_format import ParameterFormat
 from sparsync.runtime.summary import MAX_REPORTS
-from sparsync.wire import ValueCodec
+from sparsync.wire import ValueCodec, Values
 
 _EXACT = ValueCodec("float32")
 
@@ -24,22 +22,21 @@ _EXACT = ValueCodec("float32")
 class ParameterGather:
     """Replaces the all-gather of these units until `detach`. Collective over their shard axis, as is every gather that sends.
 
-    With differences, the first gather of a unit, and the first after `forget`, sends exact shards; later ones in a forward pass send
-    rounded differences. A gather inside a backward pass sends nothing and returns the bits that the forward pass got.
+    The first gather of a unit, and the first after `forget`, sends exact shards; later ones in a forward pass send rounded differences. A
+    gather inside a backward pass sends nothing and returns the bits that the forward pass got.
     """
 
-    def __init__(self, units: list[Unit], how: ParameterFormat, comm: GroupComm) -> None:
+    def __init__(self, units: list[Unit], values: Values, comm: GroupComm) -> None:
         """Take over the gathers. `comm` connects the shard axis, for this alone."""
-        self._shared = SharedShards(how)
+        self._shared = SharedShards(values)
         self._connection = Connection(self._shared, comm, "parameters")
-        weakref.finalize(self, self._connection.shut).atexit = False  # as a handle's
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
         self._step, self._seen = -1, set[str]()  # the number of this pass since the last failure, and its units so far
         # The CUDA event after the latest gather: FSDP2 may use another stream for the next. Any: torch's stubs know two such classes.
         self._last: Any = None
         self._undo = [unit.replace_all_gather(partial(self.gather, unit)) for unit in units]
         for unit in units:
-            forget = partial(_forget, weakref.ref(self), unit.key)
+            forget = partial(self._loaded, unit.key)
             self._undo += [each.register_load_state_dict_post_hook(forget).remove for each in unit.owners]
 
     def reports(self) -> list[Report]:
@@ -73,6 +70,9 @@ class ParameterGather:
         if out.is_cuda:
             self._last = torch.cuda.current_stream(out.device).record_event()
 
+    def _loaded(self, key: str, module: nn.Module, incompatible: object) -> None:
+        self.forget(key)
+
     def _exchange(self, unit: Unit, out: Tensor) -> None:
         if not self._seen or unit.key in self._seen:
             self._seen.clear()
@@ -92,7 +92,8 @@ class ParameterGather:
         if failure:
             self._begin_anew()
             raise RuntimeError(
-                f"the parameters of module {unit.key!r} were not gathered in pass {number}: {failure}; {recovery()}"
+                f"the parameters of module {unit.key!r} were not gathered in pass {number}: {failure}; call reset_iter_state() on the "
+                "model, then continue"
             )
 
     def _begin_anew(self) -> None:
@@ -104,12 +105,12 @@ class ParameterGather:
 
 
 class SharedShards(Reduction):
-    """The shards of each unit as all ranks hold them, which a Connection brings up to date; without differences, nothing is held."""
+    """The shards of each unit as all ranks hold them, which a Connection brings up to date."""
 
     name = "parameters"
 
-    def __init__(self, how: ParameterFormat) -> None:
-        self._codec, self._differences = ValueCodec(how.values), how.differences
+    def __init__(self, values: Values) -> None:
+        self._codec = ValueCodec(values)
         self._held: dict[str, Tensor] = {}  # by unit, [P m]
 
     def held(self, key: str, like: Tensor) -> Tensor | None:
@@ -134,8 +135,7 @@ class SharedShards(Reduction):
         comm = MeteredComm(comm)
         gather_differences(out.view(comm.size, m)[comm.rank], held, codec, comm)
         out.copy_(held)
-        if self._differences:
-            self._held[bucket.key] = held
+        self._held[bucket.key] = held
         n = out.numel()
         return Report(self.name, bucket.key, bucket.step, n, m, n, comm.sent, details={"exact": codec.exact})
 
@@ -149,11 +149,6 @@ class SharedShards(Reduction):
     def _codec_of(self, bucket: Bucket, P: int) -> ValueCodec:
         """Return the codec of the next gather: exact if there is nothing to subtract from, or nothing to save."""
         m, dtype = bucket.grad.numel() // P, bucket.grad.dtype
-        known = self.held(bucket.key, bucket.grad) is not None or not self._differences
+        known = self.held(bucket.key, bucket.grad) is not None
         small = self._codec.nbytes(m, dtype) < _EXACT.nbytes(m, dtype)
         return self._codec if known and small else _EXACT
-
-
-def _forget(gather: weakref.ref[ParameterGather], key: str, module: nn.Module, incompatible: object) -> None:
-    if (found := gather()) is not None:
-        found.forget(key)

@@ -1,12 +1,12 @@
-"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers.
+"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers; and what of them cannot be attached.
 
 HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads private attributes of
-torch.distributed.fsdp. Price: they change with torch; tests/test_fsdp.py and test_fsdp_gather.py use all of them, and
-`make test-versions` does so with several versions of torch.
+torch.distributed.fsdp. Price: they change with torch, and before 2.13 they are others; tests/test_fsdp.py and test_fsdp_gather.py use all
+of them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, is_bw
 
-from sparsync.runtime.findings import Axis
+from sparsync.base.scheme import Scheme
+from sparsync.runtime import findings
+from sparsync.runtime.findings import Axis, Finding
+from sparsync.runtime.options import Options
 from sparsync.runtime.parameter_names import plain_name
 
 Exchange = Callable[
@@ -60,17 +63,12 @@ class Unit:
 
     key: str
     module: FSDPModule
-    groups: list[Any]  # of torch's FSDPParamGroup, private; more than one only with shard_placement_fn
+    group: Any  # torch's FSDPParamGroup, private
     names: list[str]  # of `parameters`, in their order
 
     @property
-    def group(self) -> Any:  # Any: FSDPParamGroup
-        """The group of parameters of a unit that has only one."""
-        return self.groups[0]
-
-    @property
     def parameters(self) -> list[Any]:  # Any: torch's FSDPParam, private
-        return [parameter for group in self.groups for parameter in group.fsdp_params]
+        return self.group.fsdp_params
 
     def named(self) -> list[tuple[str, Any]]:  # Any: as above
         """Return each parameter with its name."""
@@ -85,10 +83,6 @@ class Unit:
     def shapes(self) -> dict[str, list[int]]:
         """The shape of each whole parameter, by name."""
         return {name: list(each._orig_size) for name, each in self.named()}
-
-    @property
-    def devices(self) -> set[str]:
-        return {group.device.type for group in self.groups}
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -124,41 +118,22 @@ class Unit:
         return lambda: exchange(shards, info)
 
     @property
-    def has_partial_sum(self) -> bool:
-        """True while FSDP2 holds gradients that wait for set_requires_all_reduce(True)."""
-        return self.group._partial_reduce_output is not None
-
-    @property
-    def copies(self) -> int:
-        """The number of ranks with the same shard, in the mesh that contains the shard axis."""
-        group = self.shard_group
+    def part(self) -> str:
+        """The name of this rank's copy of the shards, in the mesh that contains the shard axis; "" where there is one copy."""
+        group, mesh = self.shard_group, self.group.mesh_info.mesh
+        root: Any = mesh._get_root_mesh()  # Any: torch says that it may have no coordinate
         assert group is not None
-        return _root_of(self.group.mesh_info.mesh).size() // group.size()
-
-    @property
-    def copy(self) -> int:
-        """The number of this rank's copy, from 0 to `copies` - 1."""
-        mesh = self.group.mesh_info.mesh
-        root: Any = _root_of(mesh)  # Any: torch says that it may have no coordinate
+        copies = root.size() // group.size()
         names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
-        if not own <= set(names):  # joined axes: the place of the first rank, which no other copy has
-            return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
+        if copies == 1:
+            return ""
         number = 0
-        for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
-            number = number if name in own else number * root.size(axis) + place
-        return number
-
-    @property
-    def in_other_meshes(self) -> bool:
-        """True where a parameter was a DTensor before it was sharded, as with tensor parallelism."""
-        return any(parameter.is_dtensor for parameter in self.parameters)
-
-    @property
-    def premultiplies(self) -> bool:
-        """True where FSDP2 asks for ReduceOp.PREMUL_SUM when it reduces float32 or bfloat16."""
-        factor, group = self.group.gradient_divide_factor, self.shard_group
-        size = group.size() if group is not None else 1
-        return factor is not None and factor != size and not self.group.force_sum_reduction_for_comms
+        if not own <= set(names):  # joined axes: the place of the first rank, which no other copy has
+            number = root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
+        else:
+            for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
+                number = number if name in own else number * root.size(axis) + place
+        return f"replica{number}of{copies}"
 
     @property
     def all_reduces_now(self) -> bool:
@@ -166,35 +141,23 @@ class Unit:
         return self.group.all_reduce_grads
 
     @property
-    def reduce_scatter(self) -> Any:  # Any: one of torch's private classes, or anybody's
-        return self.group._reduce_scatter_comm
-
-    @property
     def all_gather(self) -> Any:  # Any: as above
         return self.group._all_gather_comm
 
     def replace_reduce_scatter(self, exchange: Exchange) -> Callable[[], None]:
         """Have gradients reduced by `exchange`; return what undoes that."""
-        return _replaced(self.module.set_custom_reduce_scatter, self.reduce_scatter, exchange)
+        return _replaced(self.module.set_custom_reduce_scatter, self.group._reduce_scatter_comm, exchange)
 
     def replace_all_gather(self, exchange: Exchange) -> Callable[[], None]:
         """Have parameters gathered by `exchange`; return what undoes that."""
         return _replaced(self.module.set_custom_all_gather, self.all_gather, exchange)
 
     @property
-    def gathers_over_fewer(self) -> bool:
-        """True where parameters are gathered over fewer ranks in the backward pass (reshard_after_forward=int)."""
-        return self.group._use_post_forward_mesh
-
-    @property
-    def gathered_types(self) -> set[str]:
-        """The types in which parameters are gathered; "bytes" for a tensor subclass with a custom all-gather."""
-        return {
-            "bytes"
-            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
-            else str(each.mp_policy.param_dtype or each.sharded_param.dtype)
-            for each in self.parameters
-        }
+    def gathers_one_type(self) -> bool:
+        """True where parameters are gathered in one type, over the same ranks in both passes, and not as bytes."""
+        types = {each.mp_policy.param_dtype or each.sharded_param.dtype for each in self.parameters}
+        own = any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in self.parameters)
+        return len(types) == 1 and not own and not self.group._use_post_forward_mesh
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -211,49 +174,39 @@ class Unit:
         return lambda: setattr(self.group, "_all_reduce_hook", None)  # torch's own function takes no None
 
     def count_unused(self) -> Callable[[], None]:
-        """Have parameters without gradient count as zero, if this torch can; return what undoes that."""
-        if not counts_unused():
-            return lambda: None
+        """Have parameters without gradient count as zero; return what undoes that."""
         before = self.group.reduce_scatter_unused_params
         self.group.reduce_scatter_unused_params = True
         return lambda: setattr(self.group, "reduce_scatter_unused_params", before)
 
     def trained(self) -> list[ShardedParameter]:
-        """Return the trained parameters, in the order in which they lie in the buffers."""
+        """Return the trained parameters, in the order in which they lie in the buffers: by type first, in torch 2.15 and later."""
+        named, order = self.named(), getattr(self.group, "_reduce_scatter_param_indices", None)
+        named = [named[index] for index in order] if order else named  # there is none before the first forward pass
         return [
             ShardedParameter(
                 name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel()
             )
-            for name, each in self._in_buffer_order()
+            for name, each in named
             if each.sharded_param.requires_grad
         ]
 
-    def _in_buffer_order(self) -> list[tuple[str, Any]]:
-        """Return the named parameters in the order of gradient buffers: by type first, in torch 2.15 and later."""
-        named = self.named()
-        order = getattr(self.group, "_reduce_scatter_param_indices", None)  # empty before the first forward pass
-        return [named[index] for index in order] if order else named
-
-    def lengths(self, count: int) -> list[tuple[str, int]] | None:
-        """Return name and length of each parameter in a shard of `count` elements; None if some parameters are missing from it."""
-        found = [(each.name, each.length) for each in self.trained()]
-        return found if sum(length for _, length in found) == count else None
+    def lengths(self) -> list[tuple[str, int]]:
+        """Return name and length of each trained parameter in a shard."""
+        return [(each.name, each.length) for each in self.trained()]
 
     def reads_late(self, dtype: torch.dtype) -> bool:
         """Return whether the gradients are views of a reduced buffer of this type that nothing reads before the backward pass ends.
 
         FSDP2 reads them earlier if it divides or converts them, adds them to others or moves them to the CPU; so do hooks on them.
         """
-        unchanged = dtype in _NOT_DIVIDED and self._gradient_types <= {dtype, None}
+        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
+            types = {self.group._orig_dtype}
+        else:
+            types = {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
+        unchanged = dtype in _NOT_DIVIDED and types <= {dtype, None}
         divided = self.group.force_sum_reduction_for_comms
         return unchanged and not divided and not any(map(_read_at_once, self.parameters))
-
-    @property
-    def _gradient_types(self) -> set[torch.dtype | None]:
-        """The types to which reduced gradients are converted; None: the type of the reduction."""
-        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
-            return {self.group._orig_dtype}
-        return {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
 
 
 class _Custom:
@@ -287,45 +240,24 @@ def units_of(model: nn.Module) -> list[Unit]:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()  # Any: private
-        groups = [group for group in _groups_of(state) if group.fsdp_params]
-        infos = [parameter._module_info for group in groups for parameter in group.fsdp_params]
-        if groups and id(state) not in found:
+        group = state._fsdp_param_group  # raises where a module has several, of different meshes
+        if group is not None and group.fsdp_params and id(state) not in found:
+            infos = [parameter._module_info for parameter in group.fsdp_params]
             names = [prefixes[id(info.module)] + info.param_name for info in infos]
-            found[id(state)] = Unit(name or ROOT, module, groups, names)
+            found[id(state)] = Unit(name or ROOT, module, group, names)
     return list(found.values())
-
-
-def counts_unused() -> bool:
-    """Return whether FSDP2 of this torch can count parameters without gradient as zero."""
-    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-
-
-def recovery() -> str:
-    """Return how to continue after a backward or forward pass that failed."""
-    if hasattr(FSDPModule, "reset_iter_state"):
-        return "call reset_iter_state() on the model, then continue"
-    return f"FSDP2 of torch {torch.__version__} cannot continue after it; start again from a checkpoint, or install torch 2.13 or later"
 
 
 def inside_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_common  # a torch without custom all-gathers has no `is_bw`
-
-    return _fsdp_common.is_bw()
+    return is_bw()
 
 
 def replicate_axis(units: Sequence[Unit], given: Axis | None) -> dist.ProcessGroup | None:
-    """Return the ranks that reduce gradients after FSDP2 has reduced them over shards; None for the shard axis.
-
-    Raises ValueError for a mesh of several axes.
-    """
-    if not isinstance(given, DeviceMesh):
-        return units[0].replicate_group if given is None else given
-    if given.ndim != 1:
-        raise ValueError(
-            f'replicate takes one axis of a mesh, such as mesh["replicate"], got a mesh of {given.ndim} axes {given.mesh_dim_names}'
-        )
-    return given.get_group()
+    """Return the ranks that reduce gradients after FSDP2 has reduced them over shards; None for the shard axis."""
+    if given is None:
+        return units[0].replicate_group
+    return given.get_group() if isinstance(given, DeviceMesh) else given
 
 
 def parameter_lines(units: Iterable[Unit]) -> list[str]:
@@ -346,20 +278,62 @@ def trained_shards(units: Iterable[Unit]) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _groups_of(state: Any) -> list[Any]:  # Any: FSDPState, FSDPParamGroup
-    """Return the groups of parameters of a module; torch before 2.12 has at most one."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Finding]:
+    """Find what `attach` would refuse or warn of."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        what = f"FSDP2 of torch {torch.__version__} has no hooks for another exchange"
+        yield Finding(what, "install torch 2.13 or later", RuntimeError)
+        return
+    units = units_of(model)
+    unclear = _meshes(units)
+    if unclear is not None:
+        yield unclear
+        return
+    yield from findings.not_floating((name, each.sharded_param) for unit in units for name, each in unit.named())
+    yield from findings.patterns([name for unit in units for name in unit.names], scheme)
+    for unit in units if options.parameters is not None else ():
+        if not unit.gathers_one_type:
+            what = f"the parameters of module {unit.key!r} have several types, a custom all-gather, or fewer ranks in the backward pass"
+            cure = (
+                "give a module's parameters one type and reshard_after_forward=True or False, or leave parameters= out"
+            )
+            yield Finding(f"{what}, and such gathers cannot be rounded", cure, RuntimeError)
+    replicas, shards, own = replicate_axis(units, options.replicate), units[0].shard_group, units[0].replicate_group
+    if replicas is None:
+        try:
+            scheme.reduce_scatter_form()
+        except ValueError as error:
+            what, _, cure = str(error).partition("; ")
+            yield Finding(what, cure, ValueError)
+        if len(_ranks(shards)) == 1:
+            what = "the shard axis has 1 rank, so FSDP2 reduces nothing over it"
+            yield Finding(what, 'attach to the other axis of the mesh: replicate=mesh["replicate"]', ValueError)
+    elif {*_ranks(shards)} & {*_ranks(replicas)} != {dist.get_rank()} or _ranks(own) not in ((), _ranks(replicas)):
+        what = f"replicate= names ranks {list(_ranks(replicas))}, and the shard axis has ranks {list(_ranks(shards))}"
+        cure = 'name the other axis of the mesh, which shares only this rank: replicate=mesh["replicate"]; with HSDP leave it out'
+        yield Finding(what, cure, ValueError)
 
 
-def _root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that this one was taken from."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # torch before 2.10
+def _meshes(units: list[Unit]) -> Finding | None:
+    """Find what makes it unclear which ranks reduce together."""
+    if not units:
+        return Finding("this model has no parameters that FSDP2 shards", "call fully_shard on it first", ValueError)
+    if any(unit.shard_group is None for unit in units):
+        what = "replicate() all-reduces gradients in full before any hook sees them"
+        cure = "use fully_shard over a mesh of two axes, (ranks, 1), named replicate and shard"
+    elif len({(_ranks(unit.shard_group), _ranks(unit.replicate_group)) for unit in units}) > 1:
+        what = "modules of this model are sharded over different meshes, and a scheme reduces over one"
+        cure = "attach to each part separately, or give all modules the same mesh"
+    elif any(parameter.is_dtensor for unit in units for parameter in unit.parameters):
+        what = "parameters were DTensors before they were sharded (tensor parallelism), which was never tried"
+        cure = "use a mesh of a shard and a replicate axis only"
+    else:
+        return None
+    return Finding(what, cure, RuntimeError)
 
-    return _mesh_resources.get_root_mesh(mesh)
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _read_at_once(parameter: Any) -> bool:  # Any: FSDPParam

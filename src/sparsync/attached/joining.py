@@ -76,16 +76,10 @@ class Joining:
 
     def flush(self) -> None:
         """Submit the buckets that wait."""
-        parts, self._waiting = self._waiting, []
-        if not parts:
-            return
-        buckets = [each.bucket for each in parts]
         wanted, self._wanted = self._wanted, []
-        try:
-            made = _rearranged(wanted, buckets) or _grouped(buckets)
-        except Exception as error:
-            # Raised on the thread that reduces, so that the step ends on all ranks. Only the text: a traceback would keep the step.
-            made = [_Copied(buckets[0], [buckets[0].grad], partial(_fail, f"{type(error).__name__}: {error}"))]
+        buckets = [each.bucket for each in self._waiting]
+        made = _rearranged(wanted, buckets) or _grouped(buckets)
+        parts, self._waiting = self._waiting, []
         pending, written = list(made), list[Any]()  # Any: torch's stubs know two unrelated Event classes
 
         def write(copied: _Copied, finished: Future) -> None:
@@ -109,7 +103,7 @@ class Joining:
                     each.done.set_result(each.bucket.grad)
 
         for copied in made:
-            self._pass_on(copied.bucket, copied.prepare or self._prepared()).then(partial(write, copied))
+            self._pass_on(copied.bucket, self._prepared()).then(partial(write, copied))
 
     def abandon(self, error: Exception) -> None:
         """Fail the buckets that wait, because no more will come."""
@@ -139,7 +133,6 @@ class _Copied:
 
     bucket: Bucket
     parts: list[Tensor]
-    prepare: Prepare | None = None  # in place of the step's
 
 
 def _grouped(buckets: Sequence[Bucket]) -> list[_Copied]:
@@ -177,7 +170,3 @@ def _copied(key: str, step: int, entries: Sequence[ParameterSpan], parts: list[T
 
 def _kind(bucket: Bucket) -> tuple[torch.dtype, torch.device]:
     return bucket.grad.dtype, bucket.grad.device
-
-
-def _fail(cause: str) -> None:
-    raise RuntimeError(f"small buckets could not be joined: {cause}")

@@ -127,7 +127,7 @@ def _replica(
         return sharded, sharded.replicas
     if not isinstance(model, DistributedDataParallel):
         return Replica(model, [called]), group
-    if left_alone := ignored(model.module):
+    if left_alone := ignored(model):
         raise ValueError(
             f"DDP ignores {', '.join(sorted(left_alone))}, and exchanged steps include all trained parameters; freeze these, or "
             "attach with exchange=sparsync.Gradients()"

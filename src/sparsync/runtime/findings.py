@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,10 +13,8 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import matches
-from sparsync.runtime.parameter_names import plain_name
 
 Axis = DeviceMesh | dist.ProcessGroup
-_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}  # whose operations were tried, or their source was read
 
 
 @dataclass(frozen=True)
@@ -61,55 +58,23 @@ def check_scheme(scheme: object) -> None:
 def check_model(model: object) -> None:
     """Raise TypeError for anything but an nn.Module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; pass the module that is trained")
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}; pass the module that is trained")
 
 
 def check_models(models: object) -> None:
     """Raise TypeError for anything but an nn.Module or a sequence of one or more."""
-    several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
-    for each in several or [models]:
+    for each in models if isinstance(models, (list, tuple)) and models else [models]:
         check_model(each)
 
 
 def check_optimizer(optimizer: object) -> None:
     """Raise TypeError for anything but an optimizer or a sequence of one or more."""
-    several = list(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else None
-    wrong = [_kind(each) for each in (several or [optimizer]) if not isinstance(each, Optimizer)]
-    if wrong:
-        inside = ", ".join(wrong)
-        got = inside if several is None else f"{type(optimizer).__name__} of {inside}" if several else "an empty list"
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer or a list of them, got {got}; pass what trains the model, such as "
-            "optimizer=torch.optim.AdamW(model.parameters())"
-        )
-
-
-def _kind(value: object) -> str:
-    """Return what a message calls a value of a wrong type."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return repr(value) if value is None or isinstance(value, str) else type(value).__name__
-
-
-def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterator[Finding]:
-    """Find the devices whose gradients this group cannot send."""
-    for device in sorted(devices):
-        name = backend(group, device)
-        if name not in _BACKENDS.get(device, ()):
-            yield Finding(
-                f"gradients on {device} would be sent by {name}, which lacks operations that schemes need, or was never tried",
-                "make a group with gloo for CPU models, and with nccl or gloo for CUDA models",
-                RuntimeError,
+    for each in optimizer if isinstance(optimizer, (list, tuple)) and optimizer else [optimizer]:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer or a list of them, got {each!r}; pass what trains the model, such as "
+                "optimizer=torch.optim.AdamW(model.parameters())"
             )
-
-
-def backend(group: dist.ProcessGroup | None, device: str) -> str:
-    """Return the name of the group's backend for tensors on this device."""
-    try:
-        assert group is not None
-        return group._get_backend(torch.device(device)).name()
-    except RuntimeError:
-        return "no backend"
 
 
 def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
@@ -126,13 +91,6 @@ def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
                 )
 
 
-def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    """Find the embeddings whose gradients are sparse, with their names."""
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            yield plain_name(name), module
-
-
 def steps_in_backward(model: nn.Module) -> bool:
     """Return whether an optimizer steps during the model's backward pass."""
     return any(getattr(parameter, "_in_backward_optimizers", None) for parameter in model.parameters())
@@ -146,10 +104,8 @@ def is_fsdp2(model: nn.Module) -> bool:
 
 def reducing_wrappers() -> tuple[type, ...]:
     """Return the classes of modules whose gradients torch reduces whole, besides FSDP2's. Loads none of them."""
-    fsdp, replicate = (sys.modules.get(f"torch.distributed.{each}") for each in ("fsdp", "_composable.replicate"))
-    # HACK: torch exports `replicate`, and not the class that it makes of a module. Price: its name may change; tests refuse one.
-    found = (getattr(fsdp, "FullyShardedDataParallel", None), getattr(replicate, "DDP", None))
-    return (DistributedDataParallel, *(each for each in found if each is not None))
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
 
 
 def not_floating(named: Iterable[tuple[str, Tensor]]) -> Iterator[Finding]:

@@ -199,12 +199,12 @@ class Handle:
 
         For every handle, so that a loop can skip a step by it on all ranks or on none. The gradients that are reduced are common, so here
         it does what `torch.nn.utils.clip_grad_norm_` does with the trained parameters of the model, FSDP2's too. Call it when they are
-        reduced, before the optimizer's step. Raises RuntimeError where the model is not known, as with `ddp_comm_hook` without `module`.
+        reduced, before the optimizer's step. Raises RuntimeError where the model is gone.
         """
         module = self.module
         if module is None:
             raise RuntimeError(
-                "this handle does not know its model; pass module= to ddp_comm_hook, or call torch.nn.utils.clip_grad_norm_ yourself"
+                "the model of this handle is gone; keep a reference to it, or call torch.nn.utils.clip_grad_norm_ yourself"
             )
         norm: Any = nn.utils.clip_grad_norm_([each for _, each in trained(module)], max_norm, **options)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of an FSDP2 model

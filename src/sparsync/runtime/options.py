@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from sparsync.comm.group import GroupComm
 from sparsync.runtime.findings import Axis
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler
-from sparsync.runtime.parameter_format import ParameterFormat
 from sparsync.wire import Values
 
 
@@ -24,20 +23,22 @@ class Options:
             FSDP2's shard axis each rank has different ones, and none are compared.
         follow_rates: of gradients, whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
             None: yes, except under Lightning and the Trainer of transformers, which change rates at every step.
-        join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (4; 0: none
-            are joined). A scheme takes as many exchanges and calls for a small bucket as for a large one. Dense joins up to 256 kB at most.
-        dense_below: for DistributedDataParallel, elements below which a joined bucket is sent whole (1024; 0: never).
+        join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (0: none are
+            joined). A scheme takes as many exchanges and calls for a small bucket as for a large one. Dense joins up to 256 kB at most.
+        dense_below: for DistributedDataParallel, elements below which a joined bucket is sent whole (0: never).
         replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
-        parameters: for FSDP2, how the shard axis exchanges parameters. None: as the recipe says, or FSDP2's own all-gather.
+        parameters: for FSDP2's shard axis, the values in which parameters are gathered, such as "int4": each rank sends the rounded
+            difference between its shard and what all ranks hold. Errors do not pile up, and the gather of the backward pass sends nothing,
+            but every rank always holds all parameters. None: as the recipe says, or FSDP2's own all-gather.
     """
 
     timeout_s: float = 300.0
     check_weights_every: int | None = None
     follow_rates: bool | None = None
-    join_mb: float | None = None
-    dense_below: int | None = None
+    join_mb: float = 4.0
+    dense_below: int = 1024
     replicate: Axis | None = None
-    parameters: Values | ParameterFormat | None = None
+    parameters: Values | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
