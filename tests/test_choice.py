@@ -156,12 +156,6 @@ def test_the_choice_is_said_in_at_most_five_sentences(
     assert " ".join(said) in shown and len(said) <= 5
 
 
-def test_how_near_dense_a_choice_must_be_can_be_set(tmp_path: Path) -> None:
-    found = summary(tmp_path, DENSE, BF16, BEHIND)
-    assert sentences(found, within=10.0)[0].startswith("Use worse: ")
-    assert chosen(found) is None
-
-
 def test_all_speed_ups_of_a_report_are_over_the_plain_all_reduce_that_is_faster_and_near_dense(tmp_path: Path) -> None:
     slow, worse = replace(BF16, step_s=8.0), replace(BF16, values=BEHIND.values)
     for name, made, baseline in (("a", BF16, "bf16"), ("b", slow, "dense"), ("c", worse, "dense")):

@@ -150,9 +150,9 @@ def test_a_scheme_that_cannot_be_made_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gbit", "1e400"], "--gbit must be a finite number, got inf"),
-        (["--gbit", "nan"], "--gbit must be a finite number, got nan"),
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--gbit", "1e400"], "--gbit: takes a finite number above 0, got '1e400'"),
+        (["--gbit", "nan"], "--gbit: takes a finite number above 0, got 'nan'"),
+        (["--ranks", "0"], "--ranks: takes a whole number above 0, got '0'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(

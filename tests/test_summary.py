@@ -27,9 +27,9 @@ def scheme(folder: Path, *made: Made, run: Run = RUN) -> SchemeFigures:
 
 
 def evaluations(*values: float) -> list[Quality]:
-    """At 10, 20, ... seconds, with 100 bytes sent in each second."""
+    """At 10, 20, ... seconds."""
     return [
-        Quality("one", "topk", 0, step=place, seconds=10.0 * place, bytes=1000.0 * place, value=value)
+        Quality("one", "topk", 0, step=place, seconds=10.0 * place, value=value)
         for place, value in enumerate(values, start=1)
     ]
 
@@ -37,24 +37,24 @@ def evaluations(*values: float) -> list[Quality]:
 @pytest.mark.parametrize(
     ("values", "target", "lower_is_better", "expected"),
     [
-        ((400, 200, 100), 150, True, (25.0, 2500.0)),
-        ((400, 200, 100), 200, True, (20.0, 2000.0)),
-        ((400, 200, 100), 400, True, (10.0, 1000.0)),
-        ((400, 200, 100), 500, True, (10.0, 1000.0)),
+        ((400, 200, 100), 150, True, 25.0),
+        ((400, 200, 100), 200, True, 20.0),
+        ((400, 200, 100), 400, True, 10.0),
+        ((400, 200, 100), 500, True, 10.0),
         ((400, 200, 100), 99, True, None),
-        ((400, 100, 300, 50), 200, True, (50 / 3, 5000 / 3)),
-        ((400, 200, 200, 100), 200, True, (20.0, 2000.0)),
-        ((10, 50, 90), 60, False, (22.5, 2250.0)),
+        ((400, 100, 300, 50), 200, True, 50 / 3),
+        ((400, 200, 200, 100), 200, True, 20.0),
+        ((10, 50, 90), 60, False, 22.5),
         ((10, 50, 90), 91, False, None),
-        ((math.inf, 100), 150, True, (20.0, 2000.0)),
-        ((math.nan, 100), 150, True, (20.0, 2000.0)),
+        ((math.inf, 100), 150, True, 20.0),
+        ((math.nan, 100), 150, True, 20.0),
         ((math.nan, math.inf), 150, True, None),
         ((), 150, True, None),
         ((400, 200, 100), None, True, None),
     ],
 )
 def test_a_target_is_reached_on_the_straight_line_between_two_evaluations(
-    values: Sequence[float], target: float | None, lower_is_better: bool, expected: tuple[float, float] | None
+    values: Sequence[float], target: float | None, lower_is_better: bool, expected: float | None
 ) -> None:
     goal = None if target is None else float(target)
     found = reaching(evaluations(*map(float, values)), goal, lower_is_better)
@@ -68,7 +68,7 @@ def test_a_harder_target_is_never_reached_sooner(values: list[int], target: int,
     series = evaluations(*map(float, values))
     first = reaching(series, float(target), lower)
     second = reaching(series, float(target - harder if lower else target + harder), lower)
-    assert second is None or (first is not None and first[0] <= second[0])
+    assert second is None or (first is not None and first <= second)
 
 
 def test_speed_up_is_the_ratio_of_the_times_to_the_target(tmp_path: Path) -> None:
@@ -188,17 +188,9 @@ def test_links_without_limit_need_no_least_time(tmp_path: Path) -> None:
     assert found.schemes[0].link_s is None
 
 
-def test_without_an_interface_bytes_are_those_of_the_payload(tmp_path: Path) -> None:
-    found = summary(tmp_path, replace(SPARSE, interface_bytes=None))
-    assert [point.bytes for point in found.schemes[0].curve[0]] == [1000.0, 2000.0, 3000.0, 4000.0]
-    assert found.schemes[0].seeds[0].target_bytes == 2500.0
-    counted = summary(tmp_path / "counted", SPARSE)
-    assert counted.schemes[0].seeds[0].target_bytes == 3125.0
-
-
 def test_a_run_without_target_has_no_times_to_it(tmp_path: Path) -> None:
     found = scheme(tmp_path, SPARSE, DENSE, run=run(target=None))
-    assert (found.target_s, found.seeds[0].target_bytes, found.speedup["dense"]) == (None, None, None)
+    assert (found.target_s, found.speedup["dense"]) == (None, None)
 
 
 def test_failed_and_interrupted_trainings_are_told_above_all_else_and_others_noted(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def _run_record(
     return results.Run(
         run=f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}",
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=tuple(command),
+        command=list(command),
         config=config,
         workload={"metric": workload.metric, "better": workload.better, "unit": workload.unit, **workload.describe()},
         versions={**environment.versions(), "kernels": environment.kernels(device)},
