@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sparsync_lab import regular_file
-
 Made = TypeVar("Made")
 
 
@@ -17,7 +15,7 @@ def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # A
     Raises ValueError for a file that cannot be read and, with its number, for any other line of which `made` makes no `what`.
     """
     try:
-        lines = regular_file.content(path).decode().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ from sparsync_lab.netlab import network
 from sparsync_lab.progress import progress as waiting
 from sparsync_lab.report import results
 from sparsync_lab.report.format import links_text
-from sparsync_lab.workers.group import RankFailedError, worker_group
+from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.hosts import Backend, joined
 from sparsync_lab.workers.process import Message
 from sparsync_lab.workloads.base import Workload
@@ -55,18 +55,15 @@ def compare(settings: CompareSettings, out: Path, command: Sequence[str]) -> Non
 def compare_on_hosts(settings: CompareSettings, out: Path, command: Sequence[str], backend: Backend | None) -> bool:
     """Do the same with the ranks that a launcher has started, each of which calls this; return whether this one has the results.
 
-    Raises on all ranks where one of them has other settings or another version, or fails.
+    Raises ValueError on all ranks where one of them has other settings or another version.
     """
     from sparsync_lab.compare.train import train_all  # torch's
 
-    def checked() -> tuple[Workload, Mapping[str, str]]:
-        workload = settings.check()
-        return workload, {**_identity(settings, workload), **environment.compiled(hosts.place.device)}
-
+    workload = settings.check()
     with joined(settings.timeout_s, backend) as hosts:
-        workload = hosts.agree(checked)
+        hosts.agree(_identity(settings, workload, hosts.place.device))
         if hosts.place.rank:
-            hosts.run(train_all, asdict(settings), lambda message: None, lambda why: None)
+            hosts.run(train_all, asdict(settings), lambda message: None)
             return False
         run = _run_record(settings, workload, command, hosts.network, hosts.place.device)
         with (
@@ -78,7 +75,7 @@ def compare_on_hosts(settings: CompareSettings, out: Path, command: Sequence[str
                 display.update(message)
                 records.take(message)
 
-            hosts.run(train_all, asdict(settings), take, records.failed)
+            hosts.run(train_all, asdict(settings), take)
     return True
 
 
@@ -118,32 +115,25 @@ def _recorded(run: results.Run, out: Path) -> Iterator[_Records]:
     records = _Records(run.run, out)
     try:
         yield records
-    except RankFailedError as error:
-        records.failed(str(error))
-        raise
     except KeyboardInterrupt:
         records.failed("interrupted")
         raise
+    except RuntimeError as error:  # of a rank
+        records.failed(str(error))
+        raise
 
 
-def _identity(settings: CompareSettings, workload: Workload) -> Mapping[str, str]:
+def _identity(settings: CompareSettings, workload: Workload, device: str) -> Mapping[str, str]:
     """Return what must be the same on all ranks. Where the data lie may differ; what is in them is part of the workload's text."""
     plain = asdict(settings)
     plain["options"] = {key: value for key, value in settings.options.items() if key != "data"}
     described = dict(workload.describe())
     described["options"] = {key: value for key, value in described.get("options", {}).items() if key != "data"}
-    versions = environment.versions()
     return {
         **{f"the setting {key}": repr(value) for key, value in plain.items() if key != "schemes"},
         "the schemes": re.sub(_ADDRESS, "", repr([(each.label, each.described()) for each in settings.schemes])),
         "the workload": repr(described),
-        "the source of schemes and workload": environment.source_digest(
-            workload.job_class(), *(type(choice.make()) for choice in settings.schemes)
-        ),
-        "the version of Python": ".".join(versions["python"].split(".")[:2]),
-        "the version of torch": versions["torch"],
-        "the version of sparsync": versions["sparsync"],
-        "the code of sparsync": environment.code_digest(),
+        **environment.identity(device),
     }
 
 

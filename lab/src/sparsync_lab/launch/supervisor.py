@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab.launch.faults import Injector
@@ -25,7 +26,6 @@ from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
 from sparsync_lab.launch.traffic import Meter
 from sparsync_lab.launch.variables import environment, variables
 from sparsync_lab.netlab import RunNetwork, network
-from sparsync_lab.temporary import temporary_folder
 from sparsync_lab.workers.descendants import die_with_parent, subreaper
 from sparsync_lab.workers.ranks import READABLE, Rank, Ranks, ready_of
 
@@ -105,7 +105,9 @@ def main() -> None:
 def supervise(settings: LaunchSettings, signals: int) -> int:
     """Run the ranks to their end, print the summary, and return the exit status. No process is left, and no network."""
     with (
-        temporary_folder() as notes,  # a file for each rank, which is empty until the rank reads SPARSYNC_SCHEME
+        TemporaryDirectory(
+            prefix="sparsync-lab-"
+        ) as folder,  # a file for each rank, which is empty until the rank reads SPARSYNC_SCHEME
         network(
             settings.places, settings.up_bits_per_s, settings.exact_framing, settings.down_bits_per_s, settings.delay
         ) as links,
@@ -114,7 +116,7 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
         ExitStack() as stack,
     ):
         run = LaunchedRun(settings, ranks, Output(terminal=os.isatty(2)), signals)
-        meter = Meter(settings, links)
+        notes, meter = Path(folder), Meter(settings, links)
         port = links.free_port()
         began = time.monotonic()
         start = _starter(run, links, meter, notes, port, began)

@@ -18,7 +18,6 @@ from pathlib import Path
 from sparsync_lab.netlab.delay import Delay
 from sparsync_lab.netlab.rate import CATCH_UP_S
 from sparsync_lab.netlab.rights import TIMEOUT_S, NetworkUnavailableError
-from sparsync_lab.temporary import temporary_folder
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEVICE = Path("/dev/net/tun")
@@ -112,8 +111,8 @@ def program() -> Iterator[str]:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     digest = hashlib.sha256(source + repr((compiler, os.uname().machine)).encode()).hexdigest()[:16]
     kept = _cache_folder()
-    with temporary_folder() if kept is None else nullcontext(kept) as folder:
-        made = folder / f"forwarder-{digest}"
+    with tempfile.TemporaryDirectory() if kept is None else nullcontext(kept) as folder:
+        made = Path(folder) / f"forwarder-{digest}"
         if not os.access(made, os.X_OK):
             _compile(compiler, made)
         yield str(made)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Gt, Le, Len
 
 from sparsync.comm.plan import MOST_RANKS, Kind
-from sparsync_lab import regular_file
 from sparsync_lab.checked import Checked, checked
 from sparsync_lab.toml import tomllib
 
@@ -194,7 +193,7 @@ def write(probe: Probe, path: Path) -> None:
 def read(path: Path) -> Probe:
     """Return the probe in a file. Raises ProbeFileError where it is none, with what is wrong and where."""
     try:
-        written = regular_file.content(path).decode()
+        written = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ProbeFileError(f"cannot read {path}: {error}; give a file that `sparsync probe` has written") from error
     try:

@@ -1,6 +1,5 @@
 """`sparsync probe`: the ranks are started here, each at its own link, or a launcher has started them. Rank 0 prints and writes."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from sparsync_lab.terminal import NOTHING, Table, show, wrapped
 from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.hosts import Backend, joined
 from sparsync_lab.workers.process import Message
-from sparsync_lab.workloads.base import Workload
 from sparsync_lab.writable import check_file
 
 
@@ -41,32 +39,23 @@ def probe_here(
 
 
 def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None:
-    """Measure the ranks that a launcher has started; each of them calls this. Raises on all where one of them fails."""
-
-    def checked() -> tuple[Workload | None, Mapping[str, str]]:
-        plain = {f"the setting {key}": repr(value) for key, value in asdict(request).items()}
-        workload = request.check(hosts.place.ranks)
-        if hosts.place.rank == 0:
-            check_file(out)
-        return workload, {
-            **plain,
-            "the code of sparsync": environment.code_digest(),
-            **environment.compiled(hosts.place.device),
-        }
-
+    """Measure the ranks that a launcher has started; each of them calls this."""
     content: list[str] = []
     with joined(request.timeout_s, backend) as hosts:
-        hosts.agree(checked)
+        request.check(hosts.place.ranks)
+        plain = {f"the setting {key}": repr(value) for key, value in asdict(request).items()}
+        hosts.agree({**plain, **environment.identity(hosts.place.device)})
         spec = asdict(replace(request, link=hosts.network or "loopback", hosts=hosts.count))
         if hosts.place.rank:
-            hosts.run(probe, spec, lambda message: None, lambda why: None)
+            hosts.run(probe, spec, lambda message: None)
             return
+        check_file(out)
         with progress("probe, %", 100) as display:
 
             def take(message: Message) -> None:
                 content.extend(each for each in [_taken(message, display)] if each is not None)
 
-            hosts.run(probe, spec, take, lambda why: None)
+            hosts.run(probe, spec, take)
     _finish(content[-1], out)
 
 

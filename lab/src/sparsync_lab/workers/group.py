@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from sparsync_lab.netlab import RunNetwork
-from sparsync_lab.temporary import temporary_folder
-from sparsync_lab.workers.process import Message, Order
+from sparsync_lab.workers.process import PREFIX, Message, Order
 from sparsync_lab.workers.ranks import Rank, Ranks
 
 GRACE_S = 3.0  # after one rank has failed: how long the others may take to report their errors, and to end
@@ -104,7 +104,8 @@ def worker_group(
     Every worker calls `task`, "package.module:function", with `spec`, its Place and a function that sends messages.
     `timeout_s` is for one operation of a rank; a group that sends no message for twice as long counts as hung.
     """
-    with temporary_folder() as folder, Ranks(GRACE_S) as ranks:
+    with TemporaryDirectory(prefix=PREFIX) as made, Ranks(GRACE_S) as ranks:
+        folder = Path(made)
         rendezvous = str(folder / "rendezvous")
         order = Order(task, dict(spec), network.interface, network.limited, rendezvous, timeout_s).encoded()
         count = len(network.addresses)

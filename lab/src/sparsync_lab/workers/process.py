@@ -6,6 +6,7 @@ started it. The rank comes from the variables torchrun would set (RANK, WORLD_SI
 
 import json
 import os
+import shutil
 import sys
 import threading
 import traceback
@@ -19,8 +20,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from sparsync_lab.temporary import remove
-
+PREFIX = "sparsync-lab-"  # of the name of a folder that the program makes for its ranks
 Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" and "done" are taken
 Emit = Callable[[Message], None]
 """Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done."""
@@ -118,7 +118,8 @@ def _claim_output() -> TextIO:
 def _exit_at_end_of_input(folder: Path) -> None:
     """End this process, and remove the folder of the program that started it, when that program has ended without doing so."""
     sys.stdin.read()
-    remove(folder)
+    if folder.name.startswith(PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
