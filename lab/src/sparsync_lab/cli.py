@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -282,17 +281,13 @@ def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab.compare.comparison import compare
     from sparsync_lab.netlab import restart_with_rights
 
-    check_file(options.out / demo.PAGE)
+    check_file(options.out / demo.HALVES[0].folder / "results.jsonl")
     restart_with_rights("sparsync_lab.cli", arguments)
-    took_s = None
-    for number, chosen in enumerate(demo.commands(options.out, options.steps)):
-        half = _parser().parse_args(chosen)
-        print(f"\n{terminal.wrapped(demo.before(options.out, number, took_s, options.steps))}\n", flush=True)
-        began = time.monotonic()
-        compare(_settings(half), half.out, ["sparsync", *chosen])
-        took_s = time.monotonic() - began
-        _report(half, chosen)
-    demo.summary(options.out)
+    for number, (half, words) in enumerate(zip(demo.HALVES, demo.commands(options.out, options.steps), strict=True), 1):
+        chosen = _parser().parse_args(words)
+        print(f"\n{number} of {len(demo.HALVES)}: {half.title}; results go to {chosen.out}.\n", flush=True)
+        compare(_settings(chosen), chosen.out, ["sparsync", *words])
+        _report(chosen, words)
 
 
 def _report(options: argparse.Namespace, arguments: list[str]) -> None:
