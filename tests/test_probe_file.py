@@ -95,13 +95,6 @@ def test_what_was_measured_is_in_its_file_before_a_table_of_it_is_made(
         ("ranks = 4", "ranks = 1", r"group\.ranks: .* got 1"),
         ("seconds = 0.5", 'seconds = "fast"', r"operation\[2\]\.seconds: .* got 'fast'"),
         ("seconds = 0.5", "seconds = nan", r"operation\[2\]\.seconds: .* got nan"),
-        ("nbytes = 5000", "nbytes = 1000", "all_gather of 1000 bytes is there 2 times"),
-        (
-            'kind = "all_reduce"',
-            'kind = "all_to_all"',
-            "all_to_all is there at one size only, 6000 bytes.*give two sizes or more",
-        ),
-        (KERNEL, f"{KERNEL}{KERNEL}", "the kernel select is there 2 times; leave one"),
         ("[memory]", "[memorie]", r"memorie: Unexpected"),
     ],
 )

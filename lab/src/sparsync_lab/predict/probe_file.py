@@ -4,10 +4,8 @@
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -143,27 +141,6 @@ class Probe(Checked):
     scheme: tuple[SchemeTimes, ...] = ()
     backward: Backward | None = None
     link: ProbedLink | None = None  # files of earlier versions have none
-
-    def __post_init__(self) -> None:
-        _check_each_once(f"{each.kind} of {each.nbytes} bytes" for each in self.operation)
-        _check_each_once(f"the kernel {each.kind}" for each in self.kernel)
-        _check_each_once(f"the scheme {each.scheme}" for each in self.scheme)
-        for each in self.operation:
-            if len(sizes(self.operation, each.kind)) == 1:
-                raise ProbeFileError(
-                    f"{each.kind} is there at one size only, {each.nbytes} bytes, from which no other can be told; give two sizes or more, "
-                    "or measure again with `sparsync probe`"
-                )
-        for each in self.scheme:
-            counts = [bucket.elements for bucket in each.bucket]
-            if counts != sorted(set(counts)):
-                raise ProbeFileError(f"the buckets of {each.scheme} must go from few elements to many, got {counts}")
-
-
-def _check_each_once(names: Iterable[str]) -> None:
-    name, count = max(Counter(names).items(), key=itemgetter(1), default=("", 0))
-    if count > 1:
-        raise ProbeFileError(f"{name} is there {count} times; leave one")
 
 
 _HEAD = """\

@@ -90,31 +90,20 @@ def _print(found: probe_file.Probe) -> None:
         )
         for each in found.operation
     )
-    latency, trip = found.latency, found.latency.slowest_round_trip_s
     figures = {
-        **_link_figures(found.link),
-        "round trip": f"{_us(latency.round_trip_s)}, of the slowest pair {_us(trip)}",
-        "one more message": _us(latency.per_message_s),
-        "messages a rank sends": f"{significant(latency.messages_per_s)} per second",
-        "announcement of a bucket": _us(latency.announce_s),
-        "memory, plain pass": f"{significant(1e-9 * found.memory.bytes_per_s)} GB/s",
-        **{
-            f"kernel {each.kind}": f"{significant(1e-6 * each.elements_per_s)} million elements/s, {_us(each.fixed_s)} a call"
-            for each in found.kernel
-        },
+        "round trip": f"{_us(found.latency.round_trip_s)}, of the slowest pair {_us(found.latency.slowest_round_trip_s)}"
     }
-    backward = found.backward
-    if backward is not None:
-        times = (backward.forward_s, backward.backward_s, backward.optimizer_s)
-        name = backward.job
-        figures[f"{name}: forward, backward, optimizer"] = (
+    if found.link is not None:
+        figures["rate of a link, payload"] = rate_text(float(significant(found.link.bits_per_s)))
+        figures["one way"] = f"{_us(found.link.one_way_s)}, of the slowest pair {_us(found.link.slowest_one_way_s)}"
+    if found.backward is not None:
+        times = (found.backward.forward_s, found.backward.backward_s, found.backward.optimizer_s)
+        figures[f"{found.backward.job}: forward, backward, optimizer"] = (
             f"{', '.join(f'{significant(1e3 * each)}' for each in times)} ms"
         )
-        ready = ", ".join(f"{significant(1e3 * each.ready_s)} ms ({each.elements})" for each in backward.bucket)
-        figures[f"{name}: buckets ready after (elements)"] = ready
     tables = [
         Table("Each rank sends", ("operation", "bytes", "ms", "p20", "p80", "MB/s"), sent, less=("p80", "p20")),
-        Table("Latency, memory and kernels", ("", "measured"), tuple(figures.items())),
+        Table("Links and job; kernels and memory are in the file", ("", "measured"), tuple(figures.items())),
     ]
     counts = sorted({bucket.elements for each in found.scheme for bucket in each.bucket})
     if counts:
@@ -126,15 +115,6 @@ def _print(found: probe_file.Probe) -> None:
         heads = ("scheme", *map(str, counts))
         tables.append(Table("Time (ms) of a bucket, by its elements", heads, tuple(rows)))
     show(tables)
-
-
-def _link_figures(link: probe_file.ProbedLink | None) -> dict[str, str]:
-    if link is None:
-        return {}
-    return {
-        "rate of a link, payload": rate_text(float(significant(link.bits_per_s))),
-        "one way": f"{_us(link.one_way_s)}, of the slowest pair {_us(link.slowest_one_way_s)}",
-    }
 
 
 def _us(seconds: float) -> str:
