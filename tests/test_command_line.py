@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     for name in (
         "compare.comparison.compare",
         "frontier.study.train",
-        "probe.command.network",
+        "workers.group.network",
         "netlab.restart_with_rights",
     ):
         monkeypatch.setattr(f"sparsync_lab.{name}", lambda *_, **__: pytest.fail("something was started"))

@@ -313,7 +313,7 @@ def test_a_job_whose_loss_is_nan_from_the_first_step_on_ends_with_an_error_and_a
     ("job", "said"),
     [
         ("Unused", None),
-        ("Inside", "no attribute 'halves'; it is around the model: call model(...), and put what you need into its"),
+        ("Inside", "no attribute 'halves'"),
     ],
 )
 def test_a_job_may_leave_parameters_out_but_not_reach_into_the_model(

@@ -14,8 +14,13 @@ from sparsync_lab.cli_parser import Command, Run, discard_output, parser_of, run
 from sparsync_lab.writable import check_file
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from sparsync_lab.compare.settings import CompareSettings
+    from sparsync_lab.netlab import Delay
     from sparsync_lab.scheme_choice import SchemeChoice
+    from sparsync_lab.workers.group import Here
+    from sparsync_lab.workers.hosts import Hosts
 
 
 _SCHEMES = """\
@@ -110,31 +115,45 @@ def _table() -> dict[str, tuple[Run, str, str]]:
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.compare.comparison import compare, compare_on_hosts
-    from sparsync_lab.netlab import restart_with_rights
+    from sparsync_lab.compare.comparison import compare
     from sparsync_lab.report.page import check, trained
     from sparsync_lab.workers.group import RankFailedError
 
     hosts = _on_hosts(options)
     settings = _settings(options)
     check_file(options.csv, "--csv")
-    if hosts:
-        if not compare_on_hosts(settings, options.out, ["sparsync", *arguments], options.backend):
+    where = _where(options, hosts, settings.rates_bits_per_s, settings.between, arguments)
+    try:
+        if not compare(settings, options.out, ["sparsync", *arguments], where):
             return
-    else:
-        if settings.rate_bits_per_s is not None:
-            restart_with_rights("sparsync_lab.cli", arguments)
-        try:
-            compare(settings, options.out, ["sparsync", *arguments])
-        except RankFailedError as error:  # what was measured until then is shown
-            begun = trained(options.out)
-            if not begun:
-                raise
-            _report(options, arguments)
-            rest = ", ".join(choice.label for choice in settings.schemes if choice.label not in begun)
-            raise RuntimeError(f"{error}\nnot trained after that: {rest or 'no other scheme'}") from None
+    except RankFailedError as error:  # what was measured until then is shown
+        begun = trained(options.out)
+        if not begun:
+            raise
+        _report(options, arguments)
+        rest = ", ".join(choice.label for choice in settings.schemes if choice.label not in begun)
+        raise RuntimeError(f"{error}\nnot trained after that: {rest or 'no other scheme'}") from None
     _report(options, arguments)
     check(options.out)
+
+
+def _where(
+    options: argparse.Namespace,
+    hosts: bool,
+    speeds: tuple[float | None, float | None],
+    delay: "Delay",
+    arguments: list[str],
+) -> "AbstractContextManager[Here | Hosts]":
+    """Return the ranks of a launcher, or those to start here; restarts this program where it lacks the rights that links need."""
+    from sparsync_lab.netlab import restart_with_rights
+    from sparsync_lab.workers.group import here
+    from sparsync_lab.workers.hosts import joined
+
+    if hosts:
+        return joined(options.timeout, options.backend)
+    if speeds != (None, None):
+        restart_with_rights("sparsync_lab.cli", arguments)
+    return here(options.ranks, *speeds, delay, options.timeout)
 
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -164,9 +183,9 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.netlab import delay_of, rates, restart_with_rights
+    from sparsync_lab.netlab import delay_of, rates
     from sparsync_lab.netlab.delay import check_delay
-    from sparsync_lab.probe.command import probe_here, probe_on_hosts
+    from sparsync_lab.probe.command import probe
     from sparsync_lab.probe.task import Request
     from sparsync_lab.report.format import links_text
 
@@ -182,12 +201,7 @@ def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
         bucket_mb=options.bucket_mb,
         timeout_s=options.timeout,
     )
-    if hosts:
-        probe_on_hosts(request, options.backend, options.out)
-        return
-    if speeds != (None, None):
-        restart_with_rights("sparsync_lab.cli", arguments)
-    probe_here(request, options.ranks, speeds, delay, options.out)
+    probe(request, options.ranks, options.out, _where(options, hosts, speeds, delay, arguments))
 
 
 def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -279,14 +293,14 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab import demo
     from sparsync_lab.compare.comparison import compare
-    from sparsync_lab.netlab import restart_with_rights
 
     check_file(options.out / demo.HALVES[0].folder / "results.jsonl")
-    restart_with_rights("sparsync_lab.cli", arguments)
     for number, (half, words) in enumerate(zip(demo.HALVES, demo.commands(options.out, options.steps), strict=True), 1):
         chosen = _parser().parse_args(words)
         print(f"\n{number} of {len(demo.HALVES)}: {half.title}; results go to {chosen.out}.\n", flush=True)
-        compare(_settings(chosen), chosen.out, ["sparsync", *words])
+        settings = _settings(chosen)
+        where = _where(chosen, False, settings.rates_bits_per_s, settings.between, arguments)
+        compare(settings, chosen.out, ["sparsync", *words], where)
         _report(chosen, words)
 
 

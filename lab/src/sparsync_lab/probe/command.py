@@ -1,68 +1,51 @@
 """`sparsync probe`: the ranks are started here, each at its own link, or a launcher has started them. Rank 0 prints and writes."""
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from sparsync_lab import environment
 from sparsync_lab.labels import short_labels
-from sparsync_lab.netlab import Delay, network
 from sparsync_lab.predict import probe_file
-from sparsync_lab.probe.task import Request, probe
-from sparsync_lab.progress import Progress, progress
+from sparsync_lab.probe.task import Request
+from sparsync_lab.progress import progress
 from sparsync_lab.report.format import rate_text, significant
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
-from sparsync_lab.workers.group import worker_group
-from sparsync_lab.workers.hosts import Backend, joined
+from sparsync_lab.workers.group import Here
+from sparsync_lab.workers.hosts import Hosts
 from sparsync_lab.workers.process import Message
 from sparsync_lab.writable import check_file
 
+TASK = "sparsync_lab.probe.task:probe"
 
-def probe_here(
-    request: Request, ranks: int, speeds: tuple[float | None, float | None], delay: Delay, out: Path
-) -> None:
-    """Measure `ranks` ranks of this machine over emulated links, write the file and print its tables; `speeds`: see `netlab.rates`.
+
+def probe(request: Request, ranks: int, out: Path, where: AbstractContextManager[Here | Hosts]) -> None:
+    """Measure the ranks, write the file and print its tables. `where`: as in `compare`.
 
     Raises ValueError for what cannot be measured, RuntimeError where the file cannot be written, the network cannot be built or a rank
     fails.
     """
     request.check(ranks)
     check_file(out)
-    up, down = speeds
-    with (
-        network(ranks, up, down_bits_per_s=down, delay=delay) as links,
-        worker_group("sparsync_lab.probe.task:probe", asdict(request), links, request.timeout_s) as workers,
-        progress("probe, %", 100) as display,
-    ):
-        content = [content for message in workers.messages() if (content := _taken(message, display)) is not None]
-    _finish(content[-1], out)
-
-
-def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None:
-    """Measure the ranks that a launcher has started; each of them calls this."""
     content: list[str] = []
-    with joined(request.timeout_s, backend) as hosts:
-        request.check(hosts.place.ranks)
+    with where as running:
         plain = {f"the setting {key}": repr(value) for key, value in asdict(request).items()}
-        hosts.agree({**plain, **environment.identity(hosts.place.device)})
-        spec = asdict(replace(request, link=hosts.network or "loopback", hosts=hosts.count))
-        if hosts.place.rank:
-            hosts.run(probe, spec, lambda message: None)
+        running.agree({**plain, **environment.identity(running.device)})
+        request = replace(request, link=running.network or request.link, hosts=running.count)
+        if not running.leads:
+            running.run(TASK, asdict(request), lambda message: None)
             return
-        check_file(out)
         with progress("probe, %", 100) as display:
 
             def take(message: Message) -> None:
-                content.extend(each for each in [_taken(message, display)] if each is not None)
+                if message["kind"] == "progress":
+                    display.at(round(100 * message["done"]), message["text"])
+                if message["kind"] == "probe":
+                    content.append(message["content"])
 
-            hosts.run(probe, spec, take)
+            running.run(TASK, asdict(request), take)
     _finish(content[-1], out)
-
-
-def _taken(message: Message, display: Progress) -> str | None:
-    if message["kind"] == "progress":
-        display.at(round(100 * message["done"]), message["text"])
-    return message["content"] if message["kind"] == "probe" else None
 
 
 def _finish(content: str, out: Path) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from sparsync_lab.netlab import interface_counters
 from sparsync_lab.netlab.routes import LOOPBACK, interface_towards, speed_bits_per_s
-from sparsync_lab.workers.process import Emit, Place, Task
+from sparsync_lab.workers.process import Emit, Place, task_named
 
 Backend = Literal["gloo", "nccl"]
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,10 +50,23 @@ class Hosts:
         if (problem := _disagreement(found)) is not None:
             raise ValueError(problem)
 
-    def run(self, task: Task, spec: Mapping[str, Any], take: Emit) -> None:  # Any: JSON
-        """Run `task` on all ranks; rank 0 gives each of its messages to `take`. Collective."""
-        task(spec, self.place, take if self.place.rank == 0 else lambda message: None)
+    @property
+    def leads(self) -> bool:
+        """Whether this process shows and writes what comes out: that of rank 0."""
+        return self.place.rank == 0
+
+    @property
+    def device(self) -> str:
+        """Where models are."""
+        return self.place.device
+
+    def run(self, task: str, spec: Mapping[str, Any], take: Emit) -> None:  # Any: JSON
+        """Run `task`, "package.module:function", on all ranks; rank 0 gives each of its messages to `take`. Collective."""
+        task_named(task)(spec, self.place, take if self.leads else lambda message: None)
         dist.barrier()  # a rank that leaves closes connections that others may still use
+
+    def forwarded(self) -> None:
+        """Return nothing: no program of ours delays packets."""
 
 
 @contextmanager

@@ -57,6 +57,12 @@ class Place:
 Task = Callable[[Mapping[str, Any], Place, Emit], None]
 
 
+def task_named(name: str) -> Task:
+    """Return the function "package.module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
 def main() -> None:
     """Run this rank to the end. The last message says that the task is done, or what it failed with.
 
@@ -93,8 +99,7 @@ def main() -> None:
 
 
 def _run(order: Order, place: Place, emit: Emit) -> None:
-    module, _, function = order.task.partition(":")
-    task: Task = getattr(import_module(module), function)
+    task = task_named(order.task)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = order.interface
     dist.init_process_group(
