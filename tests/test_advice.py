@@ -232,7 +232,11 @@ def _verdict(**seconds: float) -> Recommendation:
             "its step is 2.0 times as fast as that of dense bf16.* Its quality: 1 % ahead",
         ),
         ((4.0, 2.0, 1.0, 0.5), "bits=0.8", "its step is 4.0 times as fast"),
-        ((4.0, 2.0, 1.95, 1.9), "bf16", "Use dense bf16: no method here makes a step more than a tenth shorter"),
+        (
+            (4.0, 2.0, 1.95, 1.9),
+            "bf16",
+            "Use dense bf16: no method of known quality makes a step more than a tenth shorter",
+        ),
         ((2.0, 3.0, 1.95, 1.9), "dense", "Use dense float32"),
     ],
 )
@@ -293,7 +297,7 @@ def test_the_command_prints_a_table_with_what_is_known_of_quality_and_a_verdict(
     for row, quality in (("default", r"1.6 % ahead of dense \(gpt-default\)"), ("bf16", "as dense"), ("oktopk", "-")):
         assert re.search(rf"^ {row} .*  {quality} *$", said, re.MULTILINE)
     assert "~: the probe has no buckets of dense, bf16, default" in said
-    assert said.rstrip().endswith("Use dense bf16: no method here makes a step more than a tenth shorter.")
+    assert said.rstrip().endswith("Use dense bf16: no method of known quality makes a step more than a tenth shorter.")
 
 
 def test_a_probe_of_the_slow_reference_kernels_gives_a_banner_and_no_verdict(

@@ -232,12 +232,14 @@ def verdict(steps: Mapping[str, PredictedStep], quality: Mapping[str, str]) -> R
     near = [label for label, each in steps.items() if each.step_s <= WORTH * steps[fastest].step_s]
     best = max(near, key=lambda label: steps[label].sent_nbytes)
     if best in BASELINES:
-        return Recommendation(best, f"Use {_NAMES[best]}: no method here makes a step more than a tenth shorter.")
+        return Recommendation(
+            best, f"Use {_NAMES[best]}: no method of known quality makes a step more than a tenth shorter."
+        )
     base = min((label for label in BASELINES if label in steps), key=lambda label: steps[label].step_s)
     ratio = steps[base].step_s / steps[best].step_s
     why = (
-        f"Use {best}: its step is {ratio:.1f} times as fast as that of {_NAMES[base]}, and no method here with fewer bits makes it more "
-        f"than a tenth shorter. Its quality: {quality[best]}."
+        f"Use {best}: its step is {ratio:.1f} times as fast as that of {_NAMES[base]}, and no method of known quality with fewer "
+        f"bits makes it more than a tenth shorter. Its quality: {quality[best]}."
     )
     if not steps[best].probed:
         why += " The probe has no buckets of it, so its time may be too short: probe with it in --schemes."
