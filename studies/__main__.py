@@ -23,7 +23,6 @@ PARTS = {
     "demo_page": "the demo with three seeds, for README.md and docs/schemes.md",
     "downstream": "fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md",
     "elastic": "random events in elastic runs: tables of docs/reliability.md",
-    "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
     "far_links": "trainings over links with a delay, and the delays that steps wait for: docs/far_links.md",
     "flush": "the quality of a model before and after `handle.flush()`: a table of docs/adamw_steps.md",
     "fsdp_parameters": "what compressing FSDP2's shard axis does to a training: a table of docs/attach.md",

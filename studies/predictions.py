@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 
-from sparsync_lab.advise.command import step
+from sparsync_lab.advise import step
 from sparsync_lab.predict import advice, probe_file
 from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket
 from sparsync_lab.report import results

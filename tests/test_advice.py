@@ -1,12 +1,8 @@
-"""Advice from a probe: times that are computed by hand, verdicts, and the curve of extra steps."""
+"""Advice from a probe: times that are computed by hand, and verdicts."""
 
-import json
-import math
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +10,10 @@ from torch.futures import Future
 
 from sparsync import Bucket, Dense, Scheme, TopK
 from sparsync.attached.joining import Joining
-from sparsync_lab import workloads
-from sparsync_lab.advise import command, extra_steps
-from sparsync_lab.advise.extra_steps import Training
-from sparsync_lab.advise.replay import Deviation, deviations
+from sparsync_lab import advise, workloads
 from sparsync_lab.cli import _parser, main
 from sparsync_lab.predict import advice, plan, probe_file
-from sparsync_lab.predict.advice import Extra, PredictedStep
+from sparsync_lab.predict.advice import PredictedStep, Recommendation
 from sparsync_lab.predict.probe_file import (
     Backward,
     Kernel,
@@ -37,10 +30,6 @@ from sparsync_lab.predict.probed import ProbedNetwork
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.powersgd import PowerSGD
 from sparsync_lab.scheme_choice import parse_schemes
-from sparsync_lab.traffic.record import record
-from sparsync_lab.traffic.stream import from_record
-from sparsync_lab.workloads.base import Workload
-from sparsync_lab.workloads.plain import PlainJob
 from studies import predictions
 
 N = 1000
@@ -108,7 +97,7 @@ def test_a_measured_bucket_counts_no_longer_than_a_larger_one_and_half_of_the_pr
 def test_steps_around_a_scheme_take_the_buckets_of_that_scheme() -> None:
     [plain] = parse_schemes("local_steps(every=4)/dense", 0.01)
     long = SchemeTimes("dense", 0.0, Dense().config_fingerprint(), (ReducedBucket(2 * N, 100.0),))
-    before, after = (command.step(plain, each, TWO_BUCKETS) for each in (PROBE, replace(PROBE, scheme=(long,))))
+    before, after = (advise.step(plain, each, TWO_BUCKETS) for each in (PROBE, replace(PROBE, scheme=(long,))))
     assert (before.probed, after.probed) == (False, True)
     expected = advice.ReductionTime(Dense(), PROBE, ProbedNetwork(PROBE), long).beyond_s(2 * N)
     assert after.reduce_s == pytest.approx(before.reduce_s + expected / 4)
@@ -138,7 +127,7 @@ def test_a_local_step_is_its_computing_and_what_the_steps_of_the_delay_leave_of_
     settings: str, exposed_s: float, reduce_s: float
 ) -> None:
     [choice] = parse_schemes(f"local_steps({settings})/dense", 0.01)
-    found = command.step(choice, SLOW_THREAD, TWO_BUCKETS)
+    found = advise.step(choice, SLOW_THREAD, TWO_BUCKETS)
     assert found.step_s == pytest.approx(3.125 + exposed_s, rel=1e-5)
     assert found.reduce_s == pytest.approx(reduce_s, rel=1e-5)
     assert found.hidden == pytest.approx(1 - exposed_s / reduce_s, abs=1e-5)
@@ -152,79 +141,17 @@ def test_a_step_of_adamw_takes_its_part_of_the_time_in_which_the_ratio_is_measur
 ) -> None:
     """The ratio of 32 blocks takes as long as the smallest all-reduce, 0.25 s, and 0.0625 s to announce, every `measure_every` steps."""
     [choice] = parse_schemes(f"adamw_steps(measure_every={measure_every})/dense", 0.01)
-    found = command.step(choice, probe, TWO_BUCKETS)
+    found = advise.step(choice, probe, TWO_BUCKETS)
     assert found.reduce_s == pytest.approx(1 + 0.0625 + fixed_s + 0.3125 / measure_every, rel=1e-5)
     assert found.step_s == 3.125 + found.reduce_s
     assert found.hidden == 0
 
 
-@pytest.mark.slow
-def test_a_probe_of_another_model_than_the_job_is_refused(tmp_path: Path) -> None:
+def test_a_probe_of_another_model_than_the_job_is_refused() -> None:
     workload = workloads.get("gpt-tiny", width="32")
     workload.prepare()
-    path = tmp_path / "gradients.pt"
-    torch.save(record(workload, 0, 2, 2), path)
-    with pytest.raises(ValueError, match="the model of the times has 2000 parameters, the job of --workload has"):
-        command.advise(PROBE, TWO_BUCKETS, parse_schemes("dense,bf16", 0.01), workload, path)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Backward, dict[str, Any]]:
-    """Return a job, a timeline of its model, and gradients of its first steps."""
-    workload = workloads.get("gpt-tiny", width="32")
-    workload.prepare()
-    found = record(workload, 0, 2, 2)
-    return workload, replace(TWO_BUCKETS, bucket=(ReadyBucket(found["layout"][-1][2], 1.0),)), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("about", "seed", "expected"),
-    [
-        ({"workload": "another"}, 0, "--gradients are of the job 'another', and --workload is 'gpt'"),
-        ({}, 7, "recorded with --seed 0, .* give --seed 0"),
-        ({"every": 10}, 0, "one of 10 steps, and a replay needs all of them"),
-        ({}, 0, "--gradients has 2 steps"),
-    ],
-)
-def test_gradients_are_those_of_the_first_steps_of_this_job(
-    about: dict[str, Any],
-    seed: int,
-    expected: str,
-    tiny: tuple[Workload, Backward, dict[str, Any]],
-    tmp_path: Path,
-) -> None:
-    workload, backward, found = tiny
-    path = tmp_path / "gradients.pt"
-    torch.save(found | {"about": found["about"] | about}, path)
-    with pytest.raises(ValueError, match=expected):
-        command.advise(PROBE, backward, parse_schemes("dense,bf16", 0.01), workload, path, seed)
-
-
-def test_a_method_that_exchanged_nothing_in_the_replay_is_told_and_not_advised(
-    tiny: tuple[Workload, Backward, dict[str, Any]], tmp_path: Path
-) -> None:
-    """Every 30 steps, of which 20 were recorded: the common weights never move. It would be the quickest step by far."""
-    workload, backward, found = tiny
-    path = tmp_path / "gradients.pt"
-    torch.save(found | {"gradients": found["gradients"].repeat(10, 1, 1)}, path)
-    choices = parse_schemes("dense,bf16,local_steps(every=10)/dense,local_steps(every=30)/dense", 0.01)
-    advised = command.advise(PROBE, backward, choices, workload, path)
-    still = "local_steps(every=30)/dense"
-    assert advised.exchanged_nothing == (still,)
-    assert (still in advised.steps, still in advised.extra) == (True, False)
-    assert advised.verdict.label != still
-    said = " ".join(command.text(advised, PROBE, backward, choices, width=80).split())
-    assert said.count(f"{still} EXCHANGED NOTHING in the replayed steps") == 2
-    assert command.table(advised).rows[-1][-2:] == ("exchanged\nnothing", "-")
-    assert still not in advised.verdict.why
-
-
-def test_a_probe_of_another_model_is_refused_without_gradients_too(
-    tiny: tuple[Workload, Backward, dict[str, Any]],
-) -> None:
-    with pytest.raises(ValueError, match="the model of the times has 2000 parameters, the job of --workload has"):
-        command.advise(PROBE, TWO_BUCKETS, parse_schemes("dense,bf16", 0.01), tiny[0])
+    with pytest.raises(ValueError, match="the model of the probe has 2000 parameters, the job of --workload has"):
+        advise.check_model(workload, TWO_BUCKETS)
 
 
 @pytest.mark.parametrize("sizes", [[10], [300_000, 10, 2_000_000, 5, 5], [1_048_576, 1, 1_048_575, 7], [0, 3, 0]])
@@ -276,51 +203,57 @@ def test_a_probe_of_an_earlier_version_serves_all_methods_but_those_of_newer_kin
         probe_file.text(replace(PROBE, kernel=tuple(each for each in PROBE.kernel if each.kind not in newer)))
     )
     dense, bf16, other = parse_schemes(f"dense,bf16,{method}", 0.01)
-    assert set(command.advise(old, TWO_BUCKETS, [dense, bf16]).steps) == {"dense", "bf16"}
+    assert set(advise.advise(old, TWO_BUCKETS, [dense, bf16]).steps) == {"dense", "bf16"}
     cure = "an earlier version .* run `sparsync probe` again, or add it to the file, or leave this method out"
     said = rf"^{re.escape(method)}: the probe has no \[\[kernel\]\] of kind {kind}, .*{cure}"
     with pytest.raises(ValueError, match=said):
-        command.advise(old, TWO_BUCKETS, [dense, bf16, other])
-    assert method in command.advise(PROBE, TWO_BUCKETS, [dense, bf16, other]).steps
+        advise.advise(old, TWO_BUCKETS, [dense, bf16, other])
+    assert method in advise.advise(PROBE, TWO_BUCKETS, [dense, bf16, other]).steps
 
 
 def _steps(**seconds: float) -> dict[str, PredictedStep]:
     return {label: PredictedStep(label, step_s, 1.0, 0.0, 1.0, 1.0, 0.0, True) for label, step_s in seconds.items()}
 
 
-def test_the_verdict_is_bf16_unless_the_gain_is_sure() -> None:
-    steps = _steps(dense=4.0, bf16=2.0, topk=1.0)
-    assert advice.verdict(steps, {}).label == "topk"
-    assert "2.0 times as fast as dense bf16, 2.0 times at the low end" in advice.verdict(steps, {}).why
-    assert advice.verdict(steps, {"topk": Extra(1.5, 1.2, 1.75)}).label == "topk"
-    unsure = advice.verdict(steps, {"topk": Extra(1.5, 1.2, 1.9)})
-    assert unsure.label == "bf16"
-    assert "topk comes nearest, 1.33 times as fast, 1.05 at the low end" in unsure.why
-    never = advice.verdict(steps, {"topk": Extra(2.5, 2.0, 3.0)})
-    assert never.label == "bf16"
-    assert "topk" not in never.why
-    with pytest.raises(ValueError, match="bf16"):
-        advice.verdict({"dense": steps["dense"]}, {})
+SENDS = {"dense": 8.0, "bf16": 4.0, "bits=4.6": 2.0, "bits=0.8": 1.0}
 
 
-def test_a_method_that_surely_gains_is_named_though_an_unsure_one_may_gain_more() -> None:
-    steps = _steps(dense=4.0, bf16=2.0, topk=0.25, two_shot=1.0)
-    found = advice.verdict(steps, {"topk": Extra(2.0, 1.5, 16.0), "two_shot": Extra(1.25, 1.0, 1.5)})
-    assert found.label == "two_shot"
-    assert "Use two_shot: it reaches dense's quality 1.6 times as fast as dense bf16, 1.3 times" in found.why
-    assert "topk may be faster, but that is less sure: 4.00 times as fast, 0.50 at the low end" in found.why
+def _verdict(**seconds: float) -> Recommendation:
+    steps = {label: replace(each, sent_nbytes=SENDS[label]) for label, each in _steps(**seconds).items()}
+    return advice.verdict(steps, dict.fromkeys(SENDS, "1 % ahead"))
 
 
-def test_the_verdict_is_dense_where_rounding_takes_longer_than_it_saves() -> None:
-    steps = _steps(dense=1.0, bf16=2.0, topk=1.0)
-    found = advice.verdict(steps, {})
-    assert (found.label, "Use dense float32" in found.why) == ("dense", True)
+@pytest.mark.parametrize(
+    ("seconds", "label", "said"),
+    [
+        (
+            (4.0, 2.0, 1.0, 0.95),
+            "bits=4.6",
+            "its step is 2.0 times as fast as that of dense bf16.* Its quality: 1 % ahead",
+        ),
+        ((4.0, 2.0, 1.0, 0.5), "bits=0.8", "its step is 4.0 times as fast"),
+        (
+            (4.0, 2.0, 1.95, 1.9),
+            "bf16",
+            "Use dense bf16: no method of known quality makes a step more than a tenth shorter",
+        ),
+        ((2.0, 3.0, 1.95, 1.9), "dense", "Use dense float32"),
+    ],
+)
+def test_of_methods_within_a_tenth_of_the_fastest_the_one_with_the_most_bits_is_advised(
+    seconds: tuple[float, ...], label: str, said: str
+) -> None:
+    found = _verdict(**dict(zip(SENDS, seconds, strict=True)))
+    assert found.label == label
+    assert re.search(said, found.why)
 
 
 def test_a_verdict_says_that_the_time_of_its_method_was_not_probed() -> None:
-    steps = _steps(bf16=2.0, topk=1.0)
-    assert "no buckets of it" not in advice.verdict(steps, {}).why
-    assert "no buckets of it" in advice.verdict(steps | {"topk": replace(steps["topk"], probed=False)}, {}).why
+    steps, known = _steps(bf16=2.0, topk=1.0), {"topk": "", "bf16": ""}
+    assert "no buckets of it" not in advice.verdict(steps, known).why
+    assert "no buckets of it" in advice.verdict(steps | {"topk": replace(steps["topk"], probed=False)}, known).why
+    with pytest.raises(ValueError, match="bf16"):
+        advice.verdict({"topk": steps["topk"]}, known)
 
 
 @pytest.mark.parametrize(
@@ -346,75 +279,25 @@ def test_the_answer_begins_with_what_the_plain_all_reduce_waits_for(
     probe = replace(PROBE, operation=operations, latency=replace(PROBE.latency, announce_s=0.0))
     backward = Backward("made", 0.0, 0.1 if link_s < 0.01 else 0.0, 0.0, (ReadyBucket(N, 0.0),))
     choices = parse_schemes("dense,bf16", 0.01)
-    found = command.advise(probe, backward, choices)
-    assert expected in " ".join(command.text(found, probe, backward, choices).split())
-
-
-def test_the_curve_finds_the_coefficients_that_made_the_factors() -> None:
-    made = [
-        Training("job", f"m{i}", False, progress, scatter, math.exp(-1.5 * math.log(progress) + 2 * scatter**2))
-        for i, (progress, scatter) in enumerate([(0.9, 0.25), (0.5, 0.5), (1.0, 0.375), (0.75, 0.0)])
-    ]
-    assert extra_steps.fitted(made) == pytest.approx((1.5, 2.0))
-    assert all(residual == pytest.approx(0, abs=1e-9) for _, residual in extra_steps.held_out(made))
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_what_does_not_deviate_needs_no_extra_steps_and_what_deviates_more_needs_more(adaptive: bool) -> None:
-    curve = extra_steps.curve(adaptive)
-    assert curve.extra(Deviation(1.0, 0.0)).factor == 1.0
-    factors = [curve.extra(Deviation(progress, 0.2)) for progress in (1.0, 0.9, 0.5, 0.1, 0.0)]
-    assert all(a.factor < b.factor for a, b in pairwise(factors))
-    assert all(1 <= each.low <= each.factor <= each.high for each in factors)
-
-
-class _Fit:
-    """Least squares of two layers, with SGD."""
-
-    def model(self) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-
-    def batch(self, step: int, rank: int, ranks: int) -> torch.Tensor:
-        return torch.randn(4, 8, generator=torch.Generator().manual_seed(step * ranks + rank))
-
-    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return (model(batch).squeeze(1) - batch.sum(1)).square().mean()
-
-    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def test_dense_does_not_deviate_and_a_scheme_that_holds_back_does() -> None:
-    job = PlainJob(_Fit())
-    stream = from_record(record(job, 0, 2, 20, precision="float32"))
-    before = stream.values.clone()
-    dense, sparse = deviations(job, 0, stream, parse_schemes("dense,topk:density=0.05", 0.01), 20)
-    assert dense.progress == pytest.approx(1.0, abs=1e-5)
-    assert dense.scatter < 1e-3
-    assert sparse.scatter > 0.1
-    assert torch.equal(stream.values, before)
-    assert not command.adaptive(job)
-    with pytest.raises(ValueError, match="20 are the least"):
-        deviations(job, 0, replace(stream, values=stream.values[:5]), parse_schemes("dense", 0.01), 20)
+    found = advise.advise(probe, backward, choices)
+    assert expected in " ".join(advise.text(found, probe, backward, choices).split())
 
 
 ONE_BUCKET = Backward("made", 0.001, 0.002, 0.0, (ReadyBucket(2000, 0.002),))
 
 
-def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_with_what_is_known_of_quality_and_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "probe.toml"
     probe_file.write(replace(PROBE, backward=ONE_BUCKET), path)
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk"])
+    main(["advise", "--probe", str(path)])
     said = capsys.readouterr().out
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
-    assert "not known" in said
-    assert "~: the probe has no buckets of dense, bf16, topk" in said
-    assert "guesses" not in said
-    assert "is not known without --gradients" in said
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", "--json", "-"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"]["label"] == "bf16"
-    assert found["steps"]["dense"]["step_s"] > found["steps"]["bf16"]["step_s"]
+    for row, quality in (("default", r"1.6 % ahead of dense \(gpt-default\)"), ("bf16", "as dense"), ("oktopk", "-")):
+        assert re.search(rf"^ {row} .*  {quality} *$", said, re.MULTILINE)
+    assert "~: the probe has no buckets of dense, bf16, default" in said
+    assert said.rstrip().endswith("Use dense bf16: no method of known quality makes a step more than a tenth shorter.")
 
 
 def test_a_probe_of_the_slow_reference_kernels_gives_a_banner_and_no_verdict(
@@ -426,8 +309,6 @@ def test_a_probe_of_the_slow_reference_kernels_gives_a_banner_and_no_verdict(
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("!!! THE SLOW REFERENCE KERNELS RAN IN THE PROBE")
     assert said.endswith("The probe ran on the slow reference kernels, so it does not show which method to use.")
-    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", "--json", "-"])
-    assert json.loads(capsys.readouterr().out)["verdict"]["label"] == ""
 
 
 def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it() -> None:
@@ -439,7 +320,7 @@ def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it()
 
     def said(operation: tuple[Operation, ...]) -> str:
         probe = replace(PROBE, operation=operation)
-        return " ".join(command.text(command.advise(probe, backward, choices), probe, backward, choices).split())
+        return " ".join(advise.text(advise.advise(probe, backward, choices), probe, backward, choices).split())
 
     assert (
         "all_reduce of up to 600000 bytes (dense, bf16) is far beyond the probe's, which ends at 6000: such times"
@@ -452,11 +333,9 @@ def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it()
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["--steps", "x"], "--steps: invalid int value: 'x'"),
         (["--option", "width=3"], "--option and --data are of a workload, and there is none; name one with --workload"),
         (["--schemes", "dense,bf16,dense"], "names one twice"),
         (["--schemes", "topk"], "needs dense and bf16"),
-        (["--gradients", "g.pt"], "--gradients needs --workload"),
     ],
 )
 def test_wrong_arguments_are_said_so(

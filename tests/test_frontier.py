@@ -14,13 +14,12 @@ from helpers.third_party import LineFit
 from sparsync import Bucket, LocalWorld
 from sparsync_lab import cli
 from sparsync_lab.frontier import runs, study
-from sparsync_lab.frontier.command import Outputs, frontier
-from sparsync_lab.frontier.figures import OURS, Interval, interval, kind, panels
+from sparsync_lab.frontier.figures import OURS, kind, panels
 from sparsync_lab.frontier.oracle import Oracle
 from sparsync_lab.frontier.picture import picture
 from sparsync_lab.frontier.runs import Finished, Key
 from sparsync_lab.frontier.study import ORACLE, FrontierStudy, complete
-from sparsync_lab.frontier.tables import brief, interval_text, remarks, table
+from sparsync_lab.frontier.tables import brief, remarks, table
 from sparsync_lab.report.parts import replaced
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.terminal import markdown
@@ -36,7 +35,7 @@ def made(schemes: str = "dense,topk:density=0.2", **settings: object) -> Frontie
 def pretended(quality: Callable[[SchemeChoice, Key], float]) -> Callable[..., Finished]:
     """Return a stand-in for a training, with this quality at its end and twice it half-way."""
 
-    def train(workload: str, options: object, choice: SchemeChoice, key: Key, unfinished: object) -> Finished:
+    def train(workload: str, options: object, choice: SchemeChoice, key: Key) -> Finished:
         end, nbytes = quality(choice, key), 7200.0 if choice.label == "dense" else 900.0
         trained = Trained(((key.steps // 2, 2 * end), (key.steps, end)), nbytes, 6.0, 6.0, 0.5)
         return Finished(key, 9 * 100, 1.0, trained)
@@ -129,20 +128,6 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: list[tupl
     assert len(runs.read(tmp_path)) == 12
 
 
-def test_other_settings_of_job_or_scheme_are_other_trainings(
-    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
-) -> None:
-    for options in ({}, {"width": "3"}):
-        complete(made("dense", rates=(1.0,), options=options), tmp_path, 1, print)
-    assert len(trainings) == 2
-
-
-def test_a_line_that_is_no_training_is_an_error_with_its_number(tmp_path: Path) -> None:
-    (tmp_path / runs.FILE_NAME).write_text('{"key": 1}\n{"key": 2}\n')
-    with pytest.raises(ValueError, match="line 1 is no finished training"):
-        runs.read(tmp_path)
-
-
 def test_a_training_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     key = Key("job", "method", 4, 2, 0, 0.5)
     for seed, value in enumerate((1.5, math.inf)):
@@ -150,29 +135,6 @@ def test_a_training_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         runs.append(tmp_path, finished, "label")
         assert runs.read(tmp_path)[finished.key] == finished
     assert all(json.loads(line) for line in (tmp_path / runs.FILE_NAME).read_text().splitlines())
-
-
-def test_a_training_that_was_written_without_an_error_is_read(tmp_path: Path) -> None:
-    finished = Finished(Key("job", "method", 4, 2, 0, 0.5), 9, 1.0, Trained(((2, 1.5),), 10.5, 3.0, 4.0, 0.25))
-    runs.append(tmp_path, finished, "label")
-    content = json.loads((tmp_path / runs.FILE_NAME).read_text())
-    del content["trained"]["quality_error"]
-    (tmp_path / runs.FILE_NAME).write_text(json.dumps(content) + "\n")
-    assert runs.read(tmp_path) == {finished.key: finished}
-
-
-def test_the_remarks_give_the_standard_error_of_dense(
-    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
-) -> None:
-    asked = made("dense", rates=(1.0,), seeds=(0, 1))
-    finished = complete(asked, tmp_path, 1, print)
-    assert not any("tandard error" in line for line in remarks(panels(asked, finished, lower=True)))
-    known = {
-        key: replace(each, trained=replace(each.trained, quality_error=0.0125 * (1 + key.seed)))
-        for key, each in finished.items()
-    }
-    (line,) = (line for line in remarks(panels(asked, known, lower=True)) if "tandard error" in line)
-    assert "over the validation windows: 0.025 at most" in line
 
 
 def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
@@ -231,19 +193,6 @@ def test_losses_are_compared_seed_by_seed_with_an_interval_over_seeds(
     assert f"{metric}\nat the end" in brief(shown).heads
 
 
-def test_an_interval_needs_two_seeds_and_finite_losses() -> None:
-    assert interval([0.5]) == Interval(0.5, None)
-    assert interval([0.5, 0.5]) == Interval(0.5, 0.0)
-    assert interval([0.5, math.inf]) == Interval(math.inf, None)
-    half = interval([-1.0, 1.0] * 10).half
-    assert half == pytest.approx(2.093 * math.sqrt(20 / 19) / math.sqrt(20), rel=2e-3)
-    assert [interval_text(each) for each in (None, Interval(0.5, None), Interval(math.inf, None))] == [
-        "-",
-        "+0.500",
-        "inf",
-    ]
-
-
 def test_with_laprop_each_method_is_compared_with_the_better_one_of_dense_and_laprop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,31 +249,10 @@ def test_a_scheme_of_a_file_a_module_or_another_package_is_the_users_own_and_not
     assert kind(asked[2], ("theirs",)) == "ours"
 
 
-def test_a_table_says_which_optimizer_trained_where_they_differ(
-    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
-) -> None:
-    both = made("dense,onebit_adam,local_steps(every=2)/dense", rates=(1.0,))
-    (panel,) = panels(both, complete(both, tmp_path, 1, print), lower=True)
-    shown = table(panel, "error", {row.label: row.label for row in panel.rows})
-    place = shown.heads.index("\noptimizer")
-    assert {row[0]: row[place] for row in shown.rows} == {
-        "dense": "SGD",
-        "onebit_adam": "SGD, 0.01 x the rate",
-        "local_steps(every=2)/dense": "SGD",
-    }
-    assert any(line.startswith("Optimizer: the job's, or") for line in remarks([panel]))
-    alone = made("dense", rates=(1.0,))
-    (panel,) = panels(alone, complete(alone, tmp_path, 1, print), lower=True)
-    assert "\noptimizer" not in table(panel, "error", {"dense": "dense"}).heads
-    assert not any(line.startswith("Optimizer") for line in remarks([panel]))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"schemes": "topk"}, "must have dense"),
-        ({"rates": (0.0,)}, "--rates takes numbers above 0"),
-        ({"ranks": (4, 4)}, "--ranks takes each number once"),
         ({"ranks": (3,)}, "cannot be split evenly over 3 ranks"),
         ({"rates_seed": 5}, "--rates-seed must be one of the seeds 0"),
         ({"rates": (1.0, 2.0)}, "LineFit has no rate to scale"),
@@ -385,11 +313,6 @@ def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None
     )
     with pytest.raises(ValueError, match="has no part 'c'; put the lines <!-- begin c -->"):
         replaced(page, "c", "new")
-
-
-def test_a_state_is_kept_after_a_step_or_more(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--checkpoint-every must be at least 1 step, got 0"):
-        frontier(made(), Outputs(tmp_path), 1, [], checkpoint_every=0)
 
 
 @pytest.mark.slow

@@ -1,26 +1,18 @@
-"""What users name: files that are none, numbers that no machine holds, and texts of any form. Nothing waits, grows or raises for them."""
+"""Numbers that no machine holds are refused where they come in."""
 
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 from annotated_types import Le
 
 from sparsync.comm.local import LocalWorld
 from sparsync_lab.cli import main
-from sparsync_lab.frontier import runs
 from sparsync_lab.predict import probe_file
 from sparsync_lab.predict.exchanges import MOST_RANKS, Given
 from sparsync_lab.predict.probe_file import Kernel, Latency, Memory, Operation, Probe, ProbedGroup, ProbeFileError
-from sparsync_lab.report import results
 from sparsync_lab.simulate import setup
-from sparsync_lab.traffic import stream
-from sparsync_lab.workloads import shakespeare_text
-from studies.campaign import records
 
 GROUP = ProbedGroup(4, "gloo", 2, "10 Gbit/s", "cpu", 8, "2.13.0", "2026-11-22T15:00:00+00:00")
 OPERATIONS = tuple(
@@ -30,39 +22,11 @@ OPERATIONS = tuple(
 )
 PROBE = Probe(GROUP, OPERATIONS, Latency(1e-4, 2e-4, 0.0, 1e4, 3e-5), Memory(1e10), (Kernel("select", 1e9, 0.0),))
 
-READERS: dict[str, Callable[[Path], object]] = {
-    "probe.toml": probe_file.read,
-    "own.toml": lambda file: setup.read(str(file)),
-    results.FILE_NAME: lambda file: results.read(file.parent),
-    runs.FILE_NAME: lambda file: runs.read(file.parent),
-    records.FILE_NAME: lambda file: records.read(file.parent),
-    "gradients.pt": stream.recorded,
-    "play.txt": lambda file: shakespeare_text._folder_texts(file.parent),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_pipe_or_folder_in_place_of_a_file_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    for made, removed in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir)):
-        made(file)
-        with pytest.raises(ValueError, match=r"is not a regular file|there is no (regular )?file"):
-            READERS[name](file)
-        removed(file)
-
-
-@pytest.mark.parametrize("nested", ["[" * 100_000, "x = " + "[" * 100_000])
-@pytest.mark.parametrize("name", [name for name in READERS if name.endswith((".toml", ".jsonl"))])
-def test_endless_nesting_is_a_value_error(name: str, nested: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(f"{nested}\n{{}}\n")
-    with pytest.raises(ValueError, match=name.partition(".")[0]):
-        READERS[name](tmp_path / name)
-
 
 def test_a_probe_of_more_ranks_than_plans_are_for_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "probe.toml"
     path.write_text(probe_file.text(PROBE).replace("ranks = 4", "ranks = 1000000000"))
-    with pytest.raises(ProbeFileError, match=r"probe\.toml: group\.ranks must be at most 100,000.*, got 1000000000"):
+    with pytest.raises(ProbeFileError, match=r"probe\.toml: group\.ranks: .* 100000, got 1000000000"):
         probe_file.read(path)
     with pytest.raises(ValueError, match="at most 100,000 ranks, got P = 100001"):
         Given(1, MOST_RANKS + 1)
@@ -73,10 +37,11 @@ def test_a_probe_of_more_ranks_than_plans_are_for_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["simulate", "--preset", "lstm-4-100mbit", "--ranks", "1000000000"], "--ranks must be .*at most 100,000, got"),
-        (["traffic", "--ranks", "1000000000"], "--ranks times --elements must be at most 4,294,967,296"),
+        (
+            ["simulate", "--preset", "lstm-4-100mbit", "--ranks", "1000000000"],
+            "at most 100,000 ranks, got P = 1000000000",
+        ),
         (["traffic", "--ranks", "4097", "--elements", "1"], "a world in one process has 1 to 4,096 ranks"),
-        (["traffic", "--elements", "1000000000000"], "--ranks times --elements must be at most"),
         (
             ["compare", "--ranks", "1000000000", "--link", "none"],
             "--ranks must be at most 64 on one machine, got 1000000000",
@@ -85,49 +50,21 @@ def test_a_probe_of_more_ranks_than_plans_are_for_is_refused(tmp_path: Path) -> 
             ["probe", "--ranks", "1000000000", "--link", "none"],
             "--ranks must be at most 64 on one machine, got 1000000000",
         ),
-        (
-            ["gradients", "--workload", "gpt-tiny", "--steps", "1" + 12 * "0"],
-            "are over 17,179,869,184 numbers.*--every",
-        ),
     ],
 )
 def test_numbers_that_no_machine_holds_are_refused_where_they_come_in(
     arguments: list[str],
     told: str,
     tmp_path: Path,
-    play: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    probe_file.write(PROBE, tmp_path / "probe.toml")
-    more = {"advise": ["--probe", "probe.toml"], "gradients": ["--out", "gradients.pt", "--data", str(play)]}
     with pytest.raises(SystemExit) as ended:
-        main([*arguments, *more.get(arguments[0], [])])
+        main(arguments)
     assert ended.value.code == 2
     assert re.search(told, capsys.readouterr().err)
 
 
 def test_a_thousand_ranks_still_fit_into_one_process() -> None:
     assert sum(LocalWorld(1024).run(lambda comm: comm.rank)) == 1024 * 1023 // 2
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"gradients": torch.zeros(1).expand(1000, 1000, 1000)},
-        {"gradients": torch.zeros(2, 4, 9)},
-        {"gradients": "gradients"},
-        {"layout": [("weight", 0, 4), ("bias", 8, 10)]},
-        {"layout": [("weight", 0)]},
-        {"about": {}},
-    ],
-)
-def test_damaged_gradients_are_refused_with_their_file(damage: dict[str, object], tmp_path: Path) -> None:
-    about = {"workload": "gpt", "seed": 0, "every": 1}
-    whole = {"format": stream.FORMAT, "gradients": torch.zeros(2, 4, 10), "layout": [("weight", 0, 10)], "about": about}
-    torch.save(whole, tmp_path / "gradients.pt")
-    assert stream.recorded(tmp_path / "gradients.pt").ranks == 4
-    torch.save(whole | damage, tmp_path / "gradients.pt")
-    with pytest.raises(ValueError, match=r"gradients\.pt is damaged .*make it again by `sparsync gradients`"):
-        stream.recorded(tmp_path / "gradients.pt")

@@ -22,9 +22,8 @@ from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab import cli
 from sparsync_lab.launch.output import LONGEST_LINE, Lines, prefix
 from sparsync_lab.launch.settings import LaunchSettings, checked_command, settings_of_json
-from sparsync_lab.launch.traffic import Meter, Traffic, scheme_texts
-from sparsync_lab.launch.variables import environment, variables
-from sparsync_lab.netlab import Delay, RunNetwork, rates
+from sparsync_lab.launch.variables import variables
+from sparsync_lab.netlab import rates
 from sparsync_lab.report.format import links_text
 
 PATIENCE_S = 300.0
@@ -177,50 +176,6 @@ def test_nothing_is_left_behind_after(end: Callable[[Launched], None], status: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", ["10mbit", "none"])
-@builds
-def test_where_program_and_supervisor_are_killed_at_once_only_orphans_of_the_ranks_stay(link: str) -> None:
-    with launched("--ranks", "2", "--link", link, *both(WAITS)) as run:
-        run.await_ranks(2)
-        programs = (run.process.pid, run.supervisor())
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that neither sees the other's end
-            for program in programs:
-                os.kill(program, number)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while len(run.processes()) > 2 and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        orphans = run.processes()
-        assert [Path(f"/proc/{each}/comm").read_text() for each in orphans] == ["sleep\n"] * 2
-        for each in orphans:
-            os.kill(each, signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("link", ["10mbit", "none"])
-@builds
-def test_in_a_pid_namespace_no_orphan_stays_even_then(link: str) -> None:
-    with launched("--ranks", "2", "--link", link, *both(WAITS), before=PID_NAMESPACE) as run:
-        run.await_ranks(2)
-        program = child_of(run.process.pid)
-        programs = (program, child_of(program))
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for each in programs:
-                os.kill(each, number)
-        run.process.wait(PATIENCE_S)
-        assert run.processes() == set()
-
-
-@pytest.mark.slow
-@builds
-def test_in_a_pid_namespace_ctrl_c_ends_the_run_as_ever() -> None:
-    with launched("--ranks", "2", "--link", "none", "--grace", "1", *both(WAITS), before=PID_NAMESPACE) as run:
-        run.await_ranks(2)
-        os.kill(child_of(run.process.pid), signal.SIGINT)
-        status, _, err = run.finish()
-    assert (status, "stopped by SIGINT; nothing is left running" in err) == (130, True)
-
-
-@pytest.mark.slow
 @builds
 def test_a_rank_that_ignores_signals_is_killed_and_a_second_ctrl_c_does_not_wait() -> None:
     stubborn = "import signal\nfor each in (2, 15): signal.signal(each, signal.SIG_IGN)\n" + WAITS
@@ -276,14 +231,6 @@ else:
     assert int(sent[2]) <= 102
 
 
-def test_settings_keep_their_delay_and_refuse_one_without_a_rate() -> None:
-    settings = LaunchSettings(("x",), 2, 1e8, 1e8, delay=Delay(0.025, 0.001))
-    assert settings_of_json(json.loads(json.dumps(settings.as_json()))) == settings
-    assert not settings.exact_framing
-    with pytest.raises(ValueError, match="a delay of 25 ms needs links with a rate"):
-        LaunchSettings(("x",), 2, None, None, delay=Delay(0.025))
-
-
 def test_a_rank_finds_what_torchrun_sets() -> None:
     settings = LaunchSettings(("x",), 4, 1e8, 1e8, scheme="topk")
     found = variables(settings, 2, "eth0", "10.77.0.1", 29500, "id")
@@ -306,28 +253,6 @@ def test_a_rank_finds_what_torchrun_sets() -> None:
     nodes = variables(LaunchSettings(("x",), 4, 1e8, 1e8, nodes=True), 2, "eth0", "10.77.0.1", 29500, "id")
     assert (nodes["RANK"], nodes["LOCAL_RANK"], nodes["LOCAL_WORLD_SIZE"], nodes["GROUP_RANK"]) == ("2", "0", "1", "2")
     assert "SPARSYNC_SCHEME" not in nodes
-
-
-def test_torchrun_sets_nothing_else() -> None:
-    import inspect
-
-    from torch.distributed.elastic.agent.server import local_elastic_agent
-
-    theirs = set(
-        re.findall(r'"([A-Z][A-Z_]+)": ', inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers))
-    )
-    ours = environment(variables(LaunchSettings(("x",), 4, None, None), 0, "lo", "127.0.0.1", 1, "id"), limited=False)
-    assert "RANK" in theirs
-    assert theirs <= set(ours)
-
-
-def test_the_users_own_environment_counts_where_nothing_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.delenv("NCCL_SHM_DISABLE", raising=False)
-    found = environment({"RANK": "1"}, limited=True)
-    assert (found["OMP_NUM_THREADS"], found["RANK"], found["NCCL_SHM_DISABLE"]) == ("7", "1", "1")
-    assert "NCCL_SHM_DISABLE" not in environment({"RANK": "1"}, limited=False)
 
 
 def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_last_state() -> None:
@@ -365,14 +290,6 @@ def test_a_direction_may_have_no_limit_and_two_such_are_loopback() -> None:
     assert links_text(one_way.up_bits_per_s, one_way.down_bits_per_s) == "links of no limit up and 100 Mbit/s down"
 
 
-def test_a_direction_without_limit_has_no_share_of_its_link() -> None:
-    one_way = LaunchSettings(("x",), 1, math.inf, 1e7)
-    meter = Meter(one_way, RunNetwork("eth0", ("10.77.0.1",), ((),), None, None, anchors=(1,)))
-    meter.ranks = [Traffic(1_000_000, 1_000_000, began_s=0.0, seen_s=1.0, last_s=1.0)]
-    row = next(line for line in meter.table(1.0, ["exit status 0"], []).splitlines() if line.startswith(" 0 "))
-    assert row.split() == ["0", "exit", "status", "0", "1.00", "MB", "8.00", "-", "1.00", "MB", "8.00", "80%", "1.00"]
-
-
 READS = """
 import os, sys
 if os.environ["RANK"] == "1":
@@ -401,12 +318,6 @@ def test_the_end_says_which_ranks_took_the_scheme(code: str, shown: str, told: b
     assert (said in err) == told
 
 
-def test_a_scheme_that_all_ranks_took_is_shown_alone_and_without_one_none_is() -> None:
-    assert scheme_texts(LaunchSettings(("x",), 2, None, None, "topk"), []) == ["scheme topk on no rank"]
-    assert scheme_texts(LaunchSettings(("x",), 2, None, None, "topk"), [0, 1]) == ["scheme topk"]
-    assert scheme_texts(LaunchSettings(("x",), 2, None, None), []) == []
-
-
 @pytest.mark.usefixtures("signal_handlers_are_put_back")
 @pytest.mark.parametrize("by", ["--scheme", "environment"])
 def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
@@ -419,13 +330,6 @@ def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
         cli.main(["launch", "--link", "none", *chosen, "--", "true"])
     assert ended.value.code == 2
     assert re.search(r"sparsync: error: .*unknown scheme 'tpok'.*did you mean 'topk'", capsys.readouterr().err)
-
-
-def test_seconds_run_from_the_look_before_the_first_byte_to_the_one_that_saw_the_last() -> None:
-    traffic = Traffic()
-    for now_s, sent in ((1.0, 0), (2.0, 0), (3.0, 100), (4.0, 300), (5.0, 300)):
-        traffic.look(sent, 0, now_s)
-    assert (traffic.seconds, traffic.sent_nbytes) == (2.0, 300)
 
 
 @pytest.mark.parametrize(

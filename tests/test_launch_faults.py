@@ -1,17 +1,14 @@
-"""Faults of `sparsync launch`: as they are written and drawn, what they do to processes, and a training that goes on through them."""
+"""Faults of `sparsync launch`: as they are written, what they do to processes, and a training that goes on through them."""
 
 import json
 import re
 import sys
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.rights import builds
-from sparsync_lab.faults.pauses import Pause, longest_pause, usual_rate
-from sparsync_lab.faults.plan import KINDS, Chaos, Fault, FaultPlan, Situation, parse_fault, parse_faults, time_of
+from sparsync_lab.launch.faults import Fault, parse_fault
 from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
 from test_launch import PYTHON, launched
 
@@ -26,7 +23,6 @@ def test_faults_are_read_as_they_are_written() -> None:
     assert parse_fault("join@45s") == Fault("join", 45.0)
     assert parse_fault("store@10s+3s") == Fault("store", 10.0, None, 3.0)
     assert parse_fault("freeze:3@20s+8s").name == "freeze:3 for 8 s"
-    assert (time_of(None), time_of("300s"), time_of("5min")) == (None, 300.0, 300.0)
 
 
 @pytest.mark.parametrize(
@@ -47,65 +43,25 @@ def test_a_malformed_fault_is_refused(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "more", "message"),
+    ("faults", "rate", "message"),
     [
-        (["kill:4@30s"], {}, r"must be in \[0, 3\], the 4 of --ranks and those that join before, got 4"),
-        (["join@30s", "kill:4@20s"], {}, r"must be in \[0, 3\]"),
-        (["join@1s"] * 60, {}, "need 65 links, at most 64 are there"),
-        (["partition:0@1s+1s"], {"rate": None}, "no link to cut; give --link a rate"),
-        (["kill:0@30s"], {"until": "20s"}, "at 30 s is after --faults-until, 20 s"),
-        ([], {"chaos": 1, "until": "0s"}, r"--faults-until must be in \(0, inf\) seconds, got 0"),
-        ([], {"until": "1s"}, "none were asked for"),
+        (["kill:4@30s"], 1e8, r"must be in \[0, 3\], the 4 of --ranks and those that join before, got 4"),
+        (["join@30s", "kill:4@20s"], 1e8, r"must be in \[0, 3\]"),
+        (["join@1s"] * 60, 1e8, "need 65 links, at most 64 are there"),
+        (["partition:0@1s+1s"], None, "no link to cut; give --link a rate"),
     ],
 )
-def test_a_fault_that_cannot_be_given_is_refused(faults: list[str], more: dict[str, Any], message: str) -> None:
-    rate = more.get("rate", 1e8)
+def test_a_fault_that_cannot_be_given_is_refused(faults: list[str], rate: float | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LaunchSettings(("x",), 4, rate, rate, faults=parse_faults(faults, more.get("chaos"), more.get("until")))
+        LaunchSettings(("x",), 4, rate, rate, faults=tuple(map(parse_fault, faults)))
 
 
 def test_settings_keep_their_faults_and_have_a_link_for_each_that_joins_and_for_the_store() -> None:
-    settings = LaunchSettings(("x",), 4, 1e8, 1e8, faults=parse_faults(["join@1s", "kill:4@2s"], None, "9s"))
+    faults = (parse_fault("join@1s"), parse_fault("kill:4@2s"))
+    settings = LaunchSettings(("x",), 4, 1e8, 1e8, faults=faults)
     assert settings_of_json(json.loads(json.dumps(settings.as_json()))) == settings
-    assert (settings.places, LaunchSettings(("x",), 4, 1e8, 1e8, faults=FaultPlan(chaos=0)).places) == (6, 5)
+    assert (settings.places, LaunchSettings(("x",), 4, 1e8, 1e8, faults=(Fault("kill", 1.0, 0),)).places) == (6, 5)
     assert LaunchSettings(("x",), 4, 1e8, 1e8).places == 4
-
-
-def drawn(seed: int, now: Situation, count: int = 200) -> list[Fault | None]:
-    chaos = Chaos(seed)
-    return [chaos.draw(now) for _ in range(count)]
-
-
-def test_drawn_faults_follow_from_the_seed_and_come_about_every_20_seconds() -> None:
-    now = Situation((0, 2, 5), place=True, store=True, limited=True)
-    found = [each for each in drawn(1, now) if each is not None]
-    assert found == drawn(1, now) != drawn(2, now)
-    assert {each.kind for each in found} == set(KINDS)
-    assert {each.rank for each in found} == {0, 2, 5, None}
-    assert all((each.rank is not None, each.lasts_s > 0) == KINDS[each.kind] for each in found)
-    times = [each.at_s for each in found]
-    assert times[0] > 20 and 15 < times[-1] / len(times) < 25
-    assert min(later - earlier for earlier, later in pairwise(times)) >= 5
-
-
-def test_the_last_healthy_rank_is_never_hit_and_nothing_is_drawn_that_cannot_be() -> None:
-    last = drawn(0, Situation((3,), place=True, store=True, limited=True))
-    assert {each.kind for each in last if each} == {"join", "store"}
-    assert set(drawn(0, Situation((3,), place=False, store=False, limited=True))) == {None}
-    loopback = drawn(0, Situation((0, 1), place=False, store=True, limited=False))
-    assert {each.kind for each in loopback if each} == {"kill", "leave", "freeze", "store"}
-
-
-def test_a_pause_is_the_longest_time_with_less_than_a_tenth_of_the_usual_traffic() -> None:
-    moved = [0, 100, 100, 9, 0, 100, 5, 100, 0, 0]
-    looks = [(float(second), second + 1.0, nbytes) for second, nbytes in enumerate(moved)]
-    assert usual_rate(looks, 3.0) == 100.0
-    assert longest_pause(looks, 2.5, 8.0, done=False) == Pause(3.0, 5.0, False)
-    assert longest_pause(looks, 3.5, 8.0, done=False) == Pause(3.5, 5.0, False)
-    assert longest_pause(looks, 5.0, 10.0, done=False) == Pause(8.0, 10.0, True)
-    assert longest_pause(looks, 5.0, 10.0, done=True) == Pause(6.0, 7.0, False)
-    assert longest_pause(looks, 0.5, 8.0, done=False) is None  # no traffic before
-    assert longest_pause(looks, 9.8, 20.0, done=False) is None  # the rank has ended
 
 
 # Without the store, which takes long to start: ranks that print what they find, and end when one that joined has written a file.
@@ -137,7 +93,7 @@ def test_ranks_that_faults_have_hit_end_nothing_and_have_no_say_in_the_exit_stat
     assert {f"[rank {rank}] {rank} 3 127.0.0.1 True" for rank in (0, 3)} <= set(out.splitlines())
     for number, ending in enumerate(("exit status 0", "signal 9", "signal 15", "exit status 5")):
         assert f"rank {number}: {ending}\n" in err
-    said = err[err.index("faults, and the longest pause") :]
+    said = err[err.rindex("faults\n") :]
     for text in (
         "kill:1: rank 1 is killed",
         "leave:2: rank 2 is told to leave",

@@ -16,7 +16,7 @@ import pytest
 
 from helpers.rights import builds
 from sparsync_lab.netlab import NO_DELAY, Delay, NetworkUnavailableError, RunNetwork, delay_of, forwarder, network
-from test_netlab import FRAMING, PATIENCE_S, namespaces_in_use, reached, run_streams
+from test_netlab import PATIENCE_S, namespaces_in_use, reached, run_streams
 
 HELPER = str(Path(__file__).with_name("helpers") / "netlab_echo.py")
 RATE, DELAY = 100e6, Delay(0.025)
@@ -64,43 +64,12 @@ def test_rate_and_round_trip_are_within_3_percent_of_what_was_asked_for() -> Non
 
 
 @builds
-def test_no_packet_comes_sooner_than_the_delay_nor_a_stream_faster_than_the_rate() -> None:
-    with network(2, RATE, delay=Delay(0.01, 0.002)) as links:
-        assert min(round_trips(links)) >= 2 * (0.01 - 0.002)
-    payload = 1_000_000
-    with network(2, 20e6, down_bits_per_s=80e6, delay=DELAY) as links:
-        seen = run_streams(links, 2, [(0, 1, payload)])
-        assert links.up is not None
-        assert seen.seconds >= (FRAMING * payload - links.up.burst_bytes) * 8 / 20e6 + DELAY.one_way_s
-    with network(2, 80e6, down_bits_per_s=20e6, delay=DELAY) as links:
-        seen = run_streams(links, 2, [(0, 1, payload)])
-        assert links.down is not None
-        assert seen.seconds >= (FRAMING * payload - links.down.burst_bytes) * 8 / 20e6 + DELAY.one_way_s
-
-
-@builds
 def test_packets_keep_their_order_though_the_delay_varies() -> None:
     with network(2, 1e9, delay=Delay(0.01, 0.01)) as links, at(links, 0, "take") as taking:
         assert taking.stdout and taking.stdout.readline() == "listening\n"
         at(links, 1, "number").wait(PATIENCE_S)
         found = json.loads(taking.communicate(timeout=PATIENCE_S)[0])
     assert found == list(range(2000))
-
-
-@pytest.mark.slow
-@builds
-def test_nothing_is_lost_when_all_send_to_all_over_delayed_links() -> None:
-    everybody = [(sender, receiver) for sender in range(4) for receiver in range(4) if sender != receiver]
-    with network(4, 1e9, delay=Delay(0.005, 0.002)) as links:
-        seen = run_streams(links, 4, [(*pair, 4_000_000) for pair in everybody])
-        carried = links.forwarded()
-    assert sum(each.sent_bytes for each in seen.counters) == sum(each.received_bytes for each in seen.counters)
-    assert sum(each.sent_packets for each in seen.counters) == sum(each.received_packets for each in seen.counters)
-    # Headers are counted once for up to 43 frames; the rate is charged for those of every frame.
-    payload = 4_000_000 * len(everybody)
-    assert carried is not None and carried.dropped == 0 and carried.processor_s > 0
-    assert payload < carried.nbytes < 1.02 * payload
-    assert FRAMING * payload < carried.frame_nbytes < 1.02 * FRAMING * payload
 
 
 @builds
@@ -113,8 +82,6 @@ def test_a_delayed_link_that_is_cut_loses_everything_in_both_directions_and_no_o
         assert reached(links, 0, 2) == "ConnectionRefusedError"
         links.mend(1)
         assert reached(links, 0, 1) == "ConnectionRefusedError"
-        with pytest.raises(ValueError, match=r"\[0, 3\), got 3"):
-            links.cut(3)
 
 
 OWNER = """
@@ -163,22 +130,10 @@ def test_a_missing_compiler_or_device_is_an_error_with_the_cure(
 @builds
 def test_the_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with forwarder.program() as made:
-        pass
+    made = forwarder.program()
     monkeypatch.setattr(forwarder, "_compile", None)
-    with forwarder.program() as again:
-        assert again == made and os.access(made, os.X_OK)
-
-
-@builds
-def test_without_a_cache_folder_the_program_is_compiled_for_one_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with forwarder.program() as made:
-        assert os.access(made, os.X_OK)
-    assert not Path(made).exists()
+    again = forwarder.program()
+    assert again == made and os.access(made, os.X_OK)
 
 
 def test_a_delay_is_read_as_people_write_it() -> None:

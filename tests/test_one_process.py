@@ -118,10 +118,10 @@ def test_gradients_of_steps_are_clipped_at_the_jobs_norm_because_they_are_divide
     assert factors == [1.0] * 6
 
 
-def test_residuals_follow_the_rate_where_they_are_asked_to() -> None:
+def test_residuals_follow_the_rate_where_the_scheme_wants_it() -> None:
     seen: list[float] = []
 
-    class FollowsRates(TopK):
+    class Rescaled(TopK):
         def rescale_residual(self, factors: object) -> None:
             assert isinstance(factors, dict)
             seen.extend(factors.values())
@@ -131,9 +131,14 @@ def test_residuals_follow_the_rate_where_they_are_asked_to() -> None:
             optimizer, _ = super().optimizer(model, steps)
             return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    train_with_scheme(Halving(), lambda: FollowsRates(0.2), 0, 2, 1, {2})
+    class FollowsRates(Rescaled):
+        @property
+        def follows_rate(self) -> bool:
+            return True
+
+    train_with_scheme(Halving(), lambda: Rescaled(0.2), 0, 2, 1, {2})
     assert seen == []
-    train_with_scheme(Halving(), lambda: FollowsRates(0.2), 0, 2, 1, {2}, follow_rate=True)
+    train_with_scheme(Halving(), lambda: FollowsRates(0.2), 0, 2, 1, {2})
     assert seen == [2.0, 2.0]
 
 

@@ -18,7 +18,6 @@ from sparsync_lab.predict.backward import timeline
 from sparsync_lab.predict.probe_file import KERNELS, KINDS, Backward, KernelKind
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.powersgd import PowerSGD
-from sparsync_lab.writable import check_file
 
 
 def measure_quickly() -> tuple[probing.Measured, list[str]]:
@@ -170,31 +169,3 @@ def test_options_of_a_job_are_refused_without_one(
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
     assert not out.parent.exists()
-
-
-@pytest.mark.usefixtures("signal_handlers_are_put_back")
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sparsync_lab.probe.command.network", lambda *_: pytest.fail("it measures"))
-    (tmp_path / "file").write_text("in the way")
-    for out in (tmp_path / "file" / "probe.toml", tmp_path):
-        with pytest.raises(SystemExit) as ended:
-            main(["probe", "--ranks", "2", "--link", "none", "--out", str(out)])
-        assert ended.value.code == 1
-        assert f"cannot write {out}: " in capsys.readouterr().err
-
-
-def test_checking_a_file_makes_its_folder_and_changes_nothing_else(tmp_path: Path) -> None:
-    new = tmp_path / "a" / "b" / "file"
-    check_file(new)
-    assert list(new.parent.iterdir()) == []
-    new.write_text("kept")
-    link, dangling = tmp_path / "link", tmp_path / "dangling"
-    link.symlink_to(new)
-    dangling.symlink_to(new.with_name("nothing"))
-    for each in (new, link, dangling):
-        check_file(each)
-    assert [each.name for each in new.parent.iterdir()] == ["file"]
-    assert new.read_text() == "kept"
-    assert dangling.is_symlink()

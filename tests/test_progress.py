@@ -11,7 +11,6 @@ import pytest
 from sparsync_lab import progress as module
 from sparsync_lab.compare import progress as comparison
 from sparsync_lab.progress import progress
-from studies.bench.interleave import interleaved
 
 
 class Clock:
@@ -50,25 +49,6 @@ def test_what_takes_less_than_two_seconds_prints_nothing_unless_it_is_announced(
     with progress("reading", announced=True):
         pass
     assert capsys.readouterr().err == "reading\n"
-
-
-def test_a_total_may_come_later_and_a_note_stands_behind_the_time_left(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with progress("ranks") as shown:
-        clock.now += 3.0
-        shown.at(1, "reductions", total=3)
-        clock.now += 6.0
-        shown.at(2)
-    assert capsys.readouterr().err.splitlines() == ["ranks: 1/3  0:06 left  reductions", "ranks: 2/3  0:04 left"]
-
-
-def test_interleaved_measurements_are_counted() -> None:
-    told: list[tuple[int, int]] = []
-    interleaved(
-        "ab", lambda case, number: case, rounds=2, warmup=1, tell=lambda done, total: told.append((done, total))
-    )
-    assert told == [(done, 6) for done in range(1, 7)]
 
 
 def test_a_terminal_gets_a_bar_that_vanishes() -> None:

@@ -22,8 +22,7 @@ from sparsync.attached.fsdp2_units import units_of
 from sparsync.base.scheme_text import VARIABLE
 from sparsync.exchanges.choice import Choice, choose, family_of, method_of
 from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
-from sparsync_lab import cli
-from sparsync_lab.advise import command
+from sparsync_lab import advise, cli
 from sparsync_lab.predict import plans
 from sparsync_lab.scheme_choice import parse_schemes
 
@@ -318,7 +317,7 @@ def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another(
     ],
 )
 def test_advice_ends_in_the_call_that_takes_its_method(label: str, family: Family, line: str) -> None:
-    assert command.attach_line(label, family, 4) == line
+    assert advise.attach_line(label, family, 4) == line
 
 
 def test_a_command_asks_for_the_recipes_of_the_jobs_optimizer() -> None:

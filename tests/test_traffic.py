@@ -1,7 +1,6 @@
-"""`sparsync traffic` and `sparsync gradients`: lines with the counts, the same at each call, and errors that name the cure."""
+"""`sparsync traffic`: lines with the counts, the same at each call, and errors that name the fix."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,24 +11,14 @@ from sparsync import schemes
 from sparsync.core import Bucket
 from sparsync_lab import cli, workloads
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync_lab.traffic.command import Study
 from sparsync_lab.traffic.observe import Observed
-from sparsync_lab.traffic.record import record, save
-from sparsync_lab.traffic.stream import Synthetic, heavy_tailed, layers, recorded
-from sparsync_lab.traffic.study import synthetic_study
+from sparsync_lab.traffic.stream import OfJob, Synthetic, heavy_tailed, layers
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 ALL = ",".join([*schemes.names(), "micro.published", "exdyna.published", "oktopk.published"])
 SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
-
-
-@pytest.fixture(scope="module")
-def training(play: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recorded gradients of four steps on two ranks."""
-    folder = tmp_path_factory.mktemp("training")
-    job = workloads.get("shakespeare-small", vocabulary=16, width=4, batch_size=4, windows=4, data=str(play))
-    save(record(job, 0, 2, 4, precision="float32"), folder / "g.pt")
-    return folder / "g.pt"
 
 
 def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
@@ -90,16 +79,6 @@ def test_counted_traffic_is_the_cost_that_the_scheme_reports(text: str) -> None:
         assert record["union"] == reports[0].union
 
 
-@pytest.mark.parametrize("name", ["micro", "exdyna", "oktopk"])
-def test_our_schemes_have_the_asked_density_at_every_step_through_a_jump(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = lines(capsys, "--scheme", name, "--elements", "5000", "--steps", "12", "--jump", "6")
-    steps, summary = found[:-1], found[-1]
-    assert [each["union"] for each in steps] == [50] * 12
-    assert summary["after_1"]["density_error_worst"] == 0.0
-
-
 def test_dense_writes_everything_and_has_no_residual(capsys: pytest.CaptureFixture[str]) -> None:
     for each in lines(capsys, "--scheme", "dense", *SMALL)[:-1]:
         assert each["error"] < 1e-6
@@ -127,14 +106,21 @@ def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.slow
-def test_the_table_and_the_picture_are_made_and_some_lines_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, plot = tmp_path / "lines.jsonl", tmp_path / "picture.png"
-    cli.main(["traffic", "--scheme", "micro,topk", *SMALL, "--every", "2", "--json", str(out), "--plot", str(plot)])
-    assert [json.loads(line).get("step") for line in out.read_text().splitlines()] == [0, 0, 2, 2, None, None]
-    assert plot.read_bytes().startswith(b"\x89PNG")
+def test_the_table_is_shown_beside_the_file_of_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "lines.jsonl"
+    cli.main(["traffic", "--scheme", "micro,topk", *SMALL, "--json", str(out)])
+    assert [json.loads(line).get("step") for line in out.read_text().splitlines()] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        None,
+        None,
+    ]
     table = capsys.readouterr().out
     assert "micro" in table
     assert "3 ranks, 2000 elements, density 0.05, drawn gradients, seed 0; after step 1" in table
@@ -146,12 +132,6 @@ def test_a_rank_has_the_same_gradient_whatever_came_before_and_beside_it() -> No
         for one, other in zip(few.gradients(step), many.gradients(step), strict=False):
             assert torch.equal(one, other)
     assert not torch.equal(few.gradients(0)[0], Synthetic(2, 1000, seed=4).gradients(0)[0])
-
-
-def test_the_jump_makes_gradients_ten_times_as_large() -> None:
-    plain, jumping = Synthetic(1, 1000), Synthetic(1, 1000, jump=5)
-    assert torch.equal(plain.gradients(4)[0], jumping.gradients(4)[0])
-    torch.testing.assert_close(10 * plain.gradients(5)[0], jumping.gradients(5)[0])
 
 
 def test_drawn_numbers_have_heavy_tails_and_unit_variance() -> None:
@@ -170,11 +150,9 @@ def test_layers_cover_every_element_once(n: int) -> None:
     assert {each.name.split(".")[1] for each in layout} == {"weight", "bias"}
 
 
-def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play: Path) -> None:
-    from sparsync_lab import workloads
-
+def test_gradients_of_a_job_are_those_of_the_dense_training(play: Path) -> None:
     workload = workloads.get("shakespeare-small", vocabulary=16, width=4, batch_size=4, windows=4, data=str(play))
-    stream, model = recorded(training), workload.model(0)
+    stream, model = OfJob(workload, 2, 0, 4), workload.model(0)
     assert [each.name for each in stream.layout] == [name for name, _ in model.named_parameters()]
     optimizer, schedule = workload.optimizer(model, 4)
     for step in range(4):
@@ -187,66 +165,25 @@ def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play
         schedule.step()
 
 
-def test_gradients_of_a_job_in_a_file_are_recorded_and_reduced_by_a_scheme_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gradients_of_a_job_in_a_file_are_reduced_by_a_scheme_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--workload", f"{THIRD_PARTY}:LineFit", "--option", "width=5", "--ranks", "2", "--steps", "3"]
-    cli.main(["gradients", *small, "--out", str(tmp_path / "g.pt")])
-    found = lines(capsys, "--scheme", f"dense,{THIRD_PARTY}:Scaled:factor=0.5", "--gradients", str(tmp_path / "g.pt"))
+    found = lines(capsys, "--scheme", f"dense,{THIRD_PARTY}:Scaled:factor=0.5", *small)
     assert [each.get("step") for each in found] == [0, 0, 1, 1, 2, 2, None, None]
     assert (found[-1]["ranks"], found[-1]["elements"]) == (2, 6)
     assert all(each["error"] == pytest.approx(0.5) for each in found[1:-2:2])
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sparsync_lab.traffic.record.record", lambda *_, **__: pytest.fail("it trains"))
-    (tmp_path / "file").write_text("in the way")
-    out = tmp_path / "file" / "g.pt"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["gradients", "--workload", f"{THIRD_PARTY}:LineFit", "--out", str(out)])
-    assert ended.value.code == 1
-    assert f"cannot write {out}: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("ranks", "steps", "counted"),
-    [("1", "1", "1 step x 1 rank x 2 elements"), ("2", "3", "3 steps x 2 ranks x 2 elements")],
-)
-def test_a_missing_folder_is_made_and_what_was_recorded_is_counted(
-    ranks: str, steps: str, counted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "a" / "b" / "g.pt"
-    job = ["--workload", f"{THIRD_PARTY}:LineFit", "--option", "width=1"]
-    cli.main(["gradients", *job, "--ranks", ranks, "--steps", steps, "--out", str(out)])
-    assert capsys.readouterr().out == f"{out}: {counted}\n"
-    assert recorded(out).steps == int(steps)
-
-
-def test_recorded_gradients_are_studied_as_they_are(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = lines(capsys, "--scheme", "topk", "--gradients", str(training))
-    assert [each.get("step") for each in found] == [0, 1, 2, 3, None]
-    stream = recorded(training)
-    assert found[-1]["ranks"] == 2
-    assert found[-1]["elements"] == stream.values.shape[2]
-    assert all(math.isfinite(each["error"]) for each in found[:-1])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--elements", "0"], "--elements must be at least 1, got 0"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--every", "0"], "--every must be at least 1, got 0"),
-        (["--jump", "300"], "--jump must come before the last of 300 steps, got 300"),
+        (["--elements", "0"], "--elements: takes a whole number above 0, got '0'"),
+        (["--elements", "9", "--workload", "gpt-tiny"], "--elements is of drawn gradients"),
+        (["--workload", "gpt-tiny", "--ranks", "3"], "cannot be split evenly over 3 ranks"),
+        (["--option", "width=3"], "--option and --data are of a workload, and there is none"),
         (["--density", "2"], "density must be in (0, 1]"),
         (["--scheme", "mikro"], "did you mean 'micro'?"),
         (["--scheme", "topk,topk"], "names one twice"),
         (["--scheme", "skip_reduce:skip=9"], "cannot run on 4 ranks"),
-        (["--plot", "picture.svg", "--steps", "1"], "--plot takes the name of a .png file"),
-        (["--gradients", "nowhere.pt"], "there is no file nowhere.pt"),
     ],
 )
 def test_bad_input_is_refused_with_the_cure(
@@ -255,28 +192,8 @@ def test_bad_input_is_refused_with_the_cure(
     assert message in refusal(capsys, "traffic", *arguments)
 
 
-def test_recorded_gradients_that_do_not_fit_are_refused(
-    training: Path, play: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(*arguments: str) -> str:
-        return refusal(capsys, "traffic", "--gradients", str(training), *arguments)
-
-    assert "--ranks must be 2, as in" in refused("--ranks", "4")
-    assert "--elements must be" in refused("--elements", "7")
-    assert "--steps must be at most 4" in refused("--steps", "5")
-    assert "leave one of them out" in refused("--jump", "2")
-    (training.parent / "other.pt").write_text("something else")
-    assert "make it by `sparsync gradients`" in refusal(
-        capsys, "traffic", "--gradients", str(training.parent / "other.pt")
-    )
-    small = [f"--option={each}" for each in ("vocabulary=16", "width=4", "batch_size=4")]
-    out = ["--data", str(play), "--out", str(training.parent / "no.pt")]
-    assert "cannot be split evenly over 3 ranks" in refusal(capsys, "gradients", *small, *out, "--ranks", "3")
-    assert "--steps must be at least 1" in refusal(capsys, "gradients", *small, *out, "--steps", "0")
-
-
 def test_a_step_without_any_gradient_has_no_shares() -> None:
-    study = synthetic_study(parse_schemes("topk", 0.1), ranks=2, elements=20, steps=1)
+    study = Study(parse_schemes("topk", 0.1), Synthetic(2, 20), 1)
     observed = Observed(study.schemes[0], 2, study.stream.layout)
     record = observed.reduce(0, [torch.zeros(20), torch.zeros(20)])
     assert (record["error"], record["captured"], record["residual_norm"]) == (None, None, 0.0)
@@ -285,4 +202,4 @@ def test_a_step_without_any_gradient_has_no_shares() -> None:
 def test_local_steps_are_not_gradients() -> None:
     local = SchemeChoice("local_steps(every=4)/topk", "topk", {"density": 0.1}, {"every": 4})
     with pytest.raises(ValueError, match=r"leave out local_steps\(...\)/"):
-        synthetic_study((local,), ranks=2, elements=20, steps=1)
+        Study((local,), Synthetic(2, 20), 1)

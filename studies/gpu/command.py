@@ -97,7 +97,7 @@ def _options(argv: Sequence[str]) -> Any:  # Any: argparse's
 
 
 def _of_quality(given: Any) -> list[str]:  # Any: argparse's
-    """Return the words of `sparsync frontier` that train, and that go on where they were interrupted."""
+    """Return the words of `sparsync frontier` that train."""
     width = given.width or 1024
     options = {
         "layers": given.layers or 10,
@@ -106,12 +106,12 @@ def _of_quality(given: Any) -> list[str]:  # Any: argparse's
         "batch_size": 16,
         "data": given.data,
     }
-    steps, every = 1000, 250
+    steps = 1000
     if given.device == "cpu":
         options |= {"batch_size": 4, "context": 64, "windows": 8}
-        steps, every = 20, 10
+        steps = 20
     said = [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
-    said += ["--steps", str(steps), "--checkpoint-every", str(every), "--device", given.device]
+    said += ["--steps", str(steps), "--device", given.device]
     return [*shlex.split(QUALITY), *said, "--out", str(given.out / "quality")]
 
 

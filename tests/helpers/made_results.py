@@ -10,7 +10,7 @@ from sparsync_lab.report.results import End, Quality, Record, Run, SchemeStart, 
 RUN = Run(
     run="one",
     time="2024-02-29T12:00:00+00:00",
-    command=("/somewhere/bin/sparsync", "compare", "--target", "150", "--out", "my results"),
+    command=["/somewhere/bin/sparsync", "compare", "--target", "150", "--out", "my results"],
     config={
         "workload": "shakespeare",
         "ranks": 4,
@@ -56,8 +56,6 @@ class Made:
     own_compute_s: float | None = None
     wait_s: float = 0.5
     reduce_s: float = 0.625
-    select_s: float = 0.0
-    apply_s: float = 0.0
     sent_bytes: float = 1000.0
     interface_bytes: float | None = 1250.0
     status: str | None = "finished"  # None: no end record
@@ -72,7 +70,6 @@ class Made:
         made: list[Record] = [SchemeStart(**who, config={"name": self.scheme, **self.config}, **times)]
         for step, value in enumerate(self.values, start=1):
             seconds = step * self.step_s
-            traffic = None if self.interface_bytes is None else step * self.interface_bytes
             made += [
                 StepRecord(
                     **who,
@@ -86,10 +83,8 @@ class Made:
                     interface_bytes=self.interface_bytes,
                     messages=6.0,
                     union_density=0.5,
-                    select_s=self.select_s,
-                    apply_s=self.apply_s,
                 ),
-                Quality(**who, step=step, seconds=seconds, bytes=traffic, value=value),
+                Quality(**who, step=step, seconds=seconds, value=value),
             ]
         if self.status is not None:
             counts = {"exchanges": self.exchanges, "missed": self.missed}

@@ -2,23 +2,25 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync import __version__
-from sparsync_lab import cli_options, terminal
+from sparsync_lab import terminal
 from sparsync_lab.cli_options import add_options
-from sparsync_lab.cli_parser import Command, discard_output, parser_of, run_command
-from sparsync_lab.simulate.command import run as run_simulate
+from sparsync_lab.cli_parser import Command, Run, discard_output, parser_of, run_command
 from sparsync_lab.writable import check_file
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from sparsync_lab.compare.settings import CompareSettings
+    from sparsync_lab.netlab import Delay
     from sparsync_lab.scheme_choice import SchemeChoice
-    from sparsync_lab.workloads.base import Workload
+    from sparsync_lab.workers.group import Here
+    from sparsync_lab.workers.hosts import Hosts
 
 
 _SCHEMES = """\
@@ -38,138 +40,127 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_command(_parser(), argv)
 
 
-def commands() -> list[str]:
-    """Return the names of all commands."""
-    return list(_commands())
+def commands() -> dict[str, Command]:
+    """Return every command by its name, with its options, one line about it, and examples."""
+    return {
+        name: (run, partial(add_options, command=name), what, shown) for name, (run, what, shown) in _table().items()
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
     about = "Compress gradient traffic, and measure the result on real data over slow links."
-    parser = parser_of("sparsync", about, "sparsync demo\nsparsync COMMAND --help", _commands())
+    parser = parser_of("sparsync", about, "sparsync demo\nsparsync COMMAND --help", commands())
     parser.add_argument("--version", action="version", version=f"sparsync {__version__}")
     return parser
 
 
-def _commands() -> dict[str, Command]:
+def _table() -> dict[str, tuple[Run, str, str]]:
     return {
         "compare": (
             _compare,
-            partial(add_options, command="compare"),
             "train a job with several schemes over rate-limited links, one after the other, and report which is best",
             "sparsync compare --ranks 4 --link 100mbit --out results \\\n"
             "  --schemes dense,bf16,topk:density=0.01:values=int8",
         ),
         "launch": (
             _launch,
-            partial(add_options, command="launch"),
             "run an unchanged script of torch.distributed over links of a chosen rate",
             "sparsync launch --ranks 4 --link 100mbit -- python train.py --epochs 1\n"
             "sparsync launch --fault kill:2@30s --fault join@45s -- examples/elastic.py",
         ),
+        "demo": (
+            _demo,
+            "compare schemes on two language models, trained by SGD and by AdamW, within minutes on two cores",
+            "sparsync demo --steps 5 --out demo",
+        ),
+        "report": (
+            _report,
+            "make tables, pictures and report.html again from the folder that a comparison wrote",
+            "sparsync report results --csv results.csv",
+        ),
         "probe": (
             _probe,
-            partial(add_options, command="probe"),
             "measure what exchanges, memory and kernels take on a group of ranks, and write it to a file for `sparsync advise`",
             "sparsync probe --up 20mbit --down 100mbit --workload gpt --out probe.toml",
         ),
         "advise": (
             _advise,
-            partial(add_options, command="advise"),
-            "predict what each scheme would gain on a probed group, and say which to use, including dense bf16",
-            "sparsync gradients --workload gpt --out gradients.pt\n"
-            "sparsync advise --probe probe.toml --workload gpt --gradients gradients.pt",
+            "predict a step of each scheme on a probed group, and say which to use, including dense bf16",
+            "sparsync advise --probe probe.toml --workload gpt",
         ),
-        "demo": (
-            _demo,
-            partial(add_options, command="demo"),
-            "compare schemes on two language models, trained by SGD and by AdamW, within minutes on two cores",
-            "sparsync demo --steps 5 --out demo",
+        "simulate": (
+            _simulate,
+            "predict a published setup, or your own, for other numbers of ranks and link rates",
+            "sparsync simulate --list\nsparsync simulate --preset oktopk-bert-256 --ranks 64",
         ),
         "frontier": (
             _frontier,
-            partial(add_options, command="frontier"),
             "train each method at its best learning rate, all ranks in this process, and show the quality for the bits it sends",
             "sparsync frontier --workload gpt-tiny --steps 300 \\\n"
             "  --schemes dense,bf16,topk,two_shot:density=0.05:values=int4",
         ),
         "doctor": (
             _doctor,
-            partial(add_options, command="doctor"),
             "say what this machine can do, what is missing, and what would not work with a script or a job",
             "sparsync doctor\nsparsync doctor --scheme oktopk -- train.py --epochs 1\nsparsync doctor --workload my_job.py:MyJob",
         ),
-        "report": (
-            _report,
-            partial(add_options, command="report"),
-            "make tables, pictures and report.html again from the folder that a comparison wrote",
-            "sparsync report results --csv results.csv",
-        ),
-        "simulate": (
-            run_simulate,
-            partial(add_options, command="simulate"),
-            "predict a published setup, or your own, for other numbers of ranks and link rates",
-            "sparsync simulate --list\nsparsync simulate --preset oktopk-bert-256 --ranks 64",
-        ),
         "traffic": (
             _traffic,
-            partial(add_options, command="traffic"),
             "count what schemes send, select and leave in the residual, step by step, in this process",
-            "sparsync traffic --schemes micro,topk --ranks 8 --density 0.01",
+            "sparsync traffic --schemes micro,topk --ranks 8 --density 0.01\nsparsync traffic --workload gpt-tiny --steps 50",
         ),
-        "gradients": (
-            _gradients,
-            partial(add_options, command="gradients"),
-            "record every rank's gradients of a training, for `sparsync traffic` and `sparsync advise`",
-            "sparsync gradients --workload gpt --steps 50 --out gradients.pt",
-        ),
-        "schemes": (
-            _schemes,
-            partial(add_options, command="schemes"),
-            "list the schemes, or the settings of one",
-            "sparsync schemes\nsparsync schemes topk",
-        ),
-        "workloads": (
-            _workloads,
-            partial(add_options, command="workloads"),
-            "list the training jobs, or start your own",
-            "sparsync workloads --new my_job.py",
-        ),
+        "schemes": (_schemes, "list the schemes, or the settings of one", "sparsync schemes\nsparsync schemes topk"),
+        "workloads": (_workloads, "list the training jobs, or start your own", "sparsync workloads --new my_job.py"),
     }
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.compare.comparison import compare, compare_on_hosts
-    from sparsync_lab.netlab import restart_with_rights
+    from sparsync_lab.compare.comparison import compare
     from sparsync_lab.report.page import check, trained
     from sparsync_lab.workers.group import RankFailedError
 
     hosts = _on_hosts(options)
     settings = _settings(options)
     check_file(options.csv, "--csv")
-    if hosts:
-        if not compare_on_hosts(settings, options.out, ["sparsync", *arguments], options.backend):
+    where = _where(options, hosts, settings.rates_bits_per_s, settings.between, arguments)
+    try:
+        if not compare(settings, options.out, ["sparsync", *arguments], where):
             return
-    else:
-        if settings.rate_bits_per_s is not None:
-            restart_with_rights("sparsync_lab.cli", arguments)
-        try:
-            compare(settings, options.out, ["sparsync", *arguments])
-        except RankFailedError as error:  # what was measured until then is shown
-            begun = trained(options.out)
-            if not begun:
-                raise
-            _report(options, arguments)
-            rest = ", ".join(choice.label for choice in settings.schemes if choice.label not in begun)
-            raise RuntimeError(f"{error}\nnot trained after that: {rest or 'no other scheme'}") from None
+    except RankFailedError as error:  # what was measured until then is shown
+        begun = trained(options.out)
+        if not begun:
+            raise
+        _report(options, arguments)
+        rest = ", ".join(choice.label for choice in settings.schemes if choice.label not in begun)
+        raise RuntimeError(f"{error}\nnot trained after that: {rest or 'no other scheme'}") from None
     _report(options, arguments)
     check(options.out)
+
+
+def _where(
+    options: argparse.Namespace,
+    hosts: bool,
+    speeds: tuple[float | None, float | None],
+    delay: "Delay",
+    arguments: list[str],
+) -> "AbstractContextManager[Here | Hosts]":
+    """Return the ranks of a launcher, or those to start here; restarts this program where it lacks the rights that links need."""
+    from sparsync_lab.netlab import restart_with_rights
+    from sparsync_lab.workers.group import here
+    from sparsync_lab.workers.hosts import joined
+
+    if hosts:
+        return joined(options.timeout, options.backend)
+    if speeds != (None, None):
+        restart_with_rights("sparsync_lab.cli", arguments)
+    return here(options.ranks, *speeds, delay, options.timeout)
 
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
     from sparsync.exchanges.choice import check_text
-    from sparsync_lab.faults.plan import parse_faults
     from sparsync_lab.launch.command import launch
+    from sparsync_lab.launch.faults import parse_fault
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
     from sparsync_lab.netlab import delay_of, rates, restart_with_rights
 
@@ -182,7 +173,7 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     elif scheme := scheme_text.text_of_environment() or None:
         with scheme_text.of_variable(scheme):
             check_text(scheme)
-    faults = parse_faults(options.fault, options.chaos, options.faults_until)
+    faults = tuple(map(parse_fault, options.fault))
     settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace, delay, faults)
     if settings.limited:
         restart_with_rights("sparsync_lab.cli", arguments)
@@ -192,9 +183,9 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.netlab import delay_of, rates, restart_with_rights
+    from sparsync_lab.netlab import delay_of, rates
     from sparsync_lab.netlab.delay import check_delay
-    from sparsync_lab.probe.command import probe_here, probe_on_hosts
+    from sparsync_lab.probe.command import probe
     from sparsync_lab.probe.task import Request
     from sparsync_lab.report.format import links_text
 
@@ -210,12 +201,7 @@ def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
         bucket_mb=options.bucket_mb,
         timeout_s=options.timeout,
     )
-    if hosts:
-        probe_on_hosts(request, options.backend, options.out)
-        return
-    if speeds != (None, None):
-        restart_with_rights("sparsync_lab.cli", arguments)
-    probe_here(request, options.ranks, speeds, delay, options.out)
+    probe(request, options.ranks, options.out, _where(options, hosts, speeds, delay, arguments))
 
 
 def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -230,16 +216,16 @@ def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
         raise ValueError(f"a script or --workload, got {script[0]} and {options.workload}; leave one of them out")
     if script and not Path(script[0]).is_file():
         raise ValueError(f"there is no script {script[0]}; give its path, as in sparsync doctor -- train.py")
-    if options.scheme is not None and not script and options.workload is None:
-        raise ValueError(f"--scheme {options.scheme} is for a script or a job; give one of them, or leave it out")
+    if options.scheme is not None:
+        from sparsync.exchanges.choice import check_text
+
+        if not script and options.workload is None:
+            raise ValueError(f"--scheme {options.scheme} is for a script or a job; give one of them, or leave it out")
+        check_text(options.scheme)
     if options.workload is not None:
         workloads.check_name(options.workload)
     chosen = _workload_options(options)
     job = TrialJob(script, options.workload or "", chosen, options.scheme or "", options.timeout)
-    if options.scheme is not None:
-        from sparsync.exchanges.choice import check_text
-
-        check_text(options.scheme)
     if status := doctor(job if script or options.workload else None):
         raise SystemExit(status)
 
@@ -267,34 +253,25 @@ def _on_hosts(options: argparse.Namespace) -> bool:
 
 
 def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab import workloads
-    from sparsync_lab.advise import command
+    from sparsync_lab import advise, workloads
     from sparsync_lab.predict import probe_file
+    from sparsync_lab.workloads.base import family_of_job
 
-    if options.json != "-":
-        check_file(None if options.json is None else Path(options.json), "--json")
     probe = probe_file.read(options.probe)
     if probe.backward is None:
         raise ValueError(
             f"{options.probe} says nothing of a model; probe with --workload, or write your model's timeline into it"
         )
-    if options.gradients is not None and options.workload is None:
-        raise ValueError("--gradients needs --workload: the gradients are replayed with the job's optimizer")
-    own = _workload_options(options)
-    workload = None if options.workload is None else workloads.get(options.workload, **own)
-    if workload is not None:
-        workload.prepare()
+    own, family = _workload_options(options), "steps"
+    if options.workload is not None:
+        workload = workloads.get(options.workload, **own)
+        family = family_of_job(workload)
+        advise.check_model(workload, probe.backward)
     if options.schemes is None:
-        adamw = workload is not None and command.trained_by_adamw(workload)
-        options.schemes = ",".join(
-            (cli_options.ADVISED, cli_options.ADVISED_LOCAL, *([cli_options.ADVISED_ADAMW] * adamw))
-        )
-    choices = _choices(options, (probe.group.ranks,), workload=workload)
-    found = command.advise(probe, probe.backward, choices, workload, options.gradients, options.seed, options.steps)
-    if options.json is not None:
-        command.write(found, options.json)
-    if options.json != "-":
-        print(command.text(found, probe, probe.backward, choices, *terminal.manner()))
+        options.schemes = advise.advised_schemes(family, probe.group.ranks)
+    choices = _choices(options, (probe.group.ranks,))
+    found = advise.advise(probe, probe.backward, choices, family)
+    print(advise.text(found, probe, probe.backward, choices, *terminal.manner()))
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -310,25 +287,21 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
         device=options.device,
     )
     where = Outputs(options.out, options.page, options.part, options.csv)
-    frontier(study, where, options.jobs, ["sparsync", *arguments], options.checkpoint_every)
+    frontier(study, where, options.jobs, ["sparsync", *arguments])
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab import demo
     from sparsync_lab.compare.comparison import compare
-    from sparsync_lab.netlab import restart_with_rights
 
-    check_file(options.out / demo.PAGE)
-    restart_with_rights("sparsync_lab.cli", arguments)
-    took_s = None
-    for number, chosen in enumerate(demo.commands(options.out, options.steps)):
-        half = _parser().parse_args(chosen)
-        print(f"\n{terminal.wrapped(demo.before(options.out, number, took_s, options.steps))}\n", flush=True)
-        began = time.monotonic()
-        compare(_settings(half), half.out, ["sparsync", *chosen])
-        took_s = time.monotonic() - began
-        _report(half, chosen)
-    demo.summary(options.out)
+    check_file(options.out / demo.HALVES[0].folder / "results.jsonl")
+    for number, (half, words) in enumerate(zip(demo.HALVES, demo.commands(options.out, options.steps), strict=True), 1):
+        chosen = _parser().parse_args(words)
+        print(f"\n{number} of {len(demo.HALVES)}: {half.title}; results go to {chosen.out}.\n", flush=True)
+        settings = _settings(chosen)
+        where = _where(chosen, False, settings.rates_bits_per_s, settings.between, arguments)
+        compare(settings, chosen.out, ["sparsync", *words], where)
+        _report(chosen, words)
 
 
 def _report(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -336,7 +309,7 @@ def _report(options: argparse.Namespace, arguments: list[str]) -> None:
 
     check_file(options.csv, "--csv")
     try:
-        report(getattr(options, "folder", None) or options.out, within=options.within, csv=options.csv)
+        report(getattr(options, "folder", None) or options.out, options.csv)
         sys.stdout.flush()
     except BrokenPipeError:  # the files are written, and what comes after them goes on
         discard_output()
@@ -345,42 +318,38 @@ def _report(options: argparse.Namespace, arguments: list[str]) -> None:
 def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
     import torch
 
-    from sparsync_lab.scheme_choice import parse_schemes
-    from sparsync_lab.traffic.command import traffic
-    from sparsync_lab.traffic.study import recorded_study, synthetic_study
-
-    check_file(options.plot, "--plot")
-    torch.set_num_threads(1)  # so that sums, and with them the lines, are the same however many cores there are
-    schemes = parse_schemes(options.schemes, options.density)
-    asked = {"ranks": options.ranks, "elements": options.elements, "steps": options.steps}
-    if options.gradients is None:
-        study = synthetic_study(schemes, **asked, seed=options.seed, jump=options.jump)
-    elif options.jump is not None:
-        raise ValueError("--jump goes with drawn gradients, not with --gradients; leave one of them out")
-    else:
-        study = recorded_study(schemes, options.gradients, **asked)
-    source = f"gradients of {options.gradients.name}" if options.gradients else f"drawn gradients, seed {options.seed}"
-    source += "" if options.jump is None else f", 10 times as large from step {options.jump}"
-    title = f"{study.stream.ranks} ranks, {study.elements} elements, density {options.density:g}, {source}"
-    traffic(study, title, options.json, options.plot, options.every)
-
-
-def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab import workloads
-    from sparsync_lab.progress import progress
-    from sparsync_lab.traffic.record import record, save
+    from sparsync_lab.scheme_choice import parse_schemes
+    from sparsync_lab.traffic.command import Study, traffic
+    from sparsync_lab.traffic.stream import OfJob, Synthetic
 
-    workload = workloads.get(options.workload, **_workload_options(options))
-    check_file(options.out)
-    asked = (options.seed, options.ranks, options.steps, options.every)
-    with progress("training steps", options.steps) as shown:
-        recorded = record(workload, *asked, after=shown.at)
-    save(recorded, options.out)
-    T, P, n = recorded["gradients"].shape
-    counted = " x ".join(
-        f"{count} {what}{'s' * (count != 1)}" for count, what in ((T, "step"), (P, "rank"), (n, "element"))
+    if options.json != "-":
+        check_file(None if options.json is None else Path(options.json), "--json")
+    torch.set_num_threads(1)  # so that sums, and with them the lines, are the same however many cores there are
+    schemes, chosen = parse_schemes(options.schemes, options.density), _workload_options(options)
+    if options.workload is None:
+        stream = Synthetic(options.ranks, options.elements or 100_000, options.seed)
+        source = f"drawn gradients, seed {options.seed}"
+    elif options.elements is not None:
+        raise ValueError(f"--elements is of drawn gradients, got it with --workload {options.workload}; leave it out")
+    else:
+        stream = OfJob(workloads.get(options.workload, **chosen), options.ranks, options.seed, options.steps)
+        source = f"gradients of {options.workload}, seed {options.seed}"
+    study = Study(schemes, stream, options.steps)
+    traffic(
+        study, f"{options.ranks} ranks, {study.elements} elements, density {options.density:g}, {source}", options.json
     )
-    print(f"{options.out}: {counted}")
+
+
+def _simulate(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab.simulate.command import list_presets, simulate
+
+    if options.list:
+        list_presets()
+    elif options.preset is None:
+        raise ValueError("name a set-up with --preset; --list shows those that there are")
+    else:
+        simulate(options.preset, options.ranks, options.gbit, options.json)
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -435,10 +404,7 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
 
 
 def _choices(
-    options: argparse.Namespace,
-    ranks: tuple[int, ...],
-    also: Mapping[str, str] | None = None,
-    workload: "Workload | None" = None,
+    options: argparse.Namespace, ranks: tuple[int, ...], also: Mapping[str, str] | None = None
 ) -> "tuple[SchemeChoice, ...]":
     """Return the schemes of --schemes, and of recipes those for the job's optimizer; without a job those for AdamW."""
     from sparsync_lab import workloads
@@ -447,7 +413,7 @@ def _choices(
 
     family = "steps"
     if asks_for_recipe(options.schemes) and options.workload is not None:
-        family = family_of_job(workload or workloads.get(options.workload, **_workload_options(options)))
+        family = family_of_job(workloads.get(options.workload, **_workload_options(options)))
     return parse_schemes(options.schemes, options.density, also, family, ranks)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import inspect
 import os
 import platform
 import subprocess
@@ -20,11 +19,6 @@ def kernels(device: str = "cpu") -> str:
     """Return the backend whose kernels run on tensors of `device`: "cpp/avx512", "triton", SLOW_KERNELS or another."""
     here = [name for name in dispatch.backends() if (name == dispatch.TRITON) == (device != "cpu")]
     return next(iter(here), SLOW_KERNELS)
-
-
-def compiled(device: str) -> dict[str, str]:
-    """Return what hosts must agree on about their kernels: those of one processor may be faster, but none may run SLOW_KERNELS alone."""
-    return {"the kernels": "the slow reference" if kernels(device) == SLOW_KERNELS else "compiled"}
 
 
 def versions() -> dict[str, Any]:  # Any: JSON
@@ -47,22 +41,19 @@ def machine() -> dict[str, Any]:  # Any: JSON
     }
 
 
-def code_digest() -> str:
-    """Return a text that is the same on machines where the package is the same, file by file of Python source."""
+def identity(device: str) -> dict[str, str]:
+    """Return what hosts must have in common: the versions of torch and sparsync, its code file by file, and kernels that are compiled."""
     root = Path(sparsync.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def source_digest(*classes: type) -> str:
-    """Return a text that is the same where the files are the same in which these classes are written."""
-    files = (inspect.getsourcefile(kind) for kind in classes)
-    digest = hashlib.blake2b(digest_size=8)
-    for file in files:
-        digest.update(Path(file).read_bytes() if file else b"")
-    return digest.hexdigest()
+    found = versions()
+    return {
+        "the version of torch": found["torch"],
+        "the version of sparsync": found["sparsync"],
+        "the code of sparsync": digest.hexdigest(),
+        "the kernels": "the slow reference" if kernels(device) == SLOW_KERNELS else "compiled",
+    }
 
 
 def _field(path: Path, name: str) -> str:

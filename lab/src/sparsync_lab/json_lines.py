@@ -1,11 +1,10 @@
 """Files with a JSON object a line, which a program that is stopped leaves readable."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-
-from sparsync_lab import regular_file
 
 Made = TypeVar("Made")
 
@@ -16,7 +15,7 @@ def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # A
     Raises ValueError for a file that cannot be read and, with its number, for any other line of which `made` makes no `what`.
     """
     try:
-        lines = regular_file.content(path).decode().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
@@ -33,17 +32,19 @@ def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # A
     return found
 
 
-def append(path: Path, content: dict[str, Any]) -> None:  # Any: what JSON holds
-    """Append `content` as a line to the file at `path`, which is made where it is not there. A line that broke off is cut off first.
+def append(path: Path, *contents: dict[str, Any]) -> None:  # Any: what JSON holds
+    """Append each of `contents` as a line to the file at `path`, which is made where it is missing. A line that broke off is cut off first.
 
     Raises RuntimeError where it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
-            file.seek(0)
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)
-            file.write(json.dumps(content).encode() + b"\n")
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(b"".join(json.dumps(each).encode() + b"\n" for each in contents))
     except OSError as error:
         raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error

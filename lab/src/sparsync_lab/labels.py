@@ -6,7 +6,6 @@ from typing import Any
 
 from sparsync.base.scheme_text import parsed, taken_apart
 
-PHASES = ("accumulate", "select", "encode", "decode", "apply")  # of a bucket, as `sparsync.core.Phase` has them
 _ALWAYS = ("density", "density_down", "values", "values_down")  # written without their key, in this order
 
 

@@ -1,6 +1,12 @@
-"""Whether a file can be written, found out before the work whose result it is to hold."""
+"""Where the laboratory writes: its cache, and files that are tried before the work whose result they are to hold."""
 
+import os
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be fetched or made again: sparsync under XDG_CACHE_HOME, or under ~/.cache where that is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
 
 
 def check_file(path: Path | None, option: str = "--out") -> None:

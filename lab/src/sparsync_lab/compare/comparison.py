@@ -11,15 +11,15 @@ from pathlib import Path
 from sparsync_lab import environment
 from sparsync_lab.compare import progress
 from sparsync_lab.compare.settings import CompareSettings
-from sparsync_lab.netlab import network
 from sparsync_lab.progress import progress as waiting
 from sparsync_lab.report import results
 from sparsync_lab.report.format import links_text
-from sparsync_lab.workers.group import RankFailedError, worker_group
-from sparsync_lab.workers.hosts import Backend, joined
+from sparsync_lab.workers.group import Here
+from sparsync_lab.workers.hosts import Hosts
 from sparsync_lab.workers.process import Message
 from sparsync_lab.workloads.base import Workload
 
+TASK = "sparsync_lab.compare.train:train_all"
 _ADDRESS = r" at 0x[0-9a-f]+"  # of an object whose class defines no text
 _RECORDS: dict[str, type] = {
     "scheme": results.SchemeStart,
@@ -29,56 +29,32 @@ _RECORDS: dict[str, type] = {
 }
 
 
-def compare(settings: CompareSettings, out: Path, command: Sequence[str]) -> None:
+def compare(
+    settings: CompareSettings, out: Path, command: Sequence[str], where: AbstractContextManager[Here | Hosts]
+) -> bool:
     """Train with every scheme and seed, one after the other on the same ranks; append all records to results.jsonl in `out`.
 
-    Raises ValueError for settings that cannot run, and RuntimeError when the network cannot be built, a rank ends early or replicas
-    differ; what was recorded until then stays. No process and no network is left afterwards, whatever ends it.
+    `where`: `here`, or `joined` in each process that a launcher has started. Returns whether this process has the results.
+    Raises ValueError for settings that cannot run or that differ between ranks, and RuntimeError when the network cannot be built, a rank
+    ends early or replicas differ; what was recorded until then stays. No process and no network is left afterwards, whatever ends it.
     """
     with waiting("checking the schemes and reading the data", announced=True):
         workload = settings.check()
-    run = _run_record(settings, workload, command)
-    up, down = settings.rates_bits_per_s
-    with (
-        _recorded(run, out) as records,
-        _display(settings, workload) as display,
-        network(settings.ranks, up, down_bits_per_s=down, delay=settings.between) as links,
-        worker_group("sparsync_lab.compare.train:train_all", asdict(settings), links, settings.timeout_s) as workers,
-    ):
-        for message in workers.messages():
-            display.update(message)
-            records.take(message)
-        if (carried := links.forwarded()) is not None:
-            results.append(out, results.Carried(run.run, carried.packets, carried.nbytes, carried.processor_s))
-
-
-def compare_on_hosts(settings: CompareSettings, out: Path, command: Sequence[str], backend: Backend | None) -> bool:
-    """Do the same with the ranks that a launcher has started, each of which calls this; return whether this one has the results.
-
-    Raises on all ranks where one of them has other settings or another version, or fails.
-    """
-    from sparsync_lab.compare.train import train_all  # torch's
-
-    def checked() -> tuple[Workload, Mapping[str, str]]:
-        workload = settings.check()
-        return workload, {**_identity(settings, workload), **environment.compiled(hosts.place.device)}
-
-    with joined(settings.timeout_s, backend) as hosts:
-        workload = hosts.agree(checked)
-        if hosts.place.rank:
-            hosts.run(train_all, asdict(settings), lambda message: None, lambda why: None)
+    with where as ranks:
+        ranks.agree(_identity(settings, workload, ranks.device))
+        if not ranks.leads:
+            ranks.run(TASK, asdict(settings), lambda message: None)
             return False
-        run = _run_record(settings, workload, command, hosts.network, hosts.place.device)
-        with (
-            _recorded(run, out) as records,
-            _display(settings, workload) as display,
-        ):
+        run = _run_record(settings, workload, command, ranks.network, ranks.device)
+        with _recorded(run, out) as records, _display(settings, workload) as display:
 
             def take(message: Message) -> None:
                 display.update(message)
                 records.take(message)
 
-            hosts.run(train_all, asdict(settings), take, records.failed)
+            ranks.run(TASK, asdict(settings), take)
+        if (carried := ranks.forwarded()) is not None:
+            results.append(out, results.Carried(run.run, carried.packets, carried.nbytes, carried.processor_s))
     return True
 
 
@@ -118,37 +94,30 @@ def _recorded(run: results.Run, out: Path) -> Iterator[_Records]:
     records = _Records(run.run, out)
     try:
         yield records
-    except RankFailedError as error:
-        records.failed(str(error))
-        raise
     except KeyboardInterrupt:
         records.failed("interrupted")
         raise
+    except RuntimeError as error:  # of a rank
+        records.failed(str(error))
+        raise
 
 
-def _identity(settings: CompareSettings, workload: Workload) -> Mapping[str, str]:
+def _identity(settings: CompareSettings, workload: Workload, device: str) -> Mapping[str, str]:
     """Return what must be the same on all ranks. Where the data lie may differ; what is in them is part of the workload's text."""
     plain = asdict(settings)
     plain["options"] = {key: value for key, value in settings.options.items() if key != "data"}
     described = dict(workload.describe())
     described["options"] = {key: value for key, value in described.get("options", {}).items() if key != "data"}
-    versions = environment.versions()
     return {
         **{f"the setting {key}": repr(value) for key, value in plain.items() if key != "schemes"},
         "the schemes": re.sub(_ADDRESS, "", repr([(each.label, each.described()) for each in settings.schemes])),
         "the workload": repr(described),
-        "the source of schemes and workload": environment.source_digest(
-            workload.job_class(), *(type(choice.make()) for choice in settings.schemes)
-        ),
-        "the version of Python": ".".join(versions["python"].split(".")[:2]),
-        "the version of torch": versions["torch"],
-        "the version of sparsync": versions["sparsync"],
-        "the code of sparsync": environment.code_digest(),
+        **environment.identity(device),
     }
 
 
 def _run_record(
-    settings: CompareSettings, workload: Workload, command: Sequence[str], hosts: str = "", device: str = "cpu"
+    settings: CompareSettings, workload: Workload, command: Sequence[str], hosts: str, device: str
 ) -> results.Run:
     config = asdict(settings)
     config["rate_bits_per_s"] = settings.rate_bits_per_s
@@ -157,7 +126,7 @@ def _run_record(
     return results.Run(
         run=f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}",
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=tuple(command),
+        command=list(command),
         config=config,
         workload={"metric": workload.metric, "better": workload.better, "unit": workload.unit, **workload.describe()},
         versions={**environment.versions(), "kernels": environment.kernels(device)},

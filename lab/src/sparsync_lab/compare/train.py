@@ -21,7 +21,6 @@ from sparsync import Dense, GradientReducer, Options, Scheme, attach
 from sparsync.runtime.handle import Handle
 from sparsync_lab import workloads
 from sparsync_lab.compare.settings import CompareSettings, settings_from_json
-from sparsync_lab.labels import PHASES
 from sparsync_lab.netlab import interface_counters
 from sparsync_lab.rivals.laprop import LaProp
 from sparsync_lab.rivals.torch_ddp import TorchDDP
@@ -48,11 +47,6 @@ class Measured:
     interface_bytes: float
     messages: float
     union_density: float
-    accumulate_s: float
-    select_s: float
-    encode_s: float
-    decode_s: float
-    apply_s: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ def train(
     times = {"compute_s": compute_s, "own_compute_s": own_compute_s}
     emit({"kind": "scheme", **about, "config": _described(choice, workload), **times})
     training = _training_of(workload, model, choice, settings, place)
-    seconds = sent = 0.0
+    seconds = 0.0
     for start in range(0, settings.steps, settings.eval_every):
         steps = range(start, min(start + settings.eval_every, settings.steps))
         _rendezvous(settings.timeout_s)
@@ -124,12 +118,10 @@ def train(
             measured.append(replace(done, interface_bytes=counted - before))
         for step, mean in zip(steps, _mean_over_ranks(measured), strict=True):
             seconds += mean.step_s
-            sent += mean.interface_bytes
             emit({"kind": "step", **about, "step": step + 1, "seconds": seconds, **_step_record(mean, place)})
         with training.common_weights(), _buffers_of_rank_0(bare(training.model)):
             value = _quality(workload, training.model, place)
-        traffic = sent if place.own_interface else None
-        emit({"kind": "quality", **about, "step": steps[-1] + 1, "seconds": seconds, "bytes": traffic, "value": value})
+        emit({"kind": "quality", **about, "step": steps[-1] + 1, "seconds": seconds, "value": value})
     with training.common_weights():
         different = _different_ranks(bare(training.model).parameters())
     status = f"failed: replicas of ranks {different} differ from rank 0's" if different else "finished"
@@ -269,7 +261,6 @@ def _take_step(workload: Workload, training: Training, seed: int, step: int, pla
         interface_bytes=0.0,  # set by the caller, which reads the counters
         messages=sum(report.sent.messages for report in reports if report.sent),
         union_density=sum(report.union for report in reports) / max(1, elements),
-        **{f"{name}_s": sum(report.phases.get(name, 0.0) for report in reports) for name in PHASES},
     )
 
 

@@ -1,12 +1,11 @@
 """The checks of `sparsync doctor`, and what it prints. It runs without the packages that the other commands need, and without torch."""
 
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from sparsync_lab.doctor import trial
@@ -17,7 +16,6 @@ NEEDED = ("jinja2", "matplotlib", "numpy", "pydantic", "rich")  # by the command
 ADAPTED = ("accelerate", "lightning", "transformers")
 LEAST_TORCH = (2, 8)
 _BUILD_LINKS = "from sparsync_lab.netlab import network\nwith network(2, 1e7):\n    pass"
-_BUILD_DELAYED = "from sparsync_lab.netlab import Delay, network\nwith network(2, 1e7, delay=Delay(0.001)) as links:\n    links.forwarded()"
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ def doctor(job: trial.TrialJob | None) -> int:
     """Print what is there, and what `job` would meet; end with what to do. Return the exit status: 0 where that is nothing, else 1."""
     todo = _shown(
         "This machine",
-        [check() for check in (_python, _torch, _kernels, _backends, _links, _delayed, _packages, _load)],
+        [check() for check in (_python, _torch, _kernels, _links, _packages)],
     )
     if job is not None:
         result = trial.run(job)
@@ -83,35 +81,13 @@ def _kernels() -> Check:
     )
 
 
-def _backends() -> Check:
-    if _version("torch") is None:
-        return Check("backends", "not known without torch")
-    import torch
-    import torch.distributed as dist
-
-    gloo = "gloo" if dist.is_available() and dist.is_gloo_available() else ""
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nccl = f"nccl for {devices} GPU{'s' * (devices > 1)}" if devices and dist.is_nccl_available() else ""
-    there = ", ".join(each for each in (gloo, nccl) if each) or "none"
-    more = "" if nccl else "; no GPU is used, so nccl is not needed"
-    return Check("backends", there + more, "" if gloo else "install a torch that was built with gloo")
-
-
 def _links() -> Check:
     """Build two links, as compare and launch would."""
-    return _built("limited links", _BUILD_LINKS, "ip, tc, unshare, nsenter")
-
-
-def _delayed() -> Check:
-    """Build two links with a delay. Only --delay needs them, so there is nothing to do where that cannot be."""
-    return replace(_built("links with a delay", _BUILD_DELAYED, "a C compiler, /dev/net/tun"), to_do="")
-
-
-def _built(name: str, code: str, by: str) -> Check:
+    name = "limited links"
     try:
         prefix = reexecution_prefix()
         done = subprocess.run(
-            [*prefix, sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+            [*prefix, sys.executable, "-c", _BUILD_LINKS], capture_output=True, text=True, timeout=60, check=False
         )
     except RuntimeError as error:
         return Check(name, f"cannot be made: {error}", f"{error}")
@@ -120,7 +96,7 @@ def _built(name: str, code: str, by: str) -> Check:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return Check(name, f"cannot be made: {said}", said)
-    return Check(name, f"two were made, {'in a user namespace' if prefix else 'as root'} ({by})")
+    return Check(name, f"two were made, {'in a user namespace' if prefix else 'as root'} (ip, tc, unshare, nsenter)")
 
 
 def _packages() -> Check:
@@ -130,12 +106,6 @@ def _packages() -> Check:
     for_adapters = f"; for adapters: {', '.join(others) or 'none'}"
     cure = f"install what is missing: {sys.executable} -m pip install {' '.join(missing)}" if missing else ""
     return Check("packages", ", ".join(found) + for_adapters, cure)
-
-
-def _load() -> Check:
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    busy = "; it is busy: times that are measured now are uncertain" if load > cores / 2 else ""
-    return Check("processor", f"{cores} core{'s' * (cores > 1)}, load {load:.1f}{busy}")
 
 
 def _of_job(result: trial.Result) -> Iterator[Check]:

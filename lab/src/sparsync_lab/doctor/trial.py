@@ -11,10 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from sparsync.base.scheme_text import COMMAND_LINE, VARIABLE
-from sparsync_lab.temporary import temporary_folder
 
 SHOWN_LINES = 15  # of a failed script's standard error
 _ONE_RANK = {
@@ -57,8 +57,8 @@ class Result:
 
 def run(job: TrialJob) -> Result:
     """Run the job up to its first optimizer step, and return what was found."""
-    with temporary_folder() as folder:
-        path = folder / "found.json"
+    with TemporaryDirectory(prefix="sparsync-lab-") as folder:
+        path = Path(folder) / "found.json"
         command = [sys.executable, "-m", __name__, str(path), json.dumps(asdict(job))]
         try:
             done = subprocess.run(

@@ -30,27 +30,17 @@ class Outputs:
     csv: Path | None = None
 
 
-def frontier(
-    study: FrontierStudy,
-    where: Outputs,
-    jobs: int,
-    command: Sequence[str],
-    checkpoint_every: int | None = None,
-) -> None:
+def frontier(study: FrontierStudy, where: Outputs, jobs: int, command: Sequence[str]) -> None:
     """Complete the study in its folder, write its tables as Markdown, with a picture, into the folder, and print them.
 
     With a page they also replace a part of that page, the picture beside it, under the command that was given.
     Raises ValueError for settings that cannot work, before anything is trained.
     """
-    if jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {jobs}")
-    if checkpoint_every is not None and checkpoint_every < 1:
-        raise ValueError(f"--checkpoint-every must be at least 1 step, got {checkpoint_every}")
     out, page, part = where.out, where.page, where.part or study.workload
     if page is not None:
         replaced(page, part, "")  # so that a page without that part is found before the trainings
     check_file(out / runs.FILE_NAME)
-    finished = complete(study, out, jobs, lambda line: print(line, file=sys.stderr, flush=True), checkpoint_every)
+    finished = complete(study, out, jobs, lambda line: print(line, file=sys.stderr, flush=True))
     from sparsync_lab.frontier.picture import picture
 
     workload = study.check()

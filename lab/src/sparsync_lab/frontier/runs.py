@@ -10,7 +10,6 @@ from typing import Any
 from sparsync_lab import json_lines
 from sparsync_lab.checked import checked
 from sparsync_lab.workloads.one_process import Trained
-from sparsync_lab.workloads.store import sha256
 
 FILE_NAME = "frontier.jsonl"
 
@@ -25,7 +24,6 @@ class Key:
     steps: int
     seed: int
     rate: float  # times the job's own learning rate
-    follow_rate: bool = False
     device: str = "cpu"
 
 
@@ -48,11 +46,6 @@ class Finished:
     def bits(self) -> float:
         """What a rank sends for each parameter in a step."""
         return self.trained.nbytes * 8 / self.elements
-
-
-def unfinished_file(folder: Path, key: Key) -> Path:
-    """Return the file in `folder` that keeps the state of a training until it is finished."""
-    return folder / f"{sha256(described(asdict(key)).encode())[:32]}.pt"
 
 
 def described(content: Mapping[str, Any]) -> str:  # Any: JSON
@@ -88,7 +81,6 @@ def rows(folder: Path) -> list[dict[str, Any]]:  # Any: numbers, texts, None
             "union_density": each.trained.union,
             "exchanges": each.trained.exchanges,
             "seconds": each.seconds,
-            "follow_rate": each.key.follow_rate,
             "device": each.key.device,
         }
         for label, each in _labelled(folder)

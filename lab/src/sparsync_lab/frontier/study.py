@@ -24,7 +24,6 @@ from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, model_and_optimizer, parameter_count, share
 from sparsync_lab.workloads.job_errors import JobError
 from sparsync_lab.workloads.own_momentum import made_for
-from sparsync_lab.workloads.unfinished import Unfinished
 
 POINTS = 4  # evaluations of a training, evenly spaced; the last one at its end
 
@@ -52,14 +51,7 @@ class FrontierStudy:
     device: str = "cpu"
 
     def check(self) -> Workload:
-        """Check every setting, try every method once, and return the job with its data prepared. Raises ValueError."""
-        for name, values in (("ranks", self.ranks), ("steps", self.steps), ("rates", self.rates)):
-            if not values or not min(values) > 0:
-                raise ValueError(f"--{name} takes numbers above 0, got {', '.join(map(str, values)) or 'none'}")
-        for name in ("ranks", "steps", "seeds", "rates"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"--{name} takes each number once, got {', '.join(map(str, values)) or 'none'}")
+        """Check how the settings fit together, try every method once, and return the job with its data prepared."""
         if self.rates_seed is not None and self.rates_seed not in self.seeds:
             raise ValueError(
                 f"--rates-seed must be one of the seeds {', '.join(map(str, self.seeds))}, got {self.rates_seed}"
@@ -160,21 +152,15 @@ def _beyond(inner: float, edge: float) -> float:
     return float(f"{edge * edge / inner:.3g}")
 
 
-def complete(
-    study: FrontierStudy, folder: Path, jobs: int, tell: Callable[[str], None], checkpoint_every: int | None = None
-) -> dict[Key, Finished]:
+def complete(study: FrontierStudy, folder: Path, jobs: int, tell: Callable[[str], None]) -> dict[Key, Finished]:
     """Do the trainings that `folder` lacks, `jobs` at a time, and return those of the study; `tell` gets a line about each.
 
-    Each is written when it ends, and its state after each `checkpoint_every` steps, by default about every ten minutes, so an
-    interrupted study goes on where it was. Raises ValueError as `FrontierStudy.check`, and where trainings need a GPU that is not there.
+    Each is written when it ends, so an interrupted study goes on with the trainings that had not ended. Raises ValueError as
+    `FrontierStudy.check`, and where trainings need a GPU that is not there.
     """
     workload = study.check()
     lower, finished = workload.better == "lower", runs.read(folder)
     names = short_labels([choice.label for choice in study.schemes])
-
-    def kept(key: Key) -> Unfinished:
-        return Unfinished(runs.unfinished_file(folder, key), checkpoint_every)
-
     while missing := study.missing(finished, lower):
         if study.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(
@@ -182,10 +168,9 @@ def complete(
                 "none here; leave it out"
             )
         with progress("trainings", len(missing)) as shown:
-            for number, (choice, done) in enumerate(_trained(study, missing, jobs, kept), start=1):
+            for number, (choice, done) in enumerate(_trained(study, missing, jobs), start=1):
                 finished[done.key] = done
                 runs.append(folder, done, choice.label)
-                kept(done.key).remove()
                 key = done.key
                 several = f"{key.ranks} ranks, " * (len(study.ranks) > 1) + f"{key.steps} steps, " * (
                     len(study.steps) > 1
@@ -203,16 +188,16 @@ def _told(done: Finished, metric: str) -> str:
 
 
 def _trained(
-    study: FrontierStudy, missing: Sequence[tuple[Key, SchemeChoice]], jobs: int, kept: Callable[[Key], Unfinished]
+    study: FrontierStudy, missing: Sequence[tuple[Key, SchemeChoice]], jobs: int
 ) -> Iterator[tuple[SchemeChoice, Finished]]:
     """Yield each training when it ends. With several jobs each has a process; the first error ends all."""
     if jobs == 1:
         for key, choice in missing:
-            yield choice, train(study.workload, study.options, choice, key, kept(key))
+            yield choice, train(study.workload, study.options, choice, key)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         running: dict[Future[Finished], SchemeChoice] = {
-            pool.submit(train, study.workload, study.options, choice, key, kept(key)): choice for key, choice in missing
+            pool.submit(train, study.workload, study.options, choice, key): choice for key, choice in missing
         }
         try:
             while running:
@@ -222,13 +207,10 @@ def _trained(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def train(
-    workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: Key, unfinished: Unfinished | None = None
-) -> Finished:
+def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: Key) -> Finished:
     """Do one training on one thread. One that breaks off counts as failed, but for dense, without which there is no study.
 
-    It continues from what `unfinished` has kept of it. `seconds` are those since then. Raises JobError where a method of the job fails,
-    or the file of `unfinished` cannot be used.
+    Raises JobError where a method of the job fails.
     """
     torch.set_num_threads(1)
     began = time.perf_counter()
@@ -237,7 +219,7 @@ def train(
     points = {round(key.steps * (point + 1) / POINTS) for point in range(POINTS)} - {0}
     failed = ""
     try:
-        trained = _train(job, choice, key, points, unfinished)
+        trained = _train(job, choice, key, points)
     except JobError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -249,18 +231,15 @@ def train(
     return Finished(key, elements, round(time.perf_counter() - began, 1), trained, failed)
 
 
-def _train(
-    job: Workload, choice: SchemeChoice, key: Key, points: Collection[int], unfinished: Unfinished | None
-) -> one_process.Trained:
+def _train(job: Workload, choice: SchemeChoice, key: Key, points: Collection[int]) -> one_process.Trained:
     about = (key.seed, key.steps, key.ranks, points)
     if choice.local is None:
-        return one_process.train_with_scheme(job, choice.make, *about, key.follow_rate, unfinished, device=key.device)
+        return one_process.train_with_scheme(job, choice.make, *about, device=key.device)
     trained = one_process.train_locally(
         job,
         lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
         *about,
         choice.leaves_rest(key.steps),
-        unfinished,
         device=key.device,
     )
     # The exchange at the end is the lab's.

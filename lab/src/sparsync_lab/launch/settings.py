@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparsync_lab.faults.plan import NO_FAULTS, FaultPlan, plan_of_json
+from sparsync_lab.launch.faults import Fault, check_faults, places
 from sparsync_lab.netlab import MAX_RANKS, NO_DELAY, Delay
 from sparsync_lab.netlab.delay import check_delay
 
@@ -30,29 +30,22 @@ class LaunchSettings:
     nodes: bool = False  # each rank is a machine to the script: LOCAL_RANK is 0
     grace_s: float = 5.0  # after the first failure, and again after SIGTERM
     delay: Delay = NO_DELAY  # between any two ranks
-    faults: FaultPlan = NO_FAULTS
+    faults: tuple[Fault, ...] = ()  # of ranks that come and go, over a store
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"--ranks must be in [1, {MAX_RANKS}], got {self.ranks}")
-        if not 0 <= self.grace_s < float("inf"):
-            raise ValueError(f"--grace must be in [0, inf) seconds, got {self.grace_s:g}")
         check_delay(self.delay, self.limited)
-        self.faults.check(self.ranks, self.limited)
+        check_faults(self.faults, self.ranks, self.limited)
 
     @property
     def limited(self) -> bool:
         return self.up_bits_per_s is not None
 
     @property
-    def elastic(self) -> bool:
-        """Whether there are faults, and hence a store for ranks that come and go."""
-        return bool(self.faults)
-
-    @property
     def places(self) -> int:
-        """The number of links; see `FaultPlan.places`."""
-        return self.faults.places(self.ranks)
+        """The number of links; see `faults.places`."""
+        return places(self.faults, self.ranks)
 
     @property
     def exact_framing(self) -> bool:
@@ -66,7 +59,7 @@ class LaunchSettings:
 
 def settings_of_json(content: dict[str, Any]) -> LaunchSettings:  # Any: JSON
     """Return the settings that `as_json` has written."""
-    faults = plan_of_json(content["faults"])
+    faults = tuple(Fault(**each) for each in content["faults"])
     known = {"command": tuple(content["command"]), "delay": Delay(**content["delay"]), "faults": faults}
     return LaunchSettings(**{**content, **known})
 

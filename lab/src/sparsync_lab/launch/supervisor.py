@@ -17,15 +17,15 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from sparsync.base.scheme_text import VARIABLE
-from sparsync_lab.faults.injector import Injector
+from sparsync_lab.launch.faults import Injector
 from sparsync_lab.launch.output import Output, prefix
 from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
 from sparsync_lab.launch.traffic import Meter
 from sparsync_lab.launch.variables import environment, variables
 from sparsync_lab.netlab import RunNetwork, network
-from sparsync_lab.temporary import temporary_folder
 from sparsync_lab.workers.descendants import die_with_parent, subreaper
 from sparsync_lab.workers.ranks import READABLE, Rank, Ranks, ready_of
 
@@ -49,11 +49,6 @@ class LaunchedRun:
     def ended(self) -> list[int]:
         """The ranks that have ended, where others may take their places."""
         return [rank.number for rank in self.ranks.all if not rank.running] if self.injector else []
-
-    @property
-    def done(self) -> list[int]:
-        """The ranks that have ended well."""
-        return [rank.number for rank in self.ranks.all if rank.status == 0]
 
     @property
     def exit_status(self) -> int:
@@ -110,7 +105,9 @@ def main() -> None:
 def supervise(settings: LaunchSettings, signals: int) -> int:
     """Run the ranks to their end, print the summary, and return the exit status. No process is left, and no network."""
     with (
-        temporary_folder() as notes,  # a file for each rank, which is empty until the rank reads SPARSYNC_SCHEME
+        TemporaryDirectory(
+            prefix="sparsync-lab-"
+        ) as folder,  # a file for each rank, which is empty until the rank reads SPARSYNC_SCHEME
         network(
             settings.places, settings.up_bits_per_s, settings.exact_framing, settings.down_bits_per_s, settings.delay
         ) as links,
@@ -119,11 +116,11 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
         ExitStack() as stack,
     ):
         run = LaunchedRun(settings, ranks, Output(terminal=os.isatty(2)), signals)
-        meter = Meter(settings, links)
+        notes, meter = Path(folder), Meter(settings, links)
         port = links.free_port()
         began = time.monotonic()
         start = _starter(run, links, meter, notes, port, began)
-        if settings.elastic:
+        if settings.faults:
             run.injector = injector = stack.enter_context(
                 Injector(settings.faults, settings.ranks, links, port, ranks, start)
             )
@@ -145,14 +142,14 @@ def _starter(
 ) -> Callable[[int, int], None]:
     """Return the function that starts the rank with a number at one of the places of the network."""
     run_id = str(uuid.uuid4())
-    address = links.address(run.settings.places - 1 if run.settings.elastic else 0)
+    address = links.address(run.settings.places - 1 if run.settings.faults else 0)
 
     def start(number: int, place: int) -> None:
         note = notes / str(number)
         note.touch()
         here = variables(run.settings, number, links.interface, address, port, run_id, note)
         shown = prefix(number, run.settings.ranks)
-        if run.settings.elastic:
+        if run.settings.faults:
             meter.join(place, time.monotonic() - began)
         run.ranks.start(
             links.command(place, run.settings.command),
@@ -187,7 +184,7 @@ def _watch(run: LaunchedRun, meter: Meter, began: float) -> None:
             run.stop(signal.SIGPIPE)
         now = time.monotonic()
         if run.injector is not None:
-            _give_faults(run, run.injector, meter, now - began)
+            _give_faults(run, run.injector, now - began)
         if now - looked >= LOOK_S:
             looked = now
             meter.look(now - began, run.ended)
@@ -195,16 +192,10 @@ def _watch(run: LaunchedRun, meter: Meter, began: float) -> None:
             return  # somebody stopped it, and nobody takes its output
 
 
-def _give_faults(run: LaunchedRun, injector: Injector, meter: Meter, now_s: float) -> None:
-    """Begin the faults that are due, and say so; and what the traffic did after the one before."""
-    if injector.due_s <= now_s:
-        meter.look(now_s, run.ended)
-    before = injector.begun[-1] if injector.begun else None
+def _give_faults(run: LaunchedRun, injector: Injector, now_s: float) -> None:
+    """Begin the faults that are due, and say so."""
     for each in injector.turn(now_s, run.first_failure is not None or run.stopped_by is not None):
-        if before is not None and (pauses := meter.pauses(before.at_s, now_s, run.done)):
-            run.output.say(f"since {before.fault.name} the traffic has paused for up to this many seconds: {pauses}")
-        run.output.say(f"{each.at_s:.1f} s: {each.fault.name}: {each.what}")
-        before = None
+        run.output.say(str(each))
     if injector.store_ended and run.first_failure is None and run.stopped_by is None and not run.store_lost:
         run.store_lost = True
         run.output.say(
@@ -226,8 +217,7 @@ def _summarise(run: LaunchedRun, meter: Meter, ended_s: float, readers: list[int
         )
     output.say(meter.table(ended_s, [rank.ending for rank in run.ranks.all], readers, output.width))
     if run.injector is not None:
-        begun = run.injector.begun + run.injector.not_given()
-        output.say(meter.faults_text(begun, ended_s, run.done))
+        output.say("\n".join(["faults", *map(str, run.injector.begun + run.injector.not_given())]))
     while output.waits_for is not None:
         output.flush()
         if output.waits_for is not None:

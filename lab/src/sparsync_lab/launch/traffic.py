@@ -4,8 +4,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from sparsync_lab.faults.injector import Begun
-from sparsync_lab.faults.pauses import BEFORE_S, Look, longest_pause, pause_text
 from sparsync_lab.launch.settings import LaunchSettings
 from sparsync_lab.netlab import Forwarded, RunNetwork, interface_counters
 from sparsync_lab.netlab.topology import BATCH_FRAMES, MOST_FRAMES
@@ -25,17 +23,12 @@ class Traffic:
     place: int = 0  # whose interface it is
     before: tuple[int, int] = (0, 0)  # what an earlier rank there has sent and received
     ended: bool = False  # so the interface may be another rank's
-    looks: list[Look] | None = None  # all of them, where there are faults
 
     def look(self, sent: int, received: int, now_s: float) -> None:
         sent, received = sent - self.before[0], received - self.before[1]
-        since_s = now_s - self.seen_s
-        moved = (sent - self.sent_nbytes, received - self.received_nbytes)
-        if any(moved):
+        if (sent, received) != (self.sent_nbytes, self.received_nbytes):
             self.began_s = self.seen_s if self.began_s is None else self.began_s
             self.last_s = now_s
-        if since_s > 0 and self.looks is not None:
-            self.looks.append((self.seen_s, now_s, sum(moved)))
         self.sent_nbytes, self.received_nbytes, self.seen_s = sent, received, now_s
 
     @property
@@ -54,7 +47,7 @@ class Meter:
     carried: Forwarded | None = None  # by the program that delays packets, once all ranks have ended
 
     def __post_init__(self) -> None:
-        if not self.settings.elastic:
+        if not self.settings.faults:
             self.ranks = [Traffic(place=place) for place, _ in enumerate(self.links.anchors)]
 
     def join(self, place: int, now_s: float) -> None:
@@ -62,7 +55,7 @@ class Meter:
         if self.links.anchors:
             counted = interface_counters(self.links.interface, self.links.anchors[place])
             before = (counted.sent_bytes, counted.received_bytes)
-            self.ranks.append(Traffic(seen_s=now_s, place=place, before=before, looks=[]))
+            self.ranks.append(Traffic(seen_s=now_s, place=place, before=before))
 
     def look(self, now_s: float, ended: Collection[int] = ()) -> None:
         """Read the counters; for the last time those of ranks that have `ended`, and may have a successor."""
@@ -71,14 +64,6 @@ class Meter:
                 counted = interface_counters(self.links.interface, self.links.anchors[traffic.place])
                 traffic.look(counted.sent_bytes, counted.received_bytes, now_s)
                 traffic.ended = rank in ended
-
-    def pauses(self, from_s: float, to_s: float, done: Collection[int] = ()) -> str:
-        """Return the longest pause of each rank that had traffic before, in seconds, as `rank 0: 1.2, rank 2: 1.3`."""
-        found = {
-            rank: pause_text(longest_pause(traffic.looks or [], from_s, to_s, rank in done))
-            for rank, traffic in enumerate(self.ranks)
-        }
-        return ", ".join(f"rank {rank}: {text}" for rank, text in found.items() if text is not None)
 
     def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int], width: int = WIDTH) -> str:
         """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""
@@ -121,17 +106,6 @@ class Meter:
                 f"{significant(self.carried.processor_s)} s of processor time for it"
             )
         return "\n".join([head, drawn, *notes])
-
-    def faults_text(self, begun: Sequence[Begun], ended_s: float, done: Collection[int]) -> str:
-        """Return the faults with their times and the pauses in the traffic from each to the next one; `done`: ranks that ended well."""
-        times = [each.at_s for each in begun] + [ended_s]
-        lines = ["faults, and the longest pause in the traffic of each rank up to the next one, in seconds"]
-        if begun and (before := self.pauses(times[0] - BEFORE_S, times[0], done)):
-            lines.append(f"in the {BEFORE_S:g} s before the first: {before}")
-        for each, next_s in zip(begun, times[1:], strict=True):
-            pauses = self.pauses(each.at_s, next_s, done)
-            lines.append(f"{each.at_s:.1f} s, {each.fault.name}: {each.what}{f'; {pauses}' if pauses else ''}")
-        return "\n".join(lines)
 
     def _limits(self) -> tuple[float, float]:
         assert self.settings.up_bits_per_s is not None and self.settings.down_bits_per_s is not None

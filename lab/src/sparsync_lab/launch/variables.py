@@ -36,7 +36,9 @@ def variables(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": str(settings.elastic),  # else rank 0 is the store; torchrun's agent would be
+        "TORCHELASTIC_USE_AGENT_STORE": str(
+            bool(settings.faults)
+        ),  # else rank 0 is the store; torchrun's agent would be
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,

@@ -11,14 +11,14 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparsync_lab.netlab.delay import Delay
 from sparsync_lab.netlab.rate import CATCH_UP_S
 from sparsync_lab.netlab.rights import TIMEOUT_S, NetworkUnavailableError
-from sparsync_lab.temporary import temporary_folder
+from sparsync_lab.writable import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEVICE = Path("/dev/net/tun")
@@ -91,9 +91,8 @@ def forwarder(
     numbers = (*rates, *times, QUEUE_BYTES + 2 * under_way, received, sent, *anchors)
     # A separate session, as that of an anchor: Ctrl-C must not cut the links before the ranks could stop in order.
     pipe = subprocess.PIPE
-    with program() as path:
-        argv = [path, *map(str, numbers)]
-        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+    argv = [program(), *map(str, numbers)]
+    process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
     try:
         _line(process)
         yield Forwarder(process)
@@ -102,31 +101,16 @@ def forwarder(
         process.communicate()
 
 
-@contextmanager
-def program() -> Iterator[str]:
-    """Yield the path of the compiled program, which is kept in the user's cache folder where that can be written.
-
-    Raises NetworkUnavailableError.
-    """
+def program() -> str:
+    """Return the path of the compiled program, which is kept in the user's cache folder. Raises NetworkUnavailableError."""
     source = SOURCE.read_bytes()
     compiler = shlex.split(os.environ.get("CC") or "cc")
     digest = hashlib.sha256(source + repr((compiler, os.uname().machine)).encode()).hexdigest()[:16]
-    kept = _cache_folder()
-    with temporary_folder() if kept is None else nullcontext(kept) as folder:
-        made = folder / f"forwarder-{digest}"
-        if not os.access(made, os.X_OK):
-            _compile(compiler, made)
-        yield str(made)
-
-
-def _cache_folder() -> Path | None:
-    """Return the user's folder for what can be made again; None where it cannot be written."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsync"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or one that belongs to others
-        return None
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+    made = cache_folder() / f"forwarder-{digest}"
+    if not os.access(made, os.X_OK):
+        made.parent.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, made)
+    return str(made)
 
 
 def _compile(compiler: Sequence[str], made: Path) -> None:

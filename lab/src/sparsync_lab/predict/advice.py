@@ -14,7 +14,7 @@ from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket, Scheme
 from sparsync_lab.predict.probed import ProbedNetwork
 from sparsync_lab.predict.step_time import Ranks, StepTime, overlapped, periodic, serial
 
-WORTH = 1.1  # how many times as fast as dense bf16 something must be to be worth its trouble
+WORTH = 1.1  # how many times as fast something must be to be worth fewer bits
 _NAMES = {"dense": "dense float32", "bf16": "dense bf16"}
 BASELINES = tuple(_NAMES)
 _LOCAL = {"every": 1, "fragments": 1, "delay": 0}  # settings of LocalSteps, and what they are where they are not given
@@ -40,15 +40,6 @@ class PredictedStep:
     def bits(self, elements: int) -> float:
         """Return what a rank sends for each of `elements` parameters."""
         return 8 * self.sent_nbytes / elements
-
-
-@dataclass(frozen=True)
-class Extra:
-    """The factor of steps that a method needs to reach dense's quality: the estimate and its confidence interval."""
-
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -230,38 +221,26 @@ def _step(label: str, line: StepTime, mean: Plan, reduction: ReductionTime) -> P
     return PredictedStep(label, line.step_s, line.communication_s, line.hidden, sent, rounds, mean.state_nbytes, probed)
 
 
-def verdict(steps: Mapping[str, PredictedStep], extra: Mapping[str, Extra], worth: float = WORTH) -> Recommendation:
-    """Return the method of `steps` that reaches dense's quality first, among methods whose whole interval beats the plain all-reduce.
+def verdict(steps: Mapping[str, PredictedStep], quality: Mapping[str, str]) -> Recommendation:
+    """Return the method that sends the most bits among those whose step takes at most a tenth longer than the fastest.
 
-    Each method's step time is multiplied by the `factor` of its steps. A method counts if it is `worth` times as fast as the plain
-    all-reduce (bf16 or dense, whichever is faster) even at the upper end of its factor's interval. If none does, the answer is that
-    all-reduce, because it changes nothing but the precision of the sum. One of `steps` is "bf16".
+    As `bits="auto"` chooses while it trains. `quality`: what is known of each, for the sentence. Raises ValueError without "bf16".
     """
     if "bf16" not in steps:
         raise ValueError("a verdict compares with dense bf16; give it among the methods")
-    plain = min((label for label in BASELINES if label in steps), key=lambda label: steps[label].step_s)
-    base, name = steps[plain].step_s, _NAMES[plain]
-    others = {label: extra.get(label, Extra()) for label in steps if label not in BASELINES}
-    gain = {label: base / (steps[label].step_s * each.factor) for label, each in others.items()}
-    least = {label: base / (steps[label].step_s * each.high) for label, each in others.items()}
-    nearest = max(gain, key=lambda label: gain[label], default=plain)
-    sure = [label for label in others if least[label] >= worth]
-
-    def said(label: str) -> str:
-        return f"{gain[label]:.2f} times as fast, {least[label]:.2f} at the low end of its interval"
-
-    if not sure:
-        found = f" ({nearest} comes nearest, {said(nearest)})" if gain.get(nearest, 0.0) > 1 else ""
+    fastest = min(steps, key=lambda label: steps[label].step_s)
+    near = [label for label, each in steps.items() if each.step_s <= WORTH * steps[fastest].step_s]
+    best = max(near, key=lambda label: steps[label].sent_nbytes)
+    if best in BASELINES:
         return Recommendation(
-            plain, f"Use {name}: nothing here is known to reach dense's quality {worth:g} times as fast{found}."
+            best, f"Use {_NAMES[best]}: no method of known quality makes a step more than a tenth shorter."
         )
-    best = max(sure, key=lambda label: gain[label])
+    base = min((label for label in BASELINES if label in steps), key=lambda label: steps[label].step_s)
+    ratio = steps[base].step_s / steps[best].step_s
     why = (
-        f"Use {best}: it reaches dense's quality {gain[best]:.1f} times as fast as {name}, {least[best]:.1f} times at the low end of "
-        "its interval."
+        f"Use {best}: its step is {ratio:.1f} times as fast as that of {_NAMES[base]}, and no method of known quality with fewer "
+        f"bits makes it more than a tenth shorter. Its quality: {quality[best]}."
     )
     if not steps[best].probed:
         why += " The probe has no buckets of it, so its time may be too short: probe with it in --schemes."
-    if nearest != best:
-        why += f" {nearest} may be faster, but that is less sure: {said(nearest)}."
     return Recommendation(best, why)

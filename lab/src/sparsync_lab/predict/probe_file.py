@@ -4,16 +4,13 @@
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Len
 
-from sparsync_lab import regular_file
 from sparsync_lab.checked import Checked, checked
 from sparsync_lab.predict.exchanges import MOST_RANKS, Kind
 from sparsync_lab.toml import tomllib
@@ -145,27 +142,6 @@ class Probe(Checked):
     backward: Backward | None = None
     link: ProbedLink | None = None  # files of earlier versions have none
 
-    def __post_init__(self) -> None:
-        _check_each_once(f"{each.kind} of {each.nbytes} bytes" for each in self.operation)
-        _check_each_once(f"the kernel {each.kind}" for each in self.kernel)
-        _check_each_once(f"the scheme {each.scheme}" for each in self.scheme)
-        for each in self.operation:
-            if len(sizes(self.operation, each.kind)) == 1:
-                raise ProbeFileError(
-                    f"{each.kind} is there at one size only, {each.nbytes} bytes, from which no other can be told; give two sizes or more, "
-                    "or measure again with `sparsync probe`"
-                )
-        for each in self.scheme:
-            counts = [bucket.elements for bucket in each.bucket]
-            if counts != sorted(set(counts)):
-                raise ProbeFileError(f"the buckets of {each.scheme} must go from few elements to many, got {counts}")
-
-
-def _check_each_once(names: Iterable[str]) -> None:
-    name, count = max(Counter(names).items(), key=itemgetter(1), default=("", 0))
-    if count > 1:
-        raise ProbeFileError(f"{name} is there {count} times; leave one")
-
 
 _HEAD = """\
 # Measured by `sparsync probe`. All figures may be edited; times are in seconds.
@@ -194,7 +170,7 @@ def write(probe: Probe, path: Path) -> None:
 def read(path: Path) -> Probe:
     """Return the probe in a file. Raises ProbeFileError where it is none, with what is wrong and where."""
     try:
-        written = regular_file.content(path).decode()
+        written = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ProbeFileError(f"cannot read {path}: {error}; give a file that `sparsync probe` has written") from error
     try:

@@ -1,79 +1,51 @@
 """`sparsync probe`: the ranks are started here, each at its own link, or a launcher has started them. Rank 0 prints and writes."""
 
-from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from sparsync_lab import environment
 from sparsync_lab.labels import short_labels
-from sparsync_lab.netlab import Delay, network
 from sparsync_lab.predict import probe_file
-from sparsync_lab.probe.task import Request, probe
-from sparsync_lab.progress import Progress, progress
+from sparsync_lab.probe.task import Request
+from sparsync_lab.progress import progress
 from sparsync_lab.report.format import rate_text, significant
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
-from sparsync_lab.workers.group import worker_group
-from sparsync_lab.workers.hosts import Backend, joined
+from sparsync_lab.workers.group import Here
+from sparsync_lab.workers.hosts import Hosts
 from sparsync_lab.workers.process import Message
-from sparsync_lab.workloads.base import Workload
 from sparsync_lab.writable import check_file
 
+TASK = "sparsync_lab.probe.task:probe"
 
-def probe_here(
-    request: Request, ranks: int, speeds: tuple[float | None, float | None], delay: Delay, out: Path
-) -> None:
-    """Measure `ranks` ranks of this machine over emulated links, write the file and print its tables; `speeds`: see `netlab.rates`.
+
+def probe(request: Request, ranks: int, out: Path, where: AbstractContextManager[Here | Hosts]) -> None:
+    """Measure the ranks, write the file and print its tables. `where`: as in `compare`.
 
     Raises ValueError for what cannot be measured, RuntimeError where the file cannot be written, the network cannot be built or a rank
     fails.
     """
     request.check(ranks)
     check_file(out)
-    up, down = speeds
-    with (
-        network(ranks, up, down_bits_per_s=down, delay=delay) as links,
-        worker_group("sparsync_lab.probe.task:probe", asdict(request), links, request.timeout_s) as workers,
-        progress("probe, %", 100) as display,
-    ):
-        content = [content for message in workers.messages() if (content := _taken(message, display)) is not None]
-    _finish(content[-1], out)
-
-
-def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None:
-    """Measure the ranks that a launcher has started; each of them calls this. Raises on all where one of them fails."""
-
-    def checked() -> tuple[Workload | None, Mapping[str, str]]:
-        plain = {f"the setting {key}": repr(value) for key, value in asdict(request).items()}
-        workload = request.check(hosts.place.ranks)
-        if hosts.place.rank == 0:
-            check_file(out)
-        return workload, {
-            **plain,
-            "the code of sparsync": environment.code_digest(),
-            **environment.compiled(hosts.place.device),
-        }
-
     content: list[str] = []
-    with joined(request.timeout_s, backend) as hosts:
-        hosts.agree(checked)
-        spec = asdict(replace(request, link=hosts.network or "loopback", hosts=hosts.count))
-        if hosts.place.rank:
-            hosts.run(probe, spec, lambda message: None, lambda why: None)
+    with where as running:
+        plain = {f"the setting {key}": repr(value) for key, value in asdict(request).items()}
+        running.agree({**plain, **environment.identity(running.device)})
+        request = replace(request, link=running.network or request.link, hosts=running.count)
+        if not running.leads:
+            running.run(TASK, asdict(request), lambda message: None)
             return
         with progress("probe, %", 100) as display:
 
             def take(message: Message) -> None:
-                content.extend(each for each in [_taken(message, display)] if each is not None)
+                if message["kind"] == "progress":
+                    display.at(round(100 * message["done"]), message["text"])
+                if message["kind"] == "probe":
+                    content.append(message["content"])
 
-            hosts.run(probe, spec, take, lambda why: None)
+            running.run(TASK, asdict(request), take)
     _finish(content[-1], out)
-
-
-def _taken(message: Message, display: Progress) -> str | None:
-    if message["kind"] == "progress":
-        display.at(round(100 * message["done"]), message["text"])
-    return message["content"] if message["kind"] == "probe" else None
 
 
 def _finish(content: str, out: Path) -> None:
@@ -101,31 +73,20 @@ def _print(found: probe_file.Probe) -> None:
         )
         for each in found.operation
     )
-    latency, trip = found.latency, found.latency.slowest_round_trip_s
     figures = {
-        **_link_figures(found.link),
-        "round trip": f"{_us(latency.round_trip_s)}, of the slowest pair {_us(trip)}",
-        "one more message": _us(latency.per_message_s),
-        "messages a rank sends": f"{significant(latency.messages_per_s)} per second",
-        "announcement of a bucket": _us(latency.announce_s),
-        "memory, plain pass": f"{significant(1e-9 * found.memory.bytes_per_s)} GB/s",
-        **{
-            f"kernel {each.kind}": f"{significant(1e-6 * each.elements_per_s)} million elements/s, {_us(each.fixed_s)} a call"
-            for each in found.kernel
-        },
+        "round trip": f"{_us(found.latency.round_trip_s)}, of the slowest pair {_us(found.latency.slowest_round_trip_s)}"
     }
-    backward = found.backward
-    if backward is not None:
-        times = (backward.forward_s, backward.backward_s, backward.optimizer_s)
-        name = backward.job
-        figures[f"{name}: forward, backward, optimizer"] = (
+    if found.link is not None:
+        figures["rate of a link, payload"] = rate_text(float(significant(found.link.bits_per_s)))
+        figures["one way"] = f"{_us(found.link.one_way_s)}, of the slowest pair {_us(found.link.slowest_one_way_s)}"
+    if found.backward is not None:
+        times = (found.backward.forward_s, found.backward.backward_s, found.backward.optimizer_s)
+        figures[f"{found.backward.job}: forward, backward, optimizer"] = (
             f"{', '.join(f'{significant(1e3 * each)}' for each in times)} ms"
         )
-        ready = ", ".join(f"{significant(1e3 * each.ready_s)} ms ({each.elements})" for each in backward.bucket)
-        figures[f"{name}: buckets ready after (elements)"] = ready
     tables = [
         Table("Each rank sends", ("operation", "bytes", "ms", "p20", "p80", "MB/s"), sent, less=("p80", "p20")),
-        Table("Latency, memory and kernels", ("", "measured"), tuple(figures.items())),
+        Table("Links and job; kernels and memory are in the file", ("", "measured"), tuple(figures.items())),
     ]
     counts = sorted({bucket.elements for each in found.scheme for bucket in each.bucket})
     if counts:
@@ -137,15 +98,6 @@ def _print(found: probe_file.Probe) -> None:
         heads = ("scheme", *map(str, counts))
         tables.append(Table("Time (ms) of a bucket, by its elements", heads, tuple(rows)))
     show(tables)
-
-
-def _link_figures(link: probe_file.ProbedLink | None) -> dict[str, str]:
-    if link is None:
-        return {}
-    return {
-        "rate of a link, payload": rate_text(float(significant(link.bits_per_s))),
-        "one way": f"{_us(link.one_way_s)}, of the slowest pair {_us(link.slowest_one_way_s)}",
-    }
 
 
 def _us(seconds: float) -> str:

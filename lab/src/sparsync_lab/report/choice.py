@@ -27,22 +27,22 @@ class Choice:
     fastest: SchemeFigures | None  # of all that finished but the plain ones, whatever its quality
 
 
-def choose(summary: RunSummary, within: float = WITHIN) -> Choice:
-    """Return the choice for the run; `within`: percent behind dense's quality that count as near."""
+def choose(summary: RunSummary) -> Choice:
+    """Return the choice for the run."""
     finished = [scheme for scheme in summary.schemes if scheme.ended]
     everywhere = [scheme for scheme in finished if scheme.reached == len(scheme.seeds)]
     by_target = bool(everywhere)
-    plain = _plain(finished, by_target, within)
+    plain = _plain(finished, by_target)
     counting = [scheme for scheme in (everywhere if by_target else finished) if scheme.label not in BASELINES]
-    near = [scheme for scheme in counting if is_near(scheme, within)]
+    near = [scheme for scheme in counting if is_near(scheme)]
     faster = [scheme for scheme in near if plain and _beats(summary, scheme, plain, by_target)]
     return Choice(by_target, plain, _soonest(faster, by_target), _soonest(counting, by_target))
 
 
-def is_near(scheme: SchemeFigures, within: float) -> bool:
-    """Return whether its quality is at most `within` percent behind dense's; False where that is unknown."""
+def is_near(scheme: SchemeFigures) -> bool:
+    """Return whether its quality is at most WITHIN percent behind dense's; False where that is unknown."""
     gap = scheme.behind_dense
-    return scheme.label == "dense" or (gap is not None and gap.median <= within)
+    return scheme.label == "dense" or (gap is not None and gap.median <= WITHIN)
 
 
 def speed_baseline(summary: RunSummary) -> str:
@@ -51,9 +51,9 @@ def speed_baseline(summary: RunSummary) -> str:
     return plain.label if plain else "bf16" if summary.scheme("bf16") else "dense"
 
 
-def sentences(summary: RunSummary, within: float = WITHIN) -> tuple[str, ...]:
+def sentences(summary: RunSummary) -> tuple[str, ...]:
     """Return what to use in one sentence, with its speed and its quality, and what qualifies that in at most four more."""
-    found = choose(summary, within)
+    found = choose(summary)
     chosen, plain, fastest = found.chosen, found.plain, found.fastest
     if why := _no_choice(summary, found):
         return (f"No choice: {why}",)
@@ -61,7 +61,7 @@ def sentences(summary: RunSummary, within: float = WITHIN) -> tuple[str, ...]:
     said = [
         f"Use {chosen.name}: {_told(summary, found, chosen)}."
         if chosen
-        else f"Use {'dense bf16' if plain.label == 'bf16' else 'dense'}: nothing faster was found that ends within {within:g} % of dense."
+        else f"Use {'dense bf16' if plain.label == 'bf16' else 'dense'}: nothing faster was found that ends within {WITHIN:g} % of dense."
     ]
     if fastest and fastest is not chosen:
         said.append(f"The fastest scheme is {fastest.name}: {_told(summary, found, fastest)}.")
@@ -153,11 +153,11 @@ def _ratio(scheme: SchemeFigures, plain: SchemeFigures, by_target: bool) -> Rati
     return None if found is None else Ratio(found)
 
 
-def _plain(finished: Sequence[SchemeFigures], by_target: bool, within: float) -> SchemeFigures | None:
+def _plain(finished: Sequence[SchemeFigures], by_target: bool) -> SchemeFigures | None:
     """Return the sooner of bf16 and dense, of those that are there."""
     known = {scheme.label: scheme for scheme in finished}
     dense, bf16 = known.get("dense"), known.get("bf16")
-    if bf16 is not None and dense is not None and not is_near(bf16, within):
+    if bf16 is not None and dense is not None and not is_near(bf16):
         return dense
     return _soonest([each for each in (bf16, dense) if each is not None], by_target) or bf16 or dense
 

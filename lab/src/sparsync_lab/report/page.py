@@ -21,7 +21,7 @@ _ALT = {
     "quality_over_steps": "Quality over training steps, a curve for each scheme",
 }
 _METHOD = (
-    "The choice is the fastest of the schemes at most {within:g} % behind dense's quality: by the time to the target where any scheme "
+    f"The choice is the fastest of the schemes at most {WITHIN:g} % behind dense's quality: by the time to the target where any scheme "
     "reached it with every seed, else by the time of a step. It must be faster than the plain all-reduce (the faster of bf16 and dense) "
     "with every seed, and by more than the noise: the difference between computing steps of the run, and at least 3 %. Schemes that "
     "did not finish do not count.",
@@ -40,26 +40,25 @@ _METHOD = (
 )
 
 
-def report(folder: Path, within: float = WITHIN, csv: Path | None = None) -> tuple[Path, ...]:
+def report(folder: Path, csv: Path | None = None) -> tuple[Path, ...]:
     """Write two PNG images and report.html into `folder`, then print the tables, and return the paths.
 
-    Where the files cannot be made, the tables are printed all the same.
-    Shows the newest run that trained anything; runs are not mixed. `within`: how many percent behind
-    dense's quality its choice may be. `csv`: a file for the numbers of each training. Raises ValueError when the folder holds no such
-    results, RuntimeError when it cannot be written.
+    Where the files cannot be made, the tables are printed all the same. Shows the newest run that trained anything; runs are not mixed.
+    `csv`: a file for the numbers of each training. Raises ValueError when the folder holds no such results, RuntimeError when it cannot be
+    written.
     """
     summary = _newest(read(folder))
     from sparsync_lab.report.plots import pictures  # loads matplotlib
 
     try:
-        drawn = pictures(summary, within)
-        page = render(summary, drawn, within)
+        drawn = pictures(summary)
+        page = render(summary, drawn)
         images = {f"{name}.png": picture for name, picture in drawn.items()}
         written = _write(Path(folder), {**images, PAGE: page.encode()})
         if csv is not None:
             write_csv(csv, compared(summary))
     finally:
-        print(as_text(summary, *manner(), within))
+        print(as_text(summary, *manner()))
     print(f"Report: {Path(folder) / PAGE}, with {len(images)} pictures (.png) beside it")
     if csv is not None:
         print(f"Numbers: {csv}")
@@ -81,7 +80,6 @@ def check(folder: Path) -> None:
 def render(
     summary: RunSummary,
     pictures: Mapping[str, bytes],
-    within: float = WITHIN,
 ) -> str:
     """Return the page as HTML that needs no other file: images inside, no script, nothing loaded from anywhere."""
     from jinja2 import Environment, StrictUndefined
@@ -97,27 +95,27 @@ def render(
         time=run.time,
         run=run.run,
         banners=summary.banners,
-        sentences=sentences(summary, within),
+        sentences=sentences(summary),
         pictures=[(_ALT[name], b64encode(png).decode()) for name, png in pictures.items()],
         tables=tables(summary),
         labels={scheme.name: scheme.label for scheme in summary.schemes},
         lines=lambda text: Markup("<br>").join(escape(line) for line in text.split("\n")),
         remarks=remarks(summary),
         notes=summary.notes,
-        method=[text.format(within=within) for text in _METHOD],
+        method=_METHOD,
         command=shlex.join(["sparsync", *run.command[1:]]),
         settings=_settings(summary),
     )
 
 
 def _newest(results: Results) -> RunSummary:
-    """Return the run to show, with the notes of the file, and a note when the newest run recorded no training."""
+    """Return the run to show, with a note when the newest run recorded no training."""
     trained = [records for records in results.runs if any(trace.steps for trace in records.traces.values())]
     newest = results.runs[-1]
     if not trained or trained[-1] is newest:
-        return summarise(newest, results.notes)
+        return summarise(newest)
     note = f"The newest run, {newest.run.run}, recorded no training; this is the one before it that did."
-    return summarise(trained[-1], (*results.notes, note))
+    return summarise(trained[-1], [note])
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:

@@ -7,7 +7,6 @@ import io
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from matplotlib import rc_context
@@ -18,7 +17,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from sparsync_lab.report import curves
-from sparsync_lab.report.choice import WITHIN, sentences, speed_baseline
+from sparsync_lab.report.choice import sentences, speed_baseline
 from sparsync_lab.report.curves import FAINT, INK
 from sparsync_lab.report.format import (
     behind_text,
@@ -60,10 +59,10 @@ _WIDEST = 0.94  # of the width of a picture: as wide as a line of text may be
 _RIGHT = 0.975  # of the width of a picture: where all axes end
 
 
-def pictures(summary: RunSummary, within: float = WITHIN) -> dict[str, bytes]:
-    """Return the pictures by name, as PNG; each shows the banners of the run. `within`: as in `choose`."""
+def pictures(summary: RunSummary) -> dict[str, bytes]:
+    """Return the pictures by name, as PNG; each shows the banners of the run."""
     draws = {
-        "quality_over_time": partial(quality_over_time, within=within),
+        "quality_over_time": quality_over_time,
         "quality_over_steps": quality_over_steps,
     }
     return {name: _picture(summary, draw) for name, draw in draws.items()}
@@ -80,10 +79,10 @@ def hues_of(labels: Sequence[str]) -> dict[str, str]:
     return _BASELINE_HUES | {label: _HUES[number % len(_HUES)] for number, label in enumerate(others)}
 
 
-def quality_over_time(summary: RunSummary, figure: Figure, within: float = WITHIN) -> None:
+def quality_over_time(summary: RunSummary, figure: Figure) -> None:
     """Draw quality over training time, with the target and when each scheme reached it; the title is the choice of the run."""
     run, hue = summary.run, hues(summary)
-    said = sentences(summary, within)[0]
+    said = sentences(summary)[0]
     title = said.rstrip(".") if said.startswith("Use") else f"{quality_axis(run)} over training time"
     beside = (
         "without evaluations; beside a name: "

@@ -1,7 +1,7 @@
 """The numbers of a report, made from the records of one run and nothing else.
 
-Quality counts as reached at the first evaluation at or beyond the target; time and bytes are interpolated linearly
-between that evaluation and the one before it. A scheme that did not reach the target bounds a speed-up from one side:
+Quality counts as reached at the first evaluation at or beyond the target; the time is interpolated linearly between that evaluation
+and the one before it. A scheme that did not reach the target bounds a speed-up from one side:
 it would have needed longer than it ran. Seconds are medians over a seed's steps, bytes are means (so that steps times
 bytes is the total); seconds of local steps are means over a round, from exchange to exchange, and medians over the rounds.
 Several seeds give the median and the range. Schemes are compared within one run and seed only.
@@ -10,11 +10,11 @@ Several seeds give the median and the range. Schemes are compared within one run
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from sparsync_lab.labels import PHASES, short_labels
+from sparsync_lab.labels import short_labels
 from sparsync_lab.netlab.delay import Delay
 from sparsync_lab.report.format import bytes_text, delay_text, significant
 from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
@@ -62,7 +62,6 @@ class SeedFigures:
     )  # percent, see `behind`, at the last step at which both were evaluated; None without dense
     evaluated_s: float  # training time up to that evaluation
     target_s: float | None  # None: not reached
-    target_bytes: float | None
     sent_bytes: float | None  # payload, a step
     bits: float | None  # payload, per parameter per step
     interface_bytes: float | None  # all that left the interface, a step
@@ -74,11 +73,6 @@ class SeedFigures:
     wait_s: float | None  # in the communicator
     messages: float | None  # a step
     union_density: float | None
-    accumulate_s: float | None  # this and the next four: of scheme_s, the time of each phase
-    select_s: float | None
-    encode_s: float | None
-    decode_s: float | None
-    apply_s: float | None
 
     @property
     def finished(self) -> bool:
@@ -133,7 +127,7 @@ class SchemeFigures:
     name: str  # the label in short, for tables and pictures
     config: Mapping[str, Any]  # Any: shown unchanged
     seeds: tuple[SeedFigures, ...]
-    curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed; bytes are there, see RunSummary
+    curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed
     speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or there is no such baseline
     link_s: float | None  # the least time the link needs for the payload of a step; None over links without limit
 
@@ -211,12 +205,11 @@ class RunSummary:
 
 
 def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
-    """Return the numbers of one run; `notes` of the file come first, those that follow from the records after them."""
+    """Return the numbers of one run; `notes` come first, those that follow from the records after them."""
     run = records.run
-    counted = all(point.bytes is not None for trace in records.traces.values() for point in trace.quality)
     by_label: dict[str, list[Trace]] = {}
     for (label, _), trace in records.traces.items():
-        by_label.setdefault(label, []).append(trace if counted else _by_payload(trace))
+        by_label.setdefault(label, []).append(trace)
     names = short_labels(list(by_label))
     dense = {trace.start.seed: trace.quality for trace in by_label.get("dense", ())}
     seeds = {label: tuple(_seed_figures(run, trace, dense) for trace in traces) for label, traces in by_label.items()}
@@ -258,10 +251,8 @@ def behind(value: float, dense: float, lower_is_better: bool) -> float:
     return 100 * (value - dense if lower_is_better else dense - value) / abs(dense)
 
 
-def reaching(
-    quality: Sequence[Quality], target: float | None, lower_is_better: bool
-) -> tuple[float, float | None] | None:
-    """Return seconds and bytes at which the target is first reached, interpolated between two evaluations; None if never.
+def reaching(quality: Sequence[Quality], target: float | None, lower_is_better: bool) -> float | None:
+    """Return the seconds at which the target is first reached, interpolated between two evaluations; None if never.
 
     Where the evaluation before is not finite there is nothing to interpolate from: the time is that of the evaluation.
     """
@@ -271,29 +262,15 @@ def reaching(
     for now in quality:
         if now.value <= target if lower_is_better else now.value >= target:
             if before is None or not math.isfinite(before.value) or not math.isfinite(now.value):
-                return now.seconds, now.bytes
+                return now.seconds
             share = (before.value - target) / (before.value - now.value)
-            seconds = before.seconds + share * (now.seconds - before.seconds)
-            if before.bytes is None or now.bytes is None:
-                return seconds, None
-            return seconds, before.bytes + share * (now.bytes - before.bytes)
+            return before.seconds + share * (now.seconds - before.seconds)
         before = now
     return None
 
 
-def _by_payload(trace: Trace) -> Trace:
-    """Return the trace with each evaluation's bytes replaced by the payload of the steps before it."""
-    sent = {step.step: step.sent_bytes for step in trace.steps}
-    quality = [
-        replace(point, bytes=math.fsum(nbytes for step, nbytes in sent.items() if step <= point.step))
-        for point in trace.quality
-    ]
-    return replace(trace, quality=quality)
-
-
 def _seed_figures(run: Run, trace: Trace, dense: Mapping[int, Sequence[Quality]]) -> SeedFigures:
     steps, quality, end = trace.steps, trace.quality, trace.end
-    arrival = reaching(quality, run.target, run.lower_is_better)
     interface = [step.interface_bytes for step in steps if step.interface_bytes is not None]
     sent = fmean(step.sent_bytes for step in steps) if steps else None
     carried = fmean(interface) if steps and len(interface) == len(steps) else None
@@ -315,8 +292,7 @@ def _seed_figures(run: Run, trace: Trace, dense: Mapping[int, Sequence[Quality]]
         quality=quality[-1].value if quality else None,
         behind_dense=_behind_dense(quality, dense.get(trace.start.seed, ()), run.lower_is_better),
         evaluated_s=quality[-1].seconds if quality else 0.0,
-        target_s=None if arrival is None else arrival[0],
-        target_bytes=None if arrival is None else arrival[1],
+        target_s=reaching(quality, run.target, run.lower_is_better),
         sent_bytes=sent,
         bits=None if sent is None else 8 * sent / parameters,
         interface_bytes=carried,
@@ -328,7 +304,6 @@ def _seed_figures(run: Run, trace: Trace, dense: Mapping[int, Sequence[Quality]]
         wait_s=_middle([step.wait_s for step in steps], every),
         messages=fmean(step.messages for step in steps) if steps else None,
         union_density=fmean(step.union_density for step in steps) if steps else None,
-        **{f"{name}_s": _middle([getattr(step, f"{name}_s") for step in steps], every) for name in PHASES},
     )
 
 

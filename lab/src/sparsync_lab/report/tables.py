@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from sparsync_lab.report.choice import WITHIN, sentences, speed_baseline
+from sparsync_lab.report.choice import sentences, speed_baseline
 from sparsync_lab.report.format import (
     behind_text,
     bytes_text,
@@ -74,16 +74,14 @@ def remarks(summary: RunSummary) -> tuple[str, ...]:
     return (*lines, *summary.notes)
 
 
-def as_text(
-    summary: RunSummary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False, within: float = WITHIN
-) -> str:
+def as_text(summary: RunSummary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
     """Return the warnings, the choice, tables and remarks in lines of at most `width` columns.
 
-    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters. `within`: as in `choose`.
+    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
     """
     above = warnings(summary)
     below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
-    first, *others = sentences(summary, within)
+    first, *others = sentences(summary)
     said = [(first, "bold"), *([(" ".join(others), "")] if others else []), ("\n", "")]
     return lines_of(tables(summary), [*above, *said], [*below, *above], width, colour, ascii_only)
 

@@ -1,6 +1,5 @@
 """`sparsync simulate`: what a set-up would do, as a table and JSON; the list of set-ups."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,22 +17,6 @@ TIME_ONLY = (
     "This is the time of a step, and no more: what a scheme does to quality is not in it, nor the steps that it may need "
     "beyond those of the first. `sparsync frontier` and `sparsync compare` measure that."
 )
-
-
-def run(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Run `sparsync simulate`."""
-    from sparsync_lab.checked import checked
-    from sparsync_lab.simulate import setup as setups
-
-    for name, kind, value in (("--ranks", setups.Ranks, options.ranks), ("--gbit", setups.Positive, options.gbit)):
-        if value is not None:
-            checked(kind, value, name)
-    if options.list:
-        list_presets()
-    elif options.preset is None:
-        raise ValueError("name a set-up with --preset; --list shows those that there are")
-    else:
-        simulate(options.preset, options.ranks, options.gbit, options.json)
 
 
 def list_presets() -> None:

@@ -45,7 +45,6 @@ from annotated_types import Ge, Gt, Le, Len
 
 from sparsync.base import registry
 from sparsync.base.registry import nearest
-from sparsync_lab import regular_file
 from sparsync_lab.checked import Checked, checked
 from sparsync_lab.toml import tomllib
 
@@ -148,7 +147,7 @@ def read(name: str) -> SetUp:
     if name.endswith(".toml"):
         path = Path(name)
         try:
-            return parse(regular_file.content(path).decode(), path.stem)
+            return parse(path.read_text("utf-8"), path.stem)
         except FileNotFoundError:
             raise ValueError(
                 f"there is no file {name}; give a name of `sparsync simulate --list`, or write the file"

@@ -1,18 +1,22 @@
-"""The commands `sparsync traffic` and `sparsync gradients`: their output, its destination, and the progress bar."""
+"""The command `sparsync traffic`: several schemes side by side on one stream of gradients, a line for each step, and a table."""
 
 import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from sparsync_lab.labels import short_labels
 from sparsync_lab.progress import progress
 from sparsync_lab.report.format import significant
+from sparsync_lab.scheme_choice import SchemeChoice, check_labels, try_out
 from sparsync_lab.terminal import NOTHING, Table, show
-from sparsync_lab.traffic.observe import Record
-from sparsync_lab.traffic.study import Study
+from sparsync_lab.traffic.observe import Observed, Record
+from sparsync_lab.traffic.stream import Stream
 
 STANDARD_OUTPUT = "-"
+WINDOWS = {"after_1": 1, "after_50": 50}  # the steps a summary leaves out at the start
 
 _COLUMNS = (  # heading, name of the value in a window, and its unit
     ("density\nerror, %", "density_error_mean", 0.01),
@@ -26,26 +30,54 @@ _COLUMNS = (  # heading, name of the value in a window, and its unit
 )
 
 
-def traffic(study: Study, title: str, out: str | None, plot: Path | None, every: int) -> None:
-    """Run the study: JSON lines go to `out`, "-" for standard output, the picture to `plot`, and a table to the terminal."""
-    if every < 1:
-        raise ValueError(f"--every must be at least 1, got {every}")
-    if plot is not None and plot.suffix != ".png":
-        raise ValueError(f"--plot takes the name of a .png file, got {plot}")
+@dataclass(frozen=True)
+class Study:
+    """Schemes, a stream of gradients, and the number of steps. Raises ValueError where they do not fit together."""
+
+    schemes: tuple[SchemeChoice, ...]
+    stream: Stream
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_labels(self.schemes)
+        for choice in self.schemes:
+            if choice.local is not None:
+                raise ValueError(f"schemes reduce gradients here, got {choice.label!r}; leave out local_steps(...)/")
+            try_out(choice, self.stream.ranks)
+
+    @property
+    def elements(self) -> int:
+        return self.stream.layout[-1].span.stop
+
+    def records(self) -> Iterator[Record]:
+        """Yield a record for each step and scheme, step by step."""
+        observed = [Observed(choice, self.stream.ranks, self.stream.layout) for choice in self.schemes]
+        for step in range(self.steps):
+            gradients = self.stream.gradients(step)
+            for each in observed:
+                yield each.reduce(step, gradients)
+
+    def summary(self, label: str, records: Sequence[Record]) -> Record:
+        """Return the summary of one scheme: over all steps but the first, and but the first 50."""
+        mine = [record for record in records if record["scheme"] == label]
+        about = {"ranks": self.stream.ranks, "elements": self.elements, "asked": mine[0]["asked"], "steps": len(mine)}
+        windows = {name: _window(mine[start:]) for name, start in WINDOWS.items()}
+        return {"kind": "summary", "scheme": label, **about, **windows}
+
+
+def traffic(study: Study, title: str, out: str | None) -> None:
+    """Run the study: JSON lines go to `out`, "-" for standard output, and a table to the terminal."""
     records: list[Record] = []
     with ExitStack() as stack:
         write = _writer(out, stack)
-        for record in _with_progress(study):
-            records.append(record)
-            if record["step"] % every == 0:
+        with progress("steps of all schemes", study.steps * len(study.schemes)) as shown:
+            for record in study.records():
+                records.append(record)
                 write(record)
+                shown.advance()
         summaries = [study.summary(choice.label, records) for choice in study.schemes]
         for summary in summaries:
             write(summary)
-    if plot is not None:
-        from sparsync_lab.traffic.plot import picture
-
-        _write_bytes(plot, picture(records, "What the schemes send, write and leave in the residual", title))
     if out != STANDARD_OUTPUT:
         show([table(summaries, title)])
 
@@ -70,6 +102,36 @@ def table(summaries: Sequence[Record], title: str) -> Table:
     )
 
 
+def _window(records: Sequence[Record]) -> Record | None:
+    """Return means and extremes over some steps; None over none."""
+    if not records:
+        return None
+    off = [abs(record["union"] / record["asked"] - 1) for record in records if record["asked"]]
+    nbytes = [each for record in records for each in record["bytes"]]
+    return {
+        "density_mean": statistics.fmean(record["density"] for record in records),
+        "density_error_mean": statistics.fmean(off) if off else None,
+        "density_error_worst": max(off, default=None),
+        "bytes_mean": statistics.fmean(nbytes),
+        "bytes_max": max(nbytes),
+        "bits_mean": statistics.fmean(nbytes) * 8 / records[0]["elements"],
+        "messages_max": max(each for record in records for each in record["messages"]),
+        "padding_mean": _mean(records, "padding"),
+        "imbalance_mean": _mean(records, "imbalance"),
+        "error_mean": _mean(records, "error"),
+        "captured_mean": _mean(records, "captured"),
+        "best_mean": _mean(records, "best"),
+        "residual_norm_last": records[-1]["residual_norm"],
+        "staleness_max": max(record["staleness_max"] for record in records),
+    }
+
+
+def _mean(records: Sequence[Record], name: str) -> float | None:
+    """Return the mean over the steps that have a value; None where none has."""
+    found = [record[name] for record in records if record[name] is not None]
+    return statistics.fmean(found) if found else None
+
+
 def _writer(out: str | None, stack: ExitStack) -> Callable[[Record], None]:
     """Return the function that writes a record to its destination."""
     if out is None:
@@ -81,21 +143,6 @@ def _writer(out: str | None, stack: ExitStack) -> Callable[[Record], None]:
     except OSError as error:
         raise ValueError(f"--json: cannot write {out}: {error}; choose a folder that exists") from error
     return lambda record: print(json.dumps(record), file=file)
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error}; choose a folder that exists") from error
-
-
-def _with_progress(study: Study) -> Iterator[Record]:
-    """Yield the records, and show how many there are."""
-    with progress("steps of all schemes", study.steps * len(study.schemes)) as shown:
-        for record in study.records():
-            yield record
-            shown.advance()
 
 
 def _cell(value: int | float | None, unit: int | float) -> str:

@@ -1,21 +1,17 @@
-"""Gradients to try schemes on, step by step and rank by rank: drawn from a seed, or recorded from a training."""
+"""Gradients to try schemes on, step by step and rank by rank: drawn from a seed, or those of a job as it trains with the dense mean."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sparsync import Span
 from sparsync.core import ParameterSpan, generator
-
-JUMP = 10.0  # how many times as large gradients become at the jump
-FORMAT = "sparsync gradients 1"
-MOST_NUMBERS = 2**32  # of all ranks' gradients in a step
+from sparsync_lab.workloads import one_process
+from sparsync_lab.workloads.base import Workload, share
 
 _LAYERS = 12  # at most; fewer where the smallest would have under _SMALLEST elements
 _SMALLEST = 16
@@ -52,23 +48,8 @@ class Synthetic:
     ranks: int
     elements: int
     seed: int = 0
-    jump: int | None = None  # the step from which on everything is 10 times as large
     signal: float = 0.2  # share of a rank's energy that all ranks have in common
     _drawn: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for name, value in (("ranks", self.ranks), ("elements", self.elements)):
-            if value < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}")
-        if self.ranks * self.elements > MOST_NUMBERS:
-            raise ValueError(
-                f"--ranks times --elements must be at most {MOST_NUMBERS:,}, as all gradients of a step are held in memory, "
-                f"got {self.ranks} x {self.elements}"
-            )
-        if self.jump is not None and self.jump < 1:
-            raise ValueError(f"--jump must be a step from 1 on, got {self.jump}")
-        if not 0 <= self.signal <= 1:
-            raise ValueError(f"signal must be in [0, 1], the share all ranks have in common, got {self.signal}")
 
     @property
     def layout(self) -> tuple[ParameterSpan, ...]:
@@ -100,60 +81,28 @@ class Synthetic:
         start = (first + _DRIFT * drift(0)).exp()
         now = (first + _DRIFT * _between(drift, step, _SCALE_STEPS)).exp()
         now = now / (lengths * start.square()).sum().sqrt()
-        return (now * (JUMP if self.jump is not None and step >= self.jump else 1.0)).repeat_interleave(lengths)
+        return now.repeat_interleave(lengths)
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """Gradients of a training, as `record` wrote them."""
+class OfJob:
+    """Gradients of a job as it trains with the dense mean of all ranks; each rank computes its share of the batch on the same weights."""
 
-    values: Float[Tensor, "T P n"]
-    layout: tuple[ParameterSpan, ...]
-    job: str
-    seed: int
-    every: int  # training steps from one recorded step to the next
-
-    @property
-    def ranks(self) -> int:
-        return self.values.shape[1]
-
-    @property
-    def steps(self) -> int:
-        return self.values.shape[0]
+    def __init__(self, workload: Workload, ranks: int, seed: int, steps: int) -> None:
+        share(getattr(workload, "batch_size", ranks), 0, ranks)
+        workload.prepare()
+        self.workload, self.ranks, self.seed = workload, ranks, seed
+        self.model = workload.model(seed)
+        self.layout = one_process.layout(self.model)
+        self._optimizer, self._schedule = workload.optimizer(self.model, steps)
 
     def gradients(self, step: int) -> list[Tensor]:
-        return list(self.values[step].float())
-
-
-def recorded(path: Path) -> Recorded:
-    """Return the gradients in `path`, mapped into memory. Raises ValueError where it is not a file of `sparsync gradients`."""
-    if not path.is_file():
-        raise ValueError(f"--gradients: there is no file {path}; `sparsync gradients --out {path}` makes one")
-    try:
-        found: Any = torch.load(path, weights_only=True, mmap=True)  # Any: any object in a file
-    except Exception as error:  # torch raises many kinds for a file that it did not write
-        raise ValueError(f"--gradients: {path} cannot be read ({error}); make it by `sparsync gradients`") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"--gradients: {path} is not a file of `sparsync gradients`, which have the format {FORMAT!r}")
-    try:
-        return from_record(found)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"--gradients: {path} is damaged ({error!r}); make it again by `sparsync gradients`"
-        ) from error
-
-
-def from_record(found: Mapping[str, Any]) -> Recorded:  # Any: as `record` returns
-    """Return the gradients that `record` has recorded. Raises ValueError, LookupError and the like for anything else."""
-    layout = tuple(ParameterSpan(name, Span(start, stop)) for name, start, stop in found["layout"])
-    values, about = found["gradients"], found["about"]
-    T, P, n = values.shape
-    stops = [0, *(each.span.stop for each in layout)]
-    covered = [each.span.start for each in layout] == stops[:-1] and stops == sorted(stops) and stops[-1] == n
-    # One that is not contiguous may be far larger than its file.
-    if not (T and P and n and covered and values.is_floating_point() and values.is_contiguous()):
-        raise ValueError(f"{T} steps of {P} ranks with {n} elements, of parameters that end at {stops[-1]}")
-    return Recorded(values, layout, about["workload"], about["seed"], about["every"])
+        """Return the gradients of the next step, and train on their mean. Steps must be asked for in order."""
+        found = one_process.gradients(self.workload, self.model, self.seed, step, self.ranks)
+        one_process.set_gradient(self.model, self.layout, torch.stack(found).mean(0))
+        self.workload.clip(self.model)
+        self._optimizer.step()
+        self._schedule.step()
+        return found
 
 
 def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:

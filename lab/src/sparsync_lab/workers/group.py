@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
-from sparsync_lab.netlab import RunNetwork
-from sparsync_lab.temporary import temporary_folder
-from sparsync_lab.workers.process import Message, Order
+from sparsync_lab.netlab import Delay, Forwarded, RunNetwork, network
+from sparsync_lab.workers.process import PREFIX, Emit, Message, Order
 from sparsync_lab.workers.ranks import Rank, Ranks
 
 GRACE_S = 3.0  # after one rank has failed: how long the others may take to report their errors, and to end
@@ -96,29 +96,64 @@ class WorkerGroup:
 def worker_group(
     task: str,
     spec: Mapping[str, Any],  # Any: JSON
-    network: RunNetwork,
+    links: RunNetwork,
     timeout_s: float,
 ) -> Iterator[WorkerGroup]:
-    """Start one worker process for each rank of `network`, each at its own link; none is left when the block ends.
+    """Start one worker process for each rank of `links`, each at its own link; none is left when the block ends.
 
     Every worker calls `task`, "package.module:function", with `spec`, its Place and a function that sends messages.
     `timeout_s` is for one operation of a rank; a group that sends no message for twice as long counts as hung.
     """
-    with temporary_folder() as folder, Ranks(GRACE_S) as ranks:
+    with TemporaryDirectory(prefix=PREFIX) as made, Ranks(GRACE_S) as ranks:
+        folder = Path(made)
         rendezvous = str(folder / "rendezvous")
-        order = Order(task, dict(spec), network.interface, network.limited, rendezvous, timeout_s).encoded()
-        count = len(network.addresses)
-        workers = [_start(ranks, order, network, folder, place) for place in range(count)]
+        order = Order(task, dict(spec), links.interface, links.limited, rendezvous, timeout_s).encoded()
+        count = len(links.addresses)
+        workers = [_start(ranks, order, links, folder, place) for place in range(count)]
         yield WorkerGroup(ranks, workers, silence_s=2 * timeout_s)
 
 
-def _start(ranks: Ranks, order: str, network: RunNetwork, folder: Path, number: int) -> Worker:
+@dataclass(frozen=True)
+class Here:
+    """Ranks that this program starts on this machine, behind the same calls as `hosts.Hosts`."""
+
+    links: RunNetwork
+    timeout_s: float
+    leads: ClassVar[bool] = True
+    network: ClassVar[str] = ""
+    count: ClassVar[int] = 1
+    device: ClassVar[str] = "cpu"
+
+    def agree(self, texts: Mapping[str, str]) -> None:
+        """Do nothing: all ranks come from this program."""
+
+    def run(self, task: str, spec: Mapping[str, Any], take: Emit) -> None:  # Any: JSON
+        """Run `task` on all ranks, and give each message of rank 0 to `take`. Raises RankFailedError."""
+        with worker_group(task, spec, self.links, self.timeout_s) as workers:
+            for message in workers.messages():
+                take(message)
+
+    def forwarded(self) -> Forwarded | None:
+        """Return what the program that delays packets has carried and cost."""
+        return self.links.forwarded()
+
+
+@contextmanager
+def here(
+    ranks: int, up_bits_per_s: float | None, down_bits_per_s: float | None, delay: Delay, timeout_s: float
+) -> Iterator[Here]:
+    """Yield ranks of this machine, each at its own link; rates and delay as in `netlab.network`."""
+    with network(ranks, up_bits_per_s, down_bits_per_s=down_bits_per_s, delay=delay) as links:
+        yield Here(links, timeout_s)
+
+
+def _start(ranks: Ranks, order: str, links: RunNetwork, folder: Path, number: int) -> Worker:
     """Start the next rank, at its place of the network."""
     worker = Worker(folder / f"rank{number}.err")
-    environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(len(network.addresses)), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(len(links.addresses)), "OMP_NUM_THREADS": "1"}
     with worker.stderr.open("w") as file:
         process = ranks.start(
-            network.command(number, [sys.executable, "-m", PROCESS]),
+            links.command(number, [sys.executable, "-m", PROCESS]),
             {"stdout": worker.take},
             stdin=subprocess.PIPE,
             stderr=file,

@@ -6,6 +6,7 @@ started it. The rank comes from the variables torchrun would set (RANK, WORLD_SI
 
 import json
 import os
+import shutil
 import sys
 import threading
 import traceback
@@ -19,8 +20,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from sparsync_lab.temporary import remove
-
+PREFIX = "sparsync-lab-"  # of the name of a folder that the program makes for its ranks
 Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" and "done" are taken
 Emit = Callable[[Message], None]
 """Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done."""
@@ -55,6 +55,12 @@ class Place:
 
 
 Task = Callable[[Mapping[str, Any], Place, Emit], None]
+
+
+def task_named(name: str) -> Task:
+    """Return the function "package.module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
 
 
 def main() -> None:
@@ -93,8 +99,7 @@ def main() -> None:
 
 
 def _run(order: Order, place: Place, emit: Emit) -> None:
-    module, _, function = order.task.partition(":")
-    task: Task = getattr(import_module(module), function)
+    task = task_named(order.task)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = order.interface
     dist.init_process_group(
@@ -118,7 +123,8 @@ def _claim_output() -> TextIO:
 def _exit_at_end_of_input(folder: Path) -> None:
     """End this process, and remove the folder of the program that started it, when that program has ended without doing so."""
     sys.stdin.read()
-    remove(folder)
+    if folder.name.startswith(PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

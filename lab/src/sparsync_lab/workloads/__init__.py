@@ -57,41 +57,18 @@ WORKLOADS: dict[str, WorkloadEntry] = {
         "gpt-tiny with Muon for the matrices of its blocks and AdamW for the rest: a minute",
         {"optimizer_name": "muon", "width": 64, "layers": 2, "context": 32},
     ),
-    "gpt-10m": WorkloadEntry(
-        "sparsync_lab.workloads.gpt:Gpt",
-        "the same with width 384, 6 layers and context 256, 10.8 M parameters, 16,384 characters a step: for a GPU",
-        {"width": 384, "layers": 6, "heads": 6, "context": 256, "batch_size": 64, "windows": 64, "learning_rate": 1e-3},
-    ),
     "code": WorkloadEntry(
         "sparsync_lab.workloads.byte_level:Code",
         "byte-level transformer on the C source of Linux, 1.03 M parameters, AdamW, bits per byte",
     ),
-    "code-muon": WorkloadEntry(
-        "sparsync_lab.workloads.byte_level:Code",
-        "code with Muon for the matrices of its blocks and AdamW for the rest",
-        {"optimizer_name": "muon"},
-    ),
     "code-10m": WorkloadEntry(
         "sparsync_lab.workloads.byte_level:Code",
-        "the same with width 384, 6 layers and context 128, 10.8 M parameters: a second a step on one core",
+        "code with width 384, 6 layers and context 128, 10.8 M parameters: a second a step on one core",
         {"width": 384, "layers": 6, "heads": 6, "context": 128, "batch_size": 8, "windows": 256, "learning_rate": 7e-4},
-    ),
-    "code-30m": WorkloadEntry(
-        "sparsync_lab.workloads.byte_level:Code",
-        "the same with width 512, 10 layers and context 256, 31.8 M parameters: for a GPU",
-        {
-            "width": 512,
-            "layers": 10,
-            "heads": 8,
-            "context": 256,
-            "batch_size": 32,
-            "windows": 128,
-            "learning_rate": 5e-4,
-        },
     ),
     "code-86m": WorkloadEntry(
         "sparsync_lab.workloads.byte_level:Code",
-        "the same in the shape of GPT-2 small, width 768, 12 layers and context 1024, 86.0 M parameters: for a GPU",
+        "code in the shape of GPT-2 small, width 768, 12 layers and context 1024, 86.0 M parameters: for a GPU",
         {
             "width": 768,
             "layers": 12,
@@ -134,7 +111,8 @@ def get(name: str, **options: Option) -> "Workload":
     plain = import_module("sparsync_lab.workloads.plain")
     base = import_module("sparsync_lab.workloads.base")
     is_workload = inspect.isclass(kind) and issubclass(kind, base.Workload)
-    (base if is_workload else plain).check_class(kind, name)
+    if not is_workload:
+        plain.check_class(kind, name)
     defaults = _defaults(kind)
     for option in options:
         if option not in defaults:

@@ -3,7 +3,6 @@
 The training loop uses a job only through `Workload`; data, models and hyperparameters live in the other files here.
 """
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -132,38 +131,6 @@ class Workload(ABC):
             "options": asdict(self) if is_dataclass(self) else options,
             "parameters": parameter_count(self.model(seed=0)),
         }
-
-
-def check_class(kind: type[Workload], name: str) -> None:
-    """Raise ValueError unless the subclass `kind` has every method and attribute, with parameters in the same order.
-
-    `name` is what the user gave, for the message.
-    """
-    where = f"workload {name!r}: class {kind.__qualname__}"
-    for method, function in vars(Workload).items():
-        if method.startswith("_") or not inspect.isfunction(function):
-            continue
-        expected = inspect.signature(function)
-        wanted = f"def {method}{expected}".replace("sparsync_lab.workloads.base.", "")
-        found = getattr(kind, method)
-        if getattr(found, "__isabstractmethod__", False):
-            raise ValueError(f"{where} has no method {method!r}; write it as: {wanted}")
-        if not callable(found) or not _accepts(found, list(expected.parameters)):
-            raise ValueError(f"{where} has a method {method!r} with other parameters; write it as: {wanted}")
-    for attribute, example in (("metric", "perplexity"), ("better", "lower"), ("unit", "validation perplexity")):
-        if not isinstance(getattr(kind, attribute, None), str):
-            raise ValueError(
-                f'{where} has no text {attribute!r}; write it in the class, such as: {attribute} = "{example}"'
-            )
-
-
-def _accepts(function: Callable[..., object], names: list[str]) -> bool:
-    """Return whether a call with the parameters in order is possible; those of the standard contract are positional."""
-    try:
-        inspect.signature(function).bind(*names)
-    except TypeError:
-        return False
-    return True
 
 
 def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:

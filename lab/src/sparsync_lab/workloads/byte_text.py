@@ -12,7 +12,6 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from sparsync_lab import regular_file
 from sparsync_lab.workloads.store import sha256, written
 
 LONGEST_HEADER = 10_000  # bytes
@@ -48,7 +47,7 @@ def split(files: Mapping[str, bytes], source: str, one_of: int) -> ByteText:
 def folder_files(folder: Path, suffixes: Collection[str]) -> dict[str, bytes]:
     """Return the files below `folder` with these suffixes, by their paths within it; links are left out."""
     found = sorted(file for file in folder.rglob("*") if file.suffix in suffixes and not file.is_symlink())
-    return {file.relative_to(folder).as_posix(): regular_file.content(file) for file in found if file.is_file()}
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in found if file.is_file()}
 
 
 def prepared(path: Path, found: Callable[[], tuple[Mapping[str, bytes], str]], one_of: int) -> ByteText:
@@ -70,7 +69,7 @@ def read(path: Path) -> ByteText:
 
     Raises ValueError where it is none, or damaged.
     """
-    with regular_file.opened(path) as file:
+    with path.open("rb") as file:
         line = file.readline(LONGEST_HEADER)
         try:
             header = json.loads(line)

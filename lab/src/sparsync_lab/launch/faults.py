@@ -1,21 +1,105 @@
-"""Gives faults to ranks when their time has come, and keeps the store over which ranks find each other."""
+"""Faults for ranks that train with `sparsync_elastic`: as a user writes them, and given to processes when their time has come."""
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 
-from sparsync_lab.faults.plan import SETTLED_S, Chaos, Fault, FaultPlan, Situation
-from sparsync_lab.netlab import RunNetwork
+from sparsync_lab.netlab import MAX_RANKS, RunNetwork
 from sparsync_lab.workers.descendants import die_with_parent
 from sparsync_lab.workers.ranks import Ranks
 
+KINDS = {  # whether each is of one rank, and whether it lasts
+    "kill": (True, False),  # SIGKILL
+    "leave": (True, False),  # SIGTERM
+    "freeze": (True, True),  # SIGSTOP, and SIGCONT
+    "partition": (True, True),  # the link of a rank goes down, and up
+    "join": (False, False),  # one more process
+    "store": (False, True),  # the store's process is killed, and started again
+}
 STORE = "sparsync_elastic"
 _NOT_GIVEN = "not given: "
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME = rf"(\d+(?:\.\d+)?) *({'|'.join(_UNITS)})"
+_FAULT = re.compile(rf"([a-z_]+)(?::(\d+))? *@ *{_TIME}(?: *\+ *{_TIME})?")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. Seconds are those of the run: since its ranks were started, or since their first step, as the command says."""
+
+    kind: str
+    at_s: float
+    rank: int | None = None
+    lasts_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The fault without its time, such as `freeze:3 for 8 s`."""
+        rank = "" if self.rank is None else f":{self.rank}"
+        return f"{self.kind}{rank}{f' for {self.lasts_s:.3g} s' if self.lasts_s else ''}"
+
+
+def parse_fault(text: str) -> Fault:
+    """Return the fault of a text such as kill:2@30s, join@45s or freeze:3@20s+8s. Raises ValueError."""
+    found = _FAULT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"--fault is KIND:RANK@TIME+TIME, with a number and {', '.join(_UNITS)} for a time, such as kill:2@30s, leave:1@60s, join@45s, "
+            f"freeze:3@20s+8s, partition:0@70s+10s or store@10s+3s, got {text!r}"
+        )
+    kind, rank, at, at_unit, lasts, lasts_unit = found.groups()
+    if kind not in KINDS:
+        near = get_close_matches(kind, KINDS, 1)
+        raise ValueError(
+            f"--fault {text}: unknown kind {kind!r}, there are {', '.join(KINDS)}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    of_rank, does_last = KINDS[kind]
+    if of_rank != (rank is not None):
+        raise ValueError(
+            f"--fault {text}: {kind} {f'needs a rank, such as {kind}:1@{at}{at_unit}' if of_rank else 'is of no rank; leave it out'}"
+        )
+    if does_last != (lasts is not None):
+        needs = f"needs the time that it lasts, such as {text}+8s" if does_last else "does not last; leave +TIME out"
+        raise ValueError(f"--fault {text}: {kind} {needs}")
+    return Fault(
+        kind,
+        float(at) * _UNITS[at_unit],
+        None if rank is None else int(rank),
+        float(lasts) * _UNITS[lasts_unit] if lasts else 0.0,
+    )
+
+
+def places(faults: Sequence[Fault], ranks: int) -> int:
+    """Return the number of links: of ranks, and, with faults, of those that join and of the store, which has the last one."""
+    return ranks + (sum(each.kind == "join" for each in faults) + 1 if faults else 0)
+
+
+def check_faults(faults: Sequence[Fault], ranks: int, limited: bool) -> None:
+    """Raise ValueError for a fault of a rank that is not there by then, or of a link that is not there."""
+    joins = sorted(each.at_s for each in faults if each.kind == "join")
+    if (needed := places(faults, ranks)) > MAX_RANKS:
+        raise ValueError(
+            f"--ranks {ranks}, {len(joins)} that join and the store need {needed} links, at most {MAX_RANKS} are there; start fewer ranks"
+        )
+    for each in faults:
+        there = ranks + sum(at_s < each.at_s for at_s in joins)
+        if each.rank is not None and each.rank >= there:
+            raise ValueError(
+                f"--fault {each.name} at {each.at_s:g} s: the rank must be in [0, {there - 1}], the {ranks} of --ranks and those that join "
+                f"before, got {each.rank}"
+            )
+        if each.kind == "partition" and not limited:
+            raise ValueError(
+                f"--fault {each.name}: ranks without a rate share loopback, where there is no link to cut; give --link a rate"
+            )
 
 
 @dataclass(frozen=True)
@@ -26,16 +110,15 @@ class Begun:
     at_s: float
     what: str
 
-    @property
-    def given(self) -> bool:
-        return not self.what.startswith(_NOT_GIVEN)
+    def __str__(self) -> str:
+        return f"{self.at_s:.1f} s, {self.fault.name}: {self.what}"
 
 
 @dataclass
 class Injector:
     """The faults of a run. In its block the store runs, in the last network namespace."""
 
-    plan: FaultPlan
+    faults: Sequence[Fault]
     count: int  # of the first ranks
     links: RunNetwork
     port: int
@@ -45,16 +128,13 @@ class Injector:
     # Ranks whose end ends nothing else, and that have no say in the exit status.
     hit: set[int] = field(default_factory=set)
     begun: list[Begun] = field(default_factory=list)
-    _joined_s: list[float] = field(default_factory=list)  # by rank
     _leaving: set[int] = field(default_factory=set)
-    _frozen: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)  # places
     _ends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)  # of faults that last
     _store: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        self._pending = sorted(self.plan.faults, key=lambda each: each.at_s)
-        self._chaos = None if self.plan.chaos is None else Chaos(self.plan.chaos)
+        self._pending = sorted(self.faults, key=lambda each: each.at_s)
 
     def __enter__(self) -> "Injector":
         self._start_store()
@@ -66,14 +146,13 @@ class Injector:
     def begin(self) -> None:
         """Start the first ranks."""
         for rank in range(self.count):
-            self._join(rank, rank, 0.0)
+            self._join(rank, rank)
 
     @property
     def due_s(self) -> float:
         """When something is to be done next."""
         times = [at_s for at_s, _ in self._ends] + [each.at_s for each in self._pending[:1]]
-        drawn = float("inf") if self._chaos is None else self._chaos.at_s
-        return min([*times, drawn])
+        return min(times, default=float("inf"))
 
     @property
     def store_ended(self) -> bool:
@@ -87,15 +166,8 @@ class Injector:
             each[1]()
         over = stopped or not self.ranks.running
         over = over or any(rank.status == 0 and rank.number not in self._leaving for rank in self.ranks.all)
-        until_s = self.plan.until_s
         due = [each for each in self._pending if each.at_s <= now_s]
         self._pending = [each for each in self._pending if each.at_s > now_s]
-        if self._chaos is not None and self._chaos.at_s <= now_s:
-            late = until_s is not None and self._chaos.at_s > until_s
-            drawn = None if over or late else self._chaos.draw(self._situation(now_s))
-            if over or late:
-                self._chaos = None
-            due += [] if drawn is None else [drawn]
         new = [Begun(each, now_s, f"{_NOT_GIVEN}the run ends" if over else self._give(each, now_s)) for each in due]
         self.begun += new
         return new
@@ -110,7 +182,7 @@ class Injector:
             place, number = self._free_place(), len(self.ranks.all)
             if place is None:
                 return f"{_NOT_GIVEN}no network namespace is free"
-            self._join(number, place, now_s)
+            self._join(number, place)
             self.hit.add(number)
             return f"rank {number} starts"
         if fault.kind == "store":
@@ -131,46 +203,29 @@ class Injector:
             self._ends.append((now_s + fault.lasts_s, partial(self._mend, place)))
             return f"the link of rank {rank.number} is cut"
         if fault.kind == "freeze":
-            self._frozen.add(rank.number)
-            self._ends.append((now_s + fault.lasts_s, partial(self._thaw, rank.number)))
+            self._ends.append((now_s + fault.lasts_s, partial(rank.send, SIGCONT)))
         if fault.kind == "leave":
             self._leaving.add(rank.number)
         rank.send({"kill": SIGKILL, "leave": SIGTERM, "freeze": SIGSTOP}[fault.kind])
         return f"rank {rank.number} {({'kill': 'is killed', 'leave': 'is told to leave', 'freeze': 'is stopped'})[fault.kind]}"
 
-    def _situation(self, now_s: float) -> Situation:
-        healthy = [
-            rank.number
-            for rank in self.ranks.running
-            if rank.number not in self._leaving
-            and rank.number not in self._frozen
-            and self.places[rank.number] not in self._cut
-            and now_s - self._joined_s[rank.number] >= SETTLED_S
-        ]
-        return Situation(healthy, self._free_place() is not None, self._store is not None, self.links.limited)
-
     def _free_place(self) -> int | None:
         """Return the place that has been without a process for longest, those first that never had one."""
         taken = self._cut | {self.places[rank.number] for rank in self.ranks.running}
-        free = [place for place in range(self.plan.places(self.count) - 1) if place not in taken]
+        free = [place for place in range(places(self.faults, self.count) - 1) if place not in taken]
         last = {place: number for number, place in enumerate(self.places)}
         return min(free, key=lambda place: last.get(place, -1), default=None)
 
-    def _join(self, number: int, place: int, now_s: float) -> None:
+    def _join(self, number: int, place: int) -> None:
         self.places.append(place)
-        self._joined_s.append(now_s)
         self.start(number, place)
 
     def _mend(self, place: int) -> None:
         self.links.mend(place)
         self._cut.discard(place)
 
-    def _thaw(self, number: int) -> None:
-        self._frozen.discard(number)
-        self.ranks.all[number].send(SIGCONT)
-
     def _start_store(self) -> None:
-        place = self.plan.places(self.count) - 1
+        place = places(self.faults, self.count) - 1
         argv = [sys.executable, "-m", STORE, "--host", self.links.address(place), "--port", str(self.port)]
         self._store = subprocess.Popen(
             self.links.command(place, argv),
