@@ -16,7 +16,6 @@ from sparsync.attached import checkpoint as states
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
-from sparsync.exchanges.step_method import StepMethod
 from sparsync.recipes import Bits
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
@@ -66,8 +65,6 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             self.handle.close()  # of the last fit, whose DDP model is gone
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
         self.handle = self._attaching.attach(ddp, trainer.optimizers, scaler, in_turn=len(trainer.optimizers) > 1)
-        if scaler is None and isinstance(self.handle, StepMethod):
-            self.handle.never_scaled()
         plugin = trainer.precision_plugin
         clip_by_common_norm(plugin, "clip_grad_by_norm", self.handle, plugin.main_params, lambda: None)
         self._group = ddp.process_group

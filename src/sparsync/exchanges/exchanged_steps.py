@@ -290,9 +290,6 @@ class ExchangedSteps(StepMethod):
                     each.state.clear()
         super().detach()
 
-    def never_scaled(self) -> None:
-        self._taken.never_scaled()
-
     def show_common(self) -> None:
         """Have the common weights in the model until it is trained again, also for what calls a part of it directly."""
         if self._shown is not None:

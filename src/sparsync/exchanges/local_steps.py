@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
@@ -54,6 +55,7 @@ class LocalTraining(StepMethod):
         options: those of LocalSteps: `every`, `keep`, `outer`, `fragments`, `delay` and more.
         group, comm: the ranks; or a communicator in place of a group, such as that of a `LocalWorld`.
         timeout_s: seconds; a rank that waits longer for the others gives up.
+        scaler: the GradScaler that scales the loss, if there is one, so that a step counts which it skips on this rank alone.
         replica: of a model that is wrapped; `sparsync.attach` passes it. None: `model` itself.
 
     Raises:
@@ -84,6 +86,7 @@ class LocalTraining(StepMethod):
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,
         timeout_s: float = 300.0,
+        scaler: GradScaler | None = None,
         replica: Replica | None = None,
         **options: Any,  # Any: the fields of LocalSteps
     ) -> None:
@@ -99,13 +102,12 @@ class LocalTraining(StepMethod):
         self._failed = False  # an exchange, of which the next one is to compare the weights
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}
         self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
-        self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
+        self._watched = OwnOptimizers(
+            self.optimizers, self._before_optimizer, self._after_optimizers, scaled=scaler is not None
+        )
         self._shown = self._in_model = ShownWeights(
             replica, self._weights, self._set_outside, self._adopt, self._go_back_before_pass
         )
-
-    def never_scaled(self) -> None:
-        self._watched.never_scaled()
 
     def step(self) -> list[Report]:
         """Count a step, and exchange what is due; return a report for each exchanged bucket, none between exchanges.

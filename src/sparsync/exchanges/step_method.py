@@ -272,10 +272,6 @@ class StepMethod(Handle):
             self._shown.release()
         super().close()
 
-    def never_scaled(self) -> None:
-        """Leave out what is done for a loss scaler: a trainer that has none would not clip gradients for it."""
-        return
-
     def detach(self) -> None:
         """Have the model train as it did before `attach`, from the common weights. Call it on all ranks, between two steps."""
         for each in self.on_detach:
