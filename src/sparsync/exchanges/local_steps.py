@@ -19,10 +19,9 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
-from sparsync.exchanges.local_options import MEASURED, LocalSteps
+from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
-from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
@@ -101,7 +100,6 @@ class LocalTraining(StepMethod):
         self._drops = [0] * given.fragments  # of each, since its last exchange that was not dropped
         self._failed = False  # an exchange, of which the next one is to compare the weights
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}
-        self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
         self._watched = OwnOptimizers(
             self.optimizers, self._before_optimizer, self._after_optimizers, scaled=scaler is not None
         )
@@ -187,21 +185,10 @@ class LocalTraining(StepMethod):
             innermost(each).state.clear()
         super().detach()
 
-    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
-        """Clip this rank's own gradient at `clip_factor * max_norm`, on all ranks or on none; `max_norm` is for the mean gradient."""
-        if self.options.clip_factor == MEASURED and self._is_time_of(0, self._step + 2):
-            self._sketch = sketch(self._weights.trained, self._exchanger.applied[0])
-        return super().clip_grad_norm_(max_norm, **options)
-
     @property
     def clip_factor(self) -> float:
-        """The length of a rank's own gradient over that of the mean gradient, in [1, sqrt(P)]; sqrt(P) where not given.
-
-        "measured": each exchange of the first fragment carries 64 more numbers, a sketch of the last gradient that `clip_grad_norm_` has
-        seen, from which all ranks estimate the factor. Older estimates weigh less.
-        """
-        given = self.options.clip_factor
-        return float(given) if isinstance(given, (int, float)) else self._exchanger.measured.value
+        """The length of a rank's own gradient over that of the mean gradient, in [1, sqrt(P)]; sqrt(P) where not given."""
+        return self._comm.size**0.5 if self.options.clip_factor is None else self.options.clip_factor
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -353,17 +340,12 @@ class LocalTraining(StepMethod):
     def _take(self, exchange: PendingExchange, fragment: int) -> None:
         """Fill an exchange with what this rank sends."""
         self._check_trained()
-        applied, first, how = self._exchanger.applied[fragment], fragment == 0, self.options.buffers
+        applied, first = self._exchanger.applied[fragment], fragment == 0
         finite, parameters = exchange.take(applied)
-        # Buffers and the sketch travel once per round.
-        buffers = list(self.model.buffers()) if first and how != "own" else []
+        buffers = list(self.model.buffers()) if first else []  # once per round
         if buffers and any(self._exchanger.buffers.bad()):
             finite = min(finite, BUFFERS)
-        sent = None
-        if first and self.options.clip_factor == MEASURED:
-            sent = torch.zeros(LENGTH, dtype=torch.float64) if self._sketch is None else self._sketch
-            self._sketch = None
-        exchange.agreement = Agreement(self._step, applied, finite, parameters, sent, buffers, how == "mean")
+        exchange.agreement = Agreement(self._step, applied, finite, parameters, buffers)
         done = self._step + 1
         # Read now, on this thread: schedules go on during the exchange.
         steps = done + 1 if self._failed else self.options.every if first else 0
