@@ -191,15 +191,6 @@ def evaluated_and_saved() -> None:
         assert on_all_ranks(torch.cat([each.flatten() for each in training.own()]))
         assert not same(common, training.own())
         assert training.model.broadcast_buffers
-    with case("so does dropping the handle"):
-        for wrapped in (False, True):
-            training = Training(wrapped)
-            training.step(0)
-            bare, common, model = training.bare, training.common(), weakref.ref(training.model)
-            del training
-            gc.collect()
-            assert same(common, [each.detach() for each in bare.parameters()])
-            assert (model() is None) == wrapped
 
 
 def test_what_is_evaluated_or_saved_are_the_common_weights() -> None:

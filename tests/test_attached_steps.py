@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import sparsync
 from helpers.distributed import case, run
@@ -108,10 +107,8 @@ def thawed_on_one_rank() -> str:
 
 def test_what_one_rank_alone_is_refused_is_an_error_on_all_ranks_at_once() -> None:
     other, own = run(thawed_on_one_rank, P)
-    assert "4.weight, 4.bias was frozen or missing when the model was attached" in own
-    assert (
-        "4.weight, 4.bias was frozen or missing when the model was attached" in other
-    )  # as the rank tells, and no timeout
+    assert "4.weight, 4.bias was frozen, missing or of another type" in own
+    assert "4.weight, 4.bias was frozen, missing or of another type" in other  # as the rank tells, and no timeout
 
 
 def test_an_embedding_that_limits_its_norms_is_refused() -> None:
@@ -391,15 +388,6 @@ def test_what_stands_beside_the_loop_changes_no_weights_in_silence() -> None:
     run(beside_the_loop, P)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = bare_model()
-
-    def forward(self, x: Tensor) -> Any:  # Any: torch types no result
-        return checkpoint(self.blocks, x, use_reentrant=False)
-
-
 def other_weights_in_a_pass() -> None:
     both = Steps(), LocalSteps(every=3)
     for exchange in both:
@@ -419,37 +407,15 @@ def other_weights_in_a_pass() -> None:
                     each.optimizer.zero_grad()
             assert differing  # common weights, own weights
             assert same(plain.common(), beside.common())
-    for exchange in both:
-        with case(f"between forward and backward pass, {exchange}"):
-            model = Checkpointed()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-            sparsync.attach(model, TwoShot(density=0.1, values="sign"), optimizer=optimizer, exchange=exchange)
-            x, _ = batch(dist.get_rank(), 0)
-            for _ in range(2):
-                model(x).square().mean().backward()
-                with torch.no_grad():
-                    model(x)
-                optimizer.step()
-                optimizer.zero_grad()
-            loss = model(x).square().mean()
-            with torch.no_grad():
-                model(x)
-            with pytest.raises(RuntimeError, match="came another forward pass of the model"):
-                loss.backward()
-            optimizer.zero_grad()
-            model.eval()
-            model(x).square().mean().backward()  # a pass with gradients through the common weights
-            model.train()
-            model(x).square().mean().backward()
-            with torch.no_grad():
-                model(x)
-            next(model.parameters()).square().sum().backward()  # no pass through the model
-            optimizer.step()
-            model(x).detach()
-            with torch.no_grad():
-                model(x)
-            model.blocks[:1](x).sum().backward()  # nor this
-            optimizer.step()
+    with case("between forward and backward pass"):
+        training = Training(wrapped=False)
+        training.step(0)
+        x, _ = batch(dist.get_rank(), 0)
+        loss = training.model(x).square().mean()
+        with torch.no_grad():
+            training.model(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # torch's own words
+            loss.backward()
 
 
 def test_no_pass_uses_other_weights_than_it_says() -> None:
@@ -488,37 +454,6 @@ def test_several_optimizers_step_one_after_the_other_after_the_backward_passes()
     run(optimizers_apart, 1)
 
 
-class Taught(nn.Module):
-    """Learns from a model that was trained by itself."""
-
-    def __init__(self, teacher: nn.Module) -> None:
-        super().__init__()
-        self.teacher, self.learner = teacher, bare_model()
-
-    def forward(self, x: Tensor) -> Any:  # Any: torch types no result
-        with torch.no_grad():
-            target = self.teacher(x)
-        return (self.learner(x) - target).square()
-
-
-def wrapped_afterwards() -> None:
-    for exchange in (Steps(), LocalSteps(every=2)):
-        with case(f"{exchange}"):
-            training = Training(wrapped=False, exchange=exchange)
-            x, _ = batch(dist.get_rank(), 0)
-            wrapped = DistributedDataParallel(training.bare)
-            with pytest.raises(RuntimeError, match=r"attach the wrapped model: sparsync\.attach"):
-                wrapped(x)
-            training.bare.requires_grad_(False).eval()
-            wrapped = DistributedDataParallel(Taught(training.bare))
-            wrapped(x).sum().backward()
-            training.handle.detach()
-
-
-def test_a_model_that_is_wrapped_after_it_was_attached_is_refused() -> None:
-    run(wrapped_afterwards, P)
-
-
 def changed_by_the_loop() -> None:
     training = Training(wrapped=True)
     with case("own weights"), pytest.raises(sparsync.RanksDifferError) as raised:
@@ -529,21 +464,6 @@ def changed_by_the_loop() -> None:
                     each.clamp_(-0.1, 0.1)
     for part in ("attach with bits=4.6, or with exchange=sparsync.Steps(keep=0.0)", "`with handle.averaged():`"):
         assert part in str(raised.value)
-    with case("another type on one rank"):
-        training = Training(wrapped=False)
-        if dist.get_rank() == 1:
-            training.bare[3].bfloat16()
-        x = training.bare[:3](batch(0, 0)[0])
-        training.bare[3](x.to(training.bare[3].weight.dtype)).sum().backward()
-        with pytest.raises(
-            RuntimeError, match=r"3\.weight was torch\.float32 when .* torch\.bfloat16 now.*convert it before"
-        ):
-            training.optimizer.step()
-    with case("the cure of that"):
-        training.handle.detach()
-        training.bare[3].bfloat16()
-        with sparsync.attach(training.bare, TopK(0.1), optimizer=training.optimizer):
-            training.optimizer.step()
 
 
 def test_weights_that_the_loop_changes_are_an_error_whose_cure_works() -> None:
@@ -694,13 +614,6 @@ def sharded(folder: Path) -> None:
             dist.all_gather(every, each)
             assert all(torch.equal(one, each) for one in every)
         first.model.train()
-    with case("a pass between forward and backward pass, for which FSDP2 would gather other weights"):
-        loss = whole.model(batch(0, 0)[0]).sum()
-        with torch.no_grad():
-            whole.model(batch(0, 0)[0])
-        with pytest.raises(RuntimeError, match="came another forward pass of the model"):
-            loss.backward()
-        whole.optimizer.zero_grad()
     with case("resume"):
         sparsync.checkpoint.save(first.handle, folder)
         dist.barrier()

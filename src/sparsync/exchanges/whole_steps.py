@@ -3,14 +3,13 @@
 The packets are those of `quantized_all_reduce_`, and so are the bits of what arrives; nothing is kept between the passes but the residual.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Arriving, Bucket, Comm, Report, Span, phase, spans
@@ -88,34 +87,13 @@ class Skip:
         return bool(self._arriving)
 
 
-@dataclass(eq=False)
-class SchemeStep(Reduction):
-    """The reduction of one bucket's step by a scheme that heeds `skip`: nothing changes where a rank's gradient is not finite."""
+@dataclass(frozen=True)
+class Pending:
+    """A step of which a device knows whether it was skipped, and the host counts as if it was not."""
 
-    scheme: Scheme
-    steps: StepsToMake
     skip: Skip
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        return self.scheme.name
-
-    @property
-    def has_residual(self) -> bool:
-        return self.scheme.has_residual
-
-    @property
-    def interleaves(self) -> bool:
-        return self.scheme.interleaves
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        """Make the step, which becomes the mean of all ranks' in `bucket.grad`."""
-        bucket.skip = self.skip.agree(comm)
-        self.steps.make(bucket.grad, bucket.skip)
-        return self.scheme.reduce(bucket, comm)
-
-    def rollback(self, bucket: Bucket) -> None:
-        self.scheme.rollback(bucket)
+    counted: Collection[str]  # parameters that took part
+    measured: bool
 
 
 @dataclass(eq=False)
@@ -195,6 +173,26 @@ class WholeStep(Reduction):
         self.rollback(bucket)
         if made and self.steps is not None:
             bucket.grad.sub_(self.steps.again())
+
+
+@dataclass
+class WholeMean:
+    """The mean step of a bucket whose residual is in `bucket`, as `step` has exchanged it."""
+
+    bucket: Bucket
+    step: WholeStep
+
+    def arrived(self) -> QuantizedMean | None:
+        """Return what moves the weights; None where the step is skipped."""
+        return self.step.mean
+
+    def whole(self) -> Tensor | None:
+        """Return it as a vector, [n]."""
+        return None if self.step.mean is None else self.step.mean.decoded()
+
+    def rollback(self) -> None:
+        """Return to the residual what was sent."""
+        self.step.rollback(self.bucket)
 
 
 def _take_back(residual: Tensor, chunks: Sequence[Span], rank: int, sent: Sequence[Tensor], codec: ValueCodec) -> None:
