@@ -26,7 +26,7 @@ from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, Span, digest, laid_out
 from sparsync.exchanges.block_ratios import BlockRatios
 from sparsync.exchanges.rules import MuonRule
-from sparsync.exchanges.whole_steps import Gradients, StepsToMake
+from sparsync.exchanges.sender import Gradients, StepsToMake
 from sparsync.kernels.step_reference import signs
 from sparsync.schemes import ExDyna, PerParameter, Quantized
 

@@ -17,7 +17,7 @@ from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, Report, TopK, TwoSho
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
-from sparsync.exchanges.block_ratios import MeanOfSketches
+from sparsync.exchanges.sender import MeanOfSketches
 
 pytestmark = pytest.mark.distributed
 BLOCK = 16

@@ -15,7 +15,7 @@ from sparsync import AdamWSteps, LocalWorld, Scheme, TwoShot
 from sparsync.comm.local import LocalComm
 from sparsync.core import Arriving, Bucket
 from sparsync.exchanges import adamw_steps
-from sparsync.exchanges.block_ratios import MeanOfSketches
+from sparsync.exchanges.sender import MeanOfSketches
 from sparsync.kernels import operations as kernels
 from sparsync.schemes.in_turn import InTurn
 

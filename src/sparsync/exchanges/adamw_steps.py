@@ -31,17 +31,15 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges import own_weights
-from sparsync.exchanges.agreement import Gathered
-from sparsync.exchanges.block_ratios import Measurement
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.rules import ParameterGroups, exchangeable
 from sparsync.exchanges.scheme_steps import SchemeMean
-from sparsync.exchanges.sender import Sender, fit
+from sparsync.exchanges.sender import Gradients, Measurement, Pending, Sender, Skip, StepsToMake, fit
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.steps_state import StepsState, forget, remember_all
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor, Replica
-from sparsync.exchanges.whole_steps import Gradients, Pending, Skip, StepsToMake, WholeMean, WholeStep
+from sparsync.exchanges.whole_steps import WholeMean, WholeStep
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 
@@ -176,8 +174,11 @@ class AdamWSteps(StepsState):
         self._take_moments()
         if later:
             weights.compare_later()
-        self._go_back(self._step - 1)
-        self._note_thrown_away()
+        # Ranks compare it, because moments are the same on all of them.
+        self._comparison.loaded = self._go_back(self._step - 1) if self._loads.found() else []
+        if self._shares and "optimizer" not in self._comparison.loaded:
+            self._comparison.loaded = [*self._comparison.loaded, "optimizer"]
+        self._comparison.thrown_away = self._divisor.passes.thrown_away
         self._divisor.passes.stepped()  # also where the step fails
         self._check_trained()
         self._replica.take_gradients()
@@ -188,6 +189,16 @@ class AdamWSteps(StepsState):
         trained = [name for name, each in weights.trained.items() if each.requires_grad]
         mine = [name for name in trained if weights.trained[name].grad is not None]
         sender.idle = frozenset(weights.trained) - self._connection.any_of(mine, trained, self._step)
+
+    def _take_moments(self) -> None:
+        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
+        self._settle()  # before they are counted, or saved
+        if self._loads.of_handle:
+            self._moments.show()
+        elif self._moments.take():
+            self._shares, self._of_mean = True, self._comm.size > 1
+            self._note_ahead()
+            self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
 
     def _exchanged(self) -> tuple[list[Report], Sequence[Mean] | None]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
@@ -290,6 +301,13 @@ class AdamWSteps(StepsState):
                 self._sender.move(place, arrived, skip)
         self._write_own()
 
+    def _adopt(self) -> list[str]:
+        """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
+        if self._shown is not None:
+            return self._shown.adopt(self._sender.idle, self._take_from_model, self._write_own)
+        self._take_from_model(changed := self._weights.changed())
+        return changed
+
     @torch.no_grad()
     def _write_own(self, left: frozenset[str] | None = None) -> None:
         idle, buckets = self._sender.idle, self._weights.buckets
@@ -347,35 +365,6 @@ class AdamWSteps(StepsState):
         self._take_step()
         return self._skipped > 0 if self._pending is None else self._pending.skip.flag
 
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **options: Any
-    ) -> Tensor:  # Any: those of torch's function of this name
-        """Clip this rank's gradient by the norm of all ranks' gradients, and return that norm: the same number on all ranks.
-
-        It is the root of the mean square of their norms, which estimates the norm of the mean gradient, as each was divided by
-        `clip_factor`. So a loop that skips a step where it is too large, or not finite, does so on all ranks. Call it on every rank, after
-        the last backward pass of a step: it sends 8 bytes to each, and waits for them.
-        Raises RanksDifferError, on all ranks, where one has thrown away a gradient that others have used; and RuntimeError, with
-        `error_if_nonfinite`, for a norm that is NaN or Inf.
-        """
-        self._check_own()
-        self._note_thrown_away()
-        gradients = [each for each in self._replica.gradients() if each is not None]
-        owned = [each.grad for each in self._replica.owned.values() if each.grad is not None]
-        own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
-        own = own.full_tensor() if hasattr(own, "full_tensor") else own
-        square = own.double().square().reshape(1).to(self._weights.buckets[0].device)
-        norm = self._gathered("norm", square)[1].mean().sqrt()
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the norm of the gradients of all ranks is {float(norm)}, and cannot be clipped at {max_norm}; skip the step"
-            )
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
-        for each in gradients:
-            each.mul_(factor.to(each))
-        return norm.to(torch.float32)
-
     @property
     def clip_factor(self) -> float:
         """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before.
@@ -383,25 +372,6 @@ class AdamWSteps(StepsState):
         A GPU's measurement counts one step later.
         """
         return self._sender.ratios.clip_factor(self._comm.size)
-
-    def _note_thrown_away(self) -> None:
-        """Have the next exchange compare how many gradients were thrown away since the last step."""
-        self._comparison.thrown_away = self._divisor.passes.thrown_away
-
-    def _gathered(self, key: str, own: Tensor) -> tuple[float, Tensor]:
-        """Return how long this rank has waited for the numbers of all ranks, and these, [P, n]. Collective, between two steps."""
-        bucket = Bucket(key, own.to(self._weights.buckets[0].device), self._step + 1)
-        report = self._connection.reduce_before_step(bucket, gathered := Gathered())
-        self._count([report])
-        return report.wait_s or 0.0, gathered.rows
-
-    def stats(self) -> dict[str, int | float]:
-        self._settle()
-        common = self._shown is not None and self._shown.common
-        found = super().stats()
-        if common:
-            self.show_common()
-        return {**found, "exchanges": found["steps"] - found["skipped"]}
 
     def close(self) -> None:
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
@@ -413,22 +383,6 @@ class AdamWSteps(StepsState):
             self._taken.release()
             self._divisor.release()
             super().close()
-
-    def detach(self) -> None:
-        """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
-
-        The optimizers go on with the momentum, and with rank 0's squares; with new moments, where the ranks cannot be reached any more.
-        """
-        if any(self._sender.counts["applied"].values()) and not self.closed:
-            try:
-                self._share_squares()
-            except RuntimeError as error:
-                warn_of(
-                    f"the optimizer begins with new moments, because those of the ranks could not be made the same: {error}"
-                )
-                for each in self.optimizers:
-                    each.state.clear()
-        super().detach()
 
 
 def _overflow(reports: Sequence[Report]) -> bool:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, Report
+from sparsync.exchanges.sender import Skip, StepsToMake
 from sparsync.exchanges.weights import Part
-from sparsync.exchanges.whole_steps import Skip, StepsToMake
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection, Reduction
 

@@ -3,25 +3,104 @@
 The passes themselves are kernels: see `sparsync.kernels.step_reference`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
-from sparsync.core import ParameterSpan, Span
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
 from sparsync.exchanges.block_ratios import BlockRatios
 from sparsync.exchanges.rules import MuonRule, ParameterGroups, Rule, Value, move_matrices_
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import GradientDivisor
 from sparsync.exchanges.weights import Weights
-from sparsync.exchanges.whole_steps import Gradients, StepsToMake
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.step_reference import Move, Spread
+from sparsync.runtime.connection import Reduction
 
 VECTORS = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
+_SEED = 0xFFFFFFFF  # of the signs of a sketch
 COUNTS = ("applied", "seen")  # steps that moved a parameter; gradients of it in the second moments
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """This rank's gradients of a bucket, where they lie: each from an element on, and times a factor."""
+
+    tensors: Sequence[Tensor]
+    starts: Sequence[int]
+    factors: Sequence[float]
+
+
+@dataclass(frozen=True)
+class StepsToMake:
+    """What this rank's gradients become steps by; see `kernels.make_steps_`."""
+
+    gradients: Gradients
+    square: Tensor
+    ratio: Tensor
+    block: int
+    spans: Sequence[Span]
+    numbers: Sequence[Spread]
+
+    def make(self, out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        """Return the steps, in `out` [n] if given, after the gradients were added to the second moments; see `kernels.make_steps_`."""
+        return self._made(self.numbers, out, skip)
+
+    def again(self) -> Tensor:
+        """Return what `make` wrote, from second moments that have these gradients."""
+        return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
+
+    def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
+        """Return the packets of all chunks but the own one; see `kernels.encode_steps_`."""
+        given = self.gradients
+        made = given.tensors, given.starts, given.factors, self.square, self.ratio, self.block, self.spans, self.numbers
+        return kernels.encode_steps_(residual, *made, rank, P, bits, skip)
+
+    def _made(self, numbers: Sequence[Spread], out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        out, given = torch.empty_like(self.square) if out is None else out, self.gradients
+        moments = self.square, self.ratio, self.block, self.spans, numbers
+        kernels.make_steps_(out, given.tensors, given.starts, given.factors, *moments, skip)
+        return out
+
+
+class Skip:
+    """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
+
+    def __init__(self, fits: Tensor) -> None:
+        """Skip if not `fits` [], on this rank; see `agree`."""
+        # [1], not zero where it is to be skipped
+        self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
+        self._agreed = False
+
+    def agree(self, comm: Comm) -> Tensor:
+        """Skip if any rank does, and return the flag: 4 bytes, before the first bucket."""
+        if not self._agreed and comm.size > 1:
+            self.flag = comm.all_reduce(self.flag)
+        self._agreed = True
+        return self.flag
+
+    def send_to_host(self) -> None:
+        """Begin to copy it to this machine's memory, after the step."""
+        self._arriving = Arriving(self.flag)
+
+    @property
+    def seen(self) -> bool:
+        """Return what came to the host."""
+        return bool(self._arriving)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step of which a device knows whether it was skipped, and the host counts as if it was not."""
+
+    skip: Skip
+    counted: Collection[str]  # parameters that took part
+    measured: bool
 
 
 class Sender:
@@ -117,6 +196,62 @@ class Sender:
     ) -> list[tuple[Span, Value]]:
         """Count a step of each parameter of a bucket that takes part; return the spans of equal values. See ParameterGroups.counted."""
         return self.groups.counted((key, place), self.taking(place), self.counts[key], value_of)
+
+
+class MeanOfSketches(Reduction):
+    """The squares of the mean over ranks, which is sent in bfloat16.
+
+    The report's "overflow" says whether they hold NaN or Inf; not with `skip`, where it is found out on the device.
+    """
+
+    name = "bf16"
+
+    def __init__(self, skip: Skip | None = None) -> None:
+        self._skip = skip
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm = MeteredComm(comm)
+        if self._skip is not None:
+            self._skip.agree(comm)
+        total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
+        total.div_(exact_divisor(total, comm.size)).square_()
+        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
+
+
+class Measurement:
+    """A measurement of the ratio in one step. `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN."""
+
+    def __init__(
+        self,
+        ratios: BlockRatios,
+        keys: Sequence[str],
+        step: int,
+        finite: bool,
+        gradients: Sequence[Gradients],
+        skip: Skip | None = None,
+    ) -> None:
+        self._ratios, self._own, self._skip, found = ratios, list[Tensor](), skip, list[Tensor]()
+        for key, like, given in zip(keys, ratios.like, gradients, strict=True):
+            seed = digest(f"ratio/{key}/{step}") & _SEED
+            sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
+            found.append(sums.to(found[0].device) if found else sums)
+            self._own.append(own)
+        sums = torch.cat(found) if len(found) > 1 else found[0]
+        self._bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
+
+    @property
+    def reduction(self) -> tuple[Bucket, MeanOfSketches]:
+        """What is to be reduced: the sums of all blocks, which become the squares of their means; and how."""
+        return self._bucket, MeanOfSketches(self._skip)
+
+    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
+        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket.
+
+        With `skip` it may hold them, and is taken in unless the step is skipped.
+        """
+        flag = None if self._skip is None else self._skip.flag
+        self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)
 
 
 def fit(gradients: Iterable[Gradients]) -> bool | Tensor:

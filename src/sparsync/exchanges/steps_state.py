@@ -8,23 +8,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges import own_weights
-from sparsync.exchanges.agreement import FirstRanks
+from sparsync.exchanges.agreement import FirstRanks, Gathered
 from sparsync.exchanges.auto_bits import STEPS, Choosing
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.moved_weights import State
-from sparsync.exchanges.sender import COUNTS, VECTORS, Sender
+from sparsync.exchanges.sender import COUNTS, VECTORS, Pending, Sender
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor
-from sparsync.exchanges.whole_steps import Pending
 from sparsync.recipes import Recipe
+from sparsync.runtime.findings import warn_of
 from sparsync.runtime.snapshot import Part, Snapshot
 from sparsync.runtime.state_checks import check_fingerprint
 
@@ -46,6 +46,66 @@ class StepsState(StepMethod):
     _skipped = 0  # steps in a row
     _applied = -1  # the last step that was applied, or skipped
     _catching_up = False  # since `_start_from`: the common weights are ahead of the steps taken
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **options: Any
+    ) -> Tensor:  # Any: those of torch's function of this name
+        """Clip this rank's gradient by the norm of all ranks' gradients, and return that norm: the same number on all ranks.
+
+        It is the root of the mean square of their norms, which estimates the norm of the mean gradient, as each was divided by
+        `clip_factor`. So a loop that skips a step where it is too large, or not finite, does so on all ranks. Call it on every rank, after
+        the last backward pass of a step: it sends 8 bytes to each, and waits for them.
+        Raises RanksDifferError, on all ranks, where one has thrown away a gradient that others have used; and RuntimeError, with
+        `error_if_nonfinite`, for a norm that is NaN or Inf.
+        """
+        self._check_own()
+        self._comparison.thrown_away = self._divisor.passes.thrown_away
+        gradients = [each for each in self._replica.gradients() if each is not None]
+        owned = [each.grad for each in self._replica.owned.values() if each.grad is not None]
+        own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
+        own = own.full_tensor() if hasattr(own, "full_tensor") else own
+        square = own.double().square().reshape(1).to(self._weights.buckets[0].device)
+        norm = self._gathered("norm", square)[1].mean().sqrt()
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients of all ranks is {float(norm)}, and cannot be clipped at {max_norm}; skip the step"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        for each in gradients:
+            each.mul_(factor.to(each))
+        return norm.to(torch.float32)
+
+    def _gathered(self, key: str, own: Tensor) -> tuple[float, Tensor]:
+        """Return how long this rank has waited for the numbers of all ranks, and these, [P, n]. Collective, between two steps."""
+        bucket = Bucket(key, own.to(self._weights.buckets[0].device), self._step + 1)
+        report = self._connection.reduce_before_step(bucket, gathered := Gathered())
+        self._count([report])
+        return report.wait_s or 0.0, gathered.rows
+
+    def stats(self) -> dict[str, int | float]:
+        self._settle()
+        common = self._shown is not None and self._shown.common
+        found = super().stats()
+        if common:
+            self.show_common()
+        return {**found, "exchanges": found["steps"] - found["skipped"]}
+
+    def detach(self) -> None:
+        """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
+
+        The optimizers go on with the momentum, and with rank 0's squares; with new moments, where the ranks cannot be reached any more.
+        """
+        if any(self._sender.counts["applied"].values()) and not self.closed:
+            try:
+                self._share_squares()
+            except RuntimeError as error:
+                warn_of(
+                    f"the optimizer begins with new moments, because those of the ranks could not be made the same: {error}"
+                )
+                for each in self.optimizers:
+                    each.state.clear()
+        super().detach()
 
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         sender, trained = self._sender, self._weights.trained
@@ -165,12 +225,6 @@ class StepsState(StepMethod):
             kept |= {"square": own["square"], "seen": seen}
         return {**joined, self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
 
-    def _go_back(self, last: int) -> list[str]:
-        found = super()._go_back(last)
-        if self._shares and "optimizer" not in found:
-            self._comparison.loaded = [*found, "optimizer"]
-        return found
-
     def _waits(self) -> bool:
         return True
 
@@ -181,16 +235,6 @@ class StepsState(StepMethod):
 
     def _note_ahead(self) -> None:
         self._ahead = max(0, max(self._sender.counts["applied"].values()) - self.done)
-
-    def _take_moments(self) -> None:
-        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
-        self._settle()  # before they are counted, or saved
-        if self._loads.of_handle:
-            self._moments.show()
-        elif self._moments.take():
-            self._shares, self._of_mean = True, self._comm.size > 1
-            self._note_ahead()
-            self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
 
     @torch.no_grad()
     def _share_squares(self) -> None:
@@ -226,13 +270,6 @@ class StepsState(StepMethod):
         """Have the common weights in the model until it is trained again, also for what calls a part of it directly."""
         if self._shown is not None:
             self._shown.show(common=True)
-
-    def _adopt(self) -> list[str]:
-        """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
-        if self._shown is not None:
-            return self._shown.adopt(self._sender.idle, self._take_from_model, self._write_own)
-        self._take_from_model(changed := self._weights.changed())
-        return changed
 
     def choose_bits(self, recipes: Sequence[Recipe], method_of: Callable[[str], tuple[Scheme, Any]]) -> None:
         """Take 20 steps by the recipe that this handle has, and then one of `recipes`, by what these steps have measured; see `attach`.
@@ -270,12 +307,12 @@ class StepsState(StepMethod):
         super().load_state_dict(state)
 
     @abstractmethod
-    def _write_own(self, left: frozenset[str] | None = None) -> None:
-        """Have the weights of this rank in the model, except in the parameters `left`; None: in the idle ones."""
+    def _take_moments(self) -> None:
+        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
 
     @abstractmethod
-    def _gathered(self, key: str, own: Tensor) -> tuple[float, Tensor]:
-        """Return how long this rank has waited for the numbers of all ranks, and these, [P, n]. Collective, between two steps."""
+    def _write_own(self, left: frozenset[str] | None = None) -> None:
+        """Have the weights of this rank in the model, except in the parameters `left`; None: in the idle ones."""
 
 
 def _innermost(scheme: Scheme) -> list[Scheme]:

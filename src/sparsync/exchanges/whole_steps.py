@@ -3,7 +3,7 @@
 The packets are those of `quantized_all_reduce_`, and so are the bits of what arrives; nothing is kept between the passes but the residual.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,88 +12,12 @@ from torch import Tensor
 
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, Report, Span, phase, spans
+from sparsync.core import Bucket, Comm, Report, Span, phase, spans
+from sparsync.exchanges.sender import Skip, StepsToMake
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.step_reference import Spread
 from sparsync.kernels.value_reference import nan_packet
 from sparsync.runtime.connection import Reduction
 from sparsync.wire import ValueCodec, Values
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """This rank's gradients of a bucket, where they lie: each from an element on, and times a factor."""
-
-    tensors: Sequence[Tensor]
-    starts: Sequence[int]
-    factors: Sequence[float]
-
-
-@dataclass(frozen=True)
-class StepsToMake:
-    """What this rank's gradients become steps by; see `kernels.make_steps_`."""
-
-    gradients: Gradients
-    square: Tensor
-    ratio: Tensor
-    block: int
-    spans: Sequence[Span]
-    numbers: Sequence[Spread]
-
-    def make(self, out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-        """Return the steps, in `out` [n] if given, after the gradients were added to the second moments; see `kernels.make_steps_`."""
-        return self._made(self.numbers, out, skip)
-
-    def again(self) -> Tensor:
-        """Return what `make` wrote, from second moments that have these gradients."""
-        return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
-
-    def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
-        """Return the packets of all chunks but the own one; see `kernels.encode_steps_`."""
-        given = self.gradients
-        made = given.tensors, given.starts, given.factors, self.square, self.ratio, self.block, self.spans, self.numbers
-        return kernels.encode_steps_(residual, *made, rank, P, bits, skip)
-
-    def _made(self, numbers: Sequence[Spread], out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-        out, given = torch.empty_like(self.square) if out is None else out, self.gradients
-        moments = self.square, self.ratio, self.block, self.spans, numbers
-        kernels.make_steps_(out, given.tensors, given.starts, given.factors, *moments, skip)
-        return out
-
-
-class Skip:
-    """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
-
-    def __init__(self, fits: Tensor) -> None:
-        """Skip if not `fits` [], on this rank; see `agree`."""
-        # [1], not zero where it is to be skipped
-        self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
-        self._agreed = False
-
-    def agree(self, comm: Comm) -> Tensor:
-        """Skip if any rank does, and return the flag: 4 bytes, before the first bucket."""
-        if not self._agreed and comm.size > 1:
-            self.flag = comm.all_reduce(self.flag)
-        self._agreed = True
-        return self.flag
-
-    def send_to_host(self) -> None:
-        """Begin to copy it to this machine's memory, after the step."""
-        self._arriving = Arriving(self.flag)
-
-    @property
-    def seen(self) -> bool:
-        """Return what came to the host."""
-        return bool(self._arriving)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step of which a device knows whether it was skipped, and the host counts as if it was not."""
-
-    skip: Skip
-    counted: Collection[str]  # parameters that took part
-    measured: bool
 
 
 @dataclass(eq=False)
