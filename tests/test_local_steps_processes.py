@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "delayed": {"fragments": 2, "delay": 3},
-    "at every step": {"fragments": 4, "delay": 4, "mixing": 0.5, "outer": OuterSGD(), "buffers": "mean"},
+    "at every step": {"fragments": 4, "delay": 4, "mixing": 0.5, "outer": OuterSGD()},
 }
 
 
