@@ -24,7 +24,6 @@ PARTS = {
     "downstream": "fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md",
     "elastic": "random events in elastic runs: tables of docs/reliability.md",
     "far_links": "trainings over links with a delay, and the delays that steps wait for: docs/far_links.md",
-    "flush": "the quality of a model before and after `handle.flush()`: a table of docs/adamw_steps.md",
     "fsdp_parameters": "what compressing FSDP2's shard axis does to a training: a table of docs/attach.md",
     "goodput": "what kills and joins cost a training that goes on: tables of docs/elastic.md",
     "gpu": "what the library costs on a GPU, and launches counted on a CPU: tables of docs/gpu.md",
