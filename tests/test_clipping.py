@@ -49,7 +49,7 @@ class Reducer(GradientReducer):
         )
         self.optimizers = [self.optimizer, *others]
         made, names = sparsync.scheme(scheme), {id(each): name for name, each in self.model.named_parameters()}
-        rescaler = ResidualRescaler(made, names, self.optimizers if follows else None, scaler)
+        rescaler = ResidualRescaler(names, self.optimizers if follows else None, scaler)
         Handle.__init__(self, made, comm, rescaler, Comparison([], names, None, every=0))
         self.rank, self.scaler = comm.rank, scaler
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.distributed import run
-from sparsync import Bucket, Dense, GroupComm, Report
+from sparsync import Bucket, Dense, GroupComm, Report, State
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.runtime.connection import Connection
@@ -23,17 +23,17 @@ class FirstFails(Scheme):
 
     name = "first_fails"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if (bucket.step, bucket.key, comm.rank) == (FAILS, "bucket0", 1):
             raise ValueError("no luck today")
-        return Dense().reduce(bucket, comm)
+        return Dense().reduce(state, bucket, comm)
 
 
 def late_buckets(waits_s: list[float]) -> list[list[str]]:
     """Train; where a bucket fails, the next ones of its step come so many seconds later on each rank. Return the errors of each step."""
-    comm, scheme = GroupComm.private(timeout_s=30), FirstFails()
+    comm, state = GroupComm.private(timeout_s=30), FirstFails().start()
     reports: list[Report] = []
-    dispatcher = Dispatcher(Connection(scheme, comm), reports.append)
+    dispatcher = Dispatcher(Connection(state, comm), reports.append)
     errors = []
     for step in range(STEPS):
         submitted = []
@@ -41,7 +41,7 @@ def late_buckets(waits_s: list[float]) -> list[list[str]]:
             if step == FAILS and number:
                 time.sleep(waits_s[comm.rank])
             bucket = Bucket(f"bucket{number}", torch.full((9,), float(step + comm.rank)), step)
-            submitted.append((bucket, dispatcher.submit(bucket, scheme)))
+            submitted.append((bucket, dispatcher.submit(bucket, state)))
         errors.append([])
         for bucket, promised in submitted:
             try:
@@ -64,7 +64,7 @@ def test_buckets_that_come_while_a_failure_is_told_fail_with_it_and_the_next_ste
 def without_more_threads() -> None:
     """Only the thread that begins buckets can start, and one that reduces."""
     comm = GroupComm.private(timeout_s=30)
-    dispatcher = Dispatcher(Connection(Dense(), comm), lambda report: None)
+    dispatcher = Dispatcher(Connection(Dense().start(), comm), lambda report: None)
     start, started = threading.Thread.start, list[str]()
 
     def limited(self: threading.Thread) -> None:
@@ -77,7 +77,7 @@ def without_more_threads() -> None:
     threading.Thread.start = limited
     for step in range(3):
         buckets = [Bucket(f"bucket{number}", torch.full((9,), float(comm.rank)), step) for number in range(BUCKETS)]
-        for promised in [dispatcher.submit(bucket, Dense()) for bucket in buckets]:
+        for promised in [dispatcher.submit(bucket, Dense().start()) for bucket in buckets]:
             promised.wait()
         assert all(bucket.grad.tolist() == [0.5] * 9 for bucket in buckets)
     dispatcher.flush()
@@ -93,18 +93,18 @@ class Slow(Scheme):
 
     name = "slow"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if bucket.key == "bucket0":
             time.sleep(1.0)
-        return Dense().reduce(bucket, comm)
+        return Dense().reduce(state, bucket, comm)
 
 
 def timed() -> list[float]:
     """Return the seconds of each bucket's report."""
-    comm, scheme, reports = GroupComm.private(timeout_s=30), Slow(), list[Report]()
-    dispatcher = Dispatcher(Connection(scheme, comm), reports.append)
+    comm, state, reports = GroupComm.private(timeout_s=30), Slow().start(), list[Report]()
+    dispatcher = Dispatcher(Connection(state, comm), reports.append)
     for number in range(BUCKETS):
-        dispatcher.submit(Bucket(f"bucket{number}", torch.ones(9), 0), scheme)
+        dispatcher.submit(Bucket(f"bucket{number}", torch.ones(9), 0), state)
     dispatcher.flush()
     return [each.seconds or 0.0 for each in reports]
 

@@ -37,7 +37,7 @@ from helpers.fsdp_training import (
 )
 from helpers.overlapping import IN_ORDER, Overlapping
 from invariants.world import same_bits
-from sparsync import Bucket, Dense, MiCRO, OkTopk, Report, SkipReduce, TopK, TwoShot
+from sparsync import Bucket, Dense, MiCRO, OkTopk, Report, SkipReduce, State, TopK, TwoShot
 from sparsync.attached import checkpoint
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
@@ -317,10 +317,10 @@ class FailsInOneModule(Scheme):
 
     name = "unlucky"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if (bucket.step, bucket.key, comm.rank) == (1, "middle", 1):
             raise ValueError("no luck today")
-        return Dense(form="ring").reduce(bucket, comm)
+        return Dense(form="ring").reduce(state, bucket, comm)
 
 
 def followed(optimizer: torch.optim.Optimizer, net: Net, handle: Handle) -> None:

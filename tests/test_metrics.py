@@ -142,11 +142,11 @@ def test_prometheus_reads_sums_of_all_steps_and_the_latest_density(by_bucket: bo
 
 def norms() -> None:
     training = AttachedTraining("topk-0.1")
-    assert residual_norm(training.handle.scheme) == 0.0
+    assert residual_norm(training.handle.state) == 0.0
     training.step()
-    residual = torch.cat(list(training.recorder.state_dict()["residual"].values()))
-    assert residual_norm(training.handle.scheme) == pytest.approx(float(residual.norm()))
-    assert residual_norm(sparsync.Dense()) == 0.0
+    residual = torch.cat(list(training.handle.state.state_dict()["residual"].values()))
+    assert residual_norm(training.handle.state) == pytest.approx(float(residual.norm()))
+    assert residual_norm(sparsync.Dense().start()) == 0.0
 
 
 @pytest.mark.distributed

@@ -11,7 +11,7 @@ import torch
 
 from helpers.quick import one_in
 from helpers.recorded_exchanges import RecordedStep, busiest, recorded_step
-from sparsync import Bucket, Comm, Cost, Report, SkipReduce, schemes
+from sparsync import Bucket, Comm, Cost, Report, SkipReduce, State, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.announcement import announcement_cost
@@ -131,7 +131,7 @@ def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given
 def check(
     choice: SchemeChoice, P: int, n: int, monkeypatch: pytest.MonkeyPatch, given_figures: bool, steps: int = 2
 ) -> None:
-    layout, made = layout_of(n), [choice.make() for _ in range(P)]
+    layout, made = layout_of(n), [choice.make().start() for _ in range(P)]
     drawn = torch.randn(steps, P, n, generator=torch.Generator().manual_seed(7 * P + n))
     drawn *= torch.linspace(0.2, 3.0, n)
     for step in range(steps):
@@ -142,7 +142,7 @@ def check(
         if step == 0:  # of which warm-ups consist
             continue
         given = Given(n, P, layout=layout, step=step)
-        plan = made[0].plan(given_of(made[0], recorded, seen, given) if given_figures else given)
+        plan = made[0].scheme.plan(given_of(made[0].scheme, recorded, seen, given) if given_figures else given)
         where = f"{choice.label}, P = {P}, n = {n}, step {step}"
         assert list(plan.exchanges) == busiest(recorded, plan.exchanges), where
         most = [max(cost) for cost in zip(*(astuple(report.cost) for report in recorded.reports), strict=True)]
@@ -236,9 +236,9 @@ TOLERANCE = {
 @pytest.mark.parametrize("name", TOLERANCE)
 def test_estimates_are_near_what_drawn_gradients_make_a_scheme_send(name: str) -> None:
     P, n = 4, 20_000
-    stream, made = Synthetic(P, n), [schemes.get(name, density=0.01) for _ in range(P)]
+    stream, made = Synthetic(P, n), [schemes.get(name, density=0.01).start() for _ in range(P)]
     reports = [recorded_step(made, stream.gradients(step), step, stream.layout).reports for step in range(2)][-1]
-    form = predict.plan(made[0], n, P, layout=stream.layout).cost()
+    form = predict.plan(made[0].scheme, n, P, layout=stream.layout).cost()
     assert form.nbytes == pytest.approx(max(report.cost.nbytes for report in reports), rel=TOLERANCE[name])
 
 
@@ -290,7 +290,7 @@ def test_a_scheme_without_a_form_says_so() -> None:
     class Own(Scheme):
         name = "own"
 
-        def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
             return self.report(bucket)
 
     with pytest.raises(ValueError, match=r"own has no closed form of its cost; write Own\.plan\(given\)"):
