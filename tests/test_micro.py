@@ -72,7 +72,7 @@ def test_nan_or_inf_on_one_rank_shows_on_all_and_changes_no_state(kind: str, non
 
     def states(steps: list[list[torch.Tensor]], numbers: list[int]) -> list[object]:
         def body(comm: LocalComm) -> object:
-            scheme = KINDS[kind](density=0.1)
+            scheme = KINDS[kind](density=0.1).start()
             for number, grads in zip(numbers, steps, strict=True):
                 bucket = Bucket("bucket", grads[comm.rank].clone(), number)
                 report = scheme.reduce(bucket, comm)

@@ -52,12 +52,12 @@ def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -
         after = schemes[0].state_dict()
         assert report.details["warmup"] == (step < warmup)
         if step >= warmup:
-            assert torch.equal(before["second"]["w"], after["second"]["w"])
+            assert torch.equal(before["common"]["second"]["w"], after["common"]["second"]["w"])
             assert report.cost.nbytes < 2 * N / 8 + 20 * P
             came_in = P * 0.9 * before["first"]["w"] + 0.1 * torch.stack(grads).sum(0) + kept
             left = sum(each.state_dict()["residual"]["w"] for each in schemes)
             torch.testing.assert_close(P * after["first"]["w"] + left, came_in, rtol=1e-4, atol=1e-4)
-            v = after["second"]["w"] / (1 - 0.999**warmup)
+            v = after["common"]["second"]["w"] / (1 - 0.999**warmup)
             torch.testing.assert_close(written, after["first"]["w"] / (1 - 0.9 ** (step + 1)) / (v.sqrt() + 1e-8))
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import all_gather_cost
@@ -34,7 +33,7 @@ def reduced(schemes: list[State], grads: list[Tensor], step: int = 0) -> list[tu
     return LocalWorld(len(schemes)).run(body)
 
 
-def residual(scheme: ErrorFeedbackScheme) -> Tensor:
+def residual(scheme: State) -> Tensor:
     return torch.cat(list(scheme.state_dict()["residual"].values()))
 
 
@@ -78,7 +77,7 @@ def test_ranks_send_as_many_elements_of_each_tensor_as_the_authors_programs(shap
     for make, wanted in zip((DeMo.published, SparseLoCo.published), COUNTS[shape], strict=True):
 
         def body(comm: LocalComm, make: Any = make) -> Report:
-            return make().reduce(Bucket("b", numbers(comm.rank, n), 0, layout), comm)
+            return make().start().reduce(Bucket("b", numbers(comm.rank, n), 0, layout), comm)
 
         for report in LocalWorld(2).run(body):
             values = 4 * wanted if make == DeMo.published else 16 + -(-wanted // 4)

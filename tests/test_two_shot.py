@@ -67,7 +67,7 @@ def check_rule(schemes: list[State], n: int) -> None:
     for step in range(3):
         given = gradients(len(schemes), n, step)
         mean, _, found = reduced(schemes, given, step)
-        wanted, residuals = restated(residuals, given, schemes[0])
+        wanted, residuals = restated(residuals, given, schemes[0].scheme)
         assert torch.equal(mean, wanted)
         assert all(torch.equal(x, y) for x, y in zip(found, residuals, strict=True))
 
