@@ -155,7 +155,7 @@ def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path
 
 def ended(content: bytes) -> bytes:
     """A zip file with the right comment."""
-    return content[:-2] + b"\x4b\x00sparsync 2 " + hashlib.sha256(content[:-2]).hexdigest().encode()
+    return content[:-2] + b"\x4b\x00sparsync 3 " + hashlib.sha256(content[:-2]).hexdigest().encode()
 
 
 def test_a_file_of_another_rank_or_step_under_this_name_is_refused(tmp_path: Path) -> None:

@@ -54,11 +54,13 @@ def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -
         if step >= warmup:
             assert torch.equal(before["common"]["second"]["w"], after["common"]["second"]["w"])
             assert report.cost.nbytes < 2 * N / 8 + 20 * P
-            came_in = P * 0.9 * before["first"]["w"] + 0.1 * torch.stack(grads).sum(0) + kept
+            came_in = P * 0.9 * before["common"]["first"]["w"] + 0.1 * torch.stack(grads).sum(0) + kept
             left = sum(each.state_dict()["residual"]["w"] for each in schemes)
-            torch.testing.assert_close(P * after["first"]["w"] + left, came_in, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(P * after["common"]["first"]["w"] + left, came_in, rtol=1e-4, atol=1e-4)
             v = after["common"]["second"]["w"] / (1 - 0.999**warmup)
-            torch.testing.assert_close(written, after["first"]["w"] / (1 - 0.9 ** (step + 1)) / (v.sqrt() + 1e-8))
+            torch.testing.assert_close(
+                written, after["common"]["first"]["w"] / (1 - 0.9 ** (step + 1)) / (v.sqrt() + 1e-8)
+            )
 
 
 def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
