@@ -102,7 +102,7 @@ def apart() -> list[Tensor]:
         pytest.raises(ValueError, match=r"attach\(\[model, other\]"),
     ):
         sparsync.attach(wrapped[0], TwoShot(**SIGNS), optimizer=optimizer, exchange=Steps())
-    with case("gradients"), pytest.raises(ValueError, match=r"attach each model by itself, with a scheme for each"):
+    with case("gradients"), pytest.raises(ValueError, match=r"attach each model by itself, with the same optimizer"):
         sparsync.attach(wrapped, TwoShot(**INT4), optimizer=optimizer)
     with case("options of one model"), pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
         sparsync.attach(wrapped, TwoShot(**SIGNS), optimizer=optimizer, options=sparsync.Options(join_mb=1.0))
