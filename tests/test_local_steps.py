@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsync
 from helpers.quick import one_in
-from sparsync import Bucket, Dense, LocalWorld, MiCRO, OkTopk, OuterSGD, Report, SkipReduce, TopK, TwoShot
+from sparsync import Bucket, Dense, LocalWorld, MiCRO, OkTopk, OuterSGD, Report, SkipReduce, State, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
 from sparsync.comm.local import LocalComm
@@ -129,7 +129,7 @@ def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weigh
             reports = steps.step()
             assert bool(reports) == (step % 2 == 1)
             assert all(report.sent == report.cost and report.step == step for report in reports)
-        residual = scheme.state_dict().get("residual", {})
+        residual = steps.state.state_dict().get("residual", {})
         names = [name for name, _ in steps.model.named_parameters()]
         held = torch.cat(
             [
@@ -137,7 +137,7 @@ def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weigh
                 for each, p in zip(names, steps.model.parameters(), strict=True)
             ]
         )
-        shares = [scheme.unsent(each.bucket(each.common, 0), comm) for each in steps._weights.buckets]
+        shares = [steps.state.unsent(each.bucket(each.common, 0), comm) for each in steps._weights.buckets]
         share = torch.zeros(83) if None in shares else torch.cat([each for each in shares if each is not None])
         assert torch.equal(flat(list(steps.model.parameters())), common(steps) - keep * share.double())
         assert name == "two_shot" or torch.equal(share, held)
@@ -166,7 +166,7 @@ def test_with_fragments_and_delay_nothing_is_lost_either_and_a_result_depends_on
             steps.step()
             seen.append(common(steps))
         steps.flush()
-        residual = torch.cat([scheme.state_dict()["residual"][name] for name, _ in steps.model.named_parameters()])
+        residual = torch.cat([steps.state.state_dict()["residual"][name] for name, _ in steps.model.named_parameters()])
         rest = learnt - residual.double()
         return [*seen, common(steps)], before, rest, [(report.key, report.step) for report in steps.reports()]
 
@@ -303,7 +303,7 @@ def test_with_another_number_of_ranks_nothing_of_residuals_or_of_what_was_learnt
         steps._note_written()
         residual = torch.cat(
             [
-                scheme.state_dict()["residual"].get(name, torch.zeros(each.numel())).double()
+                steps.state.state_dict()["residual"].get(name, torch.zeros(each.numel())).double()
                 for name, each in steps.model.named_parameters()
             ]
         )
@@ -363,7 +363,7 @@ def test_a_mean_that_overflows_is_dropped_too_and_what_a_residual_scheme_had_sen
         steps.optimizers[0].step()
         steps.step()
         assert not flat([made["a"], made["b"]]).any()
-        return scheme.state_dict()["residual"]["a"], common(steps)
+        return steps.state.state_dict()["residual"]["a"], common(steps)
 
     with pytest.warns(UserWarning, match="the mean over ranks holds NaN or Inf"):
         ranks = LocalWorld(2).run(body)
@@ -904,13 +904,13 @@ class Plain(Scheme):
 
     name = "plain"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        return Dense().reduce(bucket, comm)
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        return Dense().reduce(state, bucket, comm)
 
 
 def test_a_scheme_that_holds_nothing_back_keeps_nothing() -> None:
     def body(comm: LocalComm) -> None:
-        assert Plain().unsent(Bucket("b", torch.ones(2), 0), comm) is None
+        assert Plain().start().unsent(Bucket("b", torch.ones(2), 0), comm) is None
         steps = start(comm, Plain(), every=1, keep=1.0)
         assert torch.equal(train(steps, range(3))[-1], flat(list(steps.model.parameters())))
 

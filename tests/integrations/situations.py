@@ -16,6 +16,7 @@ from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_rank
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
 from integrations.table import SAME, Case, TrialVerdict, trial
 from invariants.world import same_bits
+from sparsync.runtime.handle import Handle
 
 OTHER = "skip-default"  # the scheme of the second model
 STEPS = 4
