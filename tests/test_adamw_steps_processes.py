@@ -110,7 +110,7 @@ def fails_at_step_3(kind: type[Scheme] | type[MeanOfSketches], key: str) -> None
     def failing(self: Any, bucket: Bucket, comm: Comm) -> Report:  # Any: of either kind
         if bucket.step == 3 and bucket.key.endswith(key) and comm.rank == 0:
             raise MemoryError("no memory")
-        return reduce(self, bucket, comm)
+        return reduce(self, state, bucket, comm)
 
     kind.reduce = failing
 

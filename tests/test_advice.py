@@ -81,7 +81,7 @@ def test_what_measured_buckets_took_beyond_the_prediction_is_added_between_them_
 
 def test_settings_and_not_their_spelling_decide_which_buckets_count() -> None:
     scheme = TopK(density=0.05, values="int8")
-    times = SchemeTimes("topk:values=int8:density=0.05", 0.0, scheme.config_fingerprint(), (ReducedBucket(N, 9.0),))
+    times = SchemeTimes("topk:values=int8:density=0.05", 0.0, repr(scheme), (ReducedBucket(N, 9.0),))
     probe = replace(PROBE, scheme=(times,))
     assert advice.measured_times("topk:density=0.05:values=int8", scheme, probe) == times
     assert advice.measured_times("topk:values=int8:density=0.05", TopK(density=0.5, values="int8"), probe) is None
@@ -96,7 +96,7 @@ def test_a_measured_bucket_counts_no_longer_than_a_larger_one_and_half_of_the_pr
 
 def test_steps_around_a_scheme_take_the_buckets_of_that_scheme() -> None:
     [plain] = parse_schemes("local_steps(every=4)/dense", 0.01)
-    long = SchemeTimes("dense", 0.0, Dense().config_fingerprint(), (ReducedBucket(2 * N, 100.0),))
+    long = SchemeTimes("dense", 0.0, repr(Dense()), (ReducedBucket(2 * N, 100.0),))
     before, after = (advise.step(plain, each, TWO_BUCKETS) for each in (PROBE, replace(PROBE, scheme=(long,))))
     assert (before.probed, after.probed) == (False, True)
     expected = advice.ReductionTime(Dense(), PROBE, ProbedNetwork(PROBE), long).beyond_s(2 * N)
@@ -106,7 +106,7 @@ def test_steps_around_a_scheme_take_the_buckets_of_that_scheme() -> None:
 # A dense bucket of n >= 500 elements is n / 2000 s on the way, its announcement takes 0.0625 s, and its thread 3 s however small it is.
 SLOW_THREAD = replace(
     PROBE,
-    scheme=(SchemeTimes("dense", 3.0, Dense().config_fingerprint(), (ReducedBucket(N, 0.5 + 0.0625 + 3.0),)),),
+    scheme=(SchemeTimes("dense", 3.0, repr(Dense()), (ReducedBucket(N, 0.5 + 0.0625 + 3.0),)),),
 )
 
 

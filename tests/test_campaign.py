@@ -62,7 +62,7 @@ def test_only_keeps_what_is_named_of_each_kind() -> None:
 
 def phases_seen(comm: Comm, scheme: str) -> set[str]:
     """Return the phases that a scheme passes in a few steps."""
-    made, seen = schemes.get(scheme, **SCHEMES[scheme][0]), set()
+    made, seen = schemes.get(scheme, **SCHEMES[scheme][0]).start(), set()
     for step in range(3):
         with recorded_phases("bucket") as spent:
             made.reduce(Bucket("bucket", torch.ones(2000), step), comm)

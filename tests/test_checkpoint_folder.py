@@ -119,11 +119,11 @@ def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path
     after = fresh()
     for content, message in (
         (b"", "cannot mmap an empty file"),
-        (whole[:7], "it is no state of format version 2, or was cut"),
-        (whole[:-1], "it is no state of format version 2, or was cut"),
+        (whole[:7], "it is no state of format version 3, or was cut"),
+        (whole[:-1], "it is no state of format version 3, or was cut"),
         (b"x" + whole, "its checksum does not fit its content"),
-        (other.getvalue(), "it is no state of format version 2"),
-        (whole.replace(b"sparsync 2", b"sparsync 7"), "it has format version 7, and this sparsync reads version 2"),
+        (other.getvalue(), "it is no state of format version 3"),
+        (whole.replace(b"sparsync 3", b"sparsync 7"), "it has format version 7, and this sparsync reads version 3"),
         (ended(trusted.getvalue()), "Weights only load failed"),
     ):
         file.write_bytes(content)
@@ -136,7 +136,7 @@ def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path
 
 def ended(content: bytes) -> bytes:
     """A zip file with the right comment."""
-    return content[:-2] + b"\x4b\x00sparsync 2 " + hashlib.sha256(content[:-2]).hexdigest().encode()
+    return content[:-2] + b"\x4b\x00sparsync 3 " + hashlib.sha256(content[:-2]).hexdigest().encode()
 
 
 # Writing.
@@ -321,7 +321,7 @@ def test_a_scheme_with_other_patterns_is_refused_before_anything_is_loaded() -> 
     for other, message in (
         (
             PerParameter(TopK(0.1), {"weight": TopK(0.5)}),
-            r"is of the patterns \['bias'\], and this PerParameter has \['weight'\]",
+            r"this state is of schemes for \['', 'bias'\], and per_parameter has \['', 'weight'\]",
         ),
         (PerParameter(TopK(0.1), {"bias": DGC(0.5)}), r"its scheme is 'per_parameter\(topk, topk\)', and this one is"),
     ):

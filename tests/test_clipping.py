@@ -49,7 +49,7 @@ class Reducer(GradientReducer):
         )
         self.optimizers = [self.optimizer, *others]
         made, names = sparsync.scheme(scheme), {id(each): name for name, each in self.model.named_parameters()}
-        rescaler = ResidualRescaler(made, names, self.optimizers if follows else None, scaler)
+        rescaler = ResidualRescaler(names, self.optimizers if follows else None, scaler)
         Handle.__init__(self, made, comm, rescaler, Comparison([], names, None, every=0))
         self.rank, self.scaler = comm.rank, scaler
 
@@ -176,7 +176,7 @@ def test_clipping_that_is_the_same_at_every_step_changes_no_bit_of_the_residual(
             for each in (follows, ignores):
                 each.train(drawn(comm.rank, step), times(share))
         assert torch.equal(follows.residual, ignores.residual)
-        assert follows.scheme.feedback._held == {}
+        assert follows.state.vectors.by_kind("residual")._held == {}
         assert follows.state_dict()["clipping"] == [{"mean": share, "steps": 6, "cuts": False}]
 
     LocalWorld(P).run(body)

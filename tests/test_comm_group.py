@@ -312,7 +312,7 @@ def test_no_rank_goes_on_and_may_close_while_others_still_connect() -> None:
 
 def traced(comm: Comm, id: str, whole: bool) -> list[Traced]:
     """What the scheme of that row makes of 3 steps of some buckets each: of whole numbers, or of some that every addition rounds."""
-    scheme, watched, found = row(id).make(), MeteredComm(comm), []
+    scheme, watched, found = row(id).make().start(), MeteredComm(comm), []
     for step in range(3):
         for key, n in (("bucket0", 97), ("bucket1", 3), ("bucket2", 0), ("bucket3", 1000)):
             slots = tuple(ParameterSpan(f"{key}.{slot.name}", slot.span) for slot in layout(n))

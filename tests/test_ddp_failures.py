@@ -21,7 +21,7 @@ import sparsync
 from helpers.ddp_training import NAMES, TIMEOUT_S, AttachedTraining, N, known, total
 from helpers.distributed import HANG_S, case, run
 from helpers.known_gradients import KnownGradients
-from sparsync import Bucket, Dense, Report, TopK
+from sparsync import Bucket, Dense, Report, State, TopK
 from sparsync.attached.ddp import DdpHandle
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
@@ -40,12 +40,12 @@ class Failing(Scheme):
         self.what, self.ranks, self.after = what, ranks, after
         self.came: list[tuple[int, str]] = []
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         self.came.append((bucket.step, bucket.key))
         now = (bucket.step, bucket.key) == WHERE and comm.rank in self.ranks
         if now and not self.after:
             self.what()
-        report = Dense(form="ring").reduce(bucket, comm)
+        report = Dense(form="ring").reduce(state, bucket, comm)
         if self.after and (bucket.step, bucket.key) == WHERE:
             through = dist.distributed_c10d._get_default_store()
             if now:

@@ -106,7 +106,7 @@ def test_with_an_optimizer_every_gradient_is_applied_at_its_own_learning_rate_an
 def test_a_rate_of_zero_leaves_the_residual_as_it_is_until_another_comes() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    rates = ResidualRescaler(TopK(), {id(parameter): "weight"}, optimizer)
+    rates = ResidualRescaler({id(parameter): "weight"}, optimizer)
     found = []
     for rate in (1.0, 0.0, 0.0, 0.25, 0.25, 0.5):
         optimizer.param_groups[0]["lr"] = rate
@@ -116,9 +116,9 @@ def test_a_rate_of_zero_leaves_the_residual_as_it_is_until_another_comes() -> No
 
 def test_residuals_follow_the_rate_until_it_is_a_tenth_of_the_highest_so_far() -> None:
     """Down to the tenth rate * residual stays the same; below, the residual does. Rates are such that quotients are exact."""
-    parameter, scheme = nn.Parameter(torch.ones(3)), TopK()
+    parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    rates = ResidualRescaler(scheme, {id(parameter): "weight"}, optimizer)
+    rates = ResidualRescaler({id(parameter): "weight"}, optimizer)
 
     def factors(*rates_of_steps: float) -> list[float]:
         found = []
@@ -131,11 +131,11 @@ def test_residuals_follow_the_rate_until_it_is_a_tenth_of_the_highest_so_far() -
     assert factors(0.1, 1e-9, 0.0, 1e-12) == [0.25 / 0.2, 1.0, 1.0, 1.0]  # the tenth is 0.2
     assert factors(0.4) == [0.5]
     assert factors(8.0, 1.0, 0.5) == [0.05, 8.0, 1.0 / 0.8]  # a higher rate lifts the tenth
-    resumed = ResidualRescaler(TopK(), {id(parameter): "weight"}, optimizer)
+    resumed = ResidualRescaler({id(parameter): "weight"}, optimizer)
     compared = Comparison([], {}, None, every=0)
     LocalWorld(1).run(
         lambda comm: Handle(TopK(), comm, resumed, compared).load_state_dict(
-            Handle(scheme, comm, rates, compared).state_dict()
+            Handle(TopK(), comm, rates, compared).state_dict()
         )
     )
     rates = resumed
@@ -146,7 +146,7 @@ def test_a_schedule_that_ends_at_zero_scales_a_residual_up_tenfold_in_all() -> N
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    rates, grown = ResidualRescaler(TopK(), {id(parameter): "weight"}, optimizer), 1.0
+    rates, grown = ResidualRescaler({id(parameter): "weight"}, optimizer), 1.0
     for _ in range(51):
         grown *= rates.factors().get("weight", 1.0)
         optimizer.step()

@@ -16,7 +16,7 @@ from sparsync.schemes import PerParameter
 
 def test_of_two_schemes_only_the_settings_that_differ_are_named() -> None:
     def of(*schemes: Scheme) -> str:
-        here, there = (each.config_fingerprint() for each in schemes)
+        here, there = (repr(each) for each in schemes)
         return differences([here], [there], 0, 1)
 
     assert of(TopK(0.01), TopK(0.02)) == "rank 0 has TopK(density=0.01), rank 1 has TopK(density=0.02)"

@@ -182,7 +182,7 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
     def changed(of: elastic.Run) -> None:
         if of.epoch.leaving:
-            after.update(scheme.state_dict()["residual"])
+            after.update(handle.state.state_dict()["residual"])
 
     run.on_change = changed
     for step in run.steps(60):  # more than it takes to leave where others hear late of it
@@ -195,7 +195,7 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
                 run.leave()
             if run.size == 3:
                 time.sleep(0.02)
-                before = scheme.state_dict()["residual"]
+                before = handle.state.state_dict()["residual"]
     run.close()
     return before, after
 
@@ -480,20 +480,20 @@ def taken_back(port: int, exchange: str, wrapped: bool) -> tuple[dict[str, torch
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange], options=options)
     run.add(model, handle, optimizer)
     found: list[dict[str, torch.Tensor]] = []
-    run.on_change = lambda _: found.append(scheme.state_dict()["residual"])
-    whole, numbers = scheme.reduce, list[int]()
+    run.on_change = lambda _: found.append(handle.state.state_dict()["residual"])
+    whole, numbers = handle.state.reduce, list[int]()
 
     def fails(bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
         whole(bucket, comm)
-        found.append(scheme.state_dict()["residual"])
+        found.append(handle.state.state_dict()["residual"])
         raise ConnectionLostError("a rank is gone")
 
     for step in run.steps(6):
         numbers.append(step)
         with run.attempt():
             if numbers.count(3) == 1:
-                found.append(scheme.state_dict()["residual"])
-            vars(scheme).update({"reduce": fails} if numbers.count(3) == 1 else {"reduce": whole})
+                found.append(handle.state.state_dict()["residual"])
+            vars(handle.state).update({"reduce": fails} if numbers.count(3) == 1 else {"reduce": whole})
             optimizer.zero_grad()
             inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
             (model(inputs) - inputs[:, :5].sin()).square().mean().backward()
@@ -528,18 +528,18 @@ def applied_by_another(port: int, exchange: str) -> list[dict[str, torch.Tensor]
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     run.add(model, handle, optimizer)
     found: list[dict[str, torch.Tensor]] = []
-    run.on_change = lambda of: found.append(scheme.state_dict()["residual"]) if of.epoch.number == 2 else None
-    whole = scheme.reduce
+    run.on_change = lambda of: found.append(handle.state.state_dict()["residual"]) if of.epoch.number == 2 else None
+    whole = handle.state.reduce
 
     def fails(bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
         whole(bucket, comm)
-        found.append(scheme.state_dict()["residual"])
+        found.append(handle.state.state_dict()["residual"])
         signals.wait(["applied"])
         raise ConnectionLostError("a rank is gone")
 
     for step in run.steps(14):
         with run.attempt():
-            vars(scheme)["reduce"] = fails if step == 10 and number == 0 and run.epoch.number == 1 else whole
+            vars(handle.state)["reduce"] = fails if step == 10 and number == 0 and run.epoch.number == 1 else whole
             optimizer.zero_grad()
             inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + number))
             (model(inputs) - inputs[:, :5].sin()).square().mean().backward()

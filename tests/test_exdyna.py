@@ -165,7 +165,9 @@ def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -
 
 def test_with_fewer_elements_than_ranks_each_rank_selects_in_each_partition_in_its_turn() -> None:
     P = 4
-    steps = world.run([ExDyna(density=0.01) for _ in range(P)], world.integers(P, 100, P * P))  # an element a step
+    steps = world.run(
+        [ExDyna(density=0.01).start() for _ in range(P)], world.integers(P, 100, P * P)
+    )  # an element a step
     turns = [[step.reports[rank].selected for step in steps] for rank in range(P)]
     assert turns == [[0] * P * rank + [1] * P + [0] * P * (P - 1 - rank) for rank in range(P)]
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Bucket, SkipReduce, Span, TopK, TwoShot
+from sparsync import Bucket, Span, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import ParameterSpan, Sparse
-from sparsync.feedback import ErrorFeedback, redistributed
+from sparsync.feedback import ByParameter, Vectors, redistributed
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
@@ -27,19 +27,19 @@ def bucket(*names: str, key: str = "bucket0", dtype: torch.dtype = torch.float32
     return Bucket(key, torch.zeros(stops[-1] if stops else 0, dtype=dtype), 0, layout)
 
 
-def values(feedback: ErrorFeedback) -> dict[str, list[float]]:
-    return {name: part.tolist() for name, part in feedback.state_dict().items()}
+def values(feedback: ByParameter) -> dict[str, list[float]]:
+    return {name: part.tolist() for name, part in feedback.by_name.items()}
 
 
 def test_an_unseen_parameter_starts_with_nothing_kept() -> None:
-    residual = ErrorFeedback().residual(bucket("a", "c"), 0)
+    residual = ByParameter().of(bucket("a", "c"), torch.float32)
     assert residual.tolist() == [0.0] * 4
 
 
 def test_what_is_written_to_the_residual_is_there_the_next_time() -> None:
-    feedback = ErrorFeedback()
-    feedback.residual(bucket("a", "c"), 0).copy_(torch.arange(4.0))
-    assert feedback.residual(bucket("a", "c"), 0).tolist() == [0, 1, 2, 3]
+    feedback = ByParameter()
+    feedback.of(bucket("a", "c"), torch.float32).copy_(torch.arange(4.0))
+    assert feedback.of(bucket("a", "c"), torch.float32).tolist() == [0, 1, 2, 3]
     assert values(feedback) == {"a": [0, 1, 2], "c": [3]}
 
 
@@ -54,7 +54,7 @@ def test_what_is_written_to_the_residual_is_there_the_next_time() -> None:
     ids=str,
 )
 def test_the_residual_is_at_least_single_precision(dtype: torch.dtype, kept: torch.dtype) -> None:
-    assert ErrorFeedback().residual(bucket("a", dtype=dtype), 0).dtype == kept
+    assert TopK().start().residual(bucket("a", dtype=dtype)).dtype == kept
 
 
 orders = st.permutations(list(SIZES)).flatmap(
@@ -65,11 +65,11 @@ orders = st.permutations(list(SIZES)).flatmap(
 @given(st.lists(orders, min_size=1, max_size=8))
 def test_any_sequence_of_layouts_keeps_every_parameters_residual(plan: list[list[list[str]]]) -> None:
     """Each visit adds one to a parameter; whatever the layouts in between, it finds what it left."""
-    feedback, expected = ErrorFeedback(), dict.fromkeys(SIZES, 0.0)
+    feedback, expected = ByParameter(), dict.fromkeys(SIZES, 0.0)
     for buckets in plan:
         for names in buckets:
             found = bucket(*names)
-            residual = feedback.residual(found, 0)
+            residual = feedback.of(found, torch.float32)
             for slot in found.layout:
                 assert slot.span.of(residual).tolist() == [expected[slot.name]] * len(slot.span)
                 expected[slot.name] += 1.0
@@ -78,37 +78,26 @@ def test_any_sequence_of_layouts_keeps_every_parameters_residual(plan: list[list
 
 
 def test_a_layout_that_comes_back_does_not_bring_back_its_old_residual() -> None:
-    feedback = ErrorFeedback()
-    feedback.residual(bucket("a", "c"), 0).fill_(1.0)
-    feedback.residual(bucket("c", "d"), 0).fill_(2.0)
-    assert feedback.residual(bucket("a", "c"), 0).tolist() == [1, 1, 1, 2]
-    assert feedback.residual(bucket("d"), 0).tolist() == [2] * 5
+    feedback = ByParameter()
+    feedback.of(bucket("a", "c"), torch.float32).fill_(1.0)
+    feedback.of(bucket("c", "d"), torch.float32).fill_(2.0)
+    assert feedback.of(bucket("a", "c"), torch.float32).tolist() == [1, 1, 1, 2]
+    assert feedback.of(bucket("d"), torch.float32).tolist() == [2] * 5
 
 
 def test_a_parameter_that_changed_its_size_is_refused() -> None:
-    feedback = ErrorFeedback()
-    feedback.residual(bucket("a"), 0)
+    feedback = ByParameter()
+    feedback.of(bucket("a"), torch.float32)
     changed = Bucket("bucket0", torch.zeros(4), 0, (ParameterSpan("a", Span(0, 4)),))
     with pytest.raises(
         ValueError, match="the residual of 'a' has 3 elements, its gradient 4; load the state of the same model"
     ):
-        feedback.residual(changed, 0)
-
-
-def test_one_feedback_serves_one_rank() -> None:
-    feedback = ErrorFeedback()
-    feedback.residual(bucket("a"), 2)
-    with pytest.raises(
-        RuntimeError, match="holds the state of rank 2 and was called by rank 0; make one scheme per rank"
-    ):
-        feedback.residual(bucket("a"), 0)
-    feedback.load_state_dict(feedback.state_dict())
-    feedback.residual(bucket("a"), 0)
+        feedback.of(changed, torch.float32)
 
 
 def test_rescaling_reaches_the_named_parameters_in_the_residual_of_their_bucket() -> None:
-    feedback = ErrorFeedback()
-    residual = feedback.residual(bucket("a", "c", "d"), 0)
+    feedback = ByParameter()
+    residual = feedback.of(bucket("a", "c", "d"), torch.float32)
     residual.fill_(8.0)
     feedback.rescale({"a": 0.5, "c": 1.0, "unknown": 3.0})
     assert residual.tolist() == [4, 4, 4, 8, 8, 8, 8, 8, 8]
@@ -116,40 +105,24 @@ def test_rescaling_reaches_the_named_parameters_in_the_residual_of_their_bucket(
 
 
 def test_rescaling_reaches_what_was_loaded_and_not_laid_out_yet() -> None:
-    feedback = ErrorFeedback()
-    feedback.load_state_dict({"a": torch.full((3,), 8.0)})
+    feedback = ByParameter({"a": torch.full((3,), 8.0)})
     feedback.rescale({"a": 0.25})
-    assert feedback.residual(bucket("c", "a"), 0).tolist() == [0, 2, 2, 2]
+    assert feedback.of(bucket("c", "a"), torch.float32).tolist() == [0, 2, 2, 2]
 
 
-@pytest.mark.parametrize("make", [lambda: TopK(0.5), lambda: SkipReduce(feedback=True)], ids=["topk", "skip_reduce"])
-def test_a_scheme_rescales_what_it_keeps(make: type) -> None:
-    scheme = make()
-    state = scheme.state_dict() | {"residual": {"a": torch.full((3,), 8.0)}}
-    scheme.load_state_dict(state)
-    scheme.rescale_residual({"a": 0.5})
-    assert scheme.state_dict()["residual"]["a"].tolist() == [4, 4, 4]
-
-
-def test_a_saved_state_is_a_copy_and_so_is_a_loaded_one() -> None:
-    feedback = ErrorFeedback()
-    residual = feedback.residual(bucket("a"), 0)
-    saved = feedback.state_dict()
+def test_a_saved_state_is_a_copy_and_so_is_a_loaded_one_which_replaces_all() -> None:
+    vectors, other = Vectors(), Vectors()
+    residual = vectors.by_kind("residual").of(bucket("a"), torch.float32)
+    saved = vectors.state_dict()
     residual.fill_(1.0)
-    assert saved["a"].tolist() == [0, 0, 0]
-    other = ErrorFeedback()
+    assert saved["residual"]["a"].tolist() == [0, 0, 0]
+    other.by_kind("velocity").of(bucket("a", "c"), torch.float32).fill_(9.0)
     other.load_state_dict(saved)
-    saved["a"].fill_(5.0)
-    other.residual(bucket("a"), 0).add_(2.0)
-    assert values(other) == {"a": [2, 2, 2]}
-    assert saved["a"].tolist() == [5, 5, 5]
-
-
-def test_loading_replaces_what_was_kept() -> None:
-    feedback = ErrorFeedback()
-    feedback.residual(bucket("a", "c"), 0).fill_(9.0)
-    feedback.load_state_dict({"a": torch.ones(3)})
-    assert feedback.residual(bucket("a", "c"), 0).tolist() == [1, 1, 1, 0]
+    saved["residual"]["a"].fill_(5.0)
+    other.by_kind("residual").of(bucket("a"), torch.float32).add_(2.0)
+    assert list(other.state_dict()) == ["residual"]
+    assert values(other.by_kind("residual")) == {"a": [2, 2, 2]}
+    assert saved["residual"]["a"].tolist() == [5, 5, 5]
 
 
 def total(states: list[dict[str, Tensor]], name: str) -> Tensor:
@@ -191,13 +164,13 @@ def test_residuals_in_16_bits_lose_nothing_that_16_bits_hold(kind: Callable[...,
     """Whole numbers of at most 8 bits all the way: residuals of either precision lead to the same bits."""
 
     def body(comm: LocalComm, residuals: str) -> list[Tensor]:
-        scheme, seen = kind(density=0.1, residuals=residuals), []
+        state, seen = kind(density=0.1, residuals=residuals).start(), []
         for step in range(4):
             source = torch.Generator().manual_seed(10 * step + comm.rank)
             grad = 2.0 * torch.randint(-8, 9, (300,), generator=source)
             bucket = Bucket("w", grad.to(dtype), step)
-            scheme.reduce(bucket, comm)
-            kept = scheme.state_dict()["residual"]["w"]
+            state.reduce(bucket, comm)
+            kept = state.state_dict()["residual"]["w"]
             assert kept.dtype == getattr(torch, residuals)
             seen += [bucket.grad, kept.float()]
         return seen
@@ -214,22 +187,21 @@ def test_other_precisions_of_residuals_are_refused() -> None:
 @pytest.mark.parametrize("make", [TopK, MiCRO.published, ExDyna, ExDyna.published, OkTopk, OkTopk.published])
 def test_beginning_anew_keeps_residuals_and_nothing_that_ranks_must_agree_on(make: Callable[[], Scheme]) -> None:
     def body(comm: LocalComm) -> None:
-        scheme, fresh = make(), make()
+        state = make().start()
         for step in range(2):
-            scheme.reduce(Bucket("w", torch.randn(300, generator=torch.Generator().manual_seed(comm.rank)), step), comm)
-        before = scheme.state_dict()
-        scheme.reset_shared_state()
-        after, blank = scheme.state_dict(), fresh.state_dict()
-        assert torch.equal(after.pop("residual")["w"], before["residual"]["w"])
-        assert after == {field: kept for field, kept in blank.items() if field != "residual"}
+            state.reduce(Bucket("w", torch.randn(300, generator=torch.Generator().manual_seed(comm.rank)), step), comm)
+        before = state.state_dict()
+        state.reset_shared_state()
+        after = state.state_dict()
+        assert torch.equal(after["residual"]["w"], before["residual"]["w"])
+        assert after.keys() <= {"residual", "own"}
 
     LocalWorld(2).run(body)
 
 
 def test_on_a_device_nothing_is_read_for_the_next_selection() -> None:
     elsewhere = torch.zeros(4, device="meta")  # whose numbers cannot be read
-    feedback = ErrorFeedback()
-    acc = feedback.accumulate(Bucket("w", elsewhere, 0), 0)
+    acc = TopK().start().accumulate(Bucket("w", elsewhere, 0))
     found = Sparse(torch.zeros(2, dtype=torch.int32, device="meta"), elsewhere[:2], 4)
     assert acc._noted(found) is found
     assert acc._hint() is None

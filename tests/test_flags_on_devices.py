@@ -39,7 +39,7 @@ def trained(
     """Return for each rank and step whether the report has "overflow", the gradient and the residual; step 1 has an infinity."""
 
     def of_rank(comm: LocalComm) -> list[tuple[bool, Tensor, Tensor]]:
-        scheme, found = make(), []
+        scheme, found = make().start(), []
         for step in range(LARGE + 1):
             grad = torch.randn(N, generator=generator(7, "flags", 10 * step + comm.rank))
             if step == LARGE:
@@ -47,7 +47,7 @@ def trained(
             grad[N // 2] = torch.inf if (step, comm.rank) == (1, 1) else 0.0
             bucket = Bucket("w", grad.to(dtype), step)
             report = scheme.reduce(bucket, comm)
-            found.append((bool(report.details["overflow"]), bucket.grad, scheme.feedback.residual_of(bucket).clone()))
+            found.append((bool(report.details["overflow"]), bucket.grad, scheme.residual(bucket).clone()))
         return found
 
     with world():

@@ -343,7 +343,7 @@ def test_the_command_writes_table_picture_and_page(
 
 def test_the_oracle_writes_the_largest_elements_of_the_mean_and_keeps_the_rest() -> None:
     gradients = [torch.tensor([4.0, 0.0, 2.0, 0.0]), torch.tensor([-4.0, 2.0, 2.0, 0.0])]
-    schemes = [Oracle(0.25), Oracle(0.25)]
+    schemes = [Oracle(0.25).start(), Oracle(0.25).start()]
 
     def reduced(step: int, scale: float) -> list[list[float]]:
         buckets = [Bucket("a", gradient * scale, step) for gradient in gradients]

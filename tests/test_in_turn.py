@@ -25,7 +25,7 @@ def integers(P: int, n: int, step: int = 0) -> list[Tensor]:
 
 def test_two_ranks_by_hand() -> None:
     """Elements 0, 6 are rank 0's and 1, 7 rank 1's in the first turn; 3, 4 and 2, 5 in the second."""
-    schemes = [InTurn(every=2, values="sign", values_down="float32") for _ in range(2)]
+    schemes = [InTurn(every=2, values="sign", values_down="float32").start() for _ in range(2)]
     given = [torch.tensor([8.0, 4, 1, 1, 1, 1, 0, -12]), torch.tensor([2.0, 16, 1, 1, 1, 1, -6, 0])]
     mean, reports, residuals = reduced(schemes, given, 0)
     # To rank 1 as signs, 4 and -12 are 8 and -8; to rank 0, 2 and -6 are 4 and -4. Owners add their own as they are.
@@ -77,7 +77,7 @@ def test_turns_are_about_equal_and_take_elements_of_each_column() -> None:
 @pytest.mark.parametrize("values", ["sign", "int4", "float32"])
 @pytest.mark.parametrize(("n", "P", "every"), SIZES)
 def test_nothing_is_lost(n: int, P: int, every: int, values: Any) -> None:  # Any: a format
-    schemes, came_in = [InTurn(every, values, "int3") for _ in range(P)], torch.zeros(n, dtype=torch.float64)
+    schemes, came_in = [InTurn(every, values, "int3").start() for _ in range(P)], torch.zeros(n, dtype=torch.float64)
     for step in range(every + 1):
         given = integers(P, n, step)
         came_in += torch.stack(given).sum(0)
@@ -89,7 +89,7 @@ def test_nothing_is_lost(n: int, P: int, every: int, values: Any) -> None:  # An
 
 @pytest.mark.parametrize(("n", "P", "every"), SIZES)
 def test_exact_values_are_all_delivered_after_every_steps(n: int, P: int, every: int) -> None:
-    schemes, first = [InTurn(every, "float32", "float32") for _ in range(P)], integers(P, n)
+    schemes, first = [InTurn(every, "float32", "float32").start() for _ in range(P)], integers(P, n)
     written, residuals = torch.zeros(n, dtype=torch.float64), first
     for step in range(every):
         mean, _, residuals = reduced(schemes, first if step == 0 else [torch.zeros_like(each) for each in first], step)
@@ -103,8 +103,8 @@ def test_with_one_turn_it_is_two_shot_of_all_elements(P: int) -> None:
     given, equal = integers(P, 999), [torch.full((999,), 2.0 * rank) for rank in range(P)]
     cases: list[tuple[Values, Values, list[Tensor]]] = [("float32", "float32", given), ("sign", "int8", equal)]
     for values, values_down, grads in cases:
-        schemes = [InTurn(1, values, values_down) for _ in range(P)]
-        others = [TwoShot(1.0, values, values_down=values_down) for _ in range(P)]
+        schemes = [InTurn(1, values, values_down).start() for _ in range(P)]
+        others = [TwoShot(1.0, values, values_down=values_down).start() for _ in range(P)]
         mean, reports, residuals = reduced(schemes, grads, 0)
         wanted, costs, errors = reduced(others, grads, 0)
         assert torch.equal(mean, wanted)
@@ -116,7 +116,7 @@ def test_with_one_turn_it_is_two_shot_of_all_elements(P: int) -> None:
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("step", [2, 3])
 def test_what_is_not_finite_shows_on_all_ranks_whoever_has_the_turn(step: int, number: float) -> None:
-    schemes = [InTurn(2) for _ in range(4)]
+    schemes = [InTurn(2).start() for _ in range(4)]
     reduced(schemes, integers(4, 100), 0)
     *_, before = reduced(schemes, integers(4, 100, 1), 1)
     given = integers(4, 100, 2)
@@ -129,7 +129,7 @@ def test_what_is_not_finite_shows_on_all_ranks_whoever_has_the_turn(step: int, n
 
 @pytest.mark.parametrize(("n", "P", "every"), SIZES)
 def test_what_an_owner_holds_for_all_ranks_is_shared_out(n: int, P: int, every: int) -> None:
-    schemes = [InTurn(every) for _ in range(P)]
+    schemes = [InTurn(every).start() for _ in range(P)]
     reduced(schemes, integers(P, n), 0)
     *_, residuals = reduced(schemes, integers(P, n, 1), 1)
     bucket = Bucket("w", torch.zeros(n, dtype=torch.float64), 3)
@@ -143,10 +143,10 @@ def test_what_an_owner_holds_for_all_ranks_is_shared_out(n: int, P: int, every: 
 @pytest.mark.parametrize(("every", "down", "bits"), [(4, "int3", 0.774), (2, "sign", 0.797), (16, "int3", 0.194)])
 def test_bits_are_known_beforehand(every: int, down: Any, bits: float) -> None:  # Any: a format
     P, n, sent = 4, 100_000, 0
-    schemes = [InTurn(every, values_down=down) for _ in range(P)]
+    schemes = [InTurn(every, values_down=down).start() for _ in range(P)]
     for step in range(every):
         _, reports, _ = reduced(schemes, [torch.randn(n)] * P, step)
-        form = plan_of(schemes[0], Given(n, P, step=step)).cost()
+        form = plan_of(schemes[0].scheme, Given(n, P, step=step)).cost()
         assert (form.steps, form.messages) == (2, 6)
         assert max(report.cost.nbytes for report in reports) <= form.nbytes <= 1.01 * reports[0].cost.nbytes
         sent += reports[0].cost.nbytes
@@ -154,10 +154,10 @@ def test_bits_are_known_beforehand(every: int, down: Any, bits: float) -> None: 
 
 
 def test_a_resumed_run_goes_on_with_the_turn_of_its_step() -> None:
-    schemes = [InTurn(3) for _ in range(2)]
+    schemes = [InTurn(3).start() for _ in range(2)]
     for step in range(4):
         reduced(schemes, integers(2, 500, step), step)
-    others = [InTurn(3) for _ in range(2)]
+    others = [InTurn(3).start() for _ in range(2)]
     for scheme, other in zip(schemes, others, strict=True):
         other.load_state_dict(scheme.state_dict())
     for step in range(4, 7):
@@ -178,7 +178,7 @@ def test_settings_are_checked_and_told() -> None:
     with pytest.raises(ValueError, match="in_turn has no reduce-scatter; for the shard axis there are TwoShot"):
         InTurn().reduce_scatter_form()
     text = "InTurn(every=4, values='sign', values_down='int3', residuals='float32', decay=1.0)"
-    assert InTurn().config_fingerprint() == text
+    assert repr(InTurn()) == text
 
 
 @pytest.mark.parametrize(("stride", "every"), [(2, 2), (2, 4), (4, 4), (3, 6), (16, 16)])

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import run
+from sparsync import State
 from sparsync.attached.joining import Joining
 from sparsync.core import Bucket, Comm, Report
 
@@ -122,7 +123,7 @@ def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
     handle = sparsync.attach(ddp, scheme, options=sparsync.Options(dense_below=dense_below, timeout_s=120))
     ddp(torch.full((4, 8), 1.0 + torch.distributed.get_rank())).square().mean().backward()
     grads = torch.cat([each.grad.flatten() for each in ddp.module.parameters() if each.grad is not None])
-    residual = torch.cat(list(scheme.state_dict()["residual"].values()))
+    residual = torch.cat(list(handle.state.state_dict()["residual"].values()))
     return [bool(report.details.get("dense")) for report in handle.reports()], grads, residual
 
 
@@ -142,9 +143,9 @@ def test_a_bucket_of_few_elements_is_sent_whole_and_leaves_no_residual() -> None
 class OwnReduce(sparsync.TopK):
     """Notes the buckets that it is called for, as a class that logs does."""
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         noted.append(bucket.key)
-        return super().reduce(bucket, comm)
+        return super().reduce(state, bucket, comm)
 
 
 noted: list[str] = []  # on this rank; a setting of the class would be compared between ranks

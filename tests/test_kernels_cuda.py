@@ -113,7 +113,7 @@ def test_a_position_outside_is_left_out_and_nothing_is_asked(position: int, monk
 )
 def test_a_scheme_comes_to_the_same_bits_as_on_the_reference(name: str) -> None:
     def body(comm: LocalComm) -> list[Tensor]:
-        scheme, seen = schemes.get(name, density=0.05), []
+        scheme, seen = schemes.get(name, density=0.05).start(), []
         for step, dtype in enumerate((torch.float32, torch.bfloat16)):
             grad = made("normal", BLOCK + 9, 10 * step + comm.rank).to(dtype)
             scheme.reduce(Bucket("w", grad, step), comm)

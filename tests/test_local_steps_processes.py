@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sparsync
 from helpers.distributed import HANG_S, case, run
-from sparsync import Bucket, Dense, LocalWorld, OuterSGD, Report, TopK
+from sparsync import Bucket, Dense, LocalWorld, OuterSGD, Report, State, TopK
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
@@ -84,11 +84,11 @@ def test_processes_and_exchanges_in_the_background_give_the_bits_of_a_local_worl
 class FailsAtSecondExchange(TopK):
     """One rank fails before its first message of the second bucket of the second exchange."""
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if bucket.step == 1 and bucket.key.endswith("/1") and comm.rank == 0 and not _FAILED:
             _FAILED.append(True)
             raise MemoryError("no memory")
-        return super().reduce(bucket, comm)
+        return super().reduce(state, bucket, comm)
 
 
 _FAILED: list[bool] = []
@@ -136,7 +136,7 @@ def failing(delay: int, before: bool) -> list[str]:
     steps.flush()
     with steps.averaged():
         common = torch.cat([each.detach().clone() for each in model.values()])
-    total = learnt - torch.cat([scheme.state_dict()["residual"][name] for name in "ab"])
+    total = learnt - torch.cat([steps.state.state_dict()["residual"][name] for name in "ab"])
     dist.all_reduce(total)
     assert torch.equal(total, -2 * common)
     assert steps.stats()["exchanges"] == 4
@@ -228,7 +228,7 @@ from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import step_in_flight
 
 class Waits(Dense):
-    def reduce(self, bucket, comm):
+    def reduce(self, state, bucket, comm):
         print("waits", flush=True)
         threading.Event().wait()
 

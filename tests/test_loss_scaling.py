@@ -85,7 +85,7 @@ def test_a_second_handle_of_a_scheme_rescales_its_residual_from_the_units_of_the
 
     def factors(scheme: TopK, scale: float | None) -> dict[str, float]:
         scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
-        return ResidualRescaler(scheme, {1: "weight"}, scaler=scaler).factors()
+        return ResidualRescaler({1: "weight"}, scaler=scaler).factors()
 
     assert factors(scheme, 1024.0) == {}
     assert factors(scheme, 65536.0) == {"weight": 64.0}

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Bucket, Dense, GradientReducer, LocalWorld, MiCRO, Options, Report, TopK
+from sparsync import Bucket, Dense, GradientReducer, LocalWorld, MiCRO, Options, Report, State, TopK
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 
@@ -56,7 +56,7 @@ def test_gradients_become_what_the_scheme_makes_of_them_in_every_type_and_memory
         mine = {name: each for name, each in parameters.items() if each.dtype == dtype}
 
         def reduce(comm: LocalComm, mine: dict[str, nn.Parameter] = mine) -> list[torch.Tensor]:
-            scheme, written = MiCRO(0.25), []
+            scheme, written = MiCRO(0.25).start(), []
             for step in range(STEPS):
                 flat = torch.cat([gradient(each, comm.rank, step).flatten() for each in mine.values()])
                 scheme.reduce(bucket := Bucket("any", flat, step), comm)
@@ -154,12 +154,12 @@ def test_steps_are_counted_unless_their_number_is_given() -> None:
 class FailsOnce(TopK):
     """One rank fails before its first message."""
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if bucket.step == 1 and comm.rank == 0:
             _FAILED.append(True)
             if len(_FAILED) == 1:
                 raise MemoryError("no memory")
-        return super().reduce(bucket, comm)
+        return super().reduce(state, bucket, comm)
 
 
 _FAILED: list[bool] = []
@@ -188,8 +188,8 @@ def test_when_one_rank_fails_all_do_and_the_next_call_works() -> None:
 class FailsLate(TopK):
     """One rank fails after its last message, so the other does not notice before the next call."""
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        report = super().reduce(bucket, comm)
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        report = super().reduce(state, bucket, comm)
         if bucket.step == 1:
             through = dist.distributed_c10d._get_default_store()
             if comm.rank == 0:

@@ -124,11 +124,11 @@ def test_an_offline_run_of_wandb_holds_what_was_recorded(tmp_path: Path) -> None
 
 def norms() -> None:
     training = AttachedTraining("topk-0.1")
-    assert residual_norm(training.handle.scheme) == 0.0
+    assert residual_norm(training.handle.state) == 0.0
     training.step()
-    residual = torch.cat(list(training.recorder.state_dict()["residual"].values()))
-    assert residual_norm(training.handle.scheme) == pytest.approx(float(residual.norm()))
-    assert residual_norm(sparsync.Dense()) == 0.0
+    residual = torch.cat(list(training.handle.state.state_dict()["residual"].values()))
+    assert residual_norm(training.handle.state) == pytest.approx(float(residual.norm()))
+    assert residual_norm(sparsync.Dense().start()) == 0.0
 
 
 @pytest.mark.distributed

@@ -9,6 +9,7 @@ import torch
 from helpers import exclusive_invariants as streams
 from helpers.exclusive_invariants import run, whole_numbers
 from helpers.plain_micro import Restated
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.schemes.exdyna import ExDyna
@@ -71,7 +72,7 @@ def test_nan_or_inf_on_one_rank_shows_on_all_and_changes_no_state(kind: str, non
 
     def states(steps: list[list[torch.Tensor]], numbers: list[int]) -> list[object]:
         def body(comm: LocalComm) -> object:
-            scheme = KINDS[kind](density=0.1)
+            scheme = KINDS[kind](density=0.1).start()
             for number, grads in zip(numbers, steps, strict=True):
                 bucket = Bucket("bucket", grads[comm.rank].clone(), number)
                 report = scheme.reduce(bucket, comm)
@@ -100,10 +101,10 @@ def test_a_loaded_state_goes_on_as_the_saved_one(kind: str) -> None:
     steps = [streams.layered(n, P, step) for step in range(8)]
 
     def body(comm: LocalComm) -> bool:
-        through: Exclusive = KINDS[kind](density=0.05)
+        through = KINDS[kind](density=0.05).start()
         for step in range(4):
             through.reduce(Bucket("bucket", steps[step][comm.rank].clone(), step), comm)
-        resumed: Exclusive = KINDS[kind](density=0.05)
+        resumed = KINDS[kind](density=0.05).start()
         resumed.load_state_dict(through.state_dict())
         for step in range(4, 8):
             one, other = (Bucket("bucket", steps[step][comm.rank].clone(), step) for _ in range(2))
@@ -118,7 +119,7 @@ def test_a_loaded_state_goes_on_as_the_saved_one(kind: str) -> None:
 
 def test_a_state_of_other_settings_brings_its_residual_and_the_rest_starts_again() -> None:
     def body(comm: LocalComm) -> int:
-        scheme, other = MiCRO(0.1), MiCRO.published(0.1)
+        scheme, other = MiCRO(0.1).start(), MiCRO.published(0.1).start()
         scheme.load_state_dict(other.state_dict() | {"residual": {"bucket": torch.ones(60)}})
         return scheme.reduce(Bucket("bucket", torch.zeros(60), 7), comm).union
 
@@ -272,7 +273,7 @@ def test_the_published_rule_refuses_what_the_paper_does_not_know(kind: str) -> N
         PLAIN[kind](bug_compatible=True)
 
 
-def flattened(scheme: Exclusive) -> object:
+def flattened(scheme: State) -> object:
     """The state of a scheme as plain lists."""
 
     def plain(part: object) -> object:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync.base.scheme import Scheme
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Report
 from sparsync_lab.rivals.dgc import DGC
@@ -20,7 +20,7 @@ def numbers(*seed: int) -> Tensor:
     return torch.randn(N, generator=torch.Generator().manual_seed(hash(seed) % 2**31))
 
 
-def reduced(schemes: list[Scheme], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
+def reduced(schemes: list[State], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
     def body(comm: LocalComm) -> tuple[Tensor, Report]:
         bucket = Bucket("w", grads[comm.rank].clone(), step)
         return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
@@ -31,7 +31,7 @@ def reduced(schemes: list[Scheme], grads: list[Tensor], step: int = 0) -> list[t
 def test_the_warm_up_and_sgd_are_adam() -> None:
     P, ours, theirs = 3, torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
     sgd, adam = torch.optim.SGD([ours], lr=0.01), torch.optim.Adam([theirs], lr=0.01)
-    schemes: list[Scheme] = [OneBitAdam(warmup_steps=10) for _ in range(P)]
+    schemes = [OneBitAdam(warmup_steps=10).start() for _ in range(P)]
     for step in range(10):
         grads = [numbers(1, step, rank) for rank in range(P)]
         theirs.grad = torch.stack(grads).sum(0) / P
@@ -43,7 +43,7 @@ def test_the_warm_up_and_sgd_are_adam() -> None:
 
 def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -> None:
     P, warmup = 4, 3
-    schemes = [OneBitAdam(warmup_steps=warmup) for _ in range(P)]
+    schemes = [OneBitAdam(warmup_steps=warmup).start() for _ in range(P)]
     for step in range(10):
         before = schemes[0].state_dict()
         grads = [numbers(step, rank) for rank in range(P)]
@@ -52,17 +52,19 @@ def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -
         after = schemes[0].state_dict()
         assert report.details["warmup"] == (step < warmup)
         if step >= warmup:
-            assert torch.equal(before["second"]["w"], after["second"]["w"])
+            assert torch.equal(before["common"]["second"]["w"], after["common"]["second"]["w"])
             assert report.cost.nbytes < 2 * N / 8 + 20 * P
-            came_in = P * 0.9 * before["first"]["w"] + 0.1 * torch.stack(grads).sum(0) + kept
+            came_in = P * 0.9 * before["common"]["first"]["w"] + 0.1 * torch.stack(grads).sum(0) + kept
             left = sum(each.state_dict()["residual"]["w"] for each in schemes)
-            torch.testing.assert_close(P * after["first"]["w"] + left, came_in, rtol=1e-4, atol=1e-4)
-            v = after["second"]["w"] / (1 - 0.999**warmup)
-            torch.testing.assert_close(written, after["first"]["w"] / (1 - 0.9 ** (step + 1)) / (v.sqrt() + 1e-8))
+            torch.testing.assert_close(P * after["common"]["first"]["w"] + left, came_in, rtol=1e-4, atol=1e-4)
+            v = after["common"]["second"]["w"] / (1 - 0.999**warmup)
+            torch.testing.assert_close(
+                written, after["common"]["first"]["w"] / (1 - 0.9 ** (step + 1)) / (v.sqrt() + 1e-8)
+            )
 
 
 def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
-    scheme, grad = OneBitAdam(warmup_steps=1), numbers(0)
+    scheme, grad = OneBitAdam(warmup_steps=1).start(), numbers(0)
     grad[:10] = 0
     reduced([scheme], [grad])
     written, _ = reduced([scheme], [numbers(1)], 1)[0]
@@ -73,7 +75,7 @@ def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
 @pytest.mark.slow
 def test_one_bit_adam_minimises_what_adam_minimises() -> None:
     P, target = 4, numbers(9)
-    x, schemes = torch.zeros(N), [OneBitAdam(warmup_steps=40) for _ in range(P)]
+    x, schemes = torch.zeros(N), [OneBitAdam(warmup_steps=40).start() for _ in range(P)]
     for step in range(400):
         grads = [x - target + 0.1 * numbers(step, rank) for rank in range(P)]
         x -= 0.02 * (1 - step / 400) * reduced(list(schemes), grads, step)[0][0]
@@ -84,7 +86,7 @@ def test_dgc_that_sends_everything_is_sgd_with_momentum() -> None:
     """Without masking: what is sent would forget its momentum."""
     P, ours, theirs = 2, torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
     plain, heavy = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
-    schemes: list[Scheme] = [DGC(1.0, masking=False) for _ in range(P)]
+    schemes = [DGC(1.0, masking=False).start() for _ in range(P)]
     for step in range(5):
         grads = [numbers(step, rank) for rank in range(P)]
         theirs.grad = torch.stack(grads).sum(0) / P
@@ -95,7 +97,7 @@ def test_dgc_that_sends_everything_is_sgd_with_momentum() -> None:
 
 
 def test_masking_forgets_the_momentum_of_what_is_sent() -> None:
-    scheme = DGC(0.1, warmup_steps=0)
+    scheme = DGC(0.1, warmup_steps=0).start()
     written, _ = reduced([scheme], [numbers(0)])[0]
     velocity = scheme.state_dict()["velocity"]["w"]
     assert torch.equal(velocity == 0, written != 0)
@@ -114,12 +116,12 @@ def test_the_density_of_the_warm_up_falls_from_a_quarter_to_its_own() -> None:
 def test_each_rank_clips_its_gradient_to_where_a_mean_of_unlike_ones_has_the_norm_asked_for() -> None:
     P = 4
     unlike = [torch.zeros(N).index_fill_(0, torch.tensor(rank), 100.0) for rank in range(P)]
-    schemes: list[Scheme] = [DGC(1.0, clip=2.0) for _ in range(P)]
+    schemes = [DGC(1.0, clip=2.0).start() for _ in range(P)]
     written, _ = reduced(schemes, unlike)[0]
     assert float(written.norm()) == 2.0
     assert written[:P].tolist() == [1.0] * P
     small = numbers(0) / numbers(0).norm() * 3.5  # below 2 sqrt(4)
-    schemes = [DGC(1.0, clip=2.0) for _ in range(P)]
+    schemes = [DGC(1.0, clip=2.0).start() for _ in range(P)]
     torch.testing.assert_close(reduced(schemes, [small] * P)[0][0], small)
 
 
@@ -140,7 +142,7 @@ def test_wrong_settings_are_refused(make: type, settings: dict[str, Any], messag
 
 
 def test_dgc_tells_of_a_mean_that_the_gradients_type_cannot_hold() -> None:
-    schemes = [DGC(1.0, momentum=0.5, masking=False, warmup_steps=0) for _ in range(2)]
+    schemes = [DGC(1.0, momentum=0.5, masking=False, warmup_steps=0).start() for _ in range(2)]
     for step, wanted in enumerate((False, True)):
 
         def body(comm: LocalComm, step: int = step) -> tuple[bool, bool]:

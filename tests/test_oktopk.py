@@ -10,6 +10,7 @@ from torch import Tensor
 from helpers.plain_oktopk import Restated
 from helpers.quick import one_in
 from sparsync import Bucket, LocalWorld, MeteredComm, Report
+from sparsync.base.state import State
 from sparsync.core import Cost, generator
 from sparsync.runtime.optimizers import ResidualRescaler
 from sparsync.schemes.oktopk import OkTopk
@@ -23,7 +24,7 @@ MAKES: dict[str, Callable[[float], OkTopk]] = {
 }
 
 
-def run(schemes: list[OkTopk], gradients: list[list[Tensor]], first: int = 0) -> list[Step]:
+def run(schemes: list[State], gradients: list[list[Tensor]], first: int = 0) -> list[Step]:
     """Reduces `gradients[step][rank]`; every report's cost is checked against what was counted, every rank's result against rank 0's."""
 
     def body(comm: MeteredComm) -> list[tuple[Tensor, Report, Tensor]]:
@@ -124,7 +125,7 @@ def bound(k: int, P: int) -> int:
 def test_no_rank_ever_sends_more_than_4k_words_and_9_a_peer_and_exactly_k_survive(P: int, name: str) -> None:
     n = 2000
     for k in (1, 2, P, 50, 400):
-        for written, reports, _ in run([OkTopk(k / n) for _ in range(P)], hostile(name, n, P, 3)):
+        for written, reports, _ in run([OkTopk(k / n).start() for _ in range(P)], hostile(name, n, P, 3)):
             assert max(report.cost.nbytes for report in reports) * P <= bound(k, P)
             assert reports[0].union == int(written[0].count_nonzero())
             if name == "first rank only":  # a region has no more than that rank sends of it
@@ -137,7 +138,7 @@ def test_no_rank_ever_sends_more_than_4k_words_and_9_a_peer_and_exactly_k_surviv
 @pytest.mark.slow
 def test_the_bound_holds_for_64_ranks(name: str) -> None:
     n, P, k = 4000, 64, 150
-    for _, reports, _ in run([OkTopk(k / n) for _ in range(P)], hostile(name, n, P, 1)):
+    for _, reports, _ in run([OkTopk(k / n).start() for _ in range(P)], hostile(name, n, P, 1)):
         assert max(report.cost.nbytes for report in reports) * P <= bound(k, P)
         assert reports[0].union == k
 
@@ -145,7 +146,7 @@ def test_the_bound_holds_for_64_ranks(name: str) -> None:
 def test_a_step_waits_for_two_exchanges() -> None:
     n, P = 2000, 4
     for name in HOSTILE:
-        for _, reports, _ in run([OkTopk(0.05) for _ in range(P)], hostile(name, n, P, 4)):
+        for _, reports, _ in run([OkTopk(0.05).start() for _ in range(P)], hostile(name, n, P, 4)):
             assert {report.cost.steps for report in reports} == {2}
             assert {report.cost.messages for report in reports} == {2 * (P - 1)}
 
@@ -154,7 +155,7 @@ def test_a_step_waits_for_two_exchanges() -> None:
 def test_the_density_is_exact_from_the_first_step_at_any_scale_and_through_a_jump(scale: float) -> None:
     n, P, k = 2000, 4, 40
     grads = [[heavy(n, r, t) * scale * (10 if t >= 4 else 1) for r in range(P)] for t in range(8)]
-    assert [reports[0].union for _, reports, _ in run([OkTopk(k / n) for _ in range(P)], grads)] == [k] * 8
+    assert [reports[0].union for _, reports, _ in run([OkTopk(k / n).start() for _ in range(P)], grads)] == [k] * 8
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
@@ -166,7 +167,7 @@ def test_a_rank_clears_what_it_contributed_to_a_survivor_and_nothing_else(
     n = 400
     before = [torch.zeros(n) for _ in range(P)]
     grads = [[(P * heavy(n, r, t).clamp(-100, 100)).round() for r in range(P)] for t in range(5)]
-    for step, (written, _, residuals) in zip(grads, run([make(0.05) for _ in range(P)], grads), strict=True):
+    for step, (written, _, residuals) in zip(grads, run([make(0.05).start() for _ in range(P)], grads), strict=True):
         acc = [kept + grad for kept, grad in zip(before, step, strict=True)]
         for came, kept in zip(acc, residuals, strict=True):
             assert bool(((kept == 0) | (kept == came)).all())
@@ -182,12 +183,14 @@ def test_the_learning_rate_outside_moves_weights_as_the_papers_inside(make: Call
     n, P, steps = 300, 4, 9
     rates = [1.0, 1.0, 0.5, 0.5, 0.5, 0.125, 0.25, 0.25, 0.25]
     grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
-    inside = [make(0.05) for _ in range(P)]
+    inside = [make(0.05).start() for _ in range(P)]
     paper = run(inside, [[rate * grad for grad in step] for rate, step in zip(rates, grads, strict=True)])
-    outside = [make(0.05) for _ in range(P)]
+    outside = [make(0.05).start() for _ in range(P)]
     # Above a tenth of the highest rate, from where on residuals stay as they are.
     optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.zeros(n))], lr=rates[0])
-    rescalers = [ResidualRescaler(scheme, {id(weight): "w"}, optimizer) for scheme in outside]
+    rescalers = [ResidualRescaler({id(weight): "w"}, optimizer) for _ in outside]
+    for rescaler, state in zip(rescalers, outside, strict=True):
+        rescaler.use(state)
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
         for rescaler in rescalers:
@@ -203,8 +206,8 @@ def test_a_step_with_nan_or_inf_leaves_no_trace(nonfinite: float, make: Callable
     grads = [[heavy(n, r, t) for r in range(P)] for t in range(3)]
     bad = [grad.clone() for grad in grads[1]]
     bad[2][17] = nonfinite
-    clean = run([make(0.02) for _ in range(P)], [grads[0], grads[2]])
-    struck = run([make(0.02) for _ in range(P)], [grads[0], bad, grads[2]])
+    clean = run([make(0.02).start() for _ in range(P)], [grads[0], grads[2]])
+    struck = run([make(0.02).start() for _ in range(P)], [grads[0], bad, grads[2]])
     assert all(bool(x.isnan().all()) for x in struck[1][0])
     assert torch.equal(struck[2][0][0], clean[1][0][0])
     assert all(torch.equal(a, b) for a, b in zip(struck[2][2], clean[1][2], strict=True))
@@ -214,11 +217,11 @@ def test_a_step_with_nan_or_inf_leaves_no_trace(nonfinite: float, make: Callable
 def test_a_restored_scheme_continues_alike(make: Callable[[float], OkTopk]) -> None:
     n, P = 300, 4
     grads = [[heavy(n, r, t) for r in range(P)] for t in range(6)]
-    whole = [make(0.05) for _ in range(P)]
+    whole = [make(0.05).start() for _ in range(P)]
     expected = run(whole, grads)[3:]
-    first = [make(0.05) for _ in range(P)]
+    first = [make(0.05).start() for _ in range(P)]
     run(first, grads[:3])
-    second = [make(0.05) for _ in range(P)]
+    second = [make(0.05).start() for _ in range(P)]
     for new, old in zip(second, first, strict=True):
         new.load_state_dict(old.state_dict())
     for (a, _, kept_a), (b, _, kept_b) in zip(run(second, grads[3:], 3), expected, strict=True):
@@ -229,7 +232,7 @@ def test_a_restored_scheme_continues_alike(make: Callable[[float], OkTopk]) -> N
 def test_dense_steps_come_first_and_leave_no_residual() -> None:
     P, n = 3, 60
     grads = [[(P * normal(n, r, t)).round() for r in range(P)] for t in range(3)]
-    steps = run([OkTopk(0.1, dense_steps=2) for _ in range(P)], grads)
+    steps = run([OkTopk(0.1, dense_steps=2).start() for _ in range(P)], grads)
     for (written, reports, residuals), came in zip(steps[:2], grads[:2], strict=True):
         assert torch.equal(written[0], torch.stack(came).sum(dim=0) / P)
         assert reports[0].union == n
@@ -241,11 +244,11 @@ def test_published_thresholds_are_exact_when_evaluated_and_kept_between() -> Non
     """k selected and k surviving at steps 0 and tau'; the same thresholds in the steps between."""
     n, P, k = 1000, 4, 50
     grads = [[heavy(n, r, t) for r in range(P)] for t in range(9)]
-    schemes = [OkTopk.published(k / n, threshold_steps=4) for _ in range(P)]
+    schemes = [OkTopk.published(k / n, threshold_steps=4).start() for _ in range(P)]
     thresholds = []
     for t, grad in enumerate(grads):
         _, reports, _ = run(schemes, [grad], t)[0]
-        thresholds.append(schemes[0].state_dict()["control"]["w"]["state"]["global_threshold"])
+        thresholds.append(schemes[0].state_dict()["shared"]["control"]["w"]["state"]["threshold"])
         if t % 4 == 0:
             assert [report.details["local_count"] for report in reports] == [k] * P
             assert reports[0].details["global_count"] == k
@@ -256,8 +259,8 @@ def test_ours_sends_less_than_the_published_one_and_keeps_back_less() -> None:
     """Equal counts (the published one with thresholds of every step), heavy tails, error feedback."""
     n, P, steps = 2000, 4, 20
     grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
-    ours = run([OkTopk(0.05) for _ in range(P)], grads)
-    published = run([OkTopk.published(0.05, threshold_steps=1) for _ in range(P)], grads)
+    ours = run([OkTopk(0.05).start() for _ in range(P)], grads)
+    published = run([OkTopk.published(0.05, threshold_steps=1).start() for _ in range(P)], grads)
 
     def words(run_: list[Step]) -> float:
         return sum(max(report.cost.nbytes for report in reports) for _, reports, _ in run_) / 4 / steps
@@ -272,8 +275,8 @@ def test_ours_sends_less_than_the_published_one_and_keeps_back_less() -> None:
 def test_the_published_counts_drift_and_ours_do_not() -> None:
     n, P, k, steps = 2000, 3, 40, 30
     grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
-    published = [reports[0].union for _, reports, _ in run([OkTopk.published(k / n) for _ in range(P)], grads)]
-    ours = [reports[0].union for _, reports, _ in run([OkTopk(k / n) for _ in range(P)], grads)]
+    published = [reports[0].union for _, reports, _ in run([OkTopk.published(k / n).start() for _ in range(P)], grads)]
+    ours = [reports[0].union for _, reports, _ in run([OkTopk(k / n).start() for _ in range(P)], grads)]
     assert set(ours) == {k}
     assert max(published) > 1.5 * k
 
@@ -284,7 +287,7 @@ def test_traffic_does_not_grow_with_the_number_of_ranks() -> None:
 
     def nbytes(P: int) -> float:
         grads = [[heavy(n, r, t) for r in range(P)] for t in range(2)]
-        return max(r.cost.nbytes for r in run([OkTopk(k / n) for _ in range(P)], grads)[-1][1]) * P / (P - 1)
+        return max(r.cost.nbytes for r in run([OkTopk(k / n).start() for _ in range(P)], grads)[-1][1]) * P / (P - 1)
 
     assert nbytes(32) <= 1.1 * nbytes(4)
 
@@ -293,7 +296,7 @@ def test_regions_follow_the_survivors() -> None:
     """All large elements in one hundredth of the vector: the next regions share them out, so that they are what survives."""
     n, P, k = 20_000, 4, 80
     grads = [[one_region(n, r, t) for r in range(P)] for t in range(6)]
-    steps = run([OkTopk(k / n) for _ in range(P)], grads)
+    steps = run([OkTopk(k / n).start() for _ in range(P)], grads)
     large = [int(written[0][-n // 100 :].count_nonzero()) for written, _, _ in steps]
     assert large[0] == k // P
     assert large[-1] > 0.9 * k
@@ -301,7 +304,7 @@ def test_regions_follow_the_survivors() -> None:
 
 def test_one_rank_takes_its_k_largest_and_sends_nothing() -> None:
     grad = heavy(200, 0, 0)
-    written, reports, _ = run([OkTopk(0.1)], [[grad]])[0]
+    written, reports, _ = run([OkTopk(0.1).start()], [[grad]])[0]
     top = grad.abs().topk(20).indices
     assert torch.equal(written[0][top], grad[top])
     assert reports[0].union == reports[0].selected == 20
@@ -345,15 +348,20 @@ def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  #
     for make, k, dense_steps in cases:
         settings = {"imbalance": 1.5, "dense_steps": dense_steps, "threshold_steps": 4, "region_steps": 3}
         grads = [[make(n, rank, step) for rank in range(P)] for step in range(11)]
-        restated, schemes = Restated(n, P, k, rule, **settings), [OkTopk(k / n, rule, **settings) for _ in range(P)]
+        restated, schemes = (
+            Restated(n, P, k, rule, **settings),
+            [OkTopk(k / n, rule, **settings).start() for _ in range(P)],
+        )
         for step, (written, reports, residuals) in zip(grads, run(schemes, grads), strict=True):
             assert torch.equal(written[0], restated.step(step))
             assert all(map(torch.equal, residuals, restated.residuals))
             assert [each.details.get("local_count", n) for each in reports] == [len(each) for each in restated.chosen]
             assert reports[0].details.get("balanced", False) == restated.balanced
             balanced += restated.balanced
-        controls = [scheme.state_dict()["control"]["w"]["state"] for scheme in schemes]
-        assert [each["local_threshold"] for each in controls] == restated.local_thresholds
-        assert [each["global_threshold"] for each in controls] == [restated.global_threshold] * P
+        states = [scheme.state_dict() for scheme in schemes]
+        own = [each["own"]["own_control"]["w"]["state"] if "own" in each else {"threshold": None} for each in states]
+        controls = [each["shared"]["control"]["w"]["state"] for each in states]
+        assert [each["threshold"] for each in own] == restated.local_thresholds
+        assert [each["threshold"] for each in controls] == [restated.global_threshold] * P
         assert [each["boundaries"] for each in controls] == [restated.begins] * P
     assert bool(balanced) == (rule != "exact")

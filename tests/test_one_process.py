@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from helpers.third_party import LineFit
-from sparsync import Dense, Report, TopK
+from sparsync import Dense, Report, State, TopK
 from sparsync.core import Bucket, Comm
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.local_steps import LocalTraining
@@ -55,8 +55,8 @@ def test_what_a_sparse_scheme_sends_is_counted_as_it_reports_it() -> None:
     reports: list[Report] = []
 
     class ReportsKept(TopK):
-        def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-            reports.append(super().reduce(bucket, comm))
+        def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+            reports.append(super().reduce(state, bucket, comm))
             return reports[-1]
 
     train_with_scheme(LineFit(), lambda: ReportsKept(density=0.2), 0, STEPS, 4, {STEPS})

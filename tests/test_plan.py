@@ -11,7 +11,7 @@ import torch
 
 from helpers.quick import one_in
 from helpers.recorded_exchanges import RecordedStep, busiest, recorded_step
-from sparsync import Bucket, Comm, Cost, Report, SkipReduce, schemes
+from sparsync import Bucket, Comm, Cost, Report, SkipReduce, State, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.announcement import announcement_cost
@@ -137,7 +137,7 @@ def check(
     steps: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    layout, made = layout_of(n), [choice.make() for _ in range(P)]
+    layout, made = layout_of(n), [choice.make().start() for _ in range(P)]
     drawn = torch.randn(steps, P, n, generator=torch.Generator().manual_seed(7 * P + n))
     drawn *= torch.linspace(0.2, 3.0, n)
     for step in range(steps):
@@ -147,8 +147,8 @@ def check(
             assert report.cost == recorded.counted(rank), f"{choice.label}: the report of rank {rank}"
         if step == 0:  # of which warm-ups consist
             continue
-        given = Given(n, P, dtype.itemsize, layout, step)
-        plan = predict.plan_of(made[0], given_of(made[0], recorded, seen, given) if given_figures else given)
+        given, scheme = Given(n, P, dtype.itemsize, layout, step), made[0].scheme
+        plan = predict.plan_of(scheme, given_of(scheme, recorded, seen, given) if given_figures else given)
         where = f"{choice.label}, P = {P}, n = {n}, step {step}"
         assert list(plan.exchanges) == busiest(recorded, plan.exchanges), where
         most = [max(cost) for cost in zip(*(astuple(report.cost) for report in recorded.reports), strict=True)]
@@ -247,9 +247,9 @@ TOLERANCE = {
 @pytest.mark.parametrize("name", TOLERANCE)
 def test_estimates_are_near_what_drawn_gradients_make_a_scheme_send(name: str) -> None:
     P, n = 4, 20_000
-    stream, made = Synthetic(P, n), [schemes.get(name, density=0.01) for _ in range(P)]
+    stream, made = Synthetic(P, n), [schemes.get(name, density=0.01).start() for _ in range(P)]
     reports = [recorded_step(made, stream.gradients(step), step, stream.layout).reports for step in range(2)][-1]
-    form = predict.plan(made[0], n, P, layout=stream.layout).cost()
+    form = predict.plan(made[0].scheme, n, P, layout=stream.layout).cost()
     assert form.nbytes == pytest.approx(max(report.cost.nbytes for report in reports), rel=TOLERANCE[name])
 
 
@@ -301,7 +301,7 @@ def test_a_scheme_without_a_form_says_so() -> None:
     class Own(Scheme):
         name = "own"
 
-        def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
             return self.report(bucket)
 
     with pytest.raises(

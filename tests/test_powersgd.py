@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm, all_reduce_cost
 from sparsync.core import Bucket, Cost, Report, laid_out
@@ -24,9 +25,7 @@ def low_rank(rank: int, generator: torch.Generator) -> Tensor:
     return flat
 
 
-def reduced(
-    schemes: list[PowerSGD], grads: list[Tensor], step: int = 0
-) -> tuple[list[Tensor], list[Report], list[Cost]]:
+def reduced(schemes: list[State], grads: list[Tensor], step: int = 0) -> tuple[list[Tensor], list[Report], list[Cost]]:
     def body(comm: LocalComm) -> tuple[Tensor, Report, Cost]:
         metered = MeteredComm(comm)
         bucket = Bucket("bucket0", grads[comm.rank].clone(), step, LAYOUT)
@@ -40,7 +39,7 @@ def reduced(
 def test_a_mean_of_low_rank_is_found_in_one_step_and_nothing_is_left() -> None:
     source = torch.Generator().manual_seed(0)
     common = low_rank(2, source)
-    schemes = [PowerSGD(rank=2) for _ in range(3)]
+    schemes = [PowerSGD(rank=2).start() for _ in range(3)]
     grads = [common * weight for weight in (1.0, 2.0, 6.0)]
     written, _, _ = reduced(schemes, grads)
     torch.testing.assert_close(written[0], 3.0 * common, rtol=1e-4, atol=1e-4)
@@ -53,7 +52,9 @@ def test_a_mean_of_low_rank_is_found_in_one_step_and_nothing_is_left() -> None:
 def test_two_exchanges_carry_both_factors_and_all_that_is_sent_whole(factors: Factors) -> None:
     P, r = 3, 2
     source = torch.Generator().manual_seed(0)
-    _, reports, sent = reduced([PowerSGD(r, factors) for _ in range(P)], [low_rank(2, source) for _ in range(P)])
+    _, reports, sent = reduced(
+        [PowerSGD(r, factors).start() for _ in range(P)], [low_rank(2, source) for _ in range(P)]
+    )
     assert reports[0].details == {"matrices": 3, "sent_whole": 8 + 10, "overflow": False}
     first, second = 8 + 10 + r * (8 + 20 + 20), r * (27 + 30 + 30)
     for rank, (report, counted) in enumerate(zip(reports, sent, strict=True)):
@@ -73,10 +74,9 @@ def test_the_warm_start_brings_the_factors_nearer_to_the_best_ones() -> None:
     matrix = u @ torch.diag(0.8 ** torch.arange(20.0)) @ v.T
     layout = laid_out([("w", (20, 30))])
     best = matrix - u[:, :1] @ u[:, :1].T @ matrix
-    scheme, errors = PowerSGD(rank=1), []
+    scheme, errors = PowerSGD(rank=1).start(), []
     for step in range(12):
-        scheme.feedback.by_name.clear()  # no error feedback, only the warm start
-        scheme.feedback._flat.clear()
+        scheme.vectors.load_state_dict({})  # no error feedback, only the warm start
         bucket = Bucket("bucket0", matrix.flatten().clone(), step, layout)
         LocalWorld(1).run(lambda comm, bucket=bucket: scheme.reduce(bucket, comm))
         errors.append(float((bucket.grad.view(20, 30) - matrix).norm() / best.norm()))
@@ -86,13 +86,13 @@ def test_the_warm_start_brings_the_factors_nearer_to_the_best_ones() -> None:
 
 def test_factors_move_with_their_parameter_to_another_bucket() -> None:
     source = torch.Generator().manual_seed(0)
-    scheme = PowerSGD(rank=2)
+    scheme = PowerSGD(rank=2).start()
     reduced([scheme], [low_rank(3, source)])
-    before = scheme.state_dict()["right"]
+    before = scheme.state_dict()["common"]["right"]
     assert set(before) == {"conv", "one", "two"}
     bucket = Bucket("other", torch.randn(600, generator=source), 1, laid_out([("two", (20, 30))]))
     LocalWorld(1).run(lambda comm: scheme.reduce(bucket, comm))
-    after = scheme.state_dict()["right"]
+    after = scheme.state_dict()["common"]["right"]
     assert torch.equal(before["one"], after["one"])
     assert not torch.equal(before["two"], after["two"])
 

@@ -85,7 +85,7 @@ def changed_state() -> str:
     reducer = GradientReducer(model(20, 20), scheme, options=Options(timeout_s=120))
     reducer.reduce()
     if dist.get_rank() == 1:
-        scheme.load_state_dict({**scheme.state_dict(), "scaling": {}})
+        reducer.state.load_state_dict({**reducer.state.state_dict(), "shared": {}})
     return error_of(reducer)
 
 
@@ -98,7 +98,7 @@ def test_a_shared_state_that_differs_is_an_error_that_names_it() -> None:
 def every_scheme() -> list[str]:
     comm, found = GroupComm.private(timeout_s=120), []
     for name in schemes(comm.size):
-        scheme = row(name).make()
+        scheme = row(name).make().start()
         connection = Connection(scheme, comm)
         try:
             for step in range(2):

@@ -9,7 +9,7 @@ from sparsync_lab.rivals.loco import LoCo
 
 
 def test_loco_sends_four_bits_of_a_gradient_corrected_by_the_average_of_its_errors() -> None:
-    schemes = [LoCo(values_down="float32", reset_every=3) for _ in range(2)]
+    schemes = [LoCo(values_down="float32", reset_every=3).start() for _ in range(2)]
     # Rank 0 owns the first two elements. Its share of the others has the scale 1, so that of 1 rounds to 0.
     first = [torch.tensor([0.0, 0.0, 14.0, 1.0]), torch.zeros(4)]
 
@@ -17,7 +17,7 @@ def test_loco_sends_four_bits_of_a_gradient_corrected_by_the_average_of_its_erro
         def body(comm: LocalComm) -> tuple[list[float], torch.Tensor]:
             bucket = Bucket("a", gradients[comm.rank].clone(), step)
             schemes[comm.rank].reduce(bucket, comm)
-            return bucket.grad.tolist(), schemes[comm.rank].feedback.residual(bucket, comm.rank)
+            return bucket.grad.tolist(), schemes[comm.rank].residual(bucket)
 
         (mean, error), (other, _) = LocalWorld(2).run(body)
         assert mean == other

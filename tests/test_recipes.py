@@ -61,7 +61,7 @@ def test_a_scheme_of_the_table_sends_what_its_row_says() -> None:
     def body(comm: Any) -> int:
         bucket = Bucket("0", torch.randn(N, generator=torch.Generator().manual_seed(comm.rank)), 0)
         metered = sparsync.MeteredComm(comm)
-        sparsync.scheme(scheme_text).reduce(bucket, metered)
+        sparsync.scheme(scheme_text).start().reduce(bucket, metered)
         return metered.sent.nbytes
 
     for nbytes in LocalWorld(4).run(body):

@@ -37,7 +37,7 @@ def test_a_bad_setting_names_the_value_and_what_is_allowed(make: Any, config: di
 def test_on_gloo_they_write_and_send_the_same_as_in_one_process() -> None:
     P = 3
     grads = reals(P, COUNT, 2)
-    local = {name: run([schemes.get(name, density=0.1) for _ in range(P)], grads) for name in NAMES}
+    local = {name: run([schemes.get(name, density=0.1).start() for _ in range(P)], grads) for name in NAMES}
     for rank, found in enumerate(run_processes(reduced_on_gloo, P, grads=grads)):
         for name, (written, reports) in found.items():
             for step in range(2):
@@ -49,7 +49,7 @@ def test_on_gloo_they_write_and_send_the_same_as_in_one_process() -> None:
 def reduced_on_gloo(grads: list[list[Tensor]]) -> dict[str, tuple[list[Tensor], list[Report]]]:
     comm, found = MeteredComm(GroupComm()), {}
     for name in NAMES:
-        scheme, written, reports = schemes.get(name, density=0.1), [], []
+        scheme, written, reports = schemes.get(name, density=0.1).start(), [], []
         for step, ranks in enumerate(grads):
             bucket = Bucket("bucket0", ranks[comm.rank].clone(), step, layout(COUNT))
             report = scheme.reduce(bucket, comm)
@@ -65,15 +65,17 @@ def reduced_on_gloo(grads: list[list[Tensor]]) -> dict[str, tuple[list[Tensor], 
 @pytest.mark.parametrize("dense_from", [None, 0.0, 1 / 3])
 def test_dsa_writes_what_topk_writes(dense_from: float | None) -> None:
     P, grads = 4, integers(4, COUNT, 3)
-    expected = run([TopK(0.1) for _ in range(P)], grads)
-    for step, topk in zip(run([TopKDSA(0.1, dense_from) for _ in range(P)], grads), expected, strict=True):
+    expected = run([TopK(0.1).start() for _ in range(P)], grads)
+    for step, topk in zip(run([TopKDSA(0.1, dense_from).start() for _ in range(P)], grads), expected, strict=True):
         assert torch.equal(step.written[0], topk.written[0])
         assert all(map(same_bits, step.residuals, topk.residuals))
         assert step.reports[0].details["dense"] == (dense_from == 0 or bool(dense_from and step.reports[0].union > 32))
 
 
 def test_dsa_turns_dense_where_that_is_shorter() -> None:
-    dense = [run([TopKDSA(density)] * 1, reals(1, 1000, 1))[0].reports[0].details["dense"] for density in (0.5, 1.0)]
+    dense = [
+        run([TopKDSA(density).start()], reals(1, 1000, 1))[0].reports[0].details["dense"] for density in (0.5, 1.0)
+    ]
     assert dense == [False, True]
 
 
@@ -81,7 +83,7 @@ def test_dsa_sends_less_than_topk_where_ranks_agree() -> None:
     P, n = 8, 4000
     same = [reals(1, n, 1)[0] * P]
     sent = [
-        max(report.cost.nbytes for report in run([make(0.05) for _ in range(P)], same)[0].reports)
+        max(report.cost.nbytes for report in run([make(0.05).start() for _ in range(P)], same)[0].reports)
         for make in (TopK, TopKDSA)
     ]
     assert sent[1] < 0.5 * sent[0]
@@ -93,7 +95,7 @@ def test_dsa_sends_less_than_topk_where_ranks_agree() -> None:
 def test_gtopk_of_two_ranks_is_the_top_k_of_the_sum_of_their_selections() -> None:
     P, k = 2, 9
     grads = reals(P, COUNT, 1)
-    step = run([GTopK(0.1) for _ in range(P)], grads)[0]
+    step = run([GTopK(0.1).start() for _ in range(P)], grads)[0]
     total = torch.zeros(COUNT)
     for grad in grads[0]:
         own = grad.abs().topk(k).indices
@@ -108,7 +110,7 @@ def test_what_a_merge_drops_of_a_survivor_is_in_a_residual() -> None:
     grads = [torch.zeros(8) for _ in range(4)]
     grads[0][0], grads[1][1] = 100.0, 1.0
     grads[2][0], grads[3][2] = 4.0, 8.0
-    step = run([GTopK(0.125) for _ in range(4)], [grads])[0]
+    step = run([GTopK(0.125).start() for _ in range(4)], [grads])[0]
     assert step.written[0].tolist() == [25.0, *[0.0] * 7]
     assert [residual[0].item() for residual in step.residuals] == [0.0, 0.0, 4.0, 0.0]
     assert step.residuals[3][2] == 8.0
@@ -117,7 +119,7 @@ def test_what_a_merge_drops_of_a_survivor_is_in_a_residual() -> None:
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 7, 8, 16])
 def test_gtopk_takes_logarithmically_many_rounds_and_writes_k_elements(P: int) -> None:
     n, k = 4096, 64
-    for step in run([GTopK(k / n) for _ in range(P)], reals(P, n, 2)):
+    for step in run([GTopK(k / n).start() for _ in range(P)], reals(P, n, 2)):
         assert step.reports[0].union == k
         assert {report.cost.steps for report in step.reports} == {2 * rounds(P)}
 

@@ -133,7 +133,9 @@ def test_the_largest_numbers_leave_no_infinity_in_a_residual(kind: Callable[...,
     for sign in (1.0, -1.0):
         grads = [torch.ones(n), torch.ones(n)]
         grads[0][5], grads[1][5] = largest, sign * largest / 2
-        for step in world.run([kind(density=0.1, values=values) for _ in range(P)], [grads, [torch.ones(n)] * P]):
+        for step in world.run(
+            [kind(density=0.1, values=values).start() for _ in range(P)], [grads, [torch.ones(n)] * P]
+        ):
             assert all(residual.isfinite().all() for residual in step.residuals)
 
 
@@ -157,7 +159,7 @@ def test_what_a_16_bit_gradient_drops_of_the_mean_stays_in_the_residuals(name: s
     """Over three steps all that came in is written or kept, up to what float32 rounds."""
     P, n, source = 4, 400, torch.Generator().manual_seed(0)
     grads = [[torch.randn(n, generator=source).to(dtype) for _ in range(P)] for _ in range(3)]
-    steps = world.run([FEEDBACK[name]() for _ in range(P)], grads)
+    steps = world.run([FEEDBACK[name]().start() for _ in range(P)], grads)
     came_in = torch.stack([world.integer_sum(step.grads) for step in steps]).sum(0)
     written = P * torch.stack([step.written[0].double() for step in steps]).sum(0)
     assert written.any()
@@ -168,7 +170,7 @@ def test_what_a_16_bit_gradient_drops_of_the_mean_stays_in_the_residuals(name: s
 def test_residual_and_gradient_beyond_float16_are_written_later(form: Form) -> None:
     """A rank that is always left out holds back 30 000 more a step; a sum of shares is beyond 65504 no sooner than the mean."""
     P, steps = 3, 4
-    schemes = [SkipReduce(skip=2, mode="naive", feedback=True, form=form) for _ in range(P)]
+    schemes = [SkipReduce(skip=2, mode="naive", feedback=True, form=form).start() for _ in range(P)]
     seen = world.run(schemes, [[torch.full((15,), 30_000.0, dtype=torch.float16)] * P] * steps)
     assert all(step.written[0].isfinite().all() for step in seen)
     written = P * torch.stack([step.written[0].double() for step in seen]).sum(0)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits
-from sparsync import Bucket, Dense, LocalWorld, Report, SkipReduce, Span, TopK, schemes
-from sparsync.base.scheme import Scheme
+from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits, started
+from sparsync import Bucket, Dense, LocalWorld, Report, SkipReduce, Span, State, TopK, schemes
 from sparsync.comm.local import LocalComm
-from sparsync.core import ParameterSpan, laid_out, matches
+from sparsync.core import ParameterSpan, matches
 from sparsync.schemes import AutoProtect, PerParameter
 
 # ---- the registry
@@ -22,20 +21,8 @@ def test_every_name_makes_a_scheme_that_reduces() -> None:
     assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning"} <= set(schemes.names())
     for name in schemes.names():
         for variant in (name, f"{name}.published") if name not in ("two_shot", "in_turn") else (name,):
-            step = run([schemes.get(variant) for _ in range(2)], reals(2, COUNT, 1))[0]
+            step = run(started(schemes.get(variant), 2), reals(2, COUNT, 1))[0]
             assert same_bits(step.written[0], step.written[1])
-
-
-def test_what_the_schemes_of_parameters_share_is_told_without_copying_the_gradient() -> None:
-    class ToldDense(Dense):
-        def shared_text(self, bucket: Bucket) -> str:
-            assert bucket.grad.is_meta
-            return f"{bucket.key} {bucket.grad.numel()} {bucket.grad.dtype} {[entry.name for entry in bucket.layout]}"
-
-    layout = laid_out([("a", (2, 3)), ("b", (4,)), ("c", (5,))])
-    bucket = Bucket("all", torch.zeros(15, dtype=torch.bfloat16), 0, layout)
-    text = PerParameter(ToldDense(), {"b": ToldDense()}).shared_text(bucket)
-    assert text == "b: all/b 4 torch.bfloat16 ['b'], default: all/ 11 torch.bfloat16 ['a', 'c']"
 
 
 def test_a_scheme_of_no_paper_has_no_published_setting() -> None:
@@ -157,39 +144,17 @@ def test_a_bad_setting_names_the_value_and_what_is_allowed(make: type, config: d
 @pytest.mark.parametrize(("skip", "P"), [(4, 4), (7, 4), (2, 2)])
 def test_more_skips_than_the_world_allows_are_refused_when_it_is_known(skip: int, P: int) -> None:
     with pytest.raises(ValueError, match=rf"skip must be in \[0, {P - 1}\] for {P} ranks, got {skip}"):
-        run([SkipReduce(skip)] * P, reals(P, COUNT, 1))
+        run(started(SkipReduce(skip), P), reals(P, COUNT, 1))
 
 
 def test_more_skips_than_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"skip must be in \[0, 1\] for 2 nodes, got 2"):
-        run([SkipReduce(2, node_size=2)] * 4, reals(4, COUNT, 1))
+        run(started(SkipReduce(2, node_size=2), 4), reals(4, COUNT, 1))
 
 
 def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
     with pytest.raises(ValueError, match="node_size must divide the 4 ranks, got 3"):
-        run([SkipReduce(1, node_size=3)] * 4, reals(4, COUNT, 1))
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [TopK(0.1), SkipReduce(feedback=True), AutoProtect(), AutoProtect(SkipReduce(feedback=True))],
-    ids=["topk", "feedback", "auto", "feedback-auto"],
-)
-def test_one_stateful_scheme_cannot_serve_two_ranks(scheme: Scheme) -> None:
-    with pytest.raises(
-        RuntimeError, match="holds the state of rank 0 and was called by rank 1; make one scheme per rank"
-    ):
-        run([scheme] * 2, reals(2, COUNT, 1))
-
-
-def test_a_scheme_without_state_refuses_one() -> None:
-    scheme = Dense()
-    scheme.load_state_dict({})
-    with pytest.raises(
-        ValueError,
-        match=r"\w+ has no state, but the given one has \['residual'\]; load it into the scheme that saved it",
-    ):
-        scheme.load_state_dict({"residual": {}})
+        run(started(SkipReduce(1, node_size=3), 4), reals(4, COUNT, 1))
 
 
 # ---- SkipReduce
@@ -204,8 +169,8 @@ def test_published_settings_are_the_authors() -> None:
 
 @pytest.mark.parametrize(("share", "P", "skip"), [(0.5, 2, 1), (0.5, 5, 2), (0.25, 8, 2), (0.25, 3, 0), (0.99, 4, 3)])
 def test_a_share_of_ranks_is_the_count_it_rounds_down_to(share: float, P: int, skip: int) -> None:
-    by_share = run([SkipReduce(share)] * P, reals(P, COUNT, 2))
-    by_count = run([SkipReduce(skip)] * P, reals(P, COUNT, 2))
+    by_share = run(started(SkipReduce(share), P), reals(P, COUNT, 2))
+    by_count = run(started(SkipReduce(skip), P), reals(P, COUNT, 2))
     for a, b in zip(by_share, by_count, strict=True):
         assert same_bits(a.written[0], b.written[0])
         assert a.reports == b.reports
@@ -215,23 +180,23 @@ def test_a_share_of_ranks_is_the_count_it_rounds_down_to(share: float, P: int, s
 @pytest.mark.parametrize("feedback", [False, True])
 def test_the_divisor_is_the_contributors_unless_what_was_left_out_still_comes(feedback: bool) -> None:
     P, grads = 4, marks(4, COUNT, 2, 24)
-    plain = run([SkipReduce(feedback=feedback) for _ in range(P)], grads)
-    named = [SkipReduce(feedback=feedback, divide_by="ranks" if feedback else "contributors") for _ in range(P)]
+    plain = run([SkipReduce(feedback=feedback).start() for _ in range(P)], grads)
+    named = [SkipReduce(feedback=feedback, divide_by="ranks" if feedback else "contributors").start() for _ in range(P)]
     for a, b in zip(plain, run(named, grads), strict=True):
         assert same_bits(a.written[0], b.written[0])
 
 
 def test_the_naive_mode_leaves_out_the_same_every_time_and_the_random_one_does_not() -> None:
     P, steps = 4, marks(4, COUNT, 4, 24)
-    naive = [step.written[0].tolist() for step in run([SkipReduce(2, "naive")] * P, steps)]
+    naive = [step.written[0].tolist() for step in run(started(SkipReduce(2, "naive"), P), steps)]
     assert naive[0] == naive[1] == naive[2] == naive[3]
-    random = [step.written[0].tolist() for step in run([SkipReduce(2)] * P, steps)]
+    random = [step.written[0].tolist() for step in run(started(SkipReduce(2), P), steps)]
     assert all(random[i] != random[j] for i in range(4) for j in range(i))
 
 
 def test_the_report_tells_skip_and_shift() -> None:
     P = 5
-    steps = run([SkipReduce(2)] * P, reals(P, COUNT, P))
+    steps = run(started(SkipReduce(2), P), reals(P, COUNT, P))
     assert all(report.details["skip"] == 2 for step in steps for report in step.reports)
     assert sorted(float(step.reports[0].details["shift"]) for step in steps) == list(range(P))
     assert all(len({report.details["shift"] for report in step.reports}) == 1 for step in steps)
@@ -241,7 +206,7 @@ def test_poison_of_a_contribution_that_is_left_out_does_not_show() -> None:
     """With P - 1 ranks left out, a slice is one rank's; NaN of rank 0 shows there only."""
     P, n = 4, 8
     grads = [[torch.full((n,), math.nan if rank == 0 else 1.0) for rank in range(P)]]
-    step = run([SkipReduce(P - 1, "naive")] * P, grads)[0]
+    step = run(started(SkipReduce(P - 1, "naive"), P), grads)[0]
     assert int(step.written[0].isnan().sum()) == n // P
     assert int((step.written[0] == 1.0).sum()) == n - n // P
 
@@ -254,15 +219,15 @@ def test_what_a_narrow_type_rounds_away_stays_in_the_residual(
 ) -> None:
     """Residuals are multiples of 2^-10, more bits than the type has; each sum is of one rank, or of one and zero, so no sum rounds."""
     P = 2
-    schemes = [SkipReduce(1, form=form, feedback=True, protect=protect) for _ in range(P)]
+    schemes = [SkipReduce(1, form=form, feedback=True, protect=protect).start() for _ in range(P)]
     source = torch.Generator().manual_seed(0)
-    for scheme in schemes:
+    for state in schemes:
         fine = {
             slot.name: torch.randint(-5000, 5000, (len(slot.span),), generator=source) / 1024 for slot in layout(COUNT)
         }
-        if scheme is schemes[1]:
+        if state is schemes[1]:
             fine |= {name: torch.zeros_like(part) for name, part in fine.items() if matches(name, protect)}
-        scheme.load_state_dict(scheme.state_dict() | {"residual": fine})
+        state.load_state_dict(state.state_dict() | {"residual": fine})
     for number in range(4):
         before = sum_of_residuals(schemes)
         grads = [torch.randint(-128, 128, (COUNT,), generator=source).to(dtype) for _ in range(P)]
@@ -274,13 +239,13 @@ def test_what_a_narrow_type_rounds_away_stays_in_the_residual(
         assert any((residual * 1024 % 1024).any() for residual in step.residuals)
 
 
-def sum_of_residuals(schemes: list[SkipReduce]) -> torch.Tensor:
-    kept = [scheme.state_dict()["residual"] for scheme in schemes]
+def sum_of_residuals(schemes: list[State]) -> torch.Tensor:
+    kept = [state.state_dict()["residual"] for state in schemes]
     return torch.stack([torch.cat([one[slot.name] for slot in layout(COUNT)]).double() for one in kept]).sum(dim=0)
 
 
 def test_one_rank_delivers_what_a_larger_world_kept_back() -> None:
-    scheme = SkipReduce(feedback=True)
+    scheme = SkipReduce(feedback=True).start()
     scheme.load_state_dict(
         scheme.state_dict() | {"residual": {slot.name: torch.full((len(slot.span),), 2.0) for slot in layout(COUNT)}}
     )
@@ -295,7 +260,7 @@ def test_one_rank_delivers_what_a_larger_world_kept_back() -> None:
 def test_ties_at_the_threshold_are_sent_in_order_of_position() -> None:
     n = 10
     grad = torch.tensor([1.0, -1.0, 2.0, 1.0, 1.0, 0.0, -1.0, 1.0, -2.0, 1.0])
-    step = run([TopK(0.5)], [[grad]])[0]
+    step = run([TopK(0.5).start()], [[grad]])[0]
     assert step.written[0].nonzero().view(-1).tolist() == [0, 1, 2, 3, 8]
     assert torch.equal(step.written[0] + step.residuals[0], grad)
     assert step.reports[0].selected == step.reports[0].union == n // 2
@@ -304,13 +269,13 @@ def test_ties_at_the_threshold_are_sent_in_order_of_position() -> None:
 def test_what_was_kept_back_counts_in_the_next_selection() -> None:
     """Element 1 is small each time, but comes once what it kept exceeds the others."""
     grads = [[torch.tensor([3.0, 2.0, 0.0])]] * 3
-    written = [step.written[0].tolist() for step in run([TopK(0.34)], grads)]
+    written = [step.written[0].tolist() for step in run([TopK(0.34).start()], grads)]
     assert written == [[3.0, 0.0, 0.0], [0.0, 4.0, 0.0], [6.0, 0.0, 0.0]]
 
 
 def test_the_union_counts_each_position_once() -> None:
     grads = [[torch.tensor([9.0, 8.0, 0.0, 0.0]), torch.tensor([9.0, 0.0, 0.0, 8.0])]]
-    step = run([TopK(0.5) for _ in range(2)], grads)[0]
+    step = run([TopK(0.5).start() for _ in range(2)], grads)[0]
     assert step.written[0].tolist() == [9.0, 4.0, 0.0, 4.0]
     assert {(report.selected, report.union) for report in step.reports} == {(2, 3)}
     assert step.reports[0].density == 0.75
@@ -319,7 +284,7 @@ def test_the_union_counts_each_position_once() -> None:
 def test_a_mean_that_overflows_the_gradients_type_leaves_the_residual_as_it_was() -> None:
     """Two finite float16 gradients with a residual each: the step is one a loss scaler skips, so nothing may be spent."""
     big = torch.full((COUNT,), 60000.0, dtype=torch.float16)
-    schemes = [TopK(0.5) for _ in range(2)]
+    schemes = [TopK(0.5).start() for _ in range(2)]
     first, second = run(schemes, [[big, big], [big, big]])
     assert first.written[0].isfinite().all()
     assert not second.written[0].isfinite().all()
@@ -334,7 +299,7 @@ def test_a_mean_that_overflows_the_gradients_type_leaves_the_residual_as_it_was(
 @pytest.mark.parametrize("form", ["native", "ring"])
 def test_dense_writes_the_mean_in_the_gradients_type(wire: Any, form: Any) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        step = run([Dense(wire, form)] * 4, integers(4, COUNT, 1, dtype=dtype))[0]
+        step = run(started(Dense(wire, form), 4), integers(4, COUNT, 1, dtype=dtype))[0]
         assert step.written[0].dtype == dtype
         assert torch.equal(step.written[0].double(), torch.stack(step.grads).double().mean(dim=0))
 
@@ -342,8 +307,8 @@ def test_dense_writes_the_mean_in_the_gradients_type(wire: Any, form: Any) -> No
 def test_a_wider_wire_saves_a_narrow_gradient_from_overflow() -> None:
     """Three times 40000 is more than float16 holds, their mean is not."""
     grads = [[torch.full((COUNT,), 40000.0, dtype=torch.float16)] * 3]
-    assert not run([Dense()] * 3, grads)[0].written[0].isfinite().any()
-    assert torch.equal(run([Dense("float32")] * 3, grads)[0].written[0], grads[0][0])
+    assert not run(started(Dense(), 3), grads)[0].written[0].isfinite().any()
+    assert torch.equal(run(started(Dense("float32"), 3), grads)[0].written[0], grads[0][0])
 
 
 def test_names_tell_the_wire_type() -> None:
@@ -364,7 +329,7 @@ def test_a_scheme_reduces_the_tensor_it_was_given() -> None:
             grad = torch.randn(COUNT, generator=torch.Generator().manual_seed(comm.rank))
             bucket = Bucket("b", grad, 0)
             before = grad.data_ptr()
-            schemes.get(name).reduce(bucket, comm)
+            schemes.get(name).start().reduce(bucket, comm)
             unchanged.append(bucket.grad is grad and grad.data_ptr() == before)
         return unchanged
 
@@ -379,7 +344,7 @@ def test_each_parameter_goes_to_the_first_scheme_whose_pattern_it_matches() -> N
     )
 
     def step(comm: LocalComm) -> Report:
-        scheme = PerParameter(TopK(0.5), {"norm.*": Dense(), "*.weight": TopK(0.01)})
+        scheme = PerParameter(TopK(0.5), {"norm.*": Dense(), "*.weight": TopK(0.01)}).start()
         grad = torch.arange(1.0, 121.0) * (comm.rank + 1)
         report = scheme.reduce(bucket := Bucket("bucket0", grad, 0, slots), comm)
         assert bucket.grad[:100].count_nonzero() == 1  # one percent of the embedding
@@ -395,7 +360,7 @@ def test_each_parameter_goes_to_the_first_scheme_whose_pattern_it_matches() -> N
 
 def test_of_several_schemes_shares_of_16_bit_gradients_are_as_precise_as_the_residuals() -> None:
     def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
-        scheme = PerParameter(TopK(0.01), {"*.bias": Dense()})
+        scheme = PerParameter(TopK(0.01), {"*.bias": Dense()}).start()
         for step in range(2):
             bucket = Bucket("b", torch.full((100,), 1.0 + 2.0**-7 * step, dtype=torch.bfloat16), step)
             scheme.reduce(bucket, comm)
@@ -406,8 +371,3 @@ def test_of_several_schemes_shares_of_16_bit_gradients_are_as_precise_as_the_res
     for share, residual in LocalWorld(2).run(body):
         assert torch.equal(share, residual)
         assert not torch.equal(residual, residual.bfloat16().float())
-
-
-def test_a_scheme_may_not_stand_for_two_patterns() -> None:
-    with pytest.raises(ValueError, match="two places"):
-        PerParameter(scheme := TopK(0.5), {"*.bias": scheme})

@@ -102,7 +102,7 @@ def apart() -> list[Tensor]:
         pytest.raises(ValueError, match=r"attach\(\[model, other\]"),
     ):
         sparsync.attach(wrapped[0], TwoShot(**SIGNS), optimizer=optimizer, exchange=Steps())
-    with case("gradients"), pytest.raises(ValueError, match=r"attach each model by itself, with a scheme for each"):
+    with case("gradients"), pytest.raises(ValueError, match=r"attach each model by itself, with the same optimizer"):
         sparsync.attach(wrapped, TwoShot(**INT4), optimizer=optimizer)
     with case("one bare"), pytest.raises(ValueError, match="wrap all of them with the same process_group=, or none"):
         sparsync.attach([wrapped[0], network], TwoShot(**SIGNS), optimizer=optimizer)

@@ -55,7 +55,7 @@ def train(
 
     `later`: the host learns of it when the gradients are gone; `between`: before the third bucket.
     """
-    scheme, skipped = make(), Rollback(later)
+    scheme, skipped = make().start(), Rollback(later)
     applied = {key: torch.zeros(N) for key in KEYS}
     for step in range(steps):
         grads = {}
@@ -63,7 +63,7 @@ def train(
             grad = whole_numbers(N, comm.size, 10 * step + number)[comm.rank]
             if overflow(step) == (comm.rank, key):
                 # SkipReduce may leave a rank out of some chunks.
-                where = slice(0, N) if isinstance(scheme, SkipReduce) else N // 2
+                where = slice(0, N) if isinstance(scheme.scheme, SkipReduce) else N // 2
                 grad[where] = torch.inf if step % 2 else torch.nan
             bucket = Bucket(key, grad.to(dtype), step)
             report = scheme.reduce(bucket, comm)
@@ -131,7 +131,7 @@ def test_the_host_warns_of_a_step_that_a_device_found_not_finite_when_the_next_o
 ) -> None:
     fits, told = kernels.packets_fit, list[str]()
     monkeypatch.setattr(kernels, "packets_fit", lambda *given: torch.tensor(fits(*given)))
-    scheme, comm = Quantized("int4"), LocalWorld(1).run(lambda comm: comm)[0]
+    scheme, comm = Quantized("int4").start(), LocalWorld(1).run(lambda comm: comm)[0]
     connection = Connection(scheme, comm, on_rolled_back=lambda: told.append("rolled back"))
 
     def step(number: int, first: float) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def test_infinities_at_random_steps_for_ten_thousand_steps_leave_no_trace() -> N
 
 def test_part_of_a_bucket_that_overflows_takes_the_other_parts_along() -> None:
     def body(comm: LocalComm) -> Tensor:
-        scheme = PerParameter(TopK(0.5), {"*.bias": Dense()})
+        scheme = PerParameter(TopK(0.5), {"*.bias": Dense()}).start()
         grad = torch.ones(4) * (comm.rank + 1)
         layout = laid_out([("a.weight", 3), ("a.bias", 1)])
         grad[3] = torch.inf
@@ -200,7 +200,7 @@ def test_part_of_a_bucket_that_overflows_takes_the_other_parts_along() -> None:
 
 def test_a_step_that_comes_again_after_an_older_state_is_another_one() -> None:
     """Skipped the first time, finite the second: what is applied is not kept back as well."""
-    skipped, scheme = Rollback(), TopK(0.5)
+    skipped, scheme = Rollback(), TopK(0.5).start()
     grads = torch.tensor([4.0, 2.0, 1.0, 1.0])
     state = scheme.state_dict()
 
@@ -222,8 +222,8 @@ def test_a_mean_that_float16_cannot_hold_leaves_residuals_as_they_were(values: s
     """The sums fit float32; as float16 they are infinite, on all ranks."""
 
     def body(comm: LocalComm) -> tuple[bool, Tensor, Tensor]:
-        scheme = OkTopk(0.5, values=values)  # pyright: ignore[reportArgumentType]
-        scheme.load_state_dict({"residual": {"w": torch.full((8,), 6e4)}, "control": {}})
+        scheme = OkTopk(0.5, values=values).start()  # pyright: ignore[reportArgumentType]
+        scheme.load_state_dict({"residual": {"w": torch.full((8,), 6e4)}})
         bucket = Bucket("w", torch.full((8,), 6e4, dtype=torch.float16), 0)
         report = scheme.reduce(bucket, comm)
         return bool(report.details["overflow"]), bucket.grad, scheme.state_dict()["residual"]["w"]
@@ -236,7 +236,7 @@ def test_a_mean_that_float16_cannot_hold_leaves_residuals_as_they_were(values: s
 
 def test_one_rank_alone_that_overflows_keeps_what_it_had() -> None:
     def body(comm: LocalComm) -> Tensor:
-        scheme = SkipReduce(skip=0.5, feedback=True)
+        scheme = SkipReduce(skip=0.5, feedback=True).start()
         scheme.load_state_dict({**scheme.state_dict(), "residual": {"w": torch.ones(4)}})
         scheme.reduce(Bucket("w", torch.tensor([torch.inf, 1.0, 1.0, 1.0]), 0), comm)
         return scheme.state_dict()["residual"]["w"]

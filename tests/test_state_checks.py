@@ -69,10 +69,10 @@ def test_what_is_no_state_of_this_format_is_refused(kind: str) -> None:
         handle = bare_handle(kind, comm)
         state, before = handle.state_dict(), bits(handle)
         for wrong, message in (
-            ({}, "has format version None, and this sparsync reads version 2"),
+            ({}, "has format version None, and this sparsync reads version 3"),
             (
                 {**state, "version": 1},
-                "has format version 1, and this sparsync reads version 2; load it with the sparsync",
+                "has format version 1, and this sparsync reads version 3; load it with the sparsync",
             ),
         ):
             with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.distributed import run
-from sparsync import Bucket, Dense, GroupComm, Report
+from sparsync import Bucket, Dense, GroupComm, Report, State
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.runtime.connection import Connection
@@ -22,17 +22,17 @@ class FirstFails(Scheme):
 
     name = "first_fails"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if (bucket.step, bucket.key, comm.rank) == (FAILS, "bucket0", 1):
             raise ValueError("no luck today")
-        return Dense().reduce(bucket, comm)
+        return Dense().reduce(state, bucket, comm)
 
 
 def late_buckets(waits_s: list[float]) -> list[list[str]]:
     """Train; where a bucket fails, the next ones of its step come so many seconds later on each rank. Return the errors of each step."""
-    comm, scheme = GroupComm.private(timeout_s=30), FirstFails()
+    comm, state = GroupComm.private(timeout_s=30), FirstFails().start()
     reports: list[Report] = []
-    flight = StepInFlight(Connection(scheme, comm), reports.append)
+    flight = StepInFlight(Connection(state, comm), reports.append)
     errors = []
     for step in range(STEPS):
         submitted = []
@@ -40,7 +40,7 @@ def late_buckets(waits_s: list[float]) -> list[list[str]]:
             if step == FAILS and number:
                 time.sleep(waits_s[comm.rank])
             bucket = Bucket(f"bucket{number}", torch.full((9,), float(step + comm.rank)), step)
-            submitted.append((bucket, flight.submit(bucket, scheme)))
+            submitted.append((bucket, flight.submit(bucket, state)))
         errors.append([])
         for bucket, promised in submitted:
             try:
@@ -65,18 +65,18 @@ class Slow(Scheme):
 
     name = "slow"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if bucket.key == "bucket0":
             time.sleep(1.0)
-        return Dense().reduce(bucket, comm)
+        return Dense().reduce(state, bucket, comm)
 
 
 def timed() -> list[float]:
     """Return the seconds of each bucket's report."""
-    comm, scheme, reports = GroupComm.private(timeout_s=30), Slow(), list[Report]()
-    flight = StepInFlight(Connection(scheme, comm), reports.append)
+    comm, state, reports = GroupComm.private(timeout_s=30), Slow().start(), list[Report]()
+    flight = StepInFlight(Connection(state, comm), reports.append)
     for number in range(BUCKETS):
-        flight.submit(Bucket(f"bucket{number}", torch.ones(9), 0), scheme)
+        flight.submit(Bucket(f"bucket{number}", torch.ones(9), 0), state)
     flight.flush()
     return [each.seconds or 0.0 for each in reports]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme
+from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Report, laid_out
@@ -25,7 +25,7 @@ def numbers(seed: int, n: int = N) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def reduced(schemes: list[ErrorFeedbackScheme], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
+def reduced(schemes: list[State], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
     def body(comm: LocalComm) -> tuple[Tensor, Report]:
         bucket = Bucket("bucket0", grads[comm.rank].clone(), step, LAYOUT)
         return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
@@ -33,7 +33,7 @@ def reduced(schemes: list[ErrorFeedbackScheme], grads: list[Tensor], step: int =
     return LocalWorld(len(schemes)).run(body)
 
 
-def residual(scheme: ErrorFeedbackScheme) -> Tensor:
+def residual(scheme: State) -> Tensor:
     return torch.cat(list(scheme.state_dict()["residual"].values()))
 
 
@@ -77,7 +77,7 @@ def test_ranks_send_as_many_elements_of_each_tensor_as_the_authors_programs(shap
     for make, wanted in zip((DeMo.published, SparseLoCo.published), COUNTS[shape], strict=True):
 
         def body(comm: LocalComm, make: Any = make) -> Report:
-            return make().reduce(Bucket("b", numbers(comm.rank, n), 0, layout), comm)
+            return make().start().reduce(Bucket("b", numbers(comm.rank, n), 0, layout), comm)
 
         for report in LocalWorld(2).run(body):
             values = 4 * wanted if make == DeMo.published else 16 + -(-wanted // 4)
@@ -139,7 +139,7 @@ def test_a_packet_of_another_length_is_refused() -> None:
 
 
 def test_sparse_loco_sends_positions_two_bits_a_value_and_four_means_a_parameter() -> None:
-    P, schemes = 3, [SparseLoCo() for _ in range(3)]
+    P, schemes = 3, [SparseLoCo().start() for _ in range(3)]
     _, report = reduced([*schemes], [numbers(rank) for rank in range(P)])[0]
     counts = selected_in_tiles(LAYOUT, 64)
     k = sum(counts)
@@ -161,16 +161,16 @@ def test_the_mean_is_over_the_ranks_that_sent() -> None:
     tiles, grads, mean = tiles_of(LAYOUT), [numbers(rank) for rank in range(4)], torch.zeros(N)
     cuts = [tiles.take(grad) for grad in grads]
     tiles.put_(mean, by_senders(cuts, 9))
-    schemes: list[ErrorFeedbackScheme] = [SparseLoCo(9, values="float32") for _ in grads]
+    schemes = [SparseLoCo(9, values="float32").start() for _ in grads]
     torch.testing.assert_close(reduced(schemes, grads)[0][0], mean)
     components = by_senders([transformed(cut, tiles) for cut in cuts], 9)
     tiles.put_(mean, transformed(components, tiles, inverse=True))
-    schemes = [DeMo(9, sign=False) for _ in grads]
+    schemes = [DeMo(9, sign=False).start() for _ in grads]
     torch.testing.assert_close(reduced(schemes, grads)[0][0], mean)
 
 
 def test_demo_writes_signs() -> None:
-    schemes: list[ErrorFeedbackScheme] = [DeMo(per_tile=9) for _ in range(2)]
+    schemes = [DeMo(per_tile=9).start() for _ in range(2)]
     written, _ = reduced(schemes, [numbers(rank) for rank in range(2)])[0]
     assert set(written.unique().tolist()) <= {-1.0, 0.0, 1.0}
 
@@ -178,7 +178,7 @@ def test_demo_writes_signs() -> None:
 @pytest.mark.parametrize("make", [SparseLoCo, DeMo])
 def test_a_rollback_returns_to_each_rank_what_it_sent(make: type) -> None:
     P = 3
-    schemes = [make() for _ in range(P)]
+    schemes = [make().start() for _ in range(P)]
     grads = [numbers(rank) for rank in range(P)]
     reduced(schemes, grads)
     before = [residual(each) for each in schemes]

@@ -62,7 +62,7 @@ def test_counted_traffic_is_the_cost_that_the_scheme_reports(text: str) -> None:
     """The same scheme runs again, beside the observation."""
     stream = Synthetic(ranks=3, elements=500, seed=1)
     observed = Observed(choice(text), stream.ranks, stream.layout)
-    again = [choice(text).make() for _ in range(stream.ranks)]
+    again = [choice(text).make().start() for _ in range(stream.ranks)]
     from sparsync import LocalWorld
 
     for step in range(3):

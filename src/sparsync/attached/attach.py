@@ -42,8 +42,8 @@ def attach(
     """Have the ranks that train `model` exchange what its optimizer needs in fewer bits; return the handle to reports and state.
 
     Call it on every rank, with the same settings. Without a scheme it takes a recipe for the optimizer: `attach(model,
-    optimizer=optimizer)`. A scheme holds the residuals of one model: each rank makes an instance, which serves one handle at a time, and
-    after `handle.close()` or `handle.detach()` the same model only. `doctor` lists beforehand what this warns about and refuses.
+    optimizer=optimizer)`. A scheme is settings, which several models may share: residuals are in `handle.state`. `doctor` lists beforehand
+    what this warns about and refuses.
 
     NaN or Inf on any rank: all ranks skip the step, and local steps drop the exchange. With gradients all ranks get it, as without
     sparsync, and a GradScaler or the loop must skip the optimizer's step; residuals stay, and what other buckets sent is rolled back.
@@ -81,8 +81,7 @@ def attach(
         TypeError: for a model that torch's FullyShardedDataParallel wraps, a trained parameter that is not floating, and anything but a
             module, a Scheme, an optimizer or several.
         ValueError: for an argument that does not go with this kind of model, for steps of other parameters, for a model that
-            another handle reduces, for a scheme that another handle uses or that holds another model's residuals, and for fewer bits than
-            any recipe has.
+            another handle reduces, and for fewer bits than any recipe has.
         RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
 
     Example:

@@ -167,7 +167,9 @@ class State(Tables):
         """
         after = scheme.start(self.vectors)
         before, now = tree(self), tree(after)
-        same = [type(each.scheme) for each in before] == [type(each.scheme) for each in now]
+        same = [(type(each.scheme), list(each.inner)) for each in before] == [
+            (type(each.scheme), list(each.inner)) for each in now
+        ]
         if same:
             takes = all(new.has_residual or not old.has_residual for new, old in zip(now, before, strict=True))
         else:

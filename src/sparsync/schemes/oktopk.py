@@ -4,7 +4,7 @@ Every rank owns a region of the vector. It sends its largest elements to the own
 sums of all regions survive and are gathered. A rank clears what it contributed to a survivor; everything else stays in its residual.
 
 `OkTopk.published()` is the paper's algorithm, in `oktopk_published`. Differs from the paper there:
-- The learning rate stays outside: the residual is in units of the gradient, and `rescale_residual` with old rate / new rate keeps
+- The learning rate stays outside: the residual is in units of the gradient, and `State.rescale` with old rate / new rate keeps
   rate * residual as it was, and the thresholds with it. Weights then move as in the paper, whose accumulator is rate * ours.
 - What equals a threshold is selected (the authors' code leaves it out, and so selects k-1); zeros never are.
 - Of m selected elements, boundary j is the position of number j m // P (the authors' code: j (m // P), so the last region has more).
