@@ -11,7 +11,6 @@ import shutil
 import struct
 import termios
 from dataclasses import replace
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -197,20 +196,6 @@ def test_doctor_ends_with_what_to_do(
         cli.main(["doctor"])
     assert ended.value.code == 1
     assert re.search(rf"To do:\n1\. +{said}", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("there", "reason"),
-    [
-        ((), "they were not built when sparsync was installed"),
-        (("_cpu.cpython-27-x.so",), "they were built for another Python: _cpu.cpython-27-x.so"),
-        ((f"_cpu{EXTENSION_SUFFIXES[0]}",), "they cannot be loaded: broken"),
-    ],
-)
-def test_missing_kernels_are_told_in_words(there: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    for name in there:
-        (tmp_path / name).touch()
-    assert dispatch._reason(ImportError("broken"), tmp_path) == reason
 
 
 def test_the_kernels_of_a_machine_without_the_compiled_ones_are_the_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
-from sparsync.collectives.skipping import ring_all_reduce_
+from sparsync.collectives.skipping import all_reduce_
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report, check_one_of, exact_divisor
 from sparsync.kernels import operations as kernels
@@ -49,7 +49,7 @@ class Dense(Scheme):
         comm = MeteredComm(comm)
         total = grad.to(dtype)
         if self.form == "ring":
-            ring_all_reduce_(total, comm)
+            all_reduce_(total, comm)
         else:
             total = comm.all_reduce(total)
         if dtype == grad.dtype:
