@@ -208,13 +208,15 @@ def _two_shot(data: Data) -> list[KernelCase]:
     """Return what TwoShot does with whole vectors, each beside the kernels that it would take without the one for it."""
     found, residual, out, n = _regions(data), data.residual, data.out, data.grad.numel()
     partition = BlockCyclic(n, 4)
+    places = [torch.arange(each.length, device=out.device) for each in found.rows]
+    positions = [partition.positions(p, place) for p, place in enumerate(places)]
 
     def in_one() -> tuple[list[Sparse], bool | Tensor]:
         return kernels.accumulate_top_k_of_rows(residual, data.grad, found.rows, found.counts, residual, found.bounds)
 
     def one_by_one() -> tuple[list[Sparse], bool | Tensor]:
         finite = kernels.accumulate(residual, data.grad, residual)
-        whole = [partition.of(residual, p) for p in range(4)]
+        whole = [residual[each] for each in positions]
         return [kernels.top_k(*each) for each in zip(whole, found.counts, found.bounds, strict=True)], finite
 
     def right(result: tuple[list[Sparse], bool | Tensor]) -> bool:
@@ -242,7 +244,7 @@ def _regions(data: Data) -> Regions:
     acc, partition = data.before + data.grad, BlockCyclic(data.grad.numel(), 4)
     rows = [partition.rows(p, acc.device) for p in range(4)]
     counts = [max(1, data.k * each.length // acc.numel()) for each in rows]
-    tops = [_reference("top_k", partition.of(acc, p), k) for p, k in enumerate(counts)]
+    tops = [_reference("top_k_of_rows", acc, *each) for each in zip(rows, counts, strict=True)]
     parts = [Sparse(partition.positions(p, top.index), top.value, acc.numel()) for p, top in enumerate(tops)]
     bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
     return Regions(rows, counts, bounds, tops, parts)
