@@ -44,7 +44,7 @@ from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.process import Emit, Place
 from sparsync_lab.writable import check_file
 from studies import parts
-from studies.bench.interleave import interleaved
+from studies.bench.frame import interleaved
 
 BUCKETS = 8  # of the cases of several buckets
 ROWS = 100  # of the matrix that is a bucket, which powersgd needs

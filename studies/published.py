@@ -4,17 +4,20 @@ Rows are data (`published.toml`): a model of this file, its inputs with their so
 of its set-up is a calibration and is not counted; a row whose source says too little to predict it is listed with what is missing.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sparsync.comm.plan import Exchange
 from sparsync_lab.predict.network import AllReduce, Link, Tiers, flat_switch, nodes
 from sparsync_lab.predict.step_time import even_backward, overlapped, periodic, serial
+from sparsync_lab.simulate.command import write
 from sparsync_lab.toml import tomllib
+from studies import parts
 
 GOAL = 0.15  # of the published figure: how far off a prediction may be
 MARK = "<!-- generated: python -m studies published --page docs/published.md -->"
@@ -54,6 +57,25 @@ class LinkClass:
     efficiency: float
     latency_s: float
     why: str
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print or write the page, or the rows as JSON."""
+    parser = parts.options("published", __doc__, writes=False)
+    parser.add_argument(
+        "--json", default=None, metavar="FILE", help="write the figures there; -: print them, and no page"
+    )
+    parser.add_argument("--page", type=Path, default=None, metavar="FILE.md", help="write the page")
+    given = parser.parse_args(argv)
+    content = json.dumps([{**asdict(row), "error": row.error} for row in rows()[0]], indent=1) + "\n"
+    if given.json == "-":
+        print(content, end="")
+    elif given.json is not None:
+        write(Path(given.json), content)
+    if given.page is not None:
+        write(given.page, page())
+    elif given.json is None:
+        print(page(), end="")
 
 
 def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:

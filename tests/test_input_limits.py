@@ -20,7 +20,6 @@ from sparsync_lab.report import results
 from sparsync_lab.simulate import setup
 from sparsync_lab.traffic import stream
 from sparsync_lab.workloads import shakespeare_text
-from studies.campaign import records
 
 GROUP = ProbedGroup(4, "gloo", 2, "10 Gbit/s", "cpu", 8, "2.13.0", "2026-11-22T15:00:00+00:00")
 OPERATIONS = tuple(
@@ -35,7 +34,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "own.toml": lambda file: setup.read(str(file)),
     results.FILE_NAME: lambda file: results.read(file.parent),
     runs.FILE_NAME: lambda file: runs.read(file.parent),
-    records.FILE_NAME: lambda file: records.read(file.parent),
     "gradients.pt": stream.recorded,
     "play.txt": lambda file: shakespeare_text._folder_texts(file.parent),
 }

@@ -11,7 +11,7 @@ import pytest
 from sparsync_lab import progress as module
 from sparsync_lab.compare import progress as comparison
 from sparsync_lab.progress import progress
-from studies.bench.interleave import interleaved
+from studies.bench.frame import interleaved
 
 
 class Clock:

@@ -1,7 +1,8 @@
 """Measure the kernels that schemes run, beside the memory's limit and beside other ways to select the same elements.
 
     python -m studies bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --rounds 15] [--json -]
-    python -m studies bench kernels --device cuda --n 1e7,1e8 --gradient float32,bfloat16
+    python -m studies bench kernels --table          # of docs/kernels.md: every backend of this machine, four minutes
+    python -m studies bench kernels --device cuda --n 1e7,1e8
 
 One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved;
 `ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two
@@ -29,14 +30,14 @@ from sparsync.kernels import dispatch, reference
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.progress import progress
-from studies.bench.interleave import Tell, interleaved
-from studies.bench.output import destination, write
+from studies import parts
+from studies.bench import frame
+from studies.bench.frame import Row, Tell
 
 WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
 CEILING = "plain pass"
 SORTED = 1_000_000  # elements that a full sort is tried on at most
 LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which on targets hold
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # of an exact top-k with a bound
 
 
@@ -46,7 +47,6 @@ class Data:
 
     before: Tensor
     grad: Tensor
-    wide: Tensor  # the same gradient in float32
     residual: Tensor  # what cases write to
     out: Tensor
     k: int
@@ -78,53 +78,33 @@ class Regions:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure and print JSON lines."""
+    """Measure, and print JSON lines or the table of docs/kernels.md."""
     options = _options(arguments)
     torch.set_num_threads(1)
-    kernels.set_backend(options.backend)
-    context = {"backend": kernels.backend(), **versions(), **machine(), **_device(options)}
-    rows: list[dict[str, Any]] = []  # Any: JSON
-    for n, density, kind in product(options.n, options.density, options.gradient):
-        with progress(f"n {n:g}, density {density:g}, {kind}") as shown:
-            data = _data(n, density, TYPES[kind], options.device)
-            rows += [row | context for row in _measured(_cases(data), data, density, options, shown.measured)]
-    write(rows, options.json)
+    if options.table:
+        print(_table(options))
+        return
+    rows = [
+        row for n, density in product(options.n, options.density) for row in _rows(options.backend, n, density, options)
+    ]
+    frame.write(rows, options.json)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m studies bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = frame.options("kernels", __doc__)
     parser.add_argument("--n", type=_sizes, default=[10**6, 10**7], help="elements, by commas (default: 1e6,1e7)")
     parser.add_argument("--density", type=_shares, default=[0.01], help="shares to select, by commas (default: 0.01)")
-    parser.add_argument("--gradient", type=_kinds, default=["float32"], help=f"its types, of {', '.join(TYPES)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the vectors are (default: cpu)")
     parser.add_argument("--backend", help=f"of {', '.join(kernels.backends())} (default: the device's fastest)")
     parser.add_argument("--rounds", type=int, default=15, help="in which every case is measured once (default: 15)")
-    parser.add_argument("--json", type=destination, default="-", help="file for the JSON lines, - for standard output")
+    parser.add_argument("--table", action="store_true", help="the table of docs/kernels.md")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "--device cuda needs a GPU that torch can use, and there is none here; leave it out to measure the processor"
         )
-    if options.device == "cuda" and options.backend not in (None, "triton", "reference"):
-        parser.error(f"on a GPU the kernels are those of triton or reference, got --backend {options.backend}")
     options.backend = options.backend or ("triton" if options.device == "cuda" else kernels.backends()[0])
     return options
-
-
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    if not set(kinds) <= set(TYPES):
-        raise argparse.ArgumentTypeError(f"types of a gradient are {', '.join(TYPES)}, got {text!r}")
-    return kinds
-
-
-def _device(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
-    """Return the device, and of a GPU its kind."""
-    if options.device == "cpu":
-        return {"device": "cpu"}
-    return {"device": "cuda", "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
 def _sizes(text: str) -> list[int]:
@@ -135,16 +115,41 @@ def _shares(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
+def _rows(backend: str, n: int, density: float, options: argparse.Namespace) -> list[Row]:
+    kernels.set_backend(backend)
+    about = {"backend": backend, "device": options.device, **versions(), **machine()}
+    about |= {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+    with progress(f"{backend}, n {n:g}, density {density:g}") as shown:
+        data = _data(n, density, options.device)
+        return [row | about for row in _measured(_cases(data), data, density, options, shown.measured)]
+
+
+def _table(options: argparse.Namespace) -> str:
+    """Return the table: columns are runs, each with its own plain pass; a cell is the ratio to it, and in brackets the target."""
+    columns = [(backend, 10**7, 0.01) for backend in kernels.backends() if backend.startswith("cpp/")]
+    best = columns[0][0]
+    columns += [(best, 10**7, 0.001), (best, 10**7, 0.02), (best, 10**8, 0.01)]
+    found = [{row["case"]: row for row in _rows(*column, options)} for column in columns]
+    heads = [f"{backend}, n = {n:.0e}, {density:.1%}" for backend, n, density in columns]
+    cells = [[case, *(_cell(each[case]) for each in found)] for case in found[0]]
+    plain = [f"{each[CEILING]['ceiling_gbytes_per_s']:.1f}" for each in found]
+    return parts.table(["case", *heads], [*cells, ["the plain pass, GB/s", *plain]])
+
+
+def _cell(row: Row) -> str:
+    return f"{row['ratio']:.2f}" + (f" ({row['target']})" if row["target"] else "")
+
+
+def _data(n: int, density: float, device: str) -> Data:
     source = torch.Generator().manual_seed(0)
     before = torch.randn(n, generator=source).to(device)
-    grad = torch.randn(n, generator=source).to(device=device, dtype=kind)
+    grad = torch.randn(n, generator=source).to(device)
     acc = before + grad
     k = max(1, int(density * n))
     top, skip = reference.top_k(acc, k), Span(n // 4, n // 2)
     beside = reference.top_k_nonzero(acc, k, skip)
     threshold = float(top.value.abs().min())
-    return Data(before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
+    return Data(before, grad, before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
 
 
 def _cases(data: Data) -> list[KernelCase]:
@@ -170,7 +175,7 @@ def _cases(data: Data) -> list[KernelCase]:
 
     cases = [
         KernelCase(
-            CEILING, lambda: dispatch.plain_(data.wide, residual), lambda _: torch.equal(residual, data.before + grad)
+            CEILING, lambda: dispatch.plain_(grad, residual), lambda _: torch.equal(residual, data.before + grad)
         ),
         KernelCase(
             "TopK: accumulate_top_k, by the last step's bound",
@@ -299,7 +304,7 @@ def _same(result: Sparse, expected: Sparse) -> bool:
 
 def _measured(
     cases: list[KernelCase], data: Data, density: float, options: argparse.Namespace, tell: Tell
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Run all cases interleaved, and return a JSON row for each."""
     kind, clock = _clock(options)
 
@@ -312,7 +317,7 @@ def _measured(
             raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
         return taken
 
-    found = interleaved(cases, measure, options.rounds, 1, tell)
+    found = frame.interleaved(cases, measure, options.rounds, 1, tell)
     seconds = {case.name: each for case, each in zip(cases, found, strict=True)}
     return [_row(case, seconds, data, density, kind) for case in cases]
 
@@ -329,20 +334,17 @@ def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
     return "wall", idle
 
 
-def _row(case: KernelCase, seconds: dict[str, list[float]], data: Data, density: float, clock: str) -> dict[str, Any]:
-    own, ceiling = sorted(seconds[case.name]), seconds[CEILING]
-    ratios = [mine / plain for mine, plain in zip(seconds[case.name], ceiling, strict=True)]
+def _row(case: KernelCase, seconds: dict[str, list[float]], data: Data, density: float, clock: str) -> Row:
+    own, ceiling = seconds[case.name], seconds[CEILING]
+    ratios = [mine / plain for mine, plain in zip(own, ceiling, strict=True)]
     n = data.grad.numel()
     return {
         "case": case.name,
         "n": n,
         "k": data.k,
         "density": density,
-        "gradient": str(data.grad.dtype).removeprefix("torch."),
         "clock": clock,
-        "p20_s": own[len(own) // 5],
-        "p50_s": statistics.median(own),
-        "p80_s": own[len(own) * 4 // 5],
+        "seconds": frame.percentiles(own) if len(own) > 3 else {"p50": statistics.median(own)},
         "ceiling_s": statistics.median(ceiling),
         "ceiling_gbytes_per_s": 12e-9 * n / statistics.median(ceiling),
         "ratio": statistics.median(ratios),

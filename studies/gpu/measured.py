@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from studies.bench.interleave import interleaved
+from studies.bench.frame import interleaved
 from studies.gpu.methods import ADAMW, DDP, Shape, Steps
 
 INT4 = "two_shot:density=1.0:values=int4"
@@ -88,7 +88,7 @@ def copy_bytes_per_s(device: str) -> float:
     """Return the bytes per second, read and written ones, of a copy that does not fit into caches."""
     source = torch.ones(2**28 if device == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    copy = Steps(lambda: None, lambda: target.copy_(source), None, torch.nn.Identity())
+    copy = Steps(lambda: None, lambda: target.copy_(source), None)
     return 2 * source.nbytes / min(_wall_s(copy, device) for _ in range(10))
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +65,6 @@ class Steps:
     prepare: Callable[[], object]
     take: Callable[[], object]
     handle: Any  # Any: of sparsync.attach; None without it
-    model: nn.Module
     beside: int | None = None
 
 
@@ -91,17 +90,14 @@ def given_gradients(text: str, shape: Shape, batch: int) -> Steps:
             parameter.grad = each.clone()
 
     reduce = getattr(handle, "reduce", None)  # of gradients
-    return Steps(prepare, reduce or optimizer.step, handle, model, VECTORS + MOMENTS * (reduce is None))
+    return Steps(prepare, reduce or optimizer.step, handle, VECTORS + MOMENTS * (reduce is None))
 
 
-def training(text: str, shape: Shape, batch: int, rank: int | None = None) -> Steps:
-    """Return whole training steps of a model in DistributedDataParallel; on a GPU in bfloat16 autocast.
-
-    Blocks are compiled for the one rank that is there, `rank` None.
-    """
+def training(text: str, shape: Shape, batch: int) -> Steps:
+    """Return whole training steps of a model in DistributedDataParallel; on a GPU with compiled blocks and bfloat16 autocast."""
     cuda = shape.device == "cuda"
     model = shape.model()
-    for block in model.blocks if cuda and rank is None else ():
+    for block in model.blocks if cuda else ():
         block.compile()
     wrapped = DistributedDataParallel(model)
     optimizer = _adamw(model)
@@ -113,7 +109,7 @@ def training(text: str, shape: Shape, batch: int, rank: int | None = None) -> St
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif text != DDP:
         handle = attached(text, wrapped, optimizer)
-    drawn = generator(0, "gpu", rank or 0)
+    drawn = generator(0, "gpu", 0)
     words = torch.randint(shape.vocabulary, (batch, shape.context + 1), generator=drawn).to(shape.device)
 
     def take() -> None:
@@ -123,7 +119,7 @@ def training(text: str, shape: Shape, batch: int, rank: int | None = None) -> St
         loss.backward()
         optimizer.step()
 
-    return Steps(lambda: None, take, handle, model)
+    return Steps(lambda: None, take, handle)
 
 
 def attached(text: str, model: nn.Module, optimizer: AdamW) -> Any:  # Any: a handle
@@ -131,12 +127,6 @@ def attached(text: str, model: nn.Module, optimizer: AdamW) -> Any:  # Any: a ha
     if text == "default" or text.startswith("bits="):
         return sparsync.attach(model, bits=bits_of(text), optimizer=optimizer)
     return sparsync.attach(model, sparsync.scheme(text), exchange=sparsync.Gradients())
-
-
-def common_weights(steps: Steps) -> Tensor:
-    """Return all parameters in one vector, as all ranks must have them."""
-    with steps.handle.averaged() if hasattr(steps.handle, "averaged") else nullcontext():
-        return torch.cat([each.detach().flatten() for each in steps.model.parameters()])
 
 
 def _adamw(model: nn.Module) -> AdamW:
