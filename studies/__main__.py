@@ -15,7 +15,6 @@ PARTS = {
     "dial": "what each recipe takes on five networks: a table of docs/advise.md",
     "downstream": "fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md",
     "elastic": "random events in elastic runs: tables of docs/reliability.md",
-    "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
     "far_links": "trainings over links with a delay, and the delays that steps wait for: docs/far_links.md",
     "goodput": "what kills and joins cost a training that goes on: tables of docs/elastic.md",
     "gpu": "what the library costs on a GPU, and launches counted on a CPU: tables of docs/gpu.md",

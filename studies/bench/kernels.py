@@ -13,7 +13,6 @@ to do to the next, so that launches and host syncs count.
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +35,6 @@ from studies.bench.frame import Row, Tell
 
 WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
 CEILING = "plain pass"
-SORTED = 1_000_000  # elements that a full sort is tried on at most
 LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which on targets hold
 TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # of an exact top-k with a bound
 
@@ -48,7 +46,6 @@ class Data:
     before: Tensor
     grad: Tensor
     residual: Tensor  # what cases write to
-    out: Tensor
     k: int
     threshold: float
     top: Sparse  # of residual + grad
@@ -74,7 +71,6 @@ class Regions:
     counts: list[int]
     bounds: list[float | None]
     tops: list[Sparse]
-    parts: list[Sparse]  # the same at their positions in the vector
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -125,15 +121,12 @@ def _rows(backend: str, n: int, density: float, options: argparse.Namespace) -> 
 
 
 def _table(options: argparse.Namespace) -> str:
-    """Return the table: columns are runs, each with its own plain pass; a cell is the ratio to it, and in brackets the target."""
-    columns = [(backend, 10**7, 0.01) for backend in kernels.backends() if backend.startswith("cpp/")]
-    best = columns[0][0]
-    columns += [(best, 10**7, 0.001), (best, 10**7, 0.02), (best, 10**8, 0.01)]
-    found = [{row["case"]: row for row in _rows(*column, options)} for column in columns]
-    heads = [f"{backend}, n = {n:.0e}, {density:.1%}" for backend, n, density in columns]
+    """Return the table: a cell is the ratio to the plain pass of its backend, and in brackets the target."""
+    backends = [each for each in kernels.backends() if each.startswith("cpp/")]
+    found = [{row["case"]: row for row in _rows(each, 10**7, 0.01, options)} for each in backends]
     cells = [[case, *(_cell(each[case]) for each in found)] for case in found[0]]
     plain = [f"{each[CEILING]['ceiling_gbytes_per_s']:.1f}" for each in found]
-    return parts.table(["case", *heads], [*cells, ["the plain pass, GB/s", *plain]])
+    return parts.table(["case", *backends], [*cells, ["the plain pass, GB/s", *plain]])
 
 
 def _cell(row: Row) -> str:
@@ -149,94 +142,83 @@ def _data(n: int, density: float, device: str) -> Data:
     top, skip = reference.top_k(acc, k), Span(n // 4, n // 2)
     beside = reference.top_k_nonzero(acc, k, skip)
     threshold = float(top.value.abs().min())
-    return Data(before, grad, before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
+    return Data(before, grad, before.clone(), k, threshold, top, skip, beside)
 
 
 def _cases(data: Data) -> list[KernelCase]:
     target = TARGETS.get(kernels.backend())
-    k, residual, grad, out, warm = data.k, data.residual, data.grad, data.out, WARM * data.threshold
+    k, residual, grad, warm = data.k, data.residual, data.grad, WARM * data.threshold
     warm_beside = WARM * float(data.beside.value.abs().min())
-
     partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as MiCRO's
     part = reference.top_k(reference.of_rows(data.before + grad, partition), max(1, k // 4))
     bound = WARM * float(part.value.abs().min())
 
-    def of_partition() -> tuple[list[Sparse], bool | Tensor]:
-        return kernels.accumulate_top_k_of_rows(residual, grad, [partition], [part.index.numel()], residual, [bound])
+    def topk() -> Sparse:
+        acc = residual.add_(grad)
+        return _chosen(acc, acc.abs().topk(k, sorted=False).indices.sort().values)
 
-    def right_part(result: tuple[list[Sparse], bool | Tensor]) -> bool:
-        return bool(result[1]) and _same(result[0][0], part)
+    def nonzero() -> Sparse:
+        acc = residual.add_(grad)
+        return _chosen(acc, (acc.abs() >= data.threshold).nonzero().view(-1))
 
-    def right(result: tuple[Sparse, bool]) -> bool:
-        return bool(result[1]) and _same(result[0], data.top)
+    def plain(_: object) -> bool:
+        return torch.equal(residual, data.before + grad)
 
-    def right_beside(result: tuple[Sparse, bool]) -> bool:
-        return bool(result[1]) and _same(result[0], data.beside)
+    def is_as(*due: Sparse) -> Callable[[Any], bool]:
+        """Return a check of a kernel's result: what was selected, and whether all was finite."""
 
-    cases = [
-        KernelCase(
-            CEILING, lambda: dispatch.plain_(grad, residual), lambda _: torch.equal(residual, data.before + grad)
-        ),
+        def check(result: Any) -> bool:  # Any: as the kernel returns it
+            selected = result[0] if isinstance(result[0], list) else [result[0]]
+            return bool(result[1]) and all(map(_same, selected, due))
+
+        return check
+
+    regions = _regions(data)
+    return [
+        KernelCase(CEILING, lambda: dispatch.plain_(grad, residual), plain),
         KernelCase(
             "TopK: accumulate_top_k, by the last step's bound",
             lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm),
-            right,
+            is_as(data.top),
             target,
         ),
         KernelCase(
             "TopK: accumulate_top_k, by a sample",
             lambda: kernels.accumulate_top_k(residual, grad, k, residual),
-            right,
+            is_as(data.top),
         ),
         KernelCase(
             "Ok-Topk: accumulate_top_k_nonzero, a quarter skipped",
             lambda: kernels.accumulate_top_k_nonzero(residual, grad, k, residual, data.skip, warm_beside),
-            right_beside,
+            is_as(data.beside),
             target,
         ),
-        KernelCase("MiCRO: accumulate_top_k_of_rows, one partition of four", of_partition, right_part),
+        KernelCase(
+            "MiCRO: accumulate_top_k_of_rows, one partition of four",
+            lambda: kernels.accumulate_top_k_of_rows(
+                residual, grad, [partition], [part.index.numel()], residual, [bound]
+            ),
+            is_as(part),
+        ),
         KernelCase(
             "published thresholds: accumulate_select_ge",
             lambda: kernels.accumulate_select_ge(residual, grad, data.threshold, residual, Span(0, grad.numel())),
-            right,
+            is_as(data.top),
         ),
-        KernelCase("accumulate to another vector", lambda: kernels.accumulate(residual, grad, out), lambda ok: ok),
-    ]
-    return cases + _two_shot(data) + _alternatives(data)
-
-
-def _two_shot(data: Data) -> list[KernelCase]:
-    """Return what TwoShot does with whole vectors, each beside the kernels that it would take without the one for it."""
-    found, residual, out, n = _regions(data), data.residual, data.out, data.grad.numel()
-    partition = BlockCyclic(n, 4)
-
-    def in_one() -> tuple[list[Sparse], bool | Tensor]:
-        return kernels.accumulate_top_k_of_rows(residual, data.grad, found.rows, found.counts, residual, found.bounds)
-
-    def one_by_one() -> tuple[list[Sparse], bool | Tensor]:
-        finite = kernels.accumulate(residual, data.grad, residual)
-        whole = [partition.of(residual, p) for p in range(4)]
-        return [kernels.top_k(*each) for each in zip(whole, found.counts, found.bounds, strict=True)], finite
-
-    def right(result: tuple[list[Sparse], bool | Tensor]) -> bool:
-        return bool(result[1]) and all(_same(*each) for each in zip(result[0], found.tops, strict=True))
-
-    def moved(_: None) -> bool:
-        kept, written = data.before.clone(), torch.zeros_like(out)
-        for part in found.parts:
-            reference.put_(kept, part.index, part.value)
-            reference.put_(written, part.index, part.value)
-        return torch.equal(out, kept) and torch.equal(residual, written)
-
-    return [
-        KernelCase("TwoShot: accumulate_top_k_of_rows, four regions", in_one, right),
-        KernelCase("the same by accumulate, copies of the regions and top_k", one_by_one, right),
         KernelCase(
-            "TwoShot: move_put_",
-            lambda: kernels.move_put_(out, residual, found.parts, found.parts),
-            moved,
+            "TwoShot: accumulate_top_k_of_rows, four regions",
+            lambda: kernels.accumulate_top_k_of_rows(
+                residual, grad, regions.rows, regions.counts, residual, regions.bounds
+            ),
+            is_as(*regions.tops),
         ),
+        KernelCase("torch: topk", topk, lambda result: _same(result, data.top)),
+        KernelCase("torch: abs(x) >= threshold, nonzero, gather", nonzero, lambda result: _same(result, data.top)),
     ]
+
+
+def _chosen(acc: Tensor, index: Tensor) -> Sparse:
+    return Sparse(index.to(torch.int32), acc[index], acc.numel())
 
 
 def _regions(data: Data) -> Regions:
@@ -244,58 +226,7 @@ def _regions(data: Data) -> Regions:
     rows = [partition.rows(p, acc.device) for p in range(4)]
     counts = [max(1, data.k * each.length // acc.numel()) for each in rows]
     tops = [reference.top_k(partition.of(acc, p), k) for p, k in enumerate(counts)]
-    parts = [Sparse(partition.positions(p, top.index), top.value, acc.numel()) for p, top in enumerate(tops)]
-    bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
-    return Regions(rows, counts, bounds, tops, parts)
-
-
-def _alternatives(data: Data) -> list[KernelCase]:
-    """Return other ways from residual and gradient to the selected elements, with torch's own operations."""
-
-    def accumulated() -> Tensor:
-        return data.residual.add_(data.grad)
-
-    def topk() -> Sparse:
-        acc = accumulated()
-        index = acc.abs().topk(data.k, sorted=False).indices.sort().values
-        return Sparse(index.to(torch.int32), acc[index], acc.numel())
-
-    def nonzero() -> Sparse:
-        acc = accumulated()
-        index = (acc.abs() >= data.threshold).nonzero().view(-1)
-        return Sparse(index.to(torch.int32), acc[index], acc.numel())
-
-    def full_sort() -> Sparse:
-        acc = accumulated()
-        index = acc.abs().sort(descending=True, stable=True).indices[: data.k].sort().values
-        return Sparse(index.to(torch.int32), acc[index], acc.numel())
-
-    def right(result: Sparse) -> bool:
-        return _same(result, data.top)
-
-    cases = [
-        KernelCase("torch: topk", topk, right),
-        KernelCase("torch: abs(x) >= threshold, nonzero, gather", nonzero, right),
-        KernelCase(
-            "torch: threshold from a 1 % sample, as DGC",
-            lambda: _sampled(accumulated(), data.k),
-            lambda result: abs(result.index.numel() - data.k) <= 0.3 * data.k + 8 * math.sqrt(100 * data.k),
-        ),
-    ]
-    if data.grad.numel() <= SORTED:
-        cases.append(KernelCase("torch: full sort", full_sort, right))
-    return cases
-
-
-def _sampled(acc: Tensor, k: int) -> Sparse:
-    """Return about the k largest, above the threshold that a sample of 1 % gives, cut to k when far more pass (arXiv 1712.01887)."""
-    magnitude = acc.abs()
-    sample = magnitude[torch.randint(acc.numel(), (max(1, acc.numel() // 100),), device=acc.device)]
-    threshold = sample.topk(max(1, k * sample.numel() // acc.numel()), sorted=False).values.min()
-    index = (magnitude >= threshold).nonzero().view(-1)
-    if index.numel() > 1.3 * k:
-        index = index[magnitude[index].topk(k, sorted=False).indices]
-    return Sparse(index.to(torch.int32), acc[index], acc.numel())
+    return Regions(rows, counts, [WARM * float(top.value.abs().min()) for top in tops], tops)
 
 
 def _same(result: Sparse, expected: Sparse) -> bool:
