@@ -4,7 +4,7 @@
     python -m studies gpu --counts
 
 step: one rank exchanges gradients that are given. whole: training steps of one rank. The model is GPT-2 with 124 M parameters. It is meant
-for five minutes of one GPU; what cannot be measured is listed at the end. --counts counts launches and waits on a CPU, and writes
+for five minutes of one GPU; what cannot be measured is listed at the end. Steps are settled: none measures a ratio. --counts counts launches and waits on a CPU, and writes
 tests/counts.json and a table of docs/gpu.md.
 """
 
@@ -24,8 +24,8 @@ from sparsync_lab.report.format import significant
 from sparsync_lab.writable import check_file
 from studies import parts
 from studies.gpu import counts
-from studies.gpu.measured import STEP, WHOLE, Measured, copy_bytes_per_s, measured
-from studies.gpu.methods import Shape, given_gradients, training
+from studies.gpu.measured import Measured, copy_bytes_per_s, measured
+from studies.gpu.methods import STEP, WHOLE, Shape, given_gradients, training
 
 PAGE, PART = "docs/gpu.md", "gpu"
 
@@ -42,12 +42,6 @@ class Found:
     step: list[Measured] = field(default_factory=list)
     whole: list[Measured] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    def bytes_of(self, gpu_ms: float | None) -> float | None:
-        """Return the bytes per parameter that a copy would move in this time, read and written ones."""
-        if gpu_ms is None or self.copy_bytes_per_s is None:
-            return None
-        return gpu_ms / 1e3 * self.copy_bytes_per_s / self.parameters
 
 
 def main(argv: Sequence[str]) -> None:
@@ -115,26 +109,24 @@ def page(found: Found) -> str:
     """Return the tables, and what could not be measured, as Markdown."""
     bandwidth = "" if found.copy_bytes_per_s is None else f", copies at {found.copy_bytes_per_s / 1e9:.0f} GB/s"
     said = [f"{found.device}, torch {found.torch}, {found.date}: {found.parameters / 1e6:.3g} M parameters{bandwidth}."]
-    for rows, what, own in ((found.step, "exchange and step", True), (found.whole, "training step", False)):
-        over = f"over {rows[0].text}" if rows else ""
-        heads = [f"one rank's {what}", "wall, ms", over, "GPU, ms", "launches", "host syncs"]
-        heads += ["bytes per parameter", "memory beyond AdamW, bytes per parameter"] if own else []
-        cells = [_cells(each, found, own) for each in rows]
-        said += [f"Settled / measuring steps:\n\n{parts.table(heads, cells)}"] if rows else []
+    for rows, what in ((found.step, "exchange and step"), (found.whole, "training step")):
+        if rows:
+            over, copied = f"over {rows[0].text}", "GPU time in bytes per parameter"
+            heads = [f"one rank's {what}", "wall, ms", over, "GPU, ms", "launches", "host syncs", copied, "memory"]
+            said.append(parts.table(heads, [_cells(each, found) for each in rows]))
+    if found.step:
+        said.append(
+            "Memory is that beyond AdamW, in bytes per parameter; GPU time in bytes is what a copy would move meanwhile."
+        )
     if found.problems:
         said.append("Not measured:\n\n" + "\n".join(f"- {each}" for each in found.problems))
     return "\n\n".join(said)
 
 
-def _cells(row: Measured, found: Found, own: bool) -> list[str]:
-    """Return a row of a table; with `own` times and memory that are the method's alone."""
-    cells = [f"`{row.text}`", *map(_both, (row.wall_ms, row.ratio, row.gpu_ms, row.launches, row.syncs))]
-    return [*cells, _both([found.bytes_of(each) for each in row.gpu_ms]), _shown(row.memory)] if own else cells
-
-
-def _both(settled_and_measuring: Sequence[float | None]) -> str:
-    return " / ".join(map(_shown, settled_and_measuring))
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else significant(value, 3)
+def _cells(row: Measured, found: Found) -> list[str]:
+    """Return a row of a table."""
+    copied = None
+    if row.gpu_ms is not None and found.copy_bytes_per_s is not None:
+        copied = row.gpu_ms / 1e3 * found.copy_bytes_per_s / found.parameters
+    values = (row.wall_ms, row.ratio, row.gpu_ms, row.launches, row.syncs, copied, row.memory)
+    return [f"`{row.text}`", *("-" if each is None else significant(each, 3) for each in values)]

@@ -19,13 +19,12 @@ from sparsync.recipes import bits_of
 from sparsync_lab.workloads.gpt import Decoder
 
 ADAMW, DDP = "fused AdamW", "DDP"
+INT4 = "two_shot:density=1.0:values=int4"
+SPARSE = "two_shot:density=0.05:values=int4"
+STEP = (ADAMW, "default", "bits=0.8", INT4, "skip_reduce", "micro", "exdyna", "oktopk", SPARSE)
+WHOLE = (DDP, "bf16 hook", "powersgd 8", "powersgd 16", "default", "bits=0.8", INT4)
 VECTORS = 12  # bytes per parameter of weights, gradients, and those that are given
 MOMENTS = 8  # bytes per parameter of AdamW's state
-
-
-def heads(width: int) -> int:
-    """Return the number of heads of 64 elements, one in a narrower model."""
-    return max(1, width // 64)
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Shape:
         return cls(device, layers, width, *((50304, 1024) if device == "cuda" else (1000, 64)))
 
     def model(self) -> Decoder:
+        """Return the model, whose heads have 64 elements."""
         torch.manual_seed(0)
-        with torch.device(self.device):
-            return Decoder(self.vocabulary, self.context, self.width, self.layers, heads(self.width))
+        return Decoder(self.vocabulary, self.context, self.width, self.layers, max(1, self.width // 64)).to(self.device)
 
     @cached_property
     def parameters(self) -> int:
         with torch.device("meta"):
-            model = Decoder(self.vocabulary, self.context, self.width, self.layers, heads(self.width))
+            model = Decoder(self.vocabulary, self.context, self.width, self.layers, max(1, self.width // 64))
         return sum(each.numel() for each in model.parameters())
 
 
@@ -73,17 +72,14 @@ def given_gradients(text: str, shape: Shape, batch: int) -> Steps:
     model = shape.model()
     optimizer = _adamw(model)
     handle = None if text == ADAMW else attached(text, model, optimizer)
-    drawn = generator(0, "gpu", 0)
-    parameters = list(model.parameters())
-    # Rows of different lengths, as gradients have them.
-    given = [
-        (
-            1e-3
-            * torch.randn(each.shape, generator=drawn)
-            * torch.randn(len(each), *[1] * (each.dim() - 1), generator=drawn).exp()
-        ).to(each)
-        for each in parameters
-    ]
+    drawn, parameters = generator(0, "gpu", 0), list(model.parameters())
+
+    def rows(like: torch.Tensor) -> torch.Tensor:
+        """Return a gradient whose rows have different lengths."""
+        lengths = torch.randn(len(like), *[1] * (like.dim() - 1), generator=drawn).exp()
+        return (1e-3 * torch.randn(like.shape, generator=drawn) * lengths).to(like)
+
+    given = [rows(each) for each in parameters]
 
     def prepare() -> None:
         for parameter, each in zip(parameters, given, strict=True):
