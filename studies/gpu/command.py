@@ -4,7 +4,8 @@
     python -m studies gpu --counts
 
 step: one rank exchanges gradients that are given. whole: training steps of one rank. The model is GPT-2 with 124 M parameters. It is meant
-for five minutes of one GPU; what cannot be measured is listed at the end. Steps are settled: none measures a ratio. --counts counts launches and waits on a CPU, and writes
+for five minutes of one GPU; what cannot be measured is listed at the end. Steps are settled: none measures a
+ratio. --counts counts launches and waits on a CPU, and writes
 tests/counts.json and a table of docs/gpu.md.
 """
 
