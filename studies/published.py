@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,15 @@ class PublishedRow:
     name: str
     what: str
     kind: str  # of KINDS; empty without a model
-    unit: str
-    published: float | None
     source: str
-    inputs: Mapping[str, Any]  # Any: numbers, and names of links
-    inputs_source: str
     predicted: float | None
     counted: bool
-    added: bool  # after the first comparison
-    why: str  # of a miss, of what is missing, or of what is not counted
+    unit: str = ""
+    published: float | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # Any: numbers, and names of links
+    inputs_source: str = ""
+    added: bool = False  # after the first comparison
+    why: str = ""  # of a miss, of what is missing, or of what is not counted
 
     @property
     def error(self) -> float | None:
@@ -80,30 +80,14 @@ def main(argv: Sequence[str]) -> None:
 
 def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:
     """Return all rows, predicted, in the order of the file, and the assumptions that they share."""
-    content = _content()
+    content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     classes = {name: LinkClass(**each) for name, each in content["links"].items()}
-    found = []
+    found: list[PublishedRow] = []
     for each in content["row"]:
-        inputs = dict(each.get("inputs", {}))
-        model = each.get("model")
-        predicted = None if model is None else float(MODELS[model](classes, **inputs))
-        counted = each.get("counted", True) and predicted is not None
-        found.append(
-            PublishedRow(
-                each["name"],
-                each["what"],
-                "" if model is None else KINDS[model],
-                each.get("unit", ""),
-                each.get("published"),
-                each["source"],
-                inputs,
-                each.get("inputs_source", ""),
-                predicted,
-                counted,
-                each.get("added", False),
-                each.get("why", ""),
-            )
-        )
+        model = each.pop("model", None)
+        predicted = None if model is None else float(MODELS[model](classes, **each.get("inputs", {})))
+        each["counted"] = each.get("counted", True) and predicted is not None
+        found.append(PublishedRow(kind="" if model is None else KINDS[model], predicted=predicted, **each))
     return found, classes
 
 
@@ -433,10 +417,6 @@ def page() -> str:
     lines += ["| --- | ---: | ---: | ---: |"]
     lines += [_row(row) for row in found if row.counted and row.error is not None and abs(row.error) > GOAL]
     return "\n".join(lines) + "\n"
-
-
-def _content() -> dict[str, Any]:  # Any: of TOML
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _tally(found: Sequence[PublishedRow], named: str = "rows counted") -> str:

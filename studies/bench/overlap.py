@@ -35,8 +35,8 @@ from sparsync_lab.environment import machine, versions
 from sparsync_lab.netlab import MAX_RANKS, network, parse_link, restart_with_rights
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels, parse_schemes, try_out
-from sparsync_lab.terminal import Table, lines_of
 from sparsync_lab.workers.process import Emit, Place
+from studies import parts
 from studies.bench import frame
 from studies.bench.frame import TIMEOUT_S, Row
 
@@ -221,17 +221,11 @@ def _row(case: OverlapCase, rounds: Sequence[Round], options: argparse.Namespace
 def _table(rows: Sequence[Row]) -> str:
     """Return a table of the medians in milliseconds."""
     columns = ("backward_s", "reduction_s", "step_s", "bound_s")
-    heads = ("case", "backward", "reduction", "step", "bound", "hidden", "p20..p80", "bits")
-    cells = [
-        (
-            row["case"],
-            *(f"{1e3 * row[name]['p50']:.0f} ms" for name in columns),
-            f"{row['hidden']['p50']:.2f}",
-            f"{row['hidden']['p20']:.2f}..{row['hidden']['p80']:.2f}",
-            significant(row["bits"]),
-        )
-        for row in rows
-    ]
+    heads = ["case", *(f"{each.removesuffix('_s')}, ms" for each in columns), "hidden", "p20 to p80", "bits"]
+    cells: list[list[str]] = []
+    for row in rows:
+        times, hidden = [f"{1e3 * row[name]['p50']:.0f}" for name in columns], row["hidden"]
+        spread = f"{hidden['p20']:.2f} to {hidden['p80']:.2f}"
+        cells.append([row["case"], *times, f"{hidden['p50']:.2f}", spread, significant(row["bits"])])
     unlimited = " Without a limited link this says nothing about a network." if rows[0]["limit_s"] is None else ""
-    below = f"Of {rows[0]['buckets']} equal buckets {rows[0]['hideable']:.3f} can be hidden.{unlimited}"
-    return lines_of([Table("", heads, tuple(cells))], below=[(below, "")])
+    return f"{parts.table(heads, cells)}\n\nOf {rows[0]['buckets']} equal buckets {rows[0]['hideable']:.3f} can be hidden.{unlimited}"
