@@ -359,7 +359,7 @@ def _member(seat: Seat, spec: Spec) -> None:
         tell(perplexity=training.job.quality(total, samples))
         run.close()
 
-    process.run(seat, work)
+    process.run(seat, work, finalizes=True)
 
 
 def _agent(seat: Seat, spec: Spec) -> None:

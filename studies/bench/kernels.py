@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from sparsync import Span, Sparse, kernels
-from sparsync.core import Rows
 from sparsync.kernels import dispatch, reference
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync_lab.environment import machine, versions
@@ -61,16 +60,6 @@ class KernelCase:
     run: Callable[[], Any]  # Any: what `check` takes
     check: Callable[[Any], bool]
     target: float | None = None
-
-
-@dataclass(frozen=True)
-class Regions:
-    """Those of four ranks in TwoShot, and what is selected from each of them."""
-
-    rows: list[Rows]
-    counts: list[int]
-    bounds: list[float | None]
-    tops: list[Sparse]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -173,7 +162,12 @@ def _cases(data: Data) -> list[KernelCase]:
 
         return check
 
-    regions = _regions(data)
+    # The regions of four ranks in TwoShot, and what is selected from each of them.
+    whole = BlockCyclic(grad.numel(), 4)
+    regions = [whole.rows(p, grad.device) for p in range(4)]
+    counts = [max(1, k * each.length // grad.numel()) for each in regions]
+    tops = [reference.top_k(whole.of(data.before + grad, p), count) for p, count in enumerate(counts)]
+    bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
     return [
         KernelCase(CEILING, lambda: dispatch.plain_(grad, residual), plain),
         KernelCase(
@@ -207,10 +201,8 @@ def _cases(data: Data) -> list[KernelCase]:
         ),
         KernelCase(
             "TwoShot: accumulate_top_k_of_rows, four regions",
-            lambda: kernels.accumulate_top_k_of_rows(
-                residual, grad, regions.rows, regions.counts, residual, regions.bounds
-            ),
-            is_as(*regions.tops),
+            lambda: kernels.accumulate_top_k_of_rows(residual, grad, regions, counts, residual, bounds),
+            is_as(*tops),
         ),
         KernelCase("torch: topk", topk, lambda result: _same(result, data.top)),
         KernelCase("torch: abs(x) >= threshold, nonzero, gather", nonzero, lambda result: _same(result, data.top)),
@@ -219,14 +211,6 @@ def _cases(data: Data) -> list[KernelCase]:
 
 def _chosen(acc: Tensor, index: Tensor) -> Sparse:
     return Sparse(index.to(torch.int32), acc[index], acc.numel())
-
-
-def _regions(data: Data) -> Regions:
-    acc, partition = data.before + data.grad, BlockCyclic(data.grad.numel(), 4)
-    rows = [partition.rows(p, acc.device) for p in range(4)]
-    counts = [max(1, data.k * each.length // acc.numel()) for each in rows]
-    tops = [reference.top_k(partition.of(acc, p), k) for p, k in enumerate(counts)]
-    return Regions(rows, counts, [WARM * float(top.value.abs().min()) for top in tops], tops)
 
 
 def _same(result: Sparse, expected: Sparse) -> bool:

@@ -33,7 +33,7 @@ def run(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool) -> None:
         tell(done=digest)
         await_told(seat, END)  # a store that closes is an error for those that still train
 
-    process.run(seat, work)
+    process.run(seat, work, finalizes=False)
 
 
 def await_told(seat: Seat, what: str) -> None:

@@ -44,7 +44,7 @@ def serve(seat: Seat, port: int) -> None:
 
 def run(seat: Seat, trial: Trial, address: str, timeout_s: float) -> None:
     """Be a rank of the run whose store is at an address, and end the process."""
-    process.run(seat, lambda tell: _Rank(seat, trial, address, timeout_s, tell).train())
+    process.run(seat, lambda tell: _Rank(seat, trial, address, timeout_s, tell).train(), finalizes=True)
 
 
 class _LastStep:

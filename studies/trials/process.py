@@ -3,6 +3,7 @@
 A process tells what happens by lines of JSON in a file, and is told by files that appear in the folder.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import json
@@ -130,8 +131,11 @@ def take_seat(seat: Seat) -> None:
     torch.set_num_threads(1)
 
 
-def run(seat: Seat, work: Callable[[Tell], object]) -> None:
-    """Do the work of a rank, and end the process: with status 1 after an error, which it tells."""
+def run(seat: Seat, work: Callable[[Tell], object], finalizes: bool) -> None:
+    """Do the work of a rank, and end the process: with status 1 after an error, which it tells.
+
+    `finalizes`: as the interpreter ends, and not only with what was registered for the end. A thread that is in C++ then crashes it.
+    """
     take_seat(seat)
     code = 0
     with seat.path("log").open("w", buffering=1) as log:
@@ -146,8 +150,11 @@ def run(seat: Seat, work: Callable[[Tell], object]) -> None:
             tell(error=_said(error), ours=_is_ours(error))
             error.__traceback__ = error.__cause__ = error.__context__ = None
             code = 1
-    # What a program does at its end, which a process of the fork server would leave out; a thread that is in C++ then crashes it.
-    ctypes.pythonapi.Py_Exit(code)
+    # What a program does at its end, which a process of the fork server would leave out.
+    if finalizes:
+        ctypes.pythonapi.Py_Exit(code)
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def _said(error: BaseException) -> str:
