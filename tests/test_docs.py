@@ -222,7 +222,7 @@ def _check_study(arguments: list[str]) -> None:
     """Parse `python -m studies ARGUMENTS`, as `_check_command` does."""
     name, *words = arguments if arguments[0] != "bench" else [".".join(arguments[:2]), *arguments[2:]]
     assert arguments[0] in studies.PARTS
-    module = import_module(f"studies.{name}")
+    module = import_module("studies.campaign.command" if name == "campaign" else f"studies.{name}")
     if hasattr(module, "_options"):
         _check_options(module._options(words))
 
