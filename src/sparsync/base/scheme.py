@@ -14,13 +14,11 @@ from torch import Tensor
 
 from sparsync.base.state import State
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out, reported
 from sparsync.feedback import Vectors
-from sparsync.kernels import operations as kernels
 
 if TYPE_CHECKING:
     from sparsync.wire import Values
-
 _NO_COST = Cost()
 
 
@@ -74,9 +72,7 @@ class Scheme(ABC):
         details: Mapping[str, Detail] | None = None,
     ) -> Report:
         """Return the report of one reduction. `selected` (k) and `union` (K) are all n elements where not given."""
-        n = bucket.grad.numel()
-        k, K = n if selected is None else selected, n if union is None else union
-        return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
+        return reported(self.name, bucket, cost, selected, union, details)
 
     def plan(self, given: Given) -> Plan:
         """Return what a settled step does with a bucket: its exchanges in closed form, without tensors. See `sparsync_lab.predict`.
@@ -128,13 +124,6 @@ class Scheme(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}()"  # a dataclass says its settings
-
-
-def overflowed(report: Report, grad: Tensor) -> bool:
-    """Return whether `grad`, as it was written on all ranks, holds NaN or Inf; the report's "overflow" counts where it has one."""
-    known = report.details.get("overflow")
-    # A host sync where the report does not say.
-    return not kernels.all_finite(grad) if known is None else bool(known)
 
 
 class ReduceScatterScheme(ABC):

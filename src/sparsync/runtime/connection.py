@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from typing_extensions import Self
 
-from sparsync.base.scheme import overflowed
+from sparsync.base.state import overflowed
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
 from sparsync.comm.channels import Waits
 from sparsync.comm.group import ConnectionLostError, GroupComm

@@ -55,6 +55,7 @@ from sparsync.core import (
     check_one_of,
     exact_divisor,
     matches,
+    reported,
     spans,
 )
 from sparsync.feedback import Accumulator
@@ -153,7 +154,7 @@ class SkipReduce(Scheme):
             if not details["overflow"]:
                 unsent.keep()
         left_out = self._left_out(plan, len(skipping), comm)
-        return self.report(bucket, comm.sent, selected=n - left_out, union=n, details=details)
+        return reported(self.name, bucket, comm.sent, selected=n - left_out, union=n, details=details)
 
     def plan(self, given: Given) -> Plan:
         """Return the plan of a step. Figures: how many elements are "protected", and the "offsets" that are drawn in the direct form.
