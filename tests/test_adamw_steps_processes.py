@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sparsync
 from helpers.distributed import case, run
 from helpers.sketches import too_long_to_measure
-from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, Report, TopK, TwoShot
+from sparsync import AdamWSteps, Dense, LocalWorld, Report, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
