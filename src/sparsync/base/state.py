@@ -239,9 +239,9 @@ class State(Tables):
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply the vectors of each named parameter by its factor, because the learning rate or the loss scale has changed."""
-        self.vectors.rescale(factors)
         for each in tree(self):
             each.scheme.rescaled(each, factors)
+        self.vectors.rescale(factors)
 
     def shared_text(self, bucket: Bucket) -> str:
         """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error."""
