@@ -298,7 +298,7 @@ def late_to_attach() -> None:
 def state_of_another_scheme() -> None:
     """A state that does not fit is refused, and changes nothing."""
     training = AttachedTraining("topk-0.1")
-    with pytest.raises(ValueError, match="this state has format version None, and this sparsync reads version 2"):
+    with pytest.raises(ValueError, match="this state has format version None, and this sparsync reads version 3"):
         training.handle.load_state_dict({"scheme": {}})
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for place in ({"rank": rank + 1}, {"ranks": ranks + 1}):  # a residual loaded twice would count twice
