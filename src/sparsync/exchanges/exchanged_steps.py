@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from sparsync.base.scheme import Scheme, overflowed
-from sparsync.base.state import innermost
+from sparsync.base.scheme import Scheme
+from sparsync.base.state import innermost, overflowed
 from sparsync.collectives.values import QuantizedMean
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.agreement import FirstRanks, Gathered

@@ -51,6 +51,7 @@ from sparsync.core import (
     check_one_of,
     exact_divisor,
     matches,
+    reported,
     spans,
 )
 from sparsync.feedback import Accumulator
@@ -146,7 +147,7 @@ class SkipReduce(Scheme):
             if not details["overflow"]:
                 unsent.keep()
         left_out = self._left_out(plan, len(skipping), comm)
-        return self.report(bucket, comm.sent, selected=n - left_out, union=n, details=details)
+        return reported(self.name, bucket, comm.sent, selected=n - left_out, union=n, details=details)
 
     @property
     def has_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
