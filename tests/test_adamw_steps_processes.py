@@ -17,7 +17,7 @@ from sparsync import AdamWSteps, Dense, LocalWorld, Report, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
-from sparsync.exchanges.block_ratios import MeanOfSketches
+from sparsync.exchanges.sender import MeanOfSketches
 
 pytestmark = pytest.mark.distributed
 BLOCK = 16
@@ -152,12 +152,12 @@ def apart() -> None:
     saved = deepcopy(steps.state_dict())
     for step in (2, 3) if rank == 0 else (2, 3, 4):
         if rank == 0 and step == 2:
-            vars(steps)["_move"] = fail
+            vars(steps._sender)["move"] = fail
         try:
             fit(steps, range(step, step + 1))
         except (MemoryError, RuntimeError) as error:
             seen.append(f"{step} {type(error).__name__}: {error}")
-        vars(steps).pop("_move", None)
+        vars(steps._sender).pop("move", None)
     kinds = ["2 MemoryError", "3 RuntimeError"] if rank == 0 else ["3 ConnectionLostError", "4 RuntimeError"]
     assert [each.split(":")[0] for each in seen] == kinds
     assert "rank 0 has applied only a part of one" in seen[-1]

@@ -1,7 +1,6 @@
 """A training by Accelerate: gradients accumulated, reduced by a scheme, saved and taken up again."""
 
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,10 @@ from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, Options, TwoShot, attach, checkpoint
+from sparsync import MiCRO, Options, TwoShot, attach, checkpoint
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
-from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 pytestmark = pytest.mark.distributed
@@ -82,28 +80,9 @@ def test_a_model_with_a_hook_of_torch_is_refused_and_the_option_named() -> None:
     run(with_torchs_hook, 2)
 
 
-def local_sgd() -> list[list[str]]:
-    """Return the warnings of a training whose gradients are accumulated, and of one that Accelerate's LocalSGD trains."""
+def two_models() -> None:
     as_torchrun()
-    accelerator, found = Accelerator(cpu=True, gradient_accumulation_steps=2), []
-    for local in (False, True):
-        model = network()
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        handle = attach(prepared, Dense(), optimizer=optimizer)
-        with (
-            warnings.catch_warnings(record=True) as seen,
-            LocalSGD(accelerator=accelerator, model=prepared, local_sgd_steps=4, enabled=local) as steps,
-        ):
-            warnings.simplefilter("always")
-            for _ in range(30):
-                with accelerator.accumulate(prepared):
-                    accelerator.backward(prepared(torch.ones(1, 20)).square().sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps.step()
-        assert handle.summary().steps == (0 if local else 15)
-        found.append([str(each.message) for each in seen if "no_sync" in str(each.message)])
-        handle.close()
+    accelerator = Accelerator(cpu=True)
     models = [network(), network()]
     both = torch.optim.AdamW([each for model in models for each in model.parameters()])
     *prepared, both = accelerator.prepare(*models, both)
@@ -112,10 +91,7 @@ def local_sgd() -> list[list[str]]:
     both.step()
     assert handle.summary().steps == 1
     assert handle.summary().parameters == sum(each.numel() for model in models for each in model.parameters())
-    return found
 
 
-def test_accelerates_local_sgd_is_told_once_that_nothing_is_reduced_and_two_models_are_attached_together() -> None:
-    for accumulated, (warned,) in run(local_sgd, 2):
-        assert accumulated == []
-        assert warned.startswith("SGD has stepped 10 times since gradients were last reduced")
+def test_two_models_are_attached_together() -> None:
+    run(two_models, 2)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "delayed": {"fragments": 2, "delay": 3},
-    "at every step": {"fragments": 4, "delay": 4, "mixing": 0.5, "outer": OuterSGD(), "buffers": "mean"},
+    "at every step": {"fragments": 4, "delay": 4, "mixing": 0.5, "outer": OuterSGD()},
 }
 
 
@@ -269,8 +269,6 @@ def refusals() -> None:
         make(nn.Linear(2, 2), optimizer="adam")
     with pytest.raises(TypeError, match="it made a int"):
         make(nn.Linear(2, 2), outer=len)
-    with pytest.raises(ValueError, match="buffers must be one of broadcast, mean, own"):
-        make(nn.Linear(2, 2), buffers="sum")
     with pytest.raises(RuntimeError, match=r"ranks must agree.*keep=0\.0"):
         make(nn.Linear(2, 2), keep=0.5 * dist.get_rank())
     with pytest.raises(RuntimeError, match=r"ranks must agree.*rank 0 has parameter 'weight' of"):

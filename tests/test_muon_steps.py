@@ -58,27 +58,9 @@ class Both(Optimizer):
             each.step()
 
 
-class Single(Optimizer):
-    """One of its own, whose groups say which are Muon's. Its `step` makes zeros of missing gradients, as the published one does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        matrices, others = split(model)
-        adamw = {"lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 1e-2}
-        super().__init__(
-            [{"params": matrices, "use_muon": True, **SETTINGS}, {"params": others, "use_muon": False, **adamw}], {}
-        )
-
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            for each in group["params"]:
-                each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-                each.data.mul_(1 - group["lr"] * group["weight_decay"])
-
-
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "two optimizers": two,
     "one that holds both": lambda model: Both(two(model)),
-    "one of its own": Single,
 }
 
 
@@ -158,7 +140,12 @@ def test_with_one_rank_the_step_is_torchs_muon_of_the_normalised_gradient(nester
         moved = (plain.weight - ours.weight).norm() / 4
         assert (
             moved
-            < 0.02 * theirs.param_groups[0]["lr"] * steps._groups.rules[0].sent_rate((30, 12)) / 0.02 * 0.2 * 360**0.5
+            < 0.02
+            * theirs.param_groups[0]["lr"]
+            * steps._sender.groups.rules[0].sent_rate((30, 12))
+            / 0.02
+            * 0.2
+            * 360**0.5
         )
 
     LocalWorld(1).run(body)
@@ -201,8 +188,8 @@ def test_matrices_that_are_moved_at_once_take_the_steps_of_each_alone(
 
 def test_a_stack_of_matrices_is_refused_and_a_convolution_is_not() -> None:
     def rule(*shape: int) -> object:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(shape))], lr=0.1)
-        optimizer.param_groups[0]["use_muon"] = True
+        optimizer = Muon([nn.Parameter(torch.zeros(2, 2))])
+        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(shape))]
         return rules_of([optimizer])[0]
 
     assert isinstance(rule(4, 3, 2, 2), MuonRule)
@@ -253,8 +240,8 @@ def gradients_of_both() -> None:
 def refused() -> None:
     model = bare_model()
     matrices, others = split(model)
-    flat: Any = Single(model)
-    flat.param_groups[1]["use_muon"] = True
+    flat = Muon(matrices)
+    flat.param_groups.append({**flat.param_groups[0], "params": others})
     muon, adamw = Muon(matrices), AdamW(others)
     refusals: list[tuple[Any, dict[str, Any], str]] = [
         (flat, {}, r"of shape \[33\]; give it to AdamW"),
@@ -271,7 +258,7 @@ def refused() -> None:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         sharded = bare_model()
         fully_shard(sharded, mesh=mesh)
-        single: Any = Single(sharded)
+        single = two(sharded)
         with pytest.raises(ValueError, match="Muon needs whole matrices, and fully_shard has split them"):
             sparsync.attach(sharded, TwoShot(density=0.1, values="sign"), optimizer=single, exchange=Steps())
 

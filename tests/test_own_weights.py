@@ -80,7 +80,7 @@ def followed() -> None:
                 for number in range(STEPS):
                     train(model, optimizer, number)
             name = "average.0.weight" if kept == "parameters" else "average.0weight"
-            for part in (f"{name!r}, which nothing exchanges", "Steps(keep=0.0)", "`with handle.averaged():`", "(EMA)"):
+            for part in (repr(name), "Steps(keep=0.0)", "`with handle.averaged():`", "(EMA)"):
                 assert part in str(raised.value)
     with case("statistics of a rank's own data are no copies of parameters"):
         model = Momentum("nothing")
@@ -88,18 +88,6 @@ def followed() -> None:
         for number in range(STEPS):
             train(model, optimizer, number)
         assert not on_all_ranks(model.statistics.buffers())
-    with case("local steps, frozen parameters"):
-        model = Momentum("parameters")
-        optimizer, _ = attached(model, LocalSteps(every=2, check_weights_every=2))
-        with pytest.raises(RanksDifferError, match=r"which nothing exchanges.*keep it in buffers, which an exchange"):
-            for number in range(STEPS):
-                train(model, optimizer, number)
-    with case("the cure of that"):
-        model = Momentum("buffers")
-        optimizer, _ = attached(model, LocalSteps(every=2, check_weights_every=2))
-        for number in range(STEPS):
-            train(model, optimizer, number)
-        assert on_all_ranks(model.followers())
 
 
 def test_what_own_weights_have_moved_is_an_error_that_names_its_cause_and_a_cure_that_works() -> None:
@@ -135,7 +123,7 @@ def averaged_inside() -> None:
             ):
                 model.average.update_parameters(model.body)
             model.average.update_parameters(model.body)
-            with pytest.raises(RanksDifferError, match=r"average \(EMA\), inside `with handle\.averaged\(\):`"):
+            with pytest.raises(RanksDifferError, match=r"average \(EMA\), .* inside `with handle\.averaged\(\):`"):
                 train(model, optimizer, 2)
 
 
@@ -180,7 +168,7 @@ def merged() -> None:
                 assert on_all_ranks(model.base.parameters())
                 continue
             model.merge()
-            with pytest.raises(RanksDifferError, match=r"'base\.weight', which nothing exchanges.* a merge does"):
+            with pytest.raises(RanksDifferError, match=r"'base\.weight' with .* or a merge, inside"):
                 train(model, optimizer, 2)
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from sparsync import AdamWSteps, LocalWorld, Scheme, TwoShot
 from sparsync.comm.local import LocalComm
 from sparsync.core import Arriving
-from sparsync.exchanges import exchanged_steps
+from sparsync.exchanges import adamw_steps
 from sparsync.kernels import operations as kernels
 from sparsync.schemes.in_turn import InTurn
 
@@ -187,7 +187,7 @@ def test_ranks_agree_where_to_skip_though_one_has_no_gradient(monkeypatch: pytes
     host = LocalWorld(P).run(body)
     fits: Callable[..., Any] = kernels.squares_fit
     monkeypatch.setattr(kernels, "squares_fit", lambda *given: torch.tensor(fits(*given)) if given[0] else True)
-    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+    monkeypatch.setattr(adamw_steps, "host_is_ahead", lambda _: True)
     assert all(map(same, host, LocalWorld(P).run(body)))
 
 
@@ -278,7 +278,7 @@ def test_what_an_optimizer_saves_has_no_step_that_a_device_has_skipped(monkeypat
         for step in range(6, 9):
             give_gradients(handle, step)
             handle.step()
-        assert (optimizer.state_dict()["state"][0]["step"], handle._ratios.measured) == (6, 3)
+        assert (optimizer.state_dict()["state"][0]["step"], handle._sender.ratios.measured) == (6, 3)
 
     with pytest.warns(UserWarning, match="was skipped on all ranks"):
         LocalWorld(P).run(body)
@@ -286,7 +286,7 @@ def test_what_an_optimizer_saves_has_no_step_that_a_device_has_skipped(monkeypat
 
 def test_a_handle_closes_though_its_last_step_was_one_too_many_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch)
-    monkeypatch.setattr(exchanged_steps, "_MOST_SKIPPED", 1)
+    monkeypatch.setattr(adamw_steps, "_MOST_SKIPPED", 1)
 
     def body(comm: LocalComm) -> bool:
         handle = skipping(comm)
@@ -342,14 +342,14 @@ def test_weights_that_are_set_are_taken_though_the_host_reads_comparisons_a_step
         return held(steps), len(reads)
 
     host = LocalWorld(P).run(body)
-    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+    monkeypatch.setattr(adamw_steps, "host_is_ahead", lambda _: True)
     ahead = LocalWorld(P).run(body)
     assert all(same(one[0], other[0]) for one, other in zip(host, ahead, strict=True))
     assert all(other[1] == one[1] - 5 for one, other in zip(host, ahead, strict=True))
 
 
 def test_weights_that_were_set_without_torch_counting_it_raise_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanged_steps, "_host_is_ahead", lambda _: True)
+    monkeypatch.setattr(adamw_steps, "host_is_ahead", lambda _: True)
 
     def body(comm: LocalComm) -> None:
         steps = started(comm, TwoShot(1.0, "sign"), keep=1.0)

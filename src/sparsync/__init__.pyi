@@ -23,9 +23,9 @@ from sparsync.core import Report as Report
 from sparsync.core import Span as Span
 from sparsync.core import Sparse as Sparse
 from sparsync.exchanges.adamw_steps import AdamWSteps as AdamWSteps
-from sparsync.exchanges.exchanged_steps import Steps as Steps
 from sparsync.exchanges.local_options import LocalSteps as LocalSteps
 from sparsync.exchanges.local_options import OuterSGD as OuterSGD
+from sparsync.exchanges.steps_options import Steps as Steps
 from sparsync.feedback import Accumulator as Accumulator
 from sparsync.runtime.handle import Gradients as Gradients
 from sparsync.runtime.handle import Handle as Handle

@@ -13,7 +13,7 @@ from sparsync import Bucket, LocalWorld, recipes, schemes
 from sparsync.base import registry
 from sparsync.comm.local import LocalComm
 from sparsync.core import generator, laid_out
-from sparsync.exchanges import exchanged_steps
+from sparsync.exchanges import adamw_steps
 from sparsync.feedback import Accumulator
 from sparsync.kernels import operations
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
@@ -79,7 +79,7 @@ def as_on_a_gpu() -> Iterator[None]:
         for name in IN_TENSORS:
             stack.enter_context(patch.object(operations, name, _in_tensors(getattr(operations, name))))
         stack.enter_context(patch.object(Accumulator, "_hinted", False))
-        stack.enter_context(patch.object(exchanged_steps, "_host_is_ahead", lambda _: True))
+        stack.enter_context(patch.object(adamw_steps, "host_is_ahead", lambda _: True))
         yield
 
 

@@ -24,7 +24,6 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sparsync import kernels
-from sparsync.exchanges import taken_optimizer
 
 ENDS_S = 2.0  # in which threads end whose object was collected
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2)
@@ -103,14 +102,8 @@ def _settings() -> dict[str, Any]:
         "hooks of all modules": {
             name: list(hooks) for name, hooks in vars(modules).items() if name.startswith("_global_") and hooks
         },
-        "hooks of all optimizers": [
-            hook
-            for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-            for hook in hooks.values()
-            if not getattr(hook, "__module__", "").startswith("sparsync.")  # which it keeps for good
-        ],
+        "hooks of all optimizers": [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()],
         "backend of kernels": kernels.backend(),
-        "attached": len(taken_optimizer._TAKEN),
         "signal handlers": [signal.getsignal(each) for each in SIGNALS],
         "hooks of Python": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),
         "hooks of threads": (threading._trace_hook, threading._profile_hook),  # pyright: ignore[reportAttributeAccessIssue]

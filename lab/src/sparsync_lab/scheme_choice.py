@@ -222,10 +222,6 @@ def _parse_method(
     if not written:
         return _parse_scheme(label, scheme, None, "local_steps", density, also)
     steps = "local_steps" if written == "local_steps" else "adamw_steps"  # as results and their folders have it
-    if local.get("clip_factor") == "measured":
-        raise ValueError(
-            f"a job clips by itself, so nothing would be measured; give clip_factor as a number, or leave it out, in {text!r}"
-        )
     exchange_of(written, local, text)
     choice = _parse_scheme(label, scheme, local, steps, density, also)
     with suppress(LookupError):

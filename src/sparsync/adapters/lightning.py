@@ -17,7 +17,6 @@ from sparsync.attached import checkpoint as states
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
-from sparsync.exchanges.step_method import StepMethod
 from sparsync.recipes import Bits
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.handle import Handle
@@ -60,8 +59,6 @@ class Sparsync(Callback):
             self.handle.close()  # of the last fit, whose DDP model is gone
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
         self.handle = self._attaching.attach(ddp, trainer.optimizers, scaler, in_turn=len(trainer.optimizers) > 1)
-        if scaler is None and isinstance(self.handle, StepMethod):
-            self.handle.never_scaled()
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

@@ -70,8 +70,8 @@ def attach(
             these and the scheme sends fewer than 4 bits an element, gradients otherwise. `Gradients()` without a scheme takes a recipe for
             these. `handle.exchange` says which.
         group: for a bare model, the ranks that train it. None: the default group. A wrapped model has its own.
-        scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks. Local steps need
-            none: each rank's own scaler may skip a step.
+        scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks; with local
+            steps, a step that it skips on one rank alone counts there too.
         options: the rest, see Options.
 
     Returns:

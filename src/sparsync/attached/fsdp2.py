@@ -282,7 +282,7 @@ def attach(model: nn.Module, scheme: Scheme, options: GradientOptions) -> Fsdp2H
     comparison = options.comparison(names, weights)
     lines = [repr(scheme), f"parameters={parameters}", *parameter_lines(units)]
     if weights is not None:
-        lines += weight_lines(weights(), "at the start")
+        lines += [f"{each} at the start" for each in weight_lines(weights())]
     comm = options.connected(units[0].shard_group if replicas is None else replicas, *lines)
     kind = ShardHandle if isinstance(form, ReduceScatterScheme) else ReplicateHandle
     handle = kind(form, comm, rescaler, comparison, units=units, module=model, driven=driven, axis=axis_name)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, register, registered_hook
 from sparsync.base.scheme import Scheme
@@ -21,7 +20,6 @@ from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.steps_options import Steps
-from sparsync.exchanges.taken_optimizer import never_scaled
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
 from sparsync.runtime.options import Options
@@ -90,18 +88,16 @@ def attach(
     if len(parts) > 1:
         replica = _Together([each for each, _ in parts])
     given = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
-    given |= {"group": group, "timeout_s": options.timeout_s, "replica": replica}
+    given |= {"group": group, "timeout_s": options.timeout_s, "replica": replica, "scaler": scaler}
     inner = optimizers_of(optimizer)
     if isinstance(exchange, Steps):
-        handle, what = AdamWSteps(replica.module, optimizer, scheme, scaler=scaler, **given), "the steps"
+        handle, what = AdamWSteps(replica.module, optimizer, scheme, **given), "the steps"
     else:
         handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **given)), "the weight changes"
     handle.origin = "sparsync.attach"
     handle.on_detach = [
         _keep_own_gradients(each, handle) for each in models if isinstance(each, DistributedDataParallel)
     ]
-    if scaler is None and never_scaled([optimizer] if isinstance(optimizer, Optimizer) else optimizer):
-        handle.never_scaled()
     kinds = " and ".join(type(each).__name__ for each in inner)
     exchange = replace(exchange, keep=exchange.keep_for(scheme))
     _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme, exchange)

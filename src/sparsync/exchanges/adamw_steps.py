@@ -22,19 +22,34 @@ Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.core import Comm
-from sparsync.exchanges.exchanged_steps import ExchangedSteps
+from sparsync.core import Bucket, Comm, Report
+from sparsync.exchanges import own_weights
+from sparsync.exchanges.moments import Moments
+from sparsync.exchanges.rules import ParameterGroups, exchangeable
+from sparsync.exchanges.scheme_steps import SchemeMean
+from sparsync.exchanges.sender import Gradients, Measurement, Pending, Sender, Skip, StepsToMake, fit
 from sparsync.exchanges.steps_options import Steps
-from sparsync.exchanges.training_loop import Replica
+from sparsync.exchanges.steps_state import StepsState
+from sparsync.exchanges.taken_optimizer import TakenOptimizer
+from sparsync.exchanges.training_loop import GradientDivisor, Replica
+from sparsync.exchanges.whole_steps import WholeMean, WholeStep
+from sparsync.runtime.connection import Reduction
+from sparsync.runtime.findings import steps_in_backward, warn_of
+from sparsync.runtime.step_in_flight import reduce_together
+
+_MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
+
+Mean = WholeMean | SchemeMean
 
 
-class AdamWSteps(ExchangedSteps):
+class AdamWSteps(StepsState):
     """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them with `scheme`.
 
     `sparsync.attach` makes it, for wrapped models too, and returns it as the handle; make it yourself to pass `comm`. The `step` of the
@@ -66,8 +81,7 @@ class AdamWSteps(ExchangedSteps):
 
     origin = "sparsync.AdamWSteps"
     integration = "adamw_steps"
-    vectors = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
-    counts = ("applied", "seen")  # steps that moved a parameter; gradients of it in the second moments
+    replaces_optimizer = True
 
     def __init__(
         self,
@@ -82,5 +96,299 @@ class AdamWSteps(ExchangedSteps):
         replica: Replica | None = None,
         **options: Any,  # Any: the fields of Steps
     ) -> None:
-        replica = Replica(model) if replica is None else replica
-        super().__init__(replica, optimizer, scheme, Steps(**options), group, comm, timeout_s, scaler)
+        replica, self.exchange = Replica(model) if replica is None else replica, Steps(**options)
+        if steps_in_backward(replica.module):
+            raise ValueError(
+                "an optimizer steps during the backward pass and leaves no gradient for a step; remove it, or attach with "
+                "exchange=sparsync.LocalSteps(every=...), which exchanges the result of each rank's optimizer"
+            )
+        self.optimizers = exchangeable(optimizer)
+        self._given = [*self.optimizers, *([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+        if scaler is not None and len(self.optimizers) > 1:
+            raise ValueError(
+                f"a loss scaler unscales the gradients of one optimizer, and there are {len(self.optimizers)}; train in bfloat16 without a "
+                "scaler, or attach with exchange=sparsync.Gradients()"
+            )
+        groups = ParameterGroups(self.optimizers, replica.owned)
+        super().__init__(replica, self.optimizers, scheme, self.exchange, group, comm, timeout_s)
+        if not self._forget(self.exchange) and self.exchange.decay not in (None, 1.0):
+            raise ValueError(
+                f"decay={self.exchange.decay} needs a scheme with a residual and no decay setting, and {scheme.name} is none; leave "
+                "decay out, or set it in the scheme"
+            )
+        self._sender = Sender(groups, self._weights, self.exchange)
+        self._totals = {"skipped": 0, **self._totals}
+        self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
+        self._divisor = GradientDivisor(replica)
+        self._have_own_weights()
+        self._moments = Moments(
+            replica,
+            self._sender,
+            lambda: self._sender.ratios.clip_factor(self._comm.size, latest=True),
+            self._take_moments,
+        )
+        self._take_moments()
+
+    def step(self) -> list[Report]:
+        """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
+
+        Returns the reports, also of a step that is skipped: of the ratio, if measured, and of each bucket. A loop calls this or the
+        optimizer's, on every rank. Weights that were set from outside since the last step, the same on all ranks, become the common ones.
+        If only some ranks have a gradient of a parameter, it counts as zero on the others. A parameter that is frozen, or has a gradient
+        on no rank, does not move; its moments stay, and what is unsent of it waits.
+        Where a rank's gradient holds NaN or Inf, or its square norm or that of its sketch overflows, all ranks skip the step, with a
+        warning: common weights, momentum and ratio stay, and what was sent returns to the residuals. Second moments of ranks with a
+        finite gradient may have taken it in. Raises RuntimeError, on all ranks, where 32 steps in a row are skipped.
+        Where it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
+        connections. That one raises as well if ranks may have applied different steps, or the mean was applied in part: then continue
+        from a checkpoint.
+        """
+        # torch's schedules warn where the optimizer they belong to has not stepped.
+        for each in self._given:
+            each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        return self._take_step()
+
+    @torch.no_grad()
+    def _take_step(self) -> list[Report]:
+        self._settle()
+        self._sender.ratios.settle()  # here alone, so that whether a state is saved changes nothing
+        self._step += 1  # also where it fails, for it may fail on some ranks only
+        with self._connection.step():
+            self._read_loop()
+            reports, means = self._exchanged()
+            # After buckets that all ranks have, in which they find that only some have loaded moments.
+            reports += self._share_momentum() if self._shares else []
+        self._count(reports)
+        with self._applying():
+            self._apply([] if means is None else means)
+        self._end_step(skipped=means is None)
+        if self._choosing is not None and self.recipe is not None and self._choosing.note(reports, self.recipe):
+            self._choosing = None
+        return reports
+
+    def _read_loop(self) -> None:
+        """Take what the loop has done since the last step: weights, moments and settings that it has set, and the gradients."""
+        weights, sender = self._weights, self._sender
+        weights.check_compared()
+        later = host_is_ahead(weights.buckets[0].device) and not weights.was_written()
+        (self._check_shown if later else self._check_own)()
+        self._take_moments()
+        if later:
+            weights.compare_later()
+        # Ranks compare it, because moments are the same on all of them.
+        self._comparison.loaded = self._go_back(self._step - 1) if self._loads.found() else []
+        if self._shares and "optimizer" not in self._comparison.loaded:
+            self._comparison.loaded = [*self._comparison.loaded, "optimizer"]
+        self._comparison.thrown_away = self._divisor.passes.thrown_away
+        self._divisor.passes.stepped()  # also where the step fails
+        self._check_trained()
+        self._replica.take_gradients()
+        sender.groups.read()
+        if self._rescaler.takes_back:
+            self._rescaler.hold()
+        # Those that are frozen, or have a gradient on no rank.
+        trained = [name for name, each in weights.trained.items() if each.requires_grad]
+        mine = [name for name in trained if weights.trained[name].grad is not None]
+        sender.idle = frozenset(weights.trained) - self._connection.any_of(mine, trained, self._step)
+
+    def _take_moments(self) -> None:
+        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
+        self._settle()  # before they are counted, or saved
+        if self._loads.of_handle:
+            self._moments.show()
+        elif self._moments.take():
+            self._shares, self._of_mean = True, self._comm.size > 1
+            self._note_ahead()
+            self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
+
+    def _exchanged(self) -> tuple[list[Report], Sequence[Mean] | None]:
+        """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
+        sender, means, reports = self._sender, list[Mean](), list[Report]()
+        gradients = [sender.gradients(place, self._divisor) for place in range(len(self._weights.buckets))]
+        measures = self._comm.size > 1 and sender.ratios.due(self._step)
+        finite = self._found_finite(gradients, measures)
+        skip = None if self._pending is None else self._pending.skip
+        sketch = Measurement(sender.ratios, sender.keys, self._step, finite, gradients, skip) if measures else None
+        first = sketch is not None and sender.ratios.measured == 0
+        try:
+            # The first time before the steps, for which there is no ratio yet; later beside them, for the next ones. What is exchanged is
+            # the same, because after a failure only some ranks may have measured it.
+            if sketch is not None and first:
+                reports.append(self._connection.reduce(*sketch.reduction))
+                self._observe(sketch, reports[0])
+            beside = [] if sketch is None or first else [sketch.reduction]
+            self._reduce(gradients if finite else None, beside, means, reports, skip)
+            if sketch is not None and not first:
+                self._observe(sketch, reports[0])
+        except BaseException:
+            # After an overflow it has returned already, see Rollback. With `takes_back` it depends on whether others have applied the step.
+            returns = self.state.has_residual and not _overflow(reports) and not self._rescaler.takes_back
+            for each in means if returns else ():
+                each.rollback()
+            raise
+        return reports, None if _overflow(reports) else means
+
+    def _reduce(
+        self,
+        gradients: Sequence[Gradients] | None,
+        beside: Sequence[tuple[Bucket, Reduction]],
+        means: list[Mean],
+        reports: list[Report],
+        skip: Skip | None,
+    ) -> None:
+        """Reduce this rank's step of each bucket to the mean over ranks, which goes to `means`, and what is reduced `beside` it.
+
+        Where every element is sent in few bits, that takes one pass, see WholeStep; else the scheme reduces. Without `gradients`, which are
+        not finite, NaN is sent.
+        """
+        sender, buckets, state, pairs = self._sender, self._weights.buckets, self.state, list(beside)
+        by_scheme, at = list[tuple[int, SchemeMean]](), len(reports)
+
+        def steps(place: int) -> StepsToMake | None:
+            return None if gradients is None else sender.steps_to_make(place, gradients[place], self._comm.size)
+
+        for place, bucket in enumerate(buckets):
+            square, form = sender.vectors["square"][place], None
+            if not sender.idle and bucket.dtype == torch.float32:
+                form = state.whole_form(bucket.bucket(square, self._step))
+            if form is not None:
+                values, residual = form
+                step = WholeStep(state.name, values, steps(place), skip)
+                means.append(mean := WholeMean(bucket.bucket(residual, self._step), step))
+                pairs.append((mean.bucket, step))
+            else:
+                means.append(mean := SchemeMean(state, bucket.part(sender.idle), bucket.elements))
+                by_scheme += [(place, mean)] if mean.part.layout else []
+
+        def reduce_by_scheme() -> None:
+            for place, mean in by_scheme:
+                empty = buckets[place].empty()
+                reports.append(mean.reduce(self._connection, empty, steps(place), self._step, skip, len(buckets) == 1))
+
+        reports[at:at] = reduce_together(self._connection, pairs, reduce_by_scheme if by_scheme else None)
+
+    def _found_finite(self, gradients: Sequence[Gradients], measures: bool) -> bool:
+        """Return whether the gradients are finite, as far as the host knows; False also where squares overflow."""
+        finite, device = fit(gradients), self._weights.buckets[0].device
+        # Not by what was found alone: a rank without gradients has found no tensor, and others have.
+        later = isinstance(finite, Tensor) or host_is_ahead(device)
+        alone = type(self._replica).agreed is Replica.agreed
+        depends = self._sender.idle or self._rescaler.takes_back or self._of_mean
+        if later and alone and self.scheme.heeds_skip and not depends:
+            counted = [entry.name for each in self._weights.buckets for entry in each.layout]
+            self._pending = Pending(Skip(torch.as_tensor(finite, device=device)), counted, measures)
+            finite = True
+        return self._replica.agreed(bool(finite))  # on a GPU a host sync, unless it skips there
+
+    def _observe(self, sketch: Measurement, report: Report) -> None:
+        """Take a measurement in that was reduced, if it is finite."""
+        if report.details["overflow"]:
+            return
+        sketch.observe(map(self._sender.taking, range(len(self._weights.buckets))))
+        if self._of_mean:
+            for each in self._sender.vectors["square"]:
+                each.mul_(self.clip_factor**2)
+            self._of_mean = False
+
+    def _apply(self, means: Sequence[Mean]) -> None:
+        """Move the common weights, and write this rank's: after a skipped step too, for its residual may have changed."""
+        skip, left = None if self._pending is None else self._pending.skip.flag, list(means)
+        moves = skip is None or not self._callbacks or not skip  # a host sync where somebody listens
+        for place in range(len(left)):
+            mean = left.pop(0)  # writing own weights takes the same memory
+            if self._callbacks and moves and (whole := mean.whole()) is not None:
+                self._note_move([whole], place=place, idle=sorted(self._sender.idle))
+            if (arrived := mean.arrived()) is not None:
+                self._sender.move(place, arrived, skip)
+        self._write_own()
+
+    def _adopt(self) -> list[str]:
+        """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
+        if self._shown is not None:
+            return self._shown.adopt(self._sender.idle, self._take_from_model, self._write_own)
+        self._take_from_model(changed := self._weights.changed())
+        return changed
+
+    @torch.no_grad()
+    def _write_own(self, left: frozenset[str] | None = None) -> None:
+        idle, buckets = self._sender.idle, self._weights.buckets
+        left = idle if left is None else left
+        written = list[Tensor | None]()
+        for each in buckets:
+            if self._keep:
+                written.append(own_weights.write_own(each, self.state, self._comm, self._keep, idle, left))
+            else:
+                each.show(left)
+        self._replica.written()
+        self._weights.note_written(written)
+
+    def _end_step(self, skipped: bool) -> None:
+        if self._pending is not None:
+            self._pending.skip.send_to_host()
+        self._applied = self._step
+        if not skipped:
+            self._moments.follow_rates()
+        self._moments.count()
+        self._rescaler.applied()
+        self._adopted.clear()
+        self._loads.forget()
+        self._divisor.next_step(self.clip_factor)
+        if self._pending is None:
+            self._tell_skipped(skipped)
+
+    def _settle(self) -> None:
+        """Learn whether the last step was skipped, where only a device knew: then it does not count."""
+        pending, self._pending = self._pending, None
+        if pending is None or self._applied != self._step:  # the step has failed
+            return
+        if skipped := pending.skip.seen:
+            self._sender.uncount(pending.counted)
+            self._moments.count()
+            if pending.measured:
+                self._sender.ratios.forget_last()
+        self._tell_skipped(skipped)
+
+    def _tell_skipped(self, skipped: bool) -> None:
+        """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks."""
+        self._totals["skipped"] += skipped
+        self._skipped = self._skipped + 1 if skipped else 0
+        found = "the gradient of a rank holds NaN or Inf, or is too long for its squares to be summed"
+        if self._skipped == _MOST_SKIPPED:
+            raise RuntimeError(
+                f"the last {_MOST_SKIPPED} steps were skipped on all ranks, and no weight has moved: {found}; lower the learning rate, "
+                "clip gradients, or find out where the loss is not finite"
+            )
+        if self._skipped == 1:
+            warn_of(f"step {self._step} was skipped on all ranks: {found}; `stats()` counts these steps")
+
+    def _step_for_optimizer(self) -> bool | Tensor:
+        """Take a step in place of the optimizer, and return whether all ranks skipped it; [1], not zero if so, where a device knows."""
+        self._take_step()
+        return self._skipped > 0 if self._pending is None else self._pending.skip.flag
+
+    @property
+    def clip_factor(self) -> float:
+        """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before.
+
+        A GPU's measurement counts one step later.
+        """
+        return self._sender.ratios.clip_factor(self._comm.size)
+
+    def close(self) -> None:
+        """Give back connections and threads, and the optimizer its own `step`; see Handle."""
+        try:
+            self._settle()
+        finally:  # it raises where this was the last of too many skipped steps
+            self._moments.leave()
+            self._taken.release()
+            self._divisor.release()
+            super().close()
+
+
+def _overflow(reports: Sequence[Report]) -> bool:
+    return any(bool(each.details["overflow"]) for each in reports)
+
+
+def host_is_ahead(device: torch.device) -> bool:
+    """Return whether the host may go on before what it asked of a device is done."""
+    return device.type == "cuda"

@@ -2,18 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.collectives.values import broadcast
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, Report, exact_divisor
+from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges.weights import copy_bytes_, flat_bytes
 from sparsync.runtime.connection import Reduction
 
-How = Literal["broadcast", "mean", "own"]
 KEY = "agreement"
 FINITE, WEIGHTS, BUFFERS = 1, 0, -1  # nothing, the weights or the buffers of a rank hold NaN or Inf
 IDLE, CHANGED, FROZEN = 0, 1, 2  # what a parameter is on a rank
@@ -21,10 +19,10 @@ _PACKED = 24  # parameters in a number: 2 bits each, of the 53 that float64 hold
 
 
 class CommonBuffers:
-    """The buffers of a model, and the values that all ranks share. `how` says where these come from at an exchange."""
+    """The buffers of a model, and the values that all ranks share: those of rank 0 at an exchange, as under DistributedDataParallel."""
 
-    def __init__(self, model: nn.Module, how: How) -> None:
-        self.model, self.how = model, how
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.values = [each.detach().clone() for each in model.buffers()]
         # A buffer that starts with Inf, such as a mask of -inf, is not watched.
         self._watched = [bool(each.isfinite().all()) for each in self.values]
@@ -50,22 +48,20 @@ class CommonBuffers:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Put the common values into the model, unless `how` is "own", and this rank's back afterwards."""
+        """Put the common values into the model, and this rank's back afterwards."""
         own = [each.detach().clone() for each in self.model.buffers()]
         try:
-            if self.how != "own":
-                self.show()
+            self.show()
             yield
         finally:
             _copy_all_(self.model.buffers(), own)
 
 
 class Agreement(Reduction):
-    """One message of a few numbers and perhaps a sketch from every rank to every other, and then the buffers, if any.
+    """One message of a few numbers from every rank to every other, and then the buffers of rank 0, if any.
 
-    `finite` is FINITE, WEIGHTS or BUFFERS; `parameters` has IDLE, CHANGED or FROZEN of each parameter, by name; `sketch` is [s] in float64.
-    `reduce` sets `not_finite`, by rank; `idle`, the parameters that are frozen or changed on no rank; `sketches`, of all ranks; and
-    `buffers`, the common ones, if all ranks are finite.
+    `finite` is FINITE, WEIGHTS or BUFFERS; `parameters` has IDLE, CHANGED or FROZEN of each parameter, by name. `reduce` sets `not_finite`,
+    by rank; `idle`, the parameters that are frozen or changed on no rank; and `buffers`, the common ones, if all ranks are finite.
     Raises RuntimeError, on all ranks, when ranks are at different steps, have applied different exchanges, or have frozen other parameters.
     """
 
@@ -77,37 +73,33 @@ class Agreement(Reduction):
         applied: int,
         finite: int,
         parameters: Mapping[str, int],
-        sketch: Tensor | None = None,
         buffers: Iterable[Tensor] = (),
-        mean: bool = False,
     ) -> None:
-        self.own, self.parameters, self.sketch, self._mean = (step, applied, finite), parameters, sketch, mean
+        self.own, self.parameters = (step, applied, finite), parameters
         self.buffers = [each.detach().clone() for each in buffers]
         self.not_finite: dict[int, int] = {}
         self.idle: frozenset[str] = frozenset()
-        self.sketches: list[Tensor] = []
 
     def bucket(self, step: int, device: torch.device) -> Bucket:
         """Return the bucket to be reduced: these numbers, in float64."""
         numbers = torch.tensor((*self.own, *_packed(list(self.parameters.values()))), dtype=torch.float64)
-        return Bucket(KEY, torch.cat([numbers, *([] if self.sketch is None else [self.sketch])]).to(device), step)
+        return Bucket(KEY, numbers.to(device), step)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         comm, n = MeteredComm(comm), bucket.grad.numel()
         received = [row.cpu() for row in comm.all_gather(bucket.grad, [n] * comm.size)]  # a host sync
-        head = len(self.own) + -(-len(self.parameters) // _PACKED)
-        rows = [tuple(int(each) for each in row[:head].tolist()) for row in received]
+        rows = [tuple(int(each) for each in row.tolist()) for row in received]
         for rank, (step, applied, *_) in enumerate(rows):
             if (step, applied) != self.own[:2]:
                 raise RuntimeError(
                     f"ranks are at different steps: rank {comm.rank} exchanges at step {self.own[0]} after {self.own[1]} exchanges, rank "
-                    f"{rank} at step {step} after {applied}; call step() equally often on all ranks, or load one checkpoint on all of them"
+                    f"{rank} at step {step} after {applied}; call step() equally often on all ranks, attach with scaler= "
+                    "where a GradScaler skips steps, or load one checkpoint on all ranks"
                 )
         self.not_finite = {rank: row[2] for rank, row in enumerate(rows) if row[2] != FINITE}
         self.idle = self._idle([_unpacked(row[len(self.own) :], len(self.parameters)) for row in rows])
-        self.sketches = [row[head:] for row in received]
-        if not self.not_finite:
-            self._share_buffers(comm)
+        if self.buffers and not self.not_finite:
+            copy_bytes_(self.buffers, broadcast(flat_bytes(self.buffers), comm))
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
     def _idle(self, ranks: Sequence[Sequence[int]]) -> frozenset[str]:
@@ -121,19 +113,6 @@ class Agreement(Reduction):
             if frozen or not any(states):
                 idle.append(name)
         return frozenset(idle)
-
-    def _share_buffers(self, comm: Comm) -> None:
-        averaged: list[Tensor] = []
-        first: list[Tensor] = []  # those of rank 0
-        for each in self.buffers:
-            (averaged if self._mean and each.is_floating_point() else first).append(each)
-        if first:
-            copy_bytes_(first, broadcast(flat_bytes(first), comm))
-        if averaged:
-            flat = torch.cat([each.reshape(-1).double() for each in averaged])
-            mean = comm.all_reduce(flat) / exact_divisor(flat, comm.size)
-            for each, part in zip(averaged, mean.split([each.numel() for each in averaged]), strict=True):
-                each.copy_(part.view(each.shape))
 
 
 class Gathered(Reduction):

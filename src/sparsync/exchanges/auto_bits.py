@@ -1,8 +1,10 @@
 """`bits="auto"`: what the first steps take, and the most bits that do not slow training by more than a tenth."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from sparsync.core import Report
 from sparsync.recipes import Recipe
 
+_LOG = logging.getLogger("sparsync")
 STEPS = 20  # that are taken at the default first
 _UNMEASURED = 8  # of them: memory is allocated, kernels are compiled, and the ratio is measured in each
 _SHARE = 0.1  # of a step, that its exchange may take; or by which it may be longer than with the fewest bits
@@ -51,8 +54,7 @@ class StepTimes:
 class Stopwatch:
     """Measures steps. What comes between two of them now and then, such as an evaluation, is left out by the median."""
 
-    def __init__(self, recipes: Sequence[Recipe]) -> None:
-        self.recipes = recipes
+    def __init__(self) -> None:
         self._ended_s: float | None = None
         self._computing, self._waiting, self._rounds = list[float](), list[float](), list[float]()
 
@@ -77,3 +79,28 @@ class Stopwatch:
         rows = exchange(torch.tensor(own, dtype=torch.float64))[1]  # read below: a host sync
         waiting_s, latency_s = rows[:, 1:].min(0).values.tolist()
         return StepTimes(float(rows[:, 0].max()), waiting_s, latency_s, bits)
+
+
+class Choosing:
+    """Chooses among recipes by what the first steps at the default have measured.
+
+    `gathered(key, own)` returns how long this rank has waited for the numbers of all ranks, and these, [P, n]; `take` goes on by a recipe.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        gathered: Callable[[str, Tensor], tuple[float, Tensor]],
+        take: Callable[[Recipe], object],
+    ) -> None:
+        self.recipes, self._gathered, self._take, self._watch = recipes, gathered, take, Stopwatch()
+
+    def note(self, reports: Sequence[Report], present: Recipe) -> bool:
+        """Note that a step has ended; return whether it was the last to be measured, and the choice is made."""
+        if not self._watch.note(reports):
+            return False
+        times = self._watch.times(present.bits, partial(self._gathered, "times"))
+        chosen = times.chosen(self.recipes)
+        self._take(chosen)
+        _LOG.info("%s; from here on: %s", times.described(self.recipes), chosen)
+        return True

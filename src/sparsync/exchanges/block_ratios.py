@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
-from sparsync.exchanges.whole_steps import Gradients, Skip
-from sparsync.kernels import operations as kernels
-from sparsync.runtime.connection import Reduction
+from sparsync.core import Arriving, ParameterSpan, Span, exact_divisor
 
 FIRST = 8  # steps that all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
-_SEED = 0xFFFFFFFF  # of the signs of a sketch
 _SHARED = 16  # measurements of a block that count as much as those of its whole parameter
 
 
@@ -162,59 +157,3 @@ class BlockRatios:
         if fits:
             self._sums = [float(one["known"][place]) for place in (0, 1) for one in known]
             self._arriving = Arriving(self._totals())
-
-
-class MeanOfSketches(Reduction):
-    """The squares of the mean over ranks, which is sent in bfloat16.
-
-    The report's "overflow" says whether they hold NaN or Inf; not with `skip`, where it is found out on the device.
-    """
-
-    name = "bf16"
-
-    def __init__(self, skip: Skip | None = None) -> None:
-        self._skip = skip
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        comm = MeteredComm(comm)
-        if self._skip is not None:
-            self._skip.agree(comm)
-        total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
-        total.div_(exact_divisor(total, comm.size)).square_()
-        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
-
-
-class Measurement:
-    """A measurement of the ratio in one step. `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN."""
-
-    def __init__(
-        self,
-        ratios: BlockRatios,
-        keys: Sequence[str],
-        step: int,
-        finite: bool,
-        gradients: Sequence[Gradients],
-        skip: Skip | None = None,
-    ) -> None:
-        self._ratios, self._own, self._skip, found = ratios, list[Tensor](), skip, list[Tensor]()
-        for key, like, given in zip(keys, ratios.like, gradients, strict=True):
-            seed = digest(f"ratio/{key}/{step}") & _SEED
-            sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
-            found.append(sums.to(found[0].device) if found else sums)
-            self._own.append(own)
-        sums = torch.cat(found) if len(found) > 1 else found[0]
-        self._bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
-
-    @property
-    def reduction(self) -> tuple[Bucket, MeanOfSketches]:
-        """What is to be reduced: the sums of all blocks, which become the squares of their means; and how."""
-        return self._bucket, MeanOfSketches(self._skip)
-
-    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
-        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket.
-
-        With `skip` it may hold them, and is taken in unless the step is skipped.
-        """
-        flag = None if self._skip is None else self._skip.flag
-        self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)

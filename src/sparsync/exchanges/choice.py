@@ -18,8 +18,6 @@ from sparsync.runtime.findings import Finding, check_optimizer, check_scheme, in
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "ternary", "int3")  # values of fewer than 4 bits
-# Which pass on to the one inside. Fabric and Lightning make a class of them for each kind of optimizer.
-_TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})
 _OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a text names them
 
 _CURE = (
@@ -210,8 +208,6 @@ def _of_one(inner: Optimizer, scheme: Scheme) -> Iterator[Finding]:
 
 def _no_steps(optimizer: Optimizers) -> str:
     """Return why steps of this optimizer, or of several, cannot be exchanged; "" where they can."""
-    if any(map(_may_do_more, listed(optimizer))):
-        return "an optimizer around another one may do more than its steps"
     try:
         exchangeable(optimizer)
     except (TypeError, ValueError) as error:  # another optimizer, or a setting that steps do not have
@@ -225,10 +221,3 @@ def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
     )
     coarse = scheme.leaves_out or any(each in _COARSE for each in formats)
     return coarse and scheme.has_residual and not scheme.has_momentum and not _no_steps(optimizer)
-
-
-def _may_do_more(optimizer: Optimizer) -> bool:
-    """Return whether this holds another optimizer, and is none of a trainer's, which pass on to the one inside."""
-    found = optimizers_of(optimizer)
-    inside = len(found) == 1 and found[0] is not optimizer
-    return inside and not _TRAINERS_OPTIMIZERS & {kind.__name__ for kind in type(optimizer).__mro__}

@@ -16,7 +16,6 @@ from sparsync.comm.group import GroupComm, Origin
 from sparsync.core import Bucket, Comm, Cost, Report, exact_divisor
 from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
 from sparsync.exchanges.local_options import LocalSteps, MakeOptimizer
-from sparsync.exchanges.sketch import ClipFactor
 from sparsync.exchanges.weights import WeightBucket, Weights, copied_by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection
@@ -38,7 +37,6 @@ class PendingExchange:
     dropped: bool = False  # NaN or Inf somewhere
     not_finite: dict[int, int] = field(default_factory=dict)  # WEIGHTS or BUFFERS, by rank
     idle: frozenset[str] = frozenset()  # parameters that were not exchanged: frozen, or changed on no rank
-    sketches: list[Tensor] = field(default_factory=list)  # of the gradient, of each rank
     buffers: list[Tensor] = field(default_factory=list)  # the common ones, if they were exchanged
     reports: list[Report] = field(default_factory=list)
     raised: bool = False  # an error was raised for it already
@@ -112,7 +110,6 @@ class PendingExchange:
             "mean": copied_by_name(self.buckets, [each.grad for each in self.changes]),
             "own": copied_by_name(self.buckets, self.own),
             "buffers": [each.clone() for each in self.buffers],
-            "sketches": [each.clone() for each in self.sketches],
         }
 
 
@@ -170,10 +167,9 @@ class Exchanger:
         model: nn.Module,
     ) -> None:
         self._connection, self._state, self._comm, self._options = connection, state, comm, options
-        self._weights, self.buffers = weights, CommonBuffers(model, options.buffers)
+        self._weights, self.buffers = weights, CommonBuffers(model)
         self.applied = [0] * options.fragments  # exchanges of each, dropped ones too; schemes draw by it
         self.pending: dict[int, PendingExchange] = {}  # by fragment, in the order of sending
-        self.measured = ClipFactor(comm.size)
         self.outer = None if options.outer is None else OuterOptimizer(options.outer, weights)
         # A LocalWorld has one thread for each rank.
         self._worker = Worker() if options.delay > 0 and isinstance(comm, GroupComm) else None
@@ -231,7 +227,6 @@ class Exchanger:
             if exchange.buffers:
                 self.buffers.take(exchange.buffers)
                 self.buffers.show()
-        self.measured.observe(exchange.sketches)
         self.applied[fragment] += 1
 
     def drop_pending(self) -> None:
@@ -252,7 +247,6 @@ class Exchanger:
     def regrouped(self, comm: Comm) -> None:
         """Exchange with other ranks from here on."""
         self._comm = comm
-        self.measured = ClipFactor(comm.size, self.measured.own, self.measured.mean)
 
     def apply_to_common(self, exchange: PendingExchange) -> None:
         """Move the common weights by the mean changes of an exchange."""
@@ -273,7 +267,6 @@ class Exchanger:
             "pending": [{"fragment": each, **exchange.state_dict()} for each, exchange in pending.items()],
             "common_buffers": [each.clone() for each in self.buffers.values],
             "outer": None if self.outer is None else self.outer.optimizer.state_dict(),
-            "clip_factor": {"own": self.measured.own, "mean": self.measured.mean},
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:  # Any: as `state_dict`
@@ -293,7 +286,6 @@ class Exchanger:
         """Continue from what `state_dict` returned, after the common weights were loaded."""
         applied, fragments = saved["applied"], self._options.fragments
         self.applied = list(applied) if len(applied) == fragments else [max(applied)] * fragments
-        self.measured = ClipFactor(self._comm.size, **saved["clip_factor"])
         if self.outer is not None:
             # A copy: an optimizer keeps the tensors that it loads, which may be mapped from a file.
             self.outer.optimizer.load_state_dict(deepcopy(saved["outer"]))
@@ -320,7 +312,7 @@ class Exchanger:
         # A state of another number of ranks has no own weights.
         exchange.own = [each.from_names(saved["own"]) if saved["own"] else each.own() for each in buckets]
         exchange.not_finite, exchange.idle = dict(saved["not_finite"]), frozenset(saved["idle"])
-        exchange.buffers, exchange.sketches = ([each.clone() for each in saved[key]] for key in ("buffers", "sketches"))
+        exchange.buffers = [each.clone() for each in saved["buffers"]]
         exchange.held = [self.held(bucket, exchange.idle) for bucket in buckets]
         return exchange
 
@@ -342,7 +334,7 @@ class Exchanger:
         try:
             agreed = self._connection.reduce(agreement.bucket(number, exchange.changes[0].grad.device), agreement)
             exchange.not_finite, exchange.idle = agreement.not_finite, agreement.idle
-            exchange.sketches, exchange.buffers = agreement.sketches, agreement.buffers
+            exchange.buffers = agreement.buffers
             exchange.dropped = bool(exchange.not_finite)
             for position, (bucket, change) in enumerate(zip(exchange.buckets, exchange.changes, strict=True)):
                 part = bucket.part(exchange.idle)

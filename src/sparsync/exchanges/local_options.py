@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sparsync.exchanges.agreement import How
-from sparsync.exchanges.step_method import StepOptions
+from sparsync.exchanges.steps_options import StepOptions
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-MEASURED = "measured"
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,7 @@ class LocalSteps(StepOptions):
         fragments: parts of the parameters, exchanged in turn at steps spread evenly over `every`.
         delay: in [0, every], the steps after which the result is applied; computing goes on meanwhile.
         mixing: how a delayed result is combined with the current weights, see `LocalTraining.step`.
-        buffers: "broadcast": each exchange sets them to those of rank 0, as under DistributedDataParallel. "mean": floating ones to their
-            mean over ranks, others to those of rank 0. "own": they stay as they are.
-        clip_factor: of `handle.clip_grad_norm_`; see the property of this name.
+        clip_factor: of `handle.clip_grad_norm_`: the ratio of the norms of local and mean gradient. None: sqrt(P), as for pure noise.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, made with the next exchange of the first
             fragment, 0: never.
@@ -57,8 +52,7 @@ class LocalSteps(StepOptions):
     fragments: int = 1
     delay: int = 0
     mixing: float | None = None
-    buffers: How = "broadcast"
-    clip_factor: float | Literal["measured"] | None = None
+    clip_factor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,11 +67,8 @@ class LocalSteps(StepOptions):
             raise ValueError(f"delay must be in [0, every={self.every}] steps, got {self.delay}")
         if self.mixing is not None and not 0 <= self.mixing < 1:
             raise ValueError(f"mixing must be in [0, 1), the part of a rank's own weights, or None, got {self.mixing}")
-        if self.buffers not in get_args(How):
-            raise ValueError(f"buffers must be one of {', '.join(get_args(How))}, got {self.buffers!r}")
-        factor = self.clip_factor
-        if factor is not None and factor != MEASURED and (isinstance(factor, str) or factor <= 0):
-            raise ValueError(f"clip_factor must be above 0, {MEASURED!r} or None, got {factor!r}")
+        if self.clip_factor is not None and not self.clip_factor > 0:
+            raise ValueError(f"clip_factor must be above 0, or None for sqrt(P), got {self.clip_factor!r}")
 
     def described(self) -> dict[str, object]:
         return {**super().described(), "outer": None if self.outer is None else _described(self.outer)}

@@ -12,21 +12,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
-from sparsync.exchanges.local_options import MEASURED, LocalSteps
+from sparsync.exchanges.local_options import LocalSteps
+from sparsync.exchanges.moved_weights import State
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
-from sparsync.exchanges.sketch import LENGTH, sketch
-from sparsync.exchanges.step_method import State, StepMethod
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
 from sparsync.runtime.snapshot import Part, Snapshot
 
+_CURE = (
+    "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, let a "
+    "hook do that which you give to optimizer.register_step_post_hook before sparsync.attach: it counts as learnt; compute what follows "
+    "from the weights, such as their average (EMA), inside `with handle.averaged():`"
+)
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
 
@@ -54,6 +60,7 @@ class LocalTraining(StepMethod):
         options: those of LocalSteps: `every`, `keep`, `outer`, `fragments`, `delay` and more.
         group, comm: the ranks; or a communicator in place of a group, such as that of a `LocalWorld`.
         timeout_s: seconds; a rank that waits longer for the others gives up.
+        scaler: the GradScaler that scales the loss, if there is one, so that a step counts which it skips on this rank alone.
         replica: of a model that is wrapped; `sparsync.attach` passes it. None: `model` itself.
 
     Raises:
@@ -64,16 +71,6 @@ class LocalTraining(StepMethod):
 
     origin = "LocalTraining"
     integration = "local_steps"
-    cure_of_set = (
-        "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, "
-        "let a hook do that which you give to optimizer.register_step_post_hook before sparsync.attach: it counts as learnt; compute what "
-        "follows from the weights, such as their average (EMA), inside `with handle.averaged():`"
-    )
-    exchanges_buffers = True
-    cure_of_unexchanged = (
-        "where the loop computes it from the weights, as an average (EMA), a momentum encoder or a merge does, it has used a rank's own: "
-        "do that inside `with handle.averaged():`; or keep it in buffers, which an exchange makes the same on all ranks"
-    )
 
     def __init__(
         self,
@@ -84,6 +81,7 @@ class LocalTraining(StepMethod):
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,
         timeout_s: float = 300.0,
+        scaler: GradScaler | None = None,
         replica: Replica | None = None,
         **options: Any,  # Any: the fields of LocalSteps
     ) -> None:
@@ -95,17 +93,16 @@ class LocalTraining(StepMethod):
         self._optimized = False  # an optimizer has stepped since the last `step`: other weights are what was learnt
         self._counts = False  # the optimizers' own `step` counts
         self._exchanger = Exchanger(self._connection, self.state, self._comm, given, self._weights, model)
+        self._comparison.compare(self._weights.common, _CURE)
         self._drops = [0] * given.fragments  # of each, since its last exchange that was not dropped
         self._failed = False  # an exchange, of which the next one is to compare the weights
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}
-        self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
-        self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
+        self._watched = OwnOptimizers(
+            self.optimizers, self._before_optimizer, self._after_optimizers, scaled=scaler is not None
+        )
         self._shown = self._in_model = ShownWeights(
             replica, self._weights, self._set_outside, self._adopt, self._go_back_before_pass
         )
-
-    def never_scaled(self) -> None:
-        self._watched.never_scaled()
 
     def step(self) -> list[Report]:
         """Count a step, and exchange what is due; return a report for each exchanged bucket, none between exchanges.
@@ -186,20 +183,16 @@ class LocalTraining(StepMethod):
         super().detach()
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
-        """Clip this rank's own gradient at `clip_factor * max_norm`, on all ranks or on none; `max_norm` is for the mean gradient."""
-        if self.options.clip_factor == MEASURED and self._is_time_of(0, self._step + 2):
-            self._sketch = sketch(self._weights.trained, self._exchanger.applied[0])
-        return super().clip_grad_norm_(max_norm, **options)
+        """Clip this rank's own gradient at `clip_factor * max_norm`, and return its norm before.
+
+        `max_norm` is the value for the mean gradient.
+        """
+        return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), self.clip_factor * max_norm, **options)
 
     @property
     def clip_factor(self) -> float:
-        """The length of a rank's own gradient over that of the mean gradient, in [1, sqrt(P)]; sqrt(P) where not given.
-
-        "measured": each exchange of the first fragment carries 64 more numbers, a sketch of the last gradient that `clip_grad_norm_` has
-        seen, from which all ranks estimate the factor. Older estimates weigh less.
-        """
-        given = self.options.clip_factor
-        return float(given) if isinstance(given, (int, float)) else self._exchanger.measured.value
+        """The length of a rank's own gradient over that of the mean gradient, in [1, sqrt(P)]; sqrt(P) where not given."""
+        return self._comm.size**0.5 if self.options.clip_factor is None else self.options.clip_factor
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -351,17 +344,12 @@ class LocalTraining(StepMethod):
     def _take(self, exchange: PendingExchange, fragment: int) -> None:
         """Fill an exchange with what this rank sends."""
         self._check_trained()
-        applied, first, how = self._exchanger.applied[fragment], fragment == 0, self.options.buffers
+        applied, first = self._exchanger.applied[fragment], fragment == 0
         finite, parameters = exchange.take(applied)
-        # Buffers and the sketch travel once per round.
-        buffers = list(self.model.buffers()) if first and how != "own" else []
+        buffers = list(self.model.buffers()) if first else []  # once per round
         if buffers and any(self._exchanger.buffers.bad()):
             finite = min(finite, BUFFERS)
-        sent = None
-        if first and self.options.clip_factor == MEASURED:
-            sent = torch.zeros(LENGTH, dtype=torch.float64) if self._sketch is None else self._sketch
-            self._sketch = None
-        exchange.agreement = Agreement(self._step, applied, finite, parameters, sent, buffers, how == "mean")
+        exchange.agreement = Agreement(self._step, applied, finite, parameters, buffers)
         done = self._step + 1
         # Read now, on this thread: schedules go on during the exchange.
         steps = done + 1 if self._failed else self.options.every if first else 0

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsync.exchanges.rules import AdamWRule, ParameterGroups
+from sparsync.exchanges.rules import AdamWRule
+from sparsync.exchanges.sender import VECTORS, Sender
 from sparsync.exchanges.training_loop import Replica
+from sparsync.exchanges.weights import by_name
 
 _LONGEST = 10.0  # of a momentum over its rate; AdamW's is below 8, if the squares are its own
 
@@ -23,24 +25,16 @@ Saved = dict[str, Any]  # Any: of one parameter, as torch's optimizers have it
 
 
 class Moments:
-    """Shows `momentum` and `square`, vectors by parameter name, in the state of the optimizers of `groups`, until `leave`.
+    """Shows the vectors of `sender` in the state of its optimizers, until `leave`. `clip_factor()` is the handle's.
 
-    `counts` has the "applied" and "seen" steps of each; `beta2` the memory of the squares by group, and `clip_factor()` is the handle's.
     `take` is called before a state is saved, to have what was loaded since the last step taken.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        groups: ParameterGroups,
-        momentum: Mapping[str, Tensor],
-        square: Mapping[str, Tensor],
-        counts: Callable[[], Mapping[str, dict[str, int]]],
-        beta2: Callable[[Any], float],  # Any: a Rule
-        clip_factor: Callable[[], float],
-        take: Callable[[], object],
+        self, replica: Replica, sender: Sender, clip_factor: Callable[[], float], take: Callable[[], object]
     ) -> None:
-        self._replica, self._groups, self._counts, self._beta2 = replica, groups, counts, beta2
+        self._replica, self._sender, self._groups = replica, sender, (groups := sender.groups)
+        momentum, square = (by_name(sender.weights.buckets, sender.vectors[key]) for key in VECTORS)
         self._momentum, self._square, self._clip_factor, self._take_new = momentum, square, clip_factor, take
         self._rates = dict[int, float]()  # means of the rates of the steps in the momentum, by group
         self._steps = torch.zeros(len(replica.owned))
@@ -67,7 +61,7 @@ class Moments:
 
     def count(self) -> None:
         """Show how many steps were applied."""
-        applied = self._counts()["applied"]
+        applied = self._sender.counts["applied"]
         self._steps.copy_(torch.tensor([applied[name] for name in self._shown], dtype=self._steps.dtype))
 
     def follow_rates(self, restart: bool = False) -> None:
@@ -144,8 +138,8 @@ class Moments:
     def _exported(self, name: str) -> dict[str, Tensor]:
         """Return copies of the moments of a parameter in AdamW's units."""
         rule, like = self._rule(name), self._replica.trained[name].detach()
-        applied, seen = (self._counts()[key][name] for key in ("applied", "seen"))
-        beta2 = self._beta2(rule)
+        applied, seen = (self._sender.counts[key][name] for key in ("applied", "seen"))
+        beta2 = self._sender.beta2(rule)
         # As large as those of the mean gradient, without bias.
         squares = self._square[name] / ((1 - beta2**seen) * self._clip_factor() ** 2) if seen else self._square[name]
         momentum = self._momentum[name]
@@ -169,7 +163,7 @@ class Moments:
         """Make moments in AdamW's units those of a parameter. The squares are those of the mean gradient until a ratio is known."""
         rule, step = self._rule(name), int(given["step"])
         momentum, square = (_local(given[key]).reshape(-1) for key in (self._key(name), "exp_avg_sq"))
-        beta2 = self._beta2(rule)
+        beta2 = self._sender.beta2(rule)
         theirs = rule.beta2 if isinstance(rule, AdamWRule) else beta2
         squares = self._square[name].copy_(square)
         squares.div_(1 - theirs**step) if step else squares
@@ -179,7 +173,7 @@ class Moments:
         squares.mul_(1 - beta2**step)
         # Torch's Muon has no squares.
         seen = step if bool(squares.any()) else 0
-        self._counts()["applied"][name], self._counts()["seen"][name] = step, seen
+        self._sender.counts["applied"][name], self._sender.counts["seen"][name] = step, seen
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

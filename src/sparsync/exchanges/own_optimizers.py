@@ -7,13 +7,13 @@ import torch
 from torch.optim import Optimizer
 
 from sparsync.exchanges.taken_optimizer import (
-    SUPPORTS_SCALING,
     Arguments,
     Hidden,
-    Scaled,
     closure_of,
     hide_gradients,
     put_back,
+    step_whatever_is_found,
+    supports_scaling,
     unscale_,
     with_closure,
 )
@@ -23,12 +23,12 @@ from sparsync.runtime.findings import with_inner
 class OwnOptimizers:
     """Calls `before` ahead of each step of one of `optimizers`, and `after` when each has stepped since the last time, until `release`.
 
-    An optimizer inside another one steps with it. A loss scaler calls `step` also where it has found NaN or Inf on this rank: then the
-    weights stay, and the step counts, as it does on the other ranks.
+    An optimizer inside another one steps with it. If there is a loss scaler (`scaled`), it calls `step` also where it has found NaN or Inf
+    on this rank: then the weights stay, and the step counts, as it does on the other ranks.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], before: Callable[[], None], after: Callable[[], object]
+        self, optimizers: Sequence[Optimizer], before: Callable[[], None], after: Callable[[], object], scaled: bool
     ) -> None:
         self._prepare, self._all_stepped = before, after
         members = [_with_hooks(each) for each in optimizers]
@@ -41,20 +41,18 @@ class OwnOptimizers:
         # Any: torch types what it returns as a function of named arguments
         before_step: Any = torch.compiler.disable(self._before)
         after_step: Any = torch.compiler.disable(self._after)
-        self._hooks = []
-        self._scaled: list[Optimizer] = []  # whose gradients are divided by the loss scale here, and not by themselves
-        for each in (one for own in members for one in own):
-            self._hooks += [each.register_step_pre_hook(before_step), each.register_step_post_hook(after_step)]
-            if not getattr(each, SUPPORTS_SCALING, False):
-                self._scaled.append(each)
-        self._shown = Scaled(self._scaled)
-        self.never_scaled = self._shown.release
+        every = [each for own in members for each in own]
+        self._hooks = [each.register_step_pre_hook(before_step) for each in every]
+        self._hooks += [each.register_step_post_hook(after_step) for each in every]
+        # Whose gradients are divided by the loss scale here, and not by themselves.
+        self._scaled = [each for each in every if scaled and not supports_scaling(each)]
+        self._scaling = step_whatever_is_found(self._scaled)
 
     def release(self) -> None:
         """Call nothing from here on."""
         for hook in self._hooks:
             hook.remove()
-        self._shown.release()
+        self._scaling()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         running = self._running[self._place[id(optimizer)]]

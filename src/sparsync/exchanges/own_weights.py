@@ -3,30 +3,28 @@
 With `Steps(keep=0.0)` nothing here is called: parameters are the common weights.
 """
 
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.autograd.graph import increment_version
 
+from sparsync.base.state import State
+from sparsync.core import Comm
 from sparsync.exchanges.training_loop import Replica
-from sparsync.exchanges.weights import Weights
+from sparsync.exchanges.weights import WeightBucket, Weights
+from sparsync.kernels import operations as kernels
 from sparsync.runtime.parameter_names import plain_name
 
 WITHOUT = "attach with bits=4.6, or with exchange=sparsync.Steps(keep=0.0), with which all ranks train the same weights"
-CURE_OF_SET = (
-    "load the same weights on all ranks before the same step; compute what follows from the weights, such as their average (EMA), inside "
-    "`with handle.averaged():`, for outside of it these are a rank's own; or, where the loop itself changes them after each step, as by "
-    f"clamp_, {WITHOUT}, and change them in the same way on all ranks"
-)
-CURE_OF_UNEXCHANGED = (
-    "where the loop computes it from the weights, as an average (EMA), a momentum encoder or a merge does, it has used a rank's own: do "
-    f"that inside `with handle.averaged():`; or, where the forward pass does it, {WITHOUT}"
+CURE = (
+    "load the same weights on all ranks before the same step; compute what follows from the weights, such as their average (EMA), a "
+    "momentum encoder or a merge, inside `with handle.averaged():`, for outside of it these are a rank's own; or, where the loop or the "
+    f"forward pass itself changes weights, {WITHOUT}, and change them in the same way on all ranks"
 )
 
 
@@ -47,22 +45,18 @@ class ShownWeights:
         begins: Callable[[], object] = lambda: None,
     ) -> None:
         self._replica, self._weights = replica, weights
-        self._set_outside, self._adopt, self._begins = set_outside, adopt, begins
+        self._set_outside, self._take_set, self._begins = set_outside, adopt, begins
         self._averaging = False  # `averaged` has the common weights in the model
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
         # Any: torch has not typed what it returns
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
-        self.after_forward: Any = torch.compiler.disable(self._after_forward)
         self._hooks = [
             *(
                 each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
                 for each in replica.called
             ),
-            *(each.register_forward_hook(_AfterForward(self)) for each in replica.bodies),
             *(each.register_state_dict_post_hook(_AfterStateDict(self)) for each in replica.bodies),
         ]
-        self._left = weakref.finalize(self, _leave_common, weights)  # where the handle is dropped, and not closed
-        self._left.atexit = False
 
     @property
     def common(self) -> bool:
@@ -93,7 +87,7 @@ class ShownWeights:
         """Have the common weights in the model, or the own ones."""
         if common == self.common or self._averaging:
             return
-        self._adopt()
+        self._take_set()
         buckets = self._weights.buckets
         if common:
             self._own = [each.own() for each in buckets]
@@ -109,6 +103,22 @@ class ShownWeights:
             for bucket, own in zip(self._weights.buckets, self._own, strict=True):
                 bucket.copy_own_(own, names)
 
+    def adopt(
+        self, idle: Collection[str], take: Callable[[list[str]], object], write: Callable[[frozenset[str]], object]
+    ) -> list[str]:
+        """Have `take` take weights that were set from outside for the common ones, and return their names.
+
+        Where they are the common ones already, `write` makes own ones of these again, in all parameters but those it gets.
+        """
+        changed, own_shown = self._set_outside(), not self.common
+        loaded = [name for name in changed if name not in idle and self._weights.shows_common(name)]
+        others = [name for name in changed if name not in loaded]
+        take(others)
+        self.take(others)
+        if loaded and own_shown:
+            write(frozenset(self._weights.trained).difference(loaded))
+        return others
+
     def without_own(self, names: Iterable[str]) -> list[str]:
         """Return the names without those of parameters that have the own weights again, which are put aside."""
         own = self._own
@@ -119,38 +129,14 @@ class ShownWeights:
         if not any(module is each for each in self._replica.called):
             return
         if _records():
-            self._check_unwrapped()
             if not self._averaging and self._weights.was_written():
-                self._adopt()
+                self._take_set()
             self.show(common=False)
             if not self._averaging:
                 self._begins()
         # What the loop evaluates in the place of the weights, such as their average, it may put back to what was there.
         elif not self.common and not self._averaging and not self._set_outside():
             self.show(common=True)
-
-    def _after_forward(self, output: object) -> None:
-        """Look at the beginning of the backward pass whether the own weights are in the model, if this pass has used them."""
-        if _records() and not self.common and not self._averaging:
-            for each in _tensors(output):
-                if each.grad_fn is not None:
-                    each.register_hook(partial(_refuse_common, weakref.ref(self)))
-
-    def _check_unwrapped(self) -> None:
-        """Raise RuntimeError where DDP reduces the gradients of a model that was attached without it."""
-        # HACK: torch has no public function for this. Price: a name that may change with torch; a test wraps an attached model.
-        wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is None or any(wrapper is each for each in self._replica.called):
-            return
-        ignored = wrapper.parameters_to_ignore
-        reduced = {
-            id(each) for name, each in wrapper.module.named_parameters() if each.requires_grad and name not in ignored
-        }
-        if any(id(each) in reduced for each in self._replica.owned.values()):
-            raise RuntimeError(
-                "DistributedDataParallel wraps a model that was attached without it, and reduces all gradients whole besides; call "
-                "detach() on the handle, and attach the wrapped model: sparsync.attach(DistributedDataParallel(model), ...)"
-            )
 
     def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
         """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
@@ -175,7 +161,6 @@ class ShownWeights:
         """Leave the common weights in the model, for good."""
         self.show(common=True)
         self._own = None
-        self._left.detach()
         for hook in self._hooks:
             hook.remove()
 
@@ -183,35 +168,6 @@ class ShownWeights:
 def _records() -> bool:
     """Return whether gradients are recorded now."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _leave_common(weights: Weights) -> None:
-    """Leave the common weights in a model that nothing trains any more."""
-    with torch.no_grad():
-        for bucket in weights.buckets:
-            bucket.write(bucket.common)
-
-
-def _refuse_common(shown: "weakref.ref[ShownWeights]", _: Tensor) -> None:
-    """Raise RuntimeError where a backward pass of own weights finds the common ones in the model."""
-    if (found := shown()) is not None and found.common:
-        raise RuntimeError(
-            "between a forward pass that trains and its backward pass came another forward pass of the model, without gradients, such as "
-            "that of a reference or a target, which uses the weights that all ranks have in common; make that one before, or after the "
-            f"backward pass, also inside `with handle.averaged():`; or {WITHOUT}"
-        )
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    """Find the tensors in what a module returns, also in mappings, sequences and dataclasses."""
-    if isinstance(output, Tensor):
-        yield output
-        return
-    held = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
-    if is_dataclass(output) and not held:
-        held = vars(output).values()
-    for each in held:
-        yield from _tensors(each)
 
 
 class _Hook:
@@ -230,12 +186,6 @@ class _BeforeForward(_Hook):
             shown.before_forward(module)
 
 
-class _AfterForward(_Hook):
-    def __call__(self, _: nn.Module, __: object, output: object) -> None:
-        if (shown := self._shown()) is not None:
-            shown.after_forward(output)
-
-
 class _AfterStateDict(_Hook):
     def __call__(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
@@ -244,8 +194,39 @@ class _AfterStateDict(_Hook):
             shown.put_common(module, state, prefix)
 
 
-def frozen_and_copies(replica: Replica) -> list[tuple[str, Tensor]]:
-    """Return what `Replica.frozen` does, and the buffers that copy trained parameters, such as their average, with their names.
+def shown_from_here(
+    replica: Replica, weights: Weights, set_outside: Callable[[], Collection[str]], adopt: Callable[[], object]
+) -> ShownWeights:
+    """Have own weights that differ from the common ones from here on."""
+    if weights.hold_common() and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # what was compiled does not look for new hooks
+    return ShownWeights(replica, weights, set_outside, adopt)
+
+
+def write_own(
+    bucket: WeightBucket, state: State, comm: Comm, keep: float, idle: Collection[str], left: Collection[str]
+) -> Tensor | None:
+    """Make the common weights less `keep` times what is unsent the own ones, except for the parameters `left`.
+
+    `idle` are those that the last reduction left out: where a rank's region lies depends on them. Returns digests of all parameters, as
+    `LastWritten` has them; None where it has not made them.
+    """
+    held = None if idle else state.unsent_in_rows(bucket.bucket(bucket.common, 0), comm)
+    unsent, rows = (bucket.unsent(state, comm, idle), None) if held is None else held
+    if unsent is None:
+        bucket.write(bucket.common, left)
+        return None
+    taking = [entry for entry in bucket.layout if entry.name not in left] if left else bucket.layout
+    parameters = [bucket.parameters[entry.name].detach() for entry in taking]
+    starts = [entry.span.start for entry in taking]
+    found = kernels.write_own_(parameters, starts, bucket.common, unsent.to(bucket.dtype), rows, comm.size, keep)
+    increment_version(parameters)  # which a kernel does not
+    torch.clear_autocast_cache()  # which has copies of what was there
+    return None if left else found
+
+
+def compared(replica: Replica, weights: Weights) -> list[tuple[str, Tensor]]:
+    """Return what is to be the same on all ranks, with names: common weights, frozen ones, and buffers that copy trained parameters.
 
     These have the shape of a trained parameter, and a name that ends in that one's: "target.weight" or "ema_weight" beside
     "encoder.weight". Others, such as BatchNorm's running means, follow from a rank's own data and may differ.
@@ -257,8 +238,7 @@ def frozen_and_copies(replica: Replica) -> list[tuple[str, Tensor]]:
 
     shapes = {(name.rpartition(".")[2], each.shape) for name, each in replica.owned.items()}
     buffers = ((plain_name(name), each) for name, each in replica.module.named_buffers() if each.is_floating_point())
-    copies = [(name, each) for name, each in buffers if copies_one(name, each)]
-    return [*replica.frozen(), *copies]
+    return [*weights.common(), *replica.frozen(), *((name, each) for name, each in buffers if copies_one(name, each))]
 
 
 @contextmanager

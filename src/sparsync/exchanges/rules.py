@@ -18,20 +18,12 @@ from torch.optim import Adam, Muon, Optimizer
 
 from sparsync.core import ParameterSpan, Span
 from sparsync.kernels.step_reference import Move
-from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise, with_inner
+from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise
 
-_ZERO = "ZeroRedundancyOptimizer"  # of torch, which is not loaded here: that takes seconds
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
 _LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 _TOGETHER = 1 << 26  # elements of matrices that are moved together, at most, of which there are copies meanwhile
 _RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
-_PUBLISHED = {
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_coefficients": (3.4445, -4.7750, 2.0315),
-    "ns_steps": 5,
-    "adjust_lr_fn": "original",
-}
 
 
 @dataclass(frozen=True)
@@ -250,12 +242,6 @@ def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 def exchangeable(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Return the optimizers whose steps are taken. Raises TypeError or ValueError for those whose steps cannot be exchanged."""
     found = optimizers_of(given)
-    outer = [given] if isinstance(given, Optimizer) else given
-    if any(kind.__name__ == _ZERO for each in outer for one in with_inner(each) for kind in type(one).__mro__):
-        raise TypeError(
-            f"{_ZERO} keeps a part of the parameters on each rank, and exchanged steps need all of them; make the optimizer itself, such "
-            "as torch.optim.AdamW(model.parameters()), or attach with exchange=sparsync.Gradients()"
-        )
     rules_of(found)
     return found
 
@@ -266,26 +252,22 @@ def rules_of(optimizers: Iterable[Optimizer]) -> list[Rule]:
 
 
 def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: settings
-    if isinstance(optimizer, Muon) or group.get("use_muon"):
+    if isinstance(optimizer, Muon):
         return _muon_rule(optimizer, group)
-    if not isinstance(optimizer, Adam) and group.get("use_muon") is None:
+    if not isinstance(optimizer, Adam):
         raise TypeError(
             f"only steps of torch.optim.AdamW, Adam and Muon can be exchanged, got {type(optimizer).__name__}; for others attach with "
             "exchange=sparsync.Gradients() or exchange=sparsync.LocalSteps(every=...)"
         )
     # Without torch's wrappers, one for each class that was made.
-    if isinstance(optimizer, Adam) and inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step):
+    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step):
         raise TypeError(
             f"{type(optimizer).__name__} has a `step` that is not AdamW's, and only AdamW's would be exchanged; exchange what it changes, "
             "with exchange=sparsync.LocalSteps(every=...), or gradients, with exchange=sparsync.Gradients()"
         )
-    if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
-        raise ValueError(
-            f"a parameter group of this {type(optimizer).__name__} lacks {', '.join(missing)}, which AdamW steps need; set it in the group"
-        )
     if group.get("amsgrad") or group.get("maximize"):
         raise ValueError("exchanged steps support neither amsgrad nor maximize; make the optimizer without them")
-    if group["weight_decay"] and isinstance(optimizer, Adam) and not group.get("decoupled_weight_decay"):
+    if group["weight_decay"] and not group.get("decoupled_weight_decay"):
         raise ValueError(
             "exchanged steps decay weights as AdamW does, and this Adam decays gradients; use torch.optim.AdamW"
         )
@@ -311,14 +293,12 @@ def _muon_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> MuonRule:  # A
             raise ValueError(
                 "Muon needs whole matrices, and fully_shard has split them; use DistributedDataParallel, or AdamW for all parameters"
             )
-    momentum, nesterov, coefficients, iterations, adjust = (group.get(key, usual) for key, usual in _PUBLISHED.items())
-    return MuonRule(
-        *_rate_and_decay(group), float(momentum), bool(nesterov), tuple(coefficients), int(iterations), adjust
-    )
+    given = float(group["momentum"]), bool(group["nesterov"]), tuple(group["ns_coefficients"]), int(group["ns_steps"])
+    return MuonRule(*_rate_and_decay(group), *given, group["adjust_lr_fn"])
 
 
 def _rate_and_decay(group: Mapping[str, Any]) -> tuple[float, float]:  # Any: settings
-    return float(group["lr"]), float(group.get("weight_decay", 0.0))
+    return float(group["lr"]), float(group["weight_decay"])
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

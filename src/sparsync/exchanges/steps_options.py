@@ -1,11 +1,48 @@
 """What `attach` takes to exchange the steps of an optimizer: Steps."""
 
+import math
 from dataclasses import dataclass
 
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.step_method import StepOptions
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
+_BUCKET_MB = 25.0
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """The options of all step methods, the same on all ranks. Raises ValueError for a value out of range."""
+
+    keep: float | None = (
+        0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights; None: see `keep_for`
+    )
+    bucket_mb: float | None = (
+        _BUCKET_MB  # megabytes of a bucket; None: all of the model, where a scheme sends every element, else 25
+    )
+    check_weights_every: int = CHECK_WEIGHTS_EVERY  # steps between two comparisons of the common weights, 0: never
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and not 0 <= self.keep <= 1:
+            raise ValueError(
+                f"keep must be in [0, 1], the share of unsent changes that stays in a rank's own weights, got {self.keep}"
+            )
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be above 0 megabytes, got {self.bucket_mb}")
+
+    def keep_for(self, scheme: Scheme) -> float:
+        """Return `keep`, or where it is None what suits the scheme."""
+        return self.keep or 0.0
+
+    def megabytes_for(self, scheme: Scheme) -> float:
+        """Return `bucket_mb`, or where it is None what suits the scheme."""
+        if self.bucket_mb is not None:
+            return self.bucket_mb
+        return _BUCKET_MB if scheme.leaves_out or not scheme.has_residual else math.inf
+
+    def described(self) -> dict[str, object]:
+        """Return the options by name, as ranks compare them."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True)

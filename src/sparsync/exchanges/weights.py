@@ -1,7 +1,4 @@
-"""The weights of a model as step methods exchange them: common and own weights, in buckets, and which were set from outside.
-
-Also what the reduction of a step leaves of each bucket.
-"""
+"""The weights of a model as step methods exchange them: common and own weights, in buckets, and which were set from outside."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +12,7 @@ from torch.autograd.graph import increment_version
 
 from sparsync.base.state import State
 from sparsync.collectives.values import broadcast
-from sparsync.core import Bucket, Comm, ParameterSpan, Report, SpanSet, laid_out
-from sparsync.exchanges.whole_steps import Arriving, WholeStep
+from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, SpanSet, laid_out
 from sparsync.kernels import operations as kernels
 
 _MEGABYTE = 1 << 20
@@ -156,31 +152,10 @@ class WeightBucket:
         exact = not idle and all(each.dtype == self.dtype for each in self.parameters.values())
         return weights if exact else self.own()
 
-    def write_less_unsent(
-        self, state: State, comm: Comm, share: float, idle: Collection[str], left: Collection[str]
-    ) -> Tensor | None:
-        """Make the common weights less `share` times what is unsent the own ones, except for the parameters `left`.
-
-        `idle` are those that the last reduction left out: where a rank's region lies depends on them. Returns digests of all parameters,
-        as `LastWritten` has them; None where it has not made them. If `shared`, the common weights are there already.
-        """
-        if self.shared:
-            return None
-        held = state.unsent_in_rows(self.bucket(self.common, 0), comm) if share and not idle else None
-        if held is None:
-            unsent, rows = self.unsent(state, comm, idle) if share else None, None
-        else:
-            unsent, rows = held
-        if unsent is None:
+    def show(self, left: Collection[str]) -> None:
+        """Have the common weights in the model, except in the parameters `left`."""
+        if not self.shared:
             self.write(self.common, left)
-            return None
-        taking = [entry for entry in self.layout if entry.name not in left] if left else self.layout
-        parameters = [self.parameters[entry.name].detach() for entry in taking]
-        starts = [entry.span.start for entry in taking]
-        found = kernels.write_own_(parameters, starts, self.common, unsent.to(self.dtype), rows, comm.size, share)
-        increment_version(parameters)  # which a kernel does not
-        torch.clear_autocast_cache()  # which has copies of what was there
-        return None if left else found
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
         """Return `values` [n] as the bucket that a scheme reduces."""
@@ -216,12 +191,13 @@ class Weights:
         held = [bucket for bucket in self.buckets if not bucket.shared]
         self._written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
 
-    def hold_common(self) -> None:
-        """Keep the common weights apart from now on; see WeightBucket."""
-        for bucket in self.buckets:
-            if bucket.shared:
-                bucket.hold_common()
+    def hold_common(self) -> bool:
+        """Keep the common weights apart from now on, see WeightBucket; return whether they were not before."""
+        shared = [each for each in self.buckets if each.shared]
+        for bucket in shared:
+            bucket.hold_common()
         self._watch()
+        return bool(shared)
 
     @property
     def elements(self) -> int:
@@ -419,52 +395,3 @@ def copy_from_first(tensors: Iterable[Tensor], comm: Comm) -> None:
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-class FewNonzero(Bucket):
-    """A bucket of which the elements that are not zero are kept. Reading `grad` makes the vector."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
-        self._like, self._kept = bucket.grad.new_empty(0), kernels.select_ge(bucket.grad, 0.0)
-
-    @property
-    def grad(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        whole = self._like.new_zeros(self._kept.length)
-        kernels.put_(whole, self._kept.index, self._kept.value)
-        return whole
-
-
-@dataclass
-class Mean:
-    """The mean of a bucket of `n` elements over the ranks: that of the part that was reduced, if any, and zero elsewhere."""
-
-    n: int
-    part: Part
-    bucket: Bucket | None = None
-    arrived: WholeStep | None = None  # in place of a bucket
-
-    def whole(self) -> Tensor | None:
-        """Return it as a vector, [n]; None where nothing was reduced."""
-        if self.arrived is not None and self.arrived.mean is not None:
-            return self.arrived.mean.decoded()
-        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
-
-    def rollback(self, state: State) -> None:
-        """Return to the residual what was sent."""
-        if self.bucket is not None:
-            (self.arrived or state).rollback(self.bucket)
-
-
-@dataclass
-class Reduced:
-    """What was reduced in a step so far: the reports, and the mean of each bucket. `skipped`: it holds NaN or Inf, see Rollback."""
-
-    reports: list[Report] = field(default_factory=list)
-    means: list[Mean] = field(default_factory=list)
-    skipped: bool = False
-
-    def note(self, report: Report) -> None:
-        """Note a report with "overflow"."""
-        self.reports.append(report)
-        self.skipped |= bool(report.details["overflow"])

@@ -10,112 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsync.base.state import State
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, Report, Span, phase, spans
+from sparsync.core import Bucket, Comm, Report, Span, phase, spans
+from sparsync.exchanges.sender import Skip, StepsToMake
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.step_reference import Spread
 from sparsync.kernels.value_reference import nan_packet
 from sparsync.runtime.connection import Reduction
 from sparsync.wire import ValueCodec, Values
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """This rank's gradients of a bucket, where they lie: each from an element on, and times a factor."""
-
-    tensors: Sequence[Tensor]
-    starts: Sequence[int]
-    factors: Sequence[float]
-
-
-@dataclass(frozen=True)
-class StepsToMake:
-    """What this rank's gradients become steps by; see `kernels.make_steps_`."""
-
-    gradients: Gradients
-    square: Tensor
-    ratio: Tensor
-    block: int
-    spans: Sequence[Span]
-    numbers: Sequence[Spread]
-
-    def make(self, out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-        """Return the steps, in `out` [n] if given, after the gradients were added to the second moments; see `kernels.make_steps_`."""
-        return self._made(self.numbers, out, skip)
-
-    def again(self) -> Tensor:
-        """Return what `make` wrote, from second moments that have these gradients."""
-        return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
-
-    def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
-        """Return the packets of all chunks but the own one; see `kernels.encode_steps_`."""
-        given = self.gradients
-        made = given.tensors, given.starts, given.factors, self.square, self.ratio, self.block, self.spans, self.numbers
-        return kernels.encode_steps_(residual, *made, rank, P, bits, skip)
-
-    def _made(self, numbers: Sequence[Spread], out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-        out, given = torch.empty_like(self.square) if out is None else out, self.gradients
-        moments = self.square, self.ratio, self.block, self.spans, numbers
-        kernels.make_steps_(out, given.tensors, given.starts, given.factors, *moments, skip)
-        return out
-
-
-class Skip:
-    """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
-
-    def __init__(self, fits: Tensor) -> None:
-        """Skip if not `fits` [], on this rank; see `agree`."""
-        # [1], not zero where it is to be skipped
-        self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
-        self._agreed = False
-
-    def agree(self, comm: Comm) -> Tensor:
-        """Skip if any rank does, and return the flag: 4 bytes, before the first bucket."""
-        if not self._agreed and comm.size > 1:
-            self.flag = comm.all_reduce(self.flag)
-        self._agreed = True
-        return self.flag
-
-    def send_to_host(self) -> None:
-        """Begin to copy it to this machine's memory, after the step."""
-        self._arriving = Arriving(self.flag)
-
-    @property
-    def seen(self) -> bool:
-        """Return what came to the host."""
-        return bool(self._arriving)
-
-
-@dataclass(eq=False)
-class SchemeStep(Reduction):
-    """The reduction of one bucket's step by a scheme that heeds `skip`: nothing changes where a rank's gradient is not finite."""
-
-    state: State
-    steps: StepsToMake
-    skip: Skip
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        return self.state.name
-
-    @property
-    def has_residual(self) -> bool:
-        return self.state.has_residual
-
-    @property
-    def interleaves(self) -> bool:
-        return self.state.interleaves
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        """Make the step, which becomes the mean of all ranks' in `bucket.grad`."""
-        bucket.skip = self.skip.agree(comm)
-        self.steps.make(bucket.grad, bucket.skip)
-        return self.state.reduce(bucket, comm)
-
-    def rollback(self, bucket: Bucket) -> None:
-        self.state.rollback(bucket)
 
 
 @dataclass(eq=False)
@@ -195,6 +97,26 @@ class WholeStep(Reduction):
         self.rollback(bucket)
         if made and self.steps is not None:
             bucket.grad.sub_(self.steps.again())
+
+
+@dataclass
+class WholeMean:
+    """The mean step of a bucket whose residual is in `bucket`, as `step` has exchanged it."""
+
+    bucket: Bucket
+    step: WholeStep
+
+    def arrived(self) -> QuantizedMean | None:
+        """Return what moves the weights; None where the step is skipped."""
+        return self.step.mean
+
+    def whole(self) -> Tensor | None:
+        """Return it as a vector, [n]."""
+        return None if self.step.mean is None else self.step.mean.decoded()
+
+    def rollback(self) -> None:
+        """Return to the residual what was sent."""
+        self.step.rollback(self.bucket)
 
 
 def _take_back(residual: Tensor, chunks: Sequence[Span], rank: int, sent: Sequence[Tensor], codec: ValueCodec) -> None:

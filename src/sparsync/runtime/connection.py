@@ -282,7 +282,7 @@ class Connection:
             text = "\n".join([self._settings, *_lines(bucket, scheme)])
             known = self._layouts[bucket.key] = what, digest(text)
         shared, reduced = scheme.shared_text(bucket), self._reduced
-        saved, optimizers, weights, unexchanged, loaded, thrown_away = compared.told
+        saved, optimizers, weights, loaded, thrown_away = compared.told
         last = f"step {reduced} as the last one that was reduced" if reduced >= 0 else "no step that was reduced before"
 
         def told() -> list[Told]:
@@ -296,7 +296,6 @@ class Connection:
                 optimizers,
                 Told(_lines(bucket, scheme), _CURE),
                 weights,
-                unexchanged,
                 loaded,
                 Told([f"state of {scheme.name}: {shared}"], _CURE),
             ]

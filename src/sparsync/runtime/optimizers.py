@@ -21,17 +21,17 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import ShardState, parameter_of
 from sparsync.base.state import State
 from sparsync.comm.announcement import Told
-from sparsync.core import Bucket, digest, generator
+from sparsync.core import Bucket, digest
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.between_steps import BackwardPasses
-from sparsync.runtime.findings import innermost, warn_of, with_inner
+from sparsync.runtime.findings import innermost, with_inner
 
 CHECK_WEIGHTS_EVERY = 100  # steps
 
@@ -40,8 +40,8 @@ _SETTINGS_CURE = (
     "follows the loss the mean loss of all ranks, and freeze the same parameters on all of them"
 )
 _WEIGHTS_CURE = (
-    "load the same weights on all ranks before the same step; or pass check_weights_every=0, where ranks are machines whose arithmetic "
-    "differs in last bits"
+    "load the same weights on all ranks, or change them in the same way, before the same step; or pass check_weights_every=0, where ranks "
+    "are machines whose arithmetic differs in last bits"
 )
 _SAVED_CURE = (
     "call sparsync.checkpoint.save on every rank after the same step, because each has residuals that the others lack: not inside "
@@ -52,8 +52,6 @@ _SKIPPED_CURE = (
     "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, and not "
     "by a rank's own norm or loss"
 )
-_BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
-_WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
 # Settings also of an optimizer that has no such argument, because it takes its groups ready-made.
 _COMMON = frozenset({"lr", "weight_decay", "momentum", "betas", "eps"})
@@ -65,22 +63,19 @@ class Compared(NamedTuple):
     """What must be the same on all ranks at one step: a number, and what it stands for."""
 
     number: int = 0
-    # Checkpoints, settings of optimizers, weights, what nothing exchanges, and what happened since the last step: loaded states, and
-    # gradients that were thrown away.
-    told: tuple[Told, ...] = (Told([], ""),) * 6
+    # Checkpoints, settings of optimizers, weights, and what came since the last step: loaded states, and gradients that were thrown away.
+    told: tuple[Told, ...] = (Told([], ""),) * 5
 
 
 class Comparison:
-    """Reads what ranks compare: settings of `optimizers`, and every `every` steps (0: never) what `weights` and `unexchanged` return.
+    """Reads what ranks compare: settings of `optimizers`, and every `every` steps (0: never) what `weights` returns.
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
     `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
-    `cure_of_set` says what to do where ranks have set others. `unexchanged` returns tensors that nothing exchanges and that are to be the
-    same on all ranks; `cure_of_unexchanged` says what to do where they are not. `where_stepped`: weights are read when an optimizer has
-    stepped, and not in the backward pass, for which some loops move each rank's weights, as SAM does. `saved`: a checkpoint was since the
-    last step; the owner sets it. `loaded` says what was loaded before the next step, see `Loads`, and `thrown_away` how many backward
-    passes came for nothing, see `BackwardPasses`.
-    Raises ValueError for an `every` that is no whole number from 0 on.
+    `cure` says what to do where weights differ. `where_stepped`: weights are read when an optimizer has stepped, and not in the backward
+    pass, for which some loops move each rank's weights, as SAM does. `saved`: a checkpoint was since the last step; the owner sets it.
+    `loaded` says what was loaded before the next step, see `Loads`, and `thrown_away` how many backward passes came for nothing, see
+    `BackwardPasses`. Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
     def __init__(
@@ -90,9 +85,7 @@ class Comparison:
         weights: Callable[[], Named] | None,
         every: int,
         applies: Callable[[], bool] = lambda: True,
-        cure_of_set: str = "",
-        unexchanged: Callable[[], Named] | None = None,
-        cure_of_unexchanged: str = "",
+        cure: str = _WEIGHTS_CURE,
         where_stepped: bool = False,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
@@ -102,16 +95,14 @@ class Comparison:
         self.saved = False
         self.loaded: Sequence[str] = ()
         self.thrown_away = 0
-        self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
-        self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
+        self._weights, self._every, self._applies, self._cure = weights, every, applies, cure
         self._step = -1  # the last one that was compared
-        self._read: list[tuple[str, Tensor]] | None = None  # sums of the weights, as the optimizer has left them
+        self._read: list[str] | None = None  # lines of the weights, as the optimizer has left them
         self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)
 
-    def compare_besides(self, unexchanged: Callable[[], Named], cure_of_set: str, cure_of_unexchanged: str) -> None:
-        """Compare other tensors that nothing exchanges from here on, with other cures."""
-        self._unexchanged, self._cure_of_unexchanged = unexchanged, cure_of_unexchanged
-        self._cure_of_set = cure_of_set
+    def compare(self, weights: Callable[[], Named], cure: str) -> None:
+        """Compare other tensors from here on, with another cure."""
+        self._weights, self._cure = weights, cure
 
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
@@ -126,28 +117,19 @@ class Comparison:
         weights: list[str] = []
         if self._weights is not None and (due or self.adopted):
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
-            sums, self._read = self._read or _sums(named), None
-            weights = _lines(sums, f"{'' if due else 'set from outside '}before step {step}")
-            number ^= digest("\n".join(weights))
-        others: list[str] = []
-        if self._unexchanged is not None and due:
-            others = unexchanged_lines(self._unexchanged(), f"before step {step}")
-            number ^= digest("\n".join(others))
-        number ^= digest("\n".join(saved)) if saved else 0
-        # Outside of a check, other ranks have set weights where this one has not.
-        cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
+            lines, self._read = self._read or weight_lines(named), None
+            weights = [f"{line} {'' if due else 'set from outside '}before step {step}" for line in lines]
         loaded = [f"a state of the {each} loaded before step {step}" for each in self.loaded]
         thrown, count = [], self.thrown_away
         if count:
             passes = f"{count} backward pass{'es' if count > 1 else ''}"
             thrown = [f"{passes} before step {step} whose gradients were thrown away without a step"]
-        if loaded or thrown:
-            number ^= digest("\n".join([*loaded, *thrown]))
+        for lines in (saved, weights, [*loaded, *thrown]):
+            number ^= digest("\n".join(lines)) if lines else 0
         told = (
             Told(saved, _SAVED_CURE),
             Told(settings, _SETTINGS_CURE),
-            Told(weights, cure),
-            Told(others, self._cure_of_unexchanged),
+            Told(weights, self._cure),
             Told(loaded, _LOADED_CURE),
             Told(thrown, _SKIPPED_CURE),
         )
@@ -155,7 +137,7 @@ class Comparison:
 
     def _watch(self, optimizers: Iterable[Optimizer]) -> bool:
         """Read weights after steps of these optimizers and of those inside them; return whether any tells of its steps."""
-        known = weakref.ref(self)
+        known = weakref.ref(self)  # an optimizer does not keep what is attached
 
         def after_step(*_: object) -> None:
             if (found := known()) is not None:
@@ -163,18 +145,17 @@ class Comparison:
 
         # Any: torch types what it returns as a function of named arguments
         hook: Any = torch.compiler.disable(after_step)
-        tells = False
-        for each in (one for outer in optimizers for one in with_inner(outer)):
-            if "_optimizer_step_post_hooks" in vars(each):
-                weakref.finalize(self, each.register_step_post_hook(hook).remove).atexit = False
-                tells = True
-        return tells
+        every = [one for outer in optimizers for one in with_inner(outer)]
+        telling = [each for each in every if "_optimizer_step_post_hooks" in vars(each)]
+        for each in telling:
+            each.register_step_post_hook(hook)
+        return bool(telling)
 
     def _read_weights(self) -> None:
         """Read the weights for the next step, if they are to be compared there; the first time after the first step."""
         due = self._step <= 0 or (self._step + 1) % self._every == 0
         if due and self._read is None and self._weights is not None and self._applies():
-            self._read = _sums(self._weights())
+            self._read = weight_lines(self._weights())
 
 
 class OptimizerSettings:
@@ -227,75 +208,13 @@ class OptimizerSettings:
         return f"a parameter of {list(parameter.shape)}" if name is None else f"parameter {name!r}"
 
 
-class Members:
-    """The modules and parameters of a model, and which are trained, as they were at the last `note`. Refers to them weakly."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._noted: object = None
-
-    def changed(self) -> bool:
-        """Return whether any came, went, or was frozen or not. Makes no names, which is slow, so that each step can ask."""
-        return self._noted is None or self._now() != self._noted
-
-    def note(self) -> None:
-        """Note the present ones."""
-        if (model := self._model()) is not None:
-            self._modules = [weakref.ref(each) for each in model.modules()]
-            self._noted = self._now()
-
-    def _now(self) -> object:
-        modules = [found for each in self._modules if (found := each()) is not None]
-        return (
-            [
-                parameter is not None and parameter.requires_grad and id(parameter)
-                for module in modules
-                for parameter in module._parameters.values()
-            ],
-            [id(each) for module in modules for each in module._modules.values()],
-        )
-
-
-def weight_lines(weights: Named, when: str) -> list[str]:
+def weight_lines(weights: Named) -> list[str]:
     """Return a line with the digest of each tensor, which changes with any element, and where two are swapped. A host sync."""
-    return _lines(_sums(weights), when)
-
-
-def _sums(weights: Named) -> list[tuple[str, Tensor]]:
-    return [(name, _sum(each.detach())) for name, each in weights]
-
-
-def _lines(sums: list[tuple[str, Tensor]], when: str) -> list[str]:
-    found = torch.stack([each.to(sums[0][1].device) for _, each in sums]).tolist() if sums else []
+    named = dict(weights)
+    digests = kernels.digests([each.detach() for each in named.values()]).tolist()
     return [
-        f"weights {name!r} with digest {one & (1 << 64) - 1:016x} {when}"
-        for (name, _), one in zip(sums, found, strict=True)
+        f"weights {name!r} with digest {one & (1 << 64) - 1:016x}" for name, one in zip(named, digests, strict=True)
     ]
-
-
-def unexchanged_lines(tensors: Named, when: str) -> list[str]:
-    """Return a line with the digest of each tensor, of any type; there may be many more of these than of trained weights. A host sync."""
-    named = dict(tensors)
-    digests = kernels.digests(list(named.values())).tolist()
-    return [
-        f"{name!r}, which nothing exchanges, with digest {one & (1 << 64) - 1:016x} {when}"
-        for name, one in zip(named, digests, strict=True)
-    ]
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the words of `tensor`, each times a factor that depends on its place, modulo 2^64."""
-    flat, factors = tensor.reshape(-1), _factors(tensor.device)
-    parts = flat.view(_WORDS.get(flat.element_size(), torch.int32)).split(_BLOCK)
-    # The products of words of 32 bits and factors of 31 fit into 64. An odd factor of a block loses no bit of its sum.
-    sums = [(part * factors[: len(part)]).sum() * (2 * number + 1) for number, part in enumerate(parts)]
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
-
-
-@cache
-def _factors(device: torch.device) -> Tensor:
-    return torch.randint(1, 1 << 31, (_BLOCK,), generator=generator(0, "digest of weights", 0)).to(device)
 
 
 @cache
@@ -318,7 +237,6 @@ def _plain(value: object) -> object:
 
 
 FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the most that they are scaled up by
-UNREDUCED = 10  # steps in a row without a reduced gradient, of which a user is warned
 USUAL_STEPS = 32  # of which the usual share is the mean; one spike lowers it by a 32nd at most
 UNCUT = 0.999  # share of the usual one from which a step counts as not clipped
 
@@ -428,8 +346,6 @@ class ResidualRescaler:
         """Bring the residuals to the units of this step. Call it once a step, before its first bucket."""
         self.settle()
         self._undo_thrown_away()
-        for each in self.clippings:
-            each.unreduced = 0
         if factors := self.factors():
             self._state.rescale(factors)
         cuts = any(self.units.usual_share(number).cuts for number in range(len(self.clippings)))
@@ -554,7 +470,6 @@ class Clipping:
         self._applied: dict[str, Tensor] = {}  # and when the step began
         self._loss_scale: Tensor | float = 1.0  # that the applied gradient still has
         self.passes: BackwardPasses | None = None  # None: not watched
-        self.unreduced = 0  # steps with gradients since any were reduced
         self.done = 0  # steps
         known = weakref.ref(self)
 
@@ -617,13 +532,6 @@ class Clipping:
             self.passes.stepped()
         names, found = self._names, {}
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        self.unreduced += any(each.grad is not None and id(each) in names for each in parameters)
-        if self.unreduced == UNREDUCED + 1:
-            warn_of(
-                f"{type(optimizer).__name__} has stepped {UNREDUCED} times since gradients were last reduced, with each rank's own; "
-                "leave out no_sync(), also around Accelerate's LocalSGD, or attach with exchange=sparsync.LocalSteps(every=...), which "
-                "exchanges weight changes every few steps"
-            )
         for parameter in parameters:
             name, grad = names.get(id(parameter)), parameter.grad
             if grad is not None and name in self._written and grad.layout == torch.strided:

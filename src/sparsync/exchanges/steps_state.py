@@ -1,0 +1,320 @@
+"""What a handle of exchanged steps saves, loads, and gives ranks that follow; and how it changes: own weights, and other bits."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsync.base.scheme import Scheme
+from sparsync.base.state import innermost
+from sparsync.core import Bucket, Comm, Report
+from sparsync.exchanges import own_weights
+from sparsync.exchanges.agreement import FirstRanks, Gathered
+from sparsync.exchanges.auto_bits import STEPS, Choosing
+from sparsync.exchanges.moments import Moments
+from sparsync.exchanges.moved_weights import State
+from sparsync.exchanges.sender import COUNTS, VECTORS, Pending, Sender
+from sparsync.exchanges.step_method import StepMethod
+from sparsync.exchanges.steps_options import Steps
+from sparsync.exchanges.taken_optimizer import TakenOptimizer
+from sparsync.exchanges.training_loop import GradientDivisor
+from sparsync.recipes import Recipe
+from sparsync.runtime.findings import warn_of
+from sparsync.runtime.snapshot import Part, Snapshot
+from sparsync.runtime.state_checks import check_fingerprint
+
+
+class StepsState(StepMethod):
+    """The state of AdamWSteps."""
+
+    optimizers: Sequence[Optimizer]
+    _sender: Sender
+    _moments: Moments
+    _taken: TakenOptimizer
+    _divisor: GradientDivisor
+    _pending: Pending | None = None  # the last step, where it is not known yet whether it was skipped
+    _choosing: Choosing | None = None  # while the bits are still to be chosen
+    chooses = False  # whether the first steps choose the recipe, or have chosen it
+    _ahead = 0  # how many more steps than this handle has taken are in the moments
+    # Since moments were loaded: momentum is still to become rank 0's, and squares are those of the mean gradient.
+    _shares = _of_mean = False
+    _skipped = 0  # steps in a row
+    _applied = -1  # the last step that was applied, or skipped
+    _catching_up = False  # since `_start_from`: the common weights are ahead of the steps taken
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **options: Any
+    ) -> Tensor:  # Any: those of torch's function of this name
+        """Clip this rank's gradient by the norm of all ranks' gradients, and return that norm: the same number on all ranks.
+
+        It is the root of the mean square of their norms, which estimates the norm of the mean gradient, as each was divided by
+        `clip_factor`. So a loop that skips a step where it is too large, or not finite, does so on all ranks. Call it on every rank, after
+        the last backward pass of a step: it sends 8 bytes to each, and waits for them.
+        Raises RanksDifferError, on all ranks, where one has thrown away a gradient that others have used; and RuntimeError, with
+        `error_if_nonfinite`, for a norm that is NaN or Inf.
+        """
+        self._check_own()
+        self._comparison.thrown_away = self._divisor.passes.thrown_away
+        gradients = [each for each in self._replica.gradients() if each is not None]
+        owned = [each.grad for each in self._replica.owned.values() if each.grad is not None]
+        own: Any = nn.utils.get_total_norm(owned, norm_type, **options)  # Any: a DTensor, of an FSDP2 model
+        own = own.full_tensor() if hasattr(own, "full_tensor") else own
+        square = own.double().square().reshape(1).to(self._weights.buckets[0].device)
+        norm = self._gathered("norm", square)[1].mean().sqrt()
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients of all ranks is {float(norm)}, and cannot be clipped at {max_norm}; skip the step"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        for each in gradients:
+            each.mul_(factor.to(each))
+        return norm.to(torch.float32)
+
+    def _gathered(self, key: str, own: Tensor) -> tuple[float, Tensor]:
+        """Return how long this rank has waited for the numbers of all ranks, and these, [P, n]. Collective, between two steps."""
+        bucket = Bucket(key, own.to(self._weights.buckets[0].device), self._step + 1)
+        report = self._connection.reduce_before_step(bucket, gathered := Gathered())
+        self._count([report])
+        return report.wait_s or 0.0, gathered.rows
+
+    def stats(self) -> dict[str, int | float]:
+        self._settle()
+        common = self._shown is not None and self._shown.common
+        found = super().stats()
+        if common:
+            self.show_common()
+        return {**found, "exchanges": found["steps"] - found["skipped"]}
+
+    def detach(self) -> None:
+        """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
+
+        The optimizers go on with the momentum, and with rank 0's squares; with new moments, where the ranks cannot be reached any more.
+        """
+        if any(self._sender.counts["applied"].values()) and not self.closed:
+            try:
+                self._share_squares()
+            except RuntimeError as error:
+                warn_of(
+                    f"the optimizer begins with new moments, because those of the ranks could not be made the same: {error}"
+                )
+                for each in self.optimizers:
+                    each.state.clear()
+        super().detach()
+
+    def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        sender, trained = self._sender, self._weights.trained
+        self._take_moments()
+        return {
+            **{key: self._weights.saved(vectors) for key, vectors in sender.vectors.items()},
+            **deepcopy(sender.counts),
+            "ratio": sender.ratios.state_dict(sender.keys),
+            # These do not follow from the common ones and the residual.
+            "own": {name: trained[name].detach().flatten().clone() for name in sorted(sender.idle | self._adopted)},
+            "idle": dict.fromkeys(sorted(sender.idle), 1),
+            "measured": sender.ratios.measured,
+            "measure_until": sender.ratios.measure_until,
+            "skipped": self._skipped,
+        }
+
+    def resized(self, states: Sequence[State]) -> dict[str, Any]:  # Any: as Handle
+        """Return a state for this rank, made from those of all ranks of another number: with second moments and buffers of one of them.
+
+        The ratio depends on the number of ranks, and is measured again; own weights follow from the common ones and from the residual.
+        """
+        own = states[self.place[0] % len(states)][self.integration]
+        return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}, "idle": {}}}
+
+    def _load(self, state: State) -> None:
+        saved, sender, ratios = state[self.integration], self._sender, self._sender.ratios
+        self._pending = None
+        loaded = {key: self._weights.from_saved(saved[key]) for key in VECTORS}
+        super()._load(state)
+        self._applied, self._catching_up = self._step, False
+        self._shares = self._of_mean = False
+        for key, vectors in sender.vectors.items():
+            for vector, values in zip(vectors, loaded[key], strict=True):
+                vector.copy_(values)
+        sender.load({key: dict(saved[key]) for key in COUNTS})
+        self._note_ahead()
+        self._moments.show()
+        sender.groups.read()
+        self._moments.follow_rates(restart=True)
+        self._skipped, sender.idle = saved["skipped"], frozenset(saved["idle"])
+        ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
+        ratios.load_state_dict(saved["ratio"], sender.keys, self._step + 1)
+        self._divisor.next_step(self.clip_factor)
+        own = saved["own"] if self._keep else {}
+        for name, values in own.items():
+            parameter = self._weights.trained[name].detach()
+            parameter.copy_(values.view(parameter.shape))
+        self._write_own(frozenset(own))
+
+    @property
+    def done(self) -> int:
+        """The number of steps that were applied, or skipped on all ranks."""
+        return self._applied + 1
+
+    def _regrouped(self, comm: Comm) -> None:
+        self._settle()
+        before, sender = self._comm.size, self._sender
+        super()._regrouped(comm)
+        self._taken.forget_step()
+        self._applied = self._step
+        if not self._catching_up:
+            # A step that failed may have counted before it did, and is taken again.
+            most = self.done + self._ahead
+            sender.counts = {
+                key: {name: min(t, most) for name, t in each.items()} for key, each in sender.counts.items()
+            }
+        sender.groups.recount()
+        self._check_own()
+        sender.ratios.regrouped(self._step + 1, before, comm.size)
+        self._write_own()
+        self._divisor.next_step(self.clip_factor)
+
+    def snapshot(self, *, shared: bool = True) -> Snapshot:
+        found = super().snapshot(shared=shared)  # a step that failed counts as taken until `regroup`
+        return found if found.shared is None else found._replace(shared={**found.shared, "step": self._applied})
+
+    def _parts(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        vectors = VECTORS if self._step >= 0 else ()  # before the first step they are zeros
+        moved = {key: state[key] for key in ("common", *vectors, *COUNTS)}
+        left_out = ("common", *VECTORS, "seen", "own", "idle")
+        return moved, {key: value for key, value in state.items() if key not in left_out}
+
+    def _still(self) -> Collection[str]:
+        return {*super()._still(), *self._sender.idle}
+
+    def _start_from(self, moved: State) -> None:
+        self._check_own()
+        made = self._step >= 0
+        self._take_common(self._weights.from_saved(moved["common"]))
+        for key in VECTORS:
+            # Second moments are a rank's own, if it has made steps.
+            if not (made and key == "square"):
+                for vector, values in zip(self._sender.vectors[key], self._weights.from_saved(moved[key]), strict=True):
+                    vector.copy_(values)
+        self._catching_up = True
+        self._sender.load({key: dict(moved[key]) for key in COUNTS if not (made and key == "seen")})
+
+    def _replay(self, move: Part) -> None:
+        sender, place = self._sender, move["place"]
+        self._take_settings(move["groups"])
+        sender.groups.read()
+        idle, sender.idle = sender.idle, frozenset(move["idle"])
+        (mean,) = move["means"]
+        sender.move(place, mean.to(self._weights.buckets[place].device))
+        sender.idle = idle
+
+    def _movers(self) -> Sequence[Optimizer]:
+        return self.optimizers
+
+    def _joined(self, snapshot: Snapshot, mine: State) -> dict[str, Any]:  # Any: as Handle.state_dict
+        joined, own = super()._joined(snapshot, mine), mine[self.integration]
+        theirs = {**joined[self.integration], **(snapshot.moved or {})}
+        kept = {key: own[key] for key in (*VECTORS, "common") if key not in theirs}
+        if mine["step"] >= 0 or "seen" not in theirs:
+            # This rank may be a step ahead, which those that went on without it have not taken.
+            seen = {name: min(t, joined["step"] + 1 + self._ahead) for name, t in own["seen"].items()}
+            kept |= {"square": own["square"], "seen": seen}
+        return {**joined, self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
+
+    def _waits(self) -> bool:
+        return True
+
+    def _drop_held(self, moments: bool) -> None:
+        super()._drop_held(moments)
+        self._note_other_move()
+        self._write_own()
+
+    def _note_ahead(self) -> None:
+        self._ahead = max(0, max(self._sender.counts["applied"].values()) - self.done)
+
+    @torch.no_grad()
+    def _share_squares(self) -> None:
+        """Make all moments those of rank 0, with squares as large as those of the mean gradient: any optimizer goes on with these."""
+        sender, squares = self._sender, self._moment_buckets("square", self._step + 1)
+        factor = sender.ratios.clip_factor(self._comm.size, latest=True)
+        for each in squares:
+            each.grad.div_(factor**2)
+        for each in [*squares, *self._moment_buckets("momentum", self._step + 1)]:
+            self._connection.reduce_before_step(each, FirstRanks())
+        sender.ratios.load_state_dict({}, sender.keys, self._step + 1)
+        sender.counts["seen"] = dict(sender.counts["applied"])
+
+    def _share_momentum(self) -> list[Report]:
+        """Make the momentum that of rank 0: converted by the squares of each rank, its last bits differ."""
+        self._shares = False
+        return [self._connection.reduce(each, FirstRanks()) for each in self._moment_buckets("momentum", self._step)]
+
+    def _moment_buckets(self, which: str, step: int) -> list[Bucket]:
+        pairs = zip(self._sender.keys, self._sender.vectors[which], strict=True)
+        return [Bucket(f"{which}/{key}", each, step) for key, each in pairs]
+
+    def _forget(self, options: Steps) -> bool:
+        """Have the residuals forget as `options` say; return whether any does so."""
+        takes = [each.forget(options.decay_for(each.scheme)) for each in innermost(self.state)]
+        return any(takes)
+
+    def _have_own_weights(self) -> None:
+        """Have own weights from here on, if the options say so."""
+        self._keep = self._sender.keep_for(self.exchange, self.scheme)
+        # Where only rounding errors wait, a loop that goes back need not hear of them.
+        self._told_of_loads = not self._keep and not self.scheme.leaves_out
+        if self._keep and self._shown is None:
+            self._shown = own_weights.shown_from_here(self._replica, self._weights, self._set_outside, self._adopt)
+            self._comparison.compare(partial(own_weights.compared, self._replica, self._weights), own_weights.CURE)
+
+    def show_common(self) -> None:
+        """Have the common weights in the model until it is trained again, also for what calls a part of it directly."""
+        if self._shown is not None:
+            self._shown.show(common=True)
+
+    def choose_bits(self, recipes: Sequence[Recipe], method_of: Callable[[str], tuple[Scheme, Any]]) -> None:
+        """Take 20 steps by the recipe that this handle has, and then one of `recipes`, by what these steps have measured; see `attach`.
+
+        `method_of` makes the scheme and the Steps of a recipe's text. A state that is loaded decides by itself, if it had chosen.
+        """
+        self._method_of, self.chooses = method_of, True
+        if len(recipes) > 1:
+            self._choosing = Choosing(recipes, self._gathered, self._take_recipe)
+
+    def _take_recipe(self, recipe: Recipe) -> None:
+        """Go on by another recipe from the next step on, with what is held back. The same on all ranks."""
+        if recipe == self.recipe:
+            return
+        scheme, options = self._method_of(recipe.text)
+        options = replace(options, check_weights_every=self.exchange.check_weights_every)
+        self._take_scheme(scheme)
+        self._forget(options)
+        self.recipe = recipe
+        self.exchange = self._sender.options = options
+        self._sender.ratios.every = options.measure_every
+        self._have_own_weights()
+
+    def load_state_dict(self, state: State) -> None:
+        if self._choosing is not None:
+            own = self.fingerprint()
+            del own["scheme_name"]  # that of another recipe is taken below
+            check_fingerprint(state, own)
+            if state["step"] + 1 >= STEPS:
+                names = {each.name: each for each in self._choosing.recipes}
+                self._choosing = None  # it was chosen before
+                if (chosen := names.get(state["recipe"])) is not None:
+                    self._take_recipe(chosen)
+        super().load_state_dict(state)
+
+    @abstractmethod
+    def _take_moments(self) -> None:
+        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
+
+    @abstractmethod
+    def _write_own(self, left: frozenset[str] | None = None) -> None:
+        """Have the weights of this rank in the model, except in the parameters `left`; None: in the idle ones."""

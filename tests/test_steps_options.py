@@ -1,0 +1,178 @@
+"""What the options of exchanged steps mean, and what cannot be trained by them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+
+from sparsync import AdamWSteps, Dense, LocalWorld, Steps, TopK, TwoShot
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalComm
+from sparsync.exchanges.rules import MuonRule
+from sparsync.schemes import PerParameter, Quantized
+from test_adamw_steps import SCHEDULES, common, learn, model, start, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "eps"])
+def test_a_setting_that_is_not_finite_is_an_error_before_anything_is_sent(key: str) -> None:
+    def body(comm: LocalComm) -> None:
+        steps = start(comm, Dense())
+        learn(steps.model, comm.rank, 0)
+        steps.optimizers[0].param_groups[1][key] = torch.nan
+        with pytest.raises(ValueError, match=f"{key} of parameter group 1 is nan; it must be finite"):
+            steps.step()
+
+    LocalWorld(1).run(body)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_work_and_do_not_warn_whether_made_before_or_after(name: str, first: bool) -> None:
+    def body(comm: LocalComm) -> None:
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=0.125)
+        schedule = SCHEDULES[name](optimizer) if first else None
+        steps = AdamWSteps(made, optimizer, Dense(), comm=comm)
+        schedule = schedule or SCHEDULES[name](optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(6):
+                learn(made, comm.rank, step)
+                steps.step()
+                schedule.step(*([1.0] if name == "plateau" else []))
+        assert name == "plateau" or optimizer.param_groups[0]["lr"] != 0.125
+
+    LocalWorld(1).run(body)
+
+
+def test_a_parameter_that_changes_its_group_has_the_settings_of_the_new_one_from_the_next_step_on() -> None:
+    def body(comm: LocalComm) -> None:
+        steps = start(comm, Dense(), rates=(0.25, 0.0))
+        one, other = steps.optimizers[0].param_groups
+        train(steps, range(2))
+        one["params"], other["params"] = other["params"], one["params"]
+        before = common(steps)
+        train(steps, range(2, 3))
+        assert (common(steps) - before).tolist() != [0.0] * len(before)
+        assert steps._sender.groups.number[next(iter(steps.model.state_dict()))] == 1
+
+    LocalWorld(2).run(body)
+
+
+def test_what_cannot_be_trained_by_steps_of_adamw_is_refused() -> None:
+    def body(comm: LocalComm) -> None:
+        made, other = nn.Linear(2, 2), nn.Linear(3, 3)
+        adamw = torch.optim.AdamW(made.parameters())
+        cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+            (torch.optim.SGD(made.parameters(), 1.0), {}, TypeError, "got SGD; for others attach with exchange="),
+            (torch.optim.AdamW([made.weight]), {}, ValueError, "the optimizer lacks bias"),
+            (
+                torch.optim.AdamW([*made.parameters(), other.bias]),
+                {},
+                ValueError,
+                r"that the model lacks, of shapes \[\(3,\)\]",
+            ),
+            (torch.optim.AdamW(made.parameters(), amsgrad=True), {}, ValueError, "neither amsgrad nor maximize"),
+            (torch.optim.AdamW(made.parameters(), maximize=True), {}, ValueError, "neither amsgrad nor maximize"),
+            (torch.optim.AdamW(made.parameters(), eps=0.0), {}, ValueError, "eps must be above 0"),
+            (torch.optim.Adam(made.parameters(), weight_decay=0.1), {}, ValueError, r"use torch\.optim\.AdamW"),
+            (adamw, {"keep": 1.5}, ValueError, r"keep must be in \[0, 1\]"),
+            (adamw, {"block": 0}, ValueError, "block must be at least 1"),
+            (adamw, {"measure_every": 0}, ValueError, "measure_every must be at least 1"),
+            (adamw, {"bucket_mb": 0}, ValueError, "bucket_mb must be above 0"),
+            (adamw, {"scheme": "topk"}, TypeError, "scheme must be an instance"),
+        ]
+        for optimizer, settings, kind, message in cases:
+            with pytest.raises(kind, match=message):
+                AdamWSteps(made, optimizer, comm=comm, **{"scheme": Dense(), **settings})
+        AdamWSteps(made, torch.optim.Adam(made.parameters()), Dense(), comm=comm)
+
+    LocalWorld(1).run(body)
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_and_leaves_no_gradient_is_refused() -> None:
+    def body(comm: LocalComm) -> None:
+        made = nn.Linear(2, 2)
+        _apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+        with pytest.raises(ValueError, match="steps during the backward pass and leaves no gradient for a step"):
+            AdamWSteps(made, torch.optim.AdamW(made.parameters()), Dense(), comm=comm)
+
+    LocalWorld(1).run(body)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "beta2", "decay", "found"),
+    [
+        (lambda: TwoShot(density=1.0, values="sign"), 0.95, None, (0.99, 1.0)),
+        (lambda: TwoShot(density=0.25), 0.999, None, (0.999, 0.97)),
+        (lambda: TwoShot(density=0.01, density_down=0.04), 0.95, None, (0.99, 0.99)),
+        (lambda: PerParameter(TopK(0.25), {"0.*": TopK(0.01)}), 0.95, None, (0.99, 0.97, 0.99)),
+        (lambda: PerParameter(TopK(0.01), {"0.*": Quantized("sign")}), 0.95, None, (0.99, 0.99, 1.0)),
+        (lambda: TwoShot(density=0.25), 0.95, 0.5, (0.99, 0.5)),
+        (lambda: TwoShot(density=0.25, decay=0.9), 0.95, None, (0.99, 0.9)),
+    ],
+)
+def test_moments_remember_and_residuals_forget_by_rule_unless_they_are_told(
+    scheme: Callable[[], Scheme], beta2: float, decay: float | None, found: tuple[float, ...]
+) -> None:
+    def body(comm: LocalComm) -> tuple[float, ...]:
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), betas=(0.9, beta2))
+        mine = scheme()
+        inside: list[Any] = mine.inner_schemes or [mine]
+        steps = AdamWSteps(made, optimizer, mine, comm=comm, decay=decay)
+        assert isinstance(steps.exchange, Steps)
+        memories = (
+            steps._sender.groups.rules[0].remembers(steps.exchange.beta2),
+            *(each.feedback.decay for each in inside),
+        )
+        steps.close()  # what another handle finds
+        assert [each.feedback.decay for each in inside] == [each.decay for each in inside]
+        return memories
+
+    assert LocalWorld(1).run(body) == [found]
+
+
+def test_muon_keeps_its_own_memory_of_second_moments_unless_it_is_told() -> None:
+    rule = MuonRule(0.1, 0.0, 0.95, True, (3.4445, -4.7750, 2.0315), 5, None)
+    assert (rule.remembers(None), rule.remembers(0.5)) == (0.95, 0.5)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("beta2", 1.0), ("beta2", -0.1), ("decay", 1.5), ("decay", -0.5)])
+def test_memories_out_of_range_are_refused_with_their_value(setting: str, value: float) -> None:
+    given: dict[str, Any] = {setting: value}
+    with pytest.raises(ValueError, match=f"{setting} must be in .*, got {value}"):
+        Steps(**given)
+
+
+def test_what_waits_is_forgotten_by_the_share_of_decay() -> None:
+    def body(comm: LocalComm) -> Tensor:
+        made = nn.Linear(4, 1, bias=False)
+        scheme = TopK(0.25)
+        steps = AdamWSteps(
+            made, torch.optim.AdamW(made.parameters(), lr=1.0, weight_decay=0.0), scheme, comm=comm, decay=0.5
+        )
+        for gradient in ([8.0, 4.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]):
+            made.weight.grad = torch.tensor([gradient])
+            steps.step()
+        return scheme.state_dict()["residual"]["weight"]
+
+    # The first steps are 1 for every element; one is sent in each of the two.
+    (residual,) = LocalWorld(1).run(body)
+    assert sorted(residual.tolist()) == pytest.approx([0.0, 0.0, 0.5, 0.5], rel=1e-6)
+
+
+def test_a_decay_that_no_residual_takes_is_refused() -> None:
+    def body(comm: LocalComm) -> None:
+        for scheme in (Dense(), TwoShot(decay=0.9)):
+            made = model()
+            with pytest.raises(ValueError, match=r"decay=0\.5 needs a scheme with a residual and no decay setting"):
+                AdamWSteps(made, torch.optim.AdamW(made.parameters()), scheme, comm=comm, decay=0.5)
+
+    LocalWorld(1).run(body)
