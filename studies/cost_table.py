@@ -3,19 +3,17 @@
     .venv/bin/python -m studies cost_table [--print]
 
 Every scheme of the registry, as published and with our settings, reduces a few steps of drawn gradients on 4 and 16 ranks of a
-LocalWorld. The cost that its reports state must be what a MeteredComm counts. Takes half a minute.
+LocalWorld. Takes half a minute.
 """
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
-from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report
-from sparsync.comm.local import LocalComm
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync_lab.traffic.observe import WORD_NBYTES, Observed
 from sparsync_lab.traffic.stream import Synthetic
 from studies import parts
 
@@ -31,20 +29,6 @@ SCHEMES = (
     "oktopk:values=int4,oktopk.published,quantized,int4,powersgd,loco,sparse_loco,demo,onebit_adam:warmup_steps=1,dgc:warmup_steps=0,"
     "ring_pruning,topk_dsa,gtopk"
 )
-WORD_NBYTES = 4
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Means over ranks and steps of one scheme on some number of ranks."""
-
-    rounds: float
-    nbytes: float
-    union: float  # K
-
-    def cells(self) -> tuple[str, ...]:
-        words = self.nbytes / WORD_NBYTES
-        return tuple(map(_shown, (self.rounds, self.nbytes / 1000, self.union, words / self.union)))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,41 +42,19 @@ def table(ranks: Sequence[int] = RANKS) -> str:
     heads = ["scheme", "rounds", "kB", "K", "words / K"]
     rows = list[list[str]]()
     for choice in parse_schemes(SCHEMES, DENSITY):
-        columns = zip(*(counted(choice, P).cells() for P in ranks), strict=True)
+        columns = zip(*(map(_shown, counted(choice, P)) for P in ranks), strict=True)
         rows.append([f"`{choice.label}`", *(", ".join(column) for column in columns)])
     return parts.table(heads, rows)
 
 
-def counted(choice: SchemeChoice, P: int) -> Counted:
-    """Return what `choice` sends on P ranks. Raises RuntimeError where its reports say otherwise than what was counted."""
+def counted(choice: SchemeChoice, P: int) -> tuple[float, float, float, float]:
+    """Return rounds, kilobytes, K and words over K of `choice` on P ranks: means over ranks and steps."""
     stream = Synthetic(P, ELEMENTS)
-    scheme = choice.make()
-    states = [scheme.start() for _ in range(P)]
-    found: list[Report] = []
-    for step in range(STEPS):
-        gradients = stream.gradients(step)
-
-        def reduce(
-            comm: LocalComm, step: int = step, gradients: Sequence[torch.Tensor] = gradients
-        ) -> tuple[Report, Cost]:
-            metered = MeteredComm(comm)
-            report = states[comm.rank].reduce(Bucket("costs", gradients[comm.rank], step, stream.layout), metered)
-            return report, metered.take()[0]
-
-        seen = LocalWorld(P).run(reduce)
-        for rank, (report, sent) in enumerate(seen):
-            if report.cost != sent:
-                raise RuntimeError(
-                    f"{choice.label}, P = {P}, step {step}, rank {rank}: reported {report.cost}, counted {sent}"
-                )
-        found += [report for report, _ in seen] if step else []
-
-    costs = [report.cost for report in found]
-    return Counted(
-        statistics.fmean(cost.steps for cost in costs),
-        statistics.fmean(cost.nbytes for cost in costs),
-        statistics.fmean(report.union for report in found),
-    )
+    observed = Observed(choice, P, stream.layout)
+    seen = [observed.reduce(step, stream.gradients(step)) for step in range(STEPS)][1:]
+    rounds, nbytes = (fmean(number for record in seen for number in record[what]) for what in ("rounds", "bytes"))
+    union = fmean(record["union"] for record in seen)
+    return rounds, nbytes / 1000, union, nbytes / WORD_NBYTES / union
 
 
 def _shown(number: float) -> str:

@@ -1,12 +1,11 @@
 """Counts the one-way delays that a training step waits for: its time over links with a delay, divided by that delay.
 
-    .venv/bin/python -m studies delays [--delay 25ms,50ms,100ms] [--only two_shot,topk] [--rounds 5] [--out build/delays]
+    .venv/bin/python -m studies delays [--delay 25ms] [--only two_shot,topk] [--rounds 5] [--out build/delays]
 
 A model that hardly computes, of one bucket of --elements or of 8 such buckets that are not joined, trained with each method as a user
 attaches it. The methods take turns, in changing order: a few steps with exchange, then as many of the same model without. `delays` is the
 median step over the links, less the median step without exchange, divided by the one-way delay. Work of the scheme itself stays in it: a
-millisecond is 0.04 delays of 25 ms. Where several delays were measured, `slope` is the increase of the step's time per increase of the
-delay, which has no such part. `model` is what `sparsync_lab.predict` counts. Needs root or a user namespace, and a C compiler.
+millisecond is 0.04 delays of 25 ms. `model` is what `sparsync_lab.predict` counts. Needs root or a user namespace, and a C compiler.
 
 Writes delays.json and delays.md. Every method at 25 ms in 5 rounds takes some 7 minutes, at 100 ms four times as long.
 """
@@ -17,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +29,24 @@ from torch.optim import AdamW
 from sparsync import LocalSteps, Options, Scheme, Steps, attach
 from sparsync.base.registry import nearest
 from sparsync.core import ParameterSpan, Span, generator
-from sparsync_lab.cli_options import positive
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.netlab import Delay, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.predict import plan
 from sparsync_lab.predict.network import GLOO_DELAYS_PER_ROUND
 from sparsync_lab.predict.plans import agreement
-from sparsync_lab.progress import progress
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.simulate.command import write
-from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.process import Emit, Place
 from sparsync_lab.writable import check_file
 from studies import parts
-from studies.bench.interleave import interleaved
+from studies.bench import frame
+from studies.bench.frame import TIMEOUT_S, Row
 
 BUCKETS = 8  # of the cases of several buckets
 ROWS = 100  # of the matrix that is a bucket, which powersgd needs
 WARMUP = 3  # rounds: with 4 steps each, more than the first 8 steps of AdamW, which all measure its ratio
 STEPS_AT_ONCE = 3  # of one turn of a case, after one that does not count: ranks leave a barrier at different times
-TIMEOUT_S = 120.0
 TWO_SHOT = "two_shot:density=0.05:values=int4"
 # Names of the cases, and the schemes behind them; those of gradients are attached to a DistributedDataParallel.
 GRADIENTS = {
@@ -99,19 +95,18 @@ class DelayCase:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure at each delay, print the table, and write it with all figures."""
+    """Measure, print the table, and write it with all figures."""
     options = _options(argv)
-    where = Path(options.out)
+    where, delay = Path(options.out), Delay(parse_delay(options.delay))
     check_file(where / "delays.json", "--out")
     restart_with_rights("studies", ["delays", *argv])
-    rows: list[dict[str, Any]] = []  # Any: JSON
-    costs: list[dict[str, Any]] = []  # Any: JSON
-    for text in options.delay.split(","):
-        found, cost = _measured(options, Delay(parse_delay(text), parse_delay(options.jitter)))
-        rows += found
-        costs.append(cost)
-    about = {name: getattr(options, name) for name in ("ranks", "elements", "link", "jitter", "rounds")}
-    content = {**about, "rows": rows, "forwarder": costs, **versions(), "machine": machine()}
+    with network(options.ranks, parse_rate(options.link), delay=delay) as links:
+        found = frame.of_ranks("studies.delays:measure", vars(options), links)
+        carried = links.forwarded()
+    rows = [_row(each, delay, options) for each in found]
+    about = {name: getattr(options, name) for name in ("ranks", "elements", "link", "delay", "rounds")}
+    forwarder = None if carried is None else asdict(carried)
+    content = {**about, "rows": rows, "forwarder": forwarder, **versions(), "machine": machine()}
     table = _table(rows, options)
     write(where / "delays.json", json.dumps(content, indent=1) + "\n")
     write(where / "delays.md", table + "\n")
@@ -119,24 +114,18 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: the options
-    """Measure all cases on this rank, at one delay; the task of every worker."""
-    options = argparse.Namespace(**spec)
-    cases = []
+    """Measure all cases on this rank; the task of every worker."""
+    options, tell = argparse.Namespace(**spec), frame.telling(emit)
+    cases: list[DelayCase] = []
     for number, name in enumerate(options.only):
-        emit(
-            {"kind": "measured", "done": 0, "total": 1, "what": f"connecting, {number} of {len(options.only)} methods"}
-        )
+        tell(number, len(options.only))
         cases.append(_case(name, options.elements))
 
     def once(case: DelayCase, number: int) -> tuple[float, float]:
         return _seconds(case.step), _seconds(case.alone)
 
-    def tell(done: int, total: int) -> None:
-        emit({"kind": "measured", "done": done, "total": total, "what": "methods"})
-
-    found = interleaved(cases, once, options.rounds, WARMUP, tell)
-    for case, rounds in zip(cases, found, strict=True):
-        step_s, compute_s = ([each[at] for each in rounds] for at in (0, 1))
+    for case, rounds in zip(cases, frame.interleaved(cases, once, options.rounds, WARMUP, tell), strict=True):
+        step_s, compute_s = map(statistics.median, zip(*rounds, strict=True))
         emit({"kind": "row", "row": {"case": case.name, "step_s": step_s, "compute_s": compute_s}})
 
 
@@ -157,14 +146,12 @@ def predicted(name: str, elements: int, P: int) -> float:
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = parts.options("delays", __doc__, writes=False)
     add = parser.add_argument
-    add("--delay", default="25ms,50ms,100ms", metavar="A,B", help="one way (default: 25ms,50ms,100ms)")
-    add("--jitter", default="0", metavar="TIME", help="of the delay (default: 0)")
+    add("--delay", default="25ms", help="one way (default: 25ms)")
     add("--link", default="1gbit", metavar="RATE", help="rate of each rank's link (default: 1gbit)")
     add("--only", default=",".join(CASES), metavar="A,B", help=f"methods (default: {','.join(CASES)})")
     add("--ranks", type=int, default=4, help="data-parallel ranks (default: 4)")
     add("--elements", type=int, default=20_000, help=f"of a bucket, a multiple of {ROWS} (default: 20000)")
     add("--rounds", type=int, default=5, help=f"turns of each method that count, of {STEPS_AT_ONCE} steps (default: 5)")
-    add("--timeout", type=positive, default=TIMEOUT_S, metavar="S", help=f"of an operation (default: {TIMEOUT_S:g})")
     add("--out", default="build/delays", metavar="FOLDER", help="for the results (default: build/delays)")
     options = parser.parse_args(argv)
     options.only = [name for name in options.only.split(",") if name]
@@ -173,70 +160,31 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--only takes methods of {', '.join(CASES)}, got {name!r}{nearest(name, CASES)}")
     if options.elements < ROWS or options.elements % ROWS:
         parser.error(f"--elements must be a multiple of {ROWS}, got {options.elements}")
-    if options.ranks < 2 or options.rounds < 1:
-        parser.error(f"--ranks must be at least 2 and --rounds 1, got {options.ranks} and {options.rounds}")
-    try:
-        parse_rate(options.link)
-        for text in options.delay.split(","):
-            if not Delay(parse_delay(text), parse_delay(options.jitter)):
-                raise ValueError(f"--delay must be above 0, got {text!r}")
-    except ValueError as error:
-        parser.error(str(error))
+    if options.ranks < 2 or options.rounds < 1 or not Delay(parse_delay(options.delay)):
+        parser.error("--ranks must be at least 2, --rounds 1, and --delay above 0")
     return options
 
 
-def _measured(options: argparse.Namespace, delay: Delay) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # Any: JSON
-    """Return the rows of all cases at this delay, and what carrying the packets took."""
-    rows = []
-    with (
-        progress(f"methods at {1e3 * delay.one_way_s:g} ms one way", announced=True) as shown,
-        network(options.ranks, parse_rate(options.link), delay=delay) as links,
-        worker_group("studies.delays:measure", vars(options), links, options.timeout) as workers,
-    ):
-        for message in workers.messages():
-            if message["kind"] == "row":
-                rows.append(_row(message["row"], delay, options))
-            elif message["kind"] == "measured":
-                shown.at(message["done"], message["what"], message["total"])
-        carried = links.forwarded()
-    assert carried is not None
-    cost = {"delay_s": delay.one_way_s, "nbytes": carried.nbytes, "packets": carried.packets}
-    return rows, {**cost, "processor_s": carried.processor_s, "processor_s_per_gb": carried.processor_s_per_gb}
+def _row(found: Row, delay: Delay, options: argparse.Namespace) -> Row:
+    waited = (found["step_s"] - found["compute_s"]) / delay.one_way_s
+    return {**found, "delays": waited, "model": predicted(found["case"], options.elements, options.ranks)}
 
 
-def _row(found: Mapping[str, Any], delay: Delay, options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
-    step_s, compute_s = (statistics.median(found[name]) for name in ("step_s", "compute_s"))
-    return {
-        "case": found["case"],
-        "delay_s": delay.one_way_s,
-        "step_s": step_s,
-        "compute_s": compute_s,
-        "least_s": min(found["step_s"]),
-        "delays": (step_s - compute_s) / delay.one_way_s,
-        "model": predicted(found["case"], options.elements, options.ranks),
-    }
-
-
-def _table(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:  # Any: JSON
-    """Return the medians as Markdown: milliseconds of a step and its delays at each delay."""
-    delays = sorted({row["delay_s"] for row in rows})
-    several = len(delays) > 1
-    heads = ["method", "compute, ms"]
-    for delay_s in delays:
-        heads += [f"{1e3 * delay_s:g} ms: step, ms", "delays"]
-    heads += [*(["slope"] if several else []), "model"]
-    lines = []
-    for name in options.only:
-        by_delay = {row["delay_s"]: row for row in rows if row["case"] == name}
-        low, high = by_delay[delays[0]], by_delay[delays[-1]]
-        cells = [f"`{name}`", significant(1e3 * low["compute_s"], 2)]
-        for delay_s in delays:
-            cells += [significant(1e3 * by_delay[delay_s]["step_s"]), f"{by_delay[delay_s]['delays']:.1f}"]
-        if several:
-            cells.append(f"{(high['step_s'] - low['step_s']) / (delays[-1] - delays[0]):.1f}")
-        lines.append([*cells, f"{low['model']:g}"])
+def _table(rows: Sequence[Row], options: argparse.Namespace) -> str:
+    """Return the medians as Markdown: milliseconds of a step, and its delays."""
+    heads = ["method", "compute, ms", f"{options.delay}: step, ms", "delays", "model"]
+    cells = [
+        [
+            f"`{row['case']}`",
+            significant(1e3 * row["compute_s"], 2),
+            significant(1e3 * row["step_s"]),
+            f"{row['delays']:.1f}",
+            f"{row['model']:g}",
+        ]
+        for row in rows
+    ]
     about = f"{options.ranks} ranks, {options.elements} elements a bucket, {options.link}, medians of {options.rounds}."
-    return f"{about}\n\n{parts.table(heads, lines)}"
+    return f"{about}\n\n{parts.table(heads, cells)}"
 
 
 def _seconds(step: Callable[[], None]) -> float:

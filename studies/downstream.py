@@ -100,13 +100,12 @@ def study(
     job = Gpt(width=64, layers=2, context=WINDOW, data=str(folder)).at_rate(RATE)
     assert isinstance(job, Gpt)
     number = _numbers(folder)
-    training, test = (
-        (
-            _numbered([_parts(text)[part] for text in plays], number),
-            _numbered([_parts(text)[part] for text in milton], number),
-        )
-        for part in (0, 1)
-    )
+
+    def passages(part: int) -> Passages:
+        shakespeare, other = ([_parts(text)[part] for text in texts] for texts in (plays, milton))
+        return _numbered(shakespeare, number), _numbered(other, number)
+
+    training, test = passages(0), passages(1)
     rows: list[list[str]] = []
     for label in ("", *METHODS):
         quality: list[tuple[float, float]] = []
@@ -116,8 +115,10 @@ def study(
             if label:
                 quality.append(_pre_train(job, decoder, label, seed, options.steps))
             scores.append([_tuned(decoder, again, training, test, options.tuned) for again in range(options.again)])
-        bits, perplexity = [statistics.fmean(each) for each in zip(*quality, strict=True)] if label else (0.0, 0.0)
-        before = [f"`{label}`", f"{bits:.3g}", f"{perplexity:.2f}"] if label else ["none", "-", "-"]
+        before = ["none", "-", "-"]
+        if label:
+            bits, perplexity = (statistics.fmean(each) for each in zip(*quality, strict=True))
+            before = [f"`{label}`", f"{bits:.3g}", f"{perplexity:.2f}"]
         rows.append([*before, *(_spread(scores, place) for place in (0, 1))])
         print(parts.line(rows[-1]), file=sys.stderr, flush=True)
     return rows

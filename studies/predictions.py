@@ -1,15 +1,12 @@
-"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/predictions.md.
+"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes the table of predictions.
 
-    .venv/bin/python -m studies predictions probe --out build/predictions            # 9 minutes
-    .venv/bin/python -m studies predictions probe --out build/predictions/again      # another day, or at least another hour: right before
-    .venv/bin/python -m studies predictions measure --out build/predictions          # half an hour
-    .venv/bin/python -m studies predictions table --out build/predictions --again build/predictions/again    # writes the page
+    python -m studies predictions probe --out build/predictions      # 9 minutes, another day or hour than the runs
+    python -m studies predictions measure --out build/predictions    # half an hour
+    python -m studies predictions table --out build/predictions
 
-The second set of probes tells what the machine does in an hour from what the prediction gets wrong; it may be left out. Each command is
-resumable: what lies in the folder is not measured again, and what was interrupted is. `probe` runs `sparsync probe` for each number of
-ranks and link, and for each job with the buckets of `compare`. `measure` runs
-`python -m studies bench overlap` in cells of (ranks, link, megabytes, buckets), drawn by a seed, and `sparsync compare` with
-two jobs. Predictions use the probe and the closed forms, and of what was measured
+What lies in the folder is not measured again, and what was interrupted is. `probe` runs `sparsync probe` for each number of ranks and
+link, and for each job with the buckets of `compare`. `measure` runs `python -m studies bench overlap` in cells of (ranks, link, megabytes,
+buckets), drawn by a seed, and `sparsync compare` with two jobs. Predictions use the probe and the closed forms, and of what was measured
 only how long the backward passes of sleeping layers were.
 """
 
@@ -70,14 +67,13 @@ def main(argv: Sequence[str]) -> None:
     parser = parts.options("predictions", __doc__)
     parser.add_argument("what", choices=("probe", "measure", "table"))
     parser.add_argument("--out", type=Path, required=True, help="folder of what was measured")
-    parser.add_argument("--again", type=Path, help="folder of the probes that were made right before the runs")
     options = parser.parse_args(argv)
     if options.what == "probe":
         probe_all(options.out)
     elif options.what == "measure":
         measure_all(options.out)
     else:
-        parts.put(PAGE, PART, page(options.out, options.again), options.print)
+        parts.put(PAGE, PART, page(options.out), options.print)
 
 
 def cells() -> list[tuple[int, str, float, int]]:
@@ -115,12 +111,12 @@ def measure_all(out: Path) -> None:
         _run(out / f"job-{job}-{link}", *what, "--steps", str(JOB_STEPS), "--eval-every", str(JOB_STEPS))
 
 
-def rows_of(out: Path, probes: Path) -> list[PredictionRow]:
-    """Return every method in every place that was measured in `out` and probed in `probes`."""
+def rows_of(out: Path) -> list[PredictionRow]:
+    """Return every method in every place that was probed and measured."""
     rows: list[PredictionRow] = []
     for cell in cells():
         P, link, mbytes, buckets = cell
-        probe_path, path = _probe(probes, P, link), _cell(out, cell)
+        probe_path, path = _probe(out, P, link), _cell(out, cell)
         if not probe_path.exists() or not path.exists():
             continue
         probe = probe_file.read(probe_path)
@@ -132,7 +128,7 @@ def rows_of(out: Path, probes: Path) -> list[PredictionRow]:
             place = f"{P} ranks, {link}, {mbytes:g} MB, {buckets} bucket{'s' if buckets > 1 else ''}"
             rows.append(PredictionRow(place, P, choice.label, predicted, found["step_s"]["p50"]))
     for job, link in product(JOBS, JOB_LINKS):
-        probe_path, folder = _probe(probes, JOB_RANKS, link, job), out / f"job-{job}-{link}"
+        probe_path, folder = _probe(out, JOB_RANKS, link, job), out / f"job-{job}-{link}"
         if not probe_path.exists() or not folder.exists():
             continue
         probe = probe_file.read(probe_path)
@@ -145,63 +141,29 @@ def rows_of(out: Path, probes: Path) -> list[PredictionRow]:
     return rows
 
 
-def page(out: Path, again: Path | None) -> str:
-    """Return the part of the page; `again` is the folder of the probes of the same hour.
-
-    With it the rows of both sets of probes are of the places that both have. Exits where there is none.
-    """
-    rows = rows_of(out, out)
+def page(out: Path) -> str:
+    """Return the part of the page. Exits where there is nothing for it."""
+    rows = rows_of(out)
     if not rows:
         raise SystemExit(f"{out} has nothing that was both probed and measured; run `probe` and `measure` first")
-    places = list(dict.fromkeys(each.place for each in rows))
-    rows_again = rows_of(out, again) if again else []
-    shared = {each.place for each in rows_again} & set(places) if again else set(places)
-    if not shared:
-        raise SystemExit(
-            f"{again} has no probe of any of the {len(places)} places of {out}; run `probe --out {again}`, or leave out --again"
-        )
-    partly = f"The rows are of the {len(shared)} of {len(places)} places that both sets of probes have."
-    summaries = [
-        _summary(probes, [each for each in own if each.place in shared])
-        for probes, own in (("of another hour", rows), ("right before the runs", rows_again))
-        if own
-    ]
-    lines = [
-        "| probes | predictions | places | median error | within 25 % | worst | pairs in the right order "
-        "| time lost by the method predicted fastest: median, worst | verdicts right |",
-        f"|{' --- |' * 9}",
-        *summaries,
-        "",
-        *([partly] if len(shared) < len(places) else []),
-        f"A pair is two methods in one place whose measured times differ by more than {100 * DIFFERENT:.0f} %. The verdict is whether any "
-        f"method is {advice.WORTH:g} times as fast as bf16, counted where the measured answer is clear by {100 * DIFFERENT:.0f} %. "
-        "The table below uses the probes of another hour.",
-        "",
-        "| method | predictions | median error | mean, with its sign | worst |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for label in dict.fromkeys(each.label for each in rows):
-        own = [each.error for each in rows if each.label == label]
-        worst = max(own, key=abs)
-        middle, mean = statistics.median(map(abs, own)), statistics.fmean(own)
-        lines.append(f"| `{label}` | {len(own)} | {100 * middle:.1f} % | {100 * mean:+.1f} % | {100 * worst:+.0f} % |")
-    return "\n".join(lines)
-
-
-def _summary(probes: str, rows: Sequence[PredictionRow]) -> str:
-    """Return the row of the first table."""
-    errors = sorted(abs(each.error) for each in rows)
-    within = sum(error <= 0.25 for error in errors) / len(errors)
-    places = list(dict.fromkeys(each.place for each in rows))
-    by_place = [[each for each in rows if each.place == place] for place in places]
+    by_place = [[each for each in rows if each.place == place] for place in dict.fromkeys(each.place for each in rows)]
     right, pairs = _order(by_place)
     regrets = [_regret(each) for each in by_place]
-    good, judged = _verdicts(by_place)
-    median, worst = 100 * statistics.median(errors), 100 * errors[-1]
-    return (
-        f"| {probes} | {len(rows)} | {len(places)} | {median:.1f} % | {100 * within:.0f} % | {worst:.0f} % | "
-        f"{right} of {pairs} | {100 * statistics.median(regrets):.1f} %, {100 * max(regrets):.0f} % | {good} of {judged} |"
-    )
+    within = sum(abs(each.error) <= 0.25 for each in rows) / len(rows)
+    said = [
+        f"{len(rows)} predictions in {len(by_place)} places: {100 * within:.0f} % within 25 %.",
+        f"Of two methods in one place whose times differ by more than {100 * DIFFERENT:.0f} %, {right} of {pairs} pairs are in the",
+        f"right order. The method predicted to be the fastest takes {100 * statistics.median(regrets):.1f} % longer than the fastest,",
+        f"at most {100 * max(regrets):.0f} %.",
+    ]
+    cells: list[list[str]] = []
+    for label in (*dict.fromkeys(each.label for each in rows), ""):
+        own = [each.error for each in rows if label in ("", each.label)]
+        middle, mean = statistics.median(map(abs, own)), statistics.fmean(own)
+        errors = [f"{100 * middle:.1f} %", f"{100 * mean:+.1f} %", f"{100 * max(own, key=abs):+.0f} %"]
+        cells.append([f"`{label}`" if label else "all", str(len(own)), *errors])
+    heads = ["method", "predictions", "median error", "mean, with its sign", "worst"]
+    return f"{' '.join(said)}\n\n{parts.table(heads, cells)}"
 
 
 def _overlap(choice: SchemeChoice, probe: Probe, mbytes: float, buckets: int, backward_s: float) -> float:
@@ -228,21 +190,6 @@ def _order(by_place: Iterable[Sequence[PredictionRow]]) -> tuple[int, int]:
 def _regret(rows: Sequence[PredictionRow]) -> float:
     chosen = min(rows, key=lambda each: each.predicted_s)
     return chosen.measured_s / min(each.measured_s for each in rows) - 1
-
-
-def _verdicts(by_place: Iterable[Sequence[PredictionRow]]) -> tuple[int, int]:
-    """Return in how many places the prediction says rightly whether anything is worth it, and how many places are clear."""
-    good = judged = 0
-    for rows in by_place:
-        bf16 = next(each for each in rows if each.label == "bf16")
-        others = [each for each in rows if each.label not in advice.BASELINES]
-        gain = bf16.measured_s / min(each.measured_s for each in others)
-        if abs(gain / advice.WORTH - 1) <= DIFFERENT:
-            continue
-        judged += 1
-        expected = bf16.predicted_s / min(each.predicted_s for each in others)
-        good += (expected > advice.WORTH) == (gain > advice.WORTH)
-    return good, judged
 
 
 def _probe(out: Path, P: int, link: str, job: str = "") -> Path:

@@ -4,17 +4,20 @@ Rows are data (`published.toml`): a model of this file, its inputs with their so
 of its set-up is a calibration and is not counted; a row whose source says too little to predict it is listed with what is missing.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.network import AllReduce, Link, Tiers, flat_switch, nodes
 from sparsync_lab.predict.step_time import even_backward, overlapped, periodic, serial
+from sparsync_lab.simulate.command import write
 from sparsync_lab.toml import tomllib
+from studies import parts
 
 GOAL = 0.15  # of the published figure: how far off a prediction may be
 MARK = "<!-- generated: python -m studies published --page docs/published.md -->"
@@ -29,15 +32,15 @@ class PublishedRow:
     name: str
     what: str
     kind: str  # of KINDS; empty without a model
-    unit: str
-    published: float | None
     source: str
-    inputs: Mapping[str, Any]  # Any: numbers, and names of links
-    inputs_source: str
     predicted: float | None
     counted: bool
-    added: bool  # after the first comparison
-    why: str  # of a miss, of what is missing, or of what is not counted
+    unit: str = ""
+    published: float | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # Any: numbers, and names of links
+    inputs_source: str = ""
+    added: bool = False  # after the first comparison
+    why: str = ""  # of a miss, of what is missing, or of what is not counted
 
     @property
     def error(self) -> float | None:
@@ -56,32 +59,35 @@ class LinkClass:
     why: str
 
 
+def main(argv: Sequence[str]) -> None:
+    """Print or write the page, or the rows as JSON."""
+    parser = parts.options("published", __doc__, writes=False)
+    parser.add_argument(
+        "--json", default=None, metavar="FILE", help="write the figures there; -: print them, and no page"
+    )
+    parser.add_argument("--page", type=Path, default=None, metavar="FILE.md", help="write the page")
+    given = parser.parse_args(argv)
+    content = json.dumps([{**asdict(row), "error": row.error} for row in rows()[0]], indent=1) + "\n"
+    if given.json == "-":
+        print(content, end="")
+    elif given.json is not None:
+        write(Path(given.json), content)
+    if given.page is not None:
+        write(given.page, page())
+    elif given.json is None:
+        print(page(), end="")
+
+
 def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:
     """Return all rows, predicted, in the order of the file, and the assumptions that they share."""
-    content = _content()
+    content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     classes = {name: LinkClass(**each) for name, each in content["links"].items()}
-    found = []
+    found: list[PublishedRow] = []
     for each in content["row"]:
-        inputs = dict(each.get("inputs", {}))
-        model = each.get("model")
-        predicted = None if model is None else float(MODELS[model](classes, **inputs))
-        counted = each.get("counted", True) and predicted is not None
-        found.append(
-            PublishedRow(
-                each["name"],
-                each["what"],
-                "" if model is None else KINDS[model],
-                each.get("unit", ""),
-                each.get("published"),
-                each["source"],
-                inputs,
-                each.get("inputs_source", ""),
-                predicted,
-                counted,
-                each.get("added", False),
-                each.get("why", ""),
-            )
-        )
+        model = each.pop("model", None)
+        predicted = None if model is None else float(MODELS[model](classes, **each.get("inputs", {})))
+        each["counted"] = each.get("counted", True) and predicted is not None
+        found.append(PublishedRow(kind="" if model is None else KINDS[model], predicted=predicted, **each))
     return found, classes
 
 
@@ -411,10 +417,6 @@ def page() -> str:
     lines += ["| --- | ---: | ---: | ---: |"]
     lines += [_row(row) for row in found if row.counted and row.error is not None and abs(row.error) > GOAL]
     return "\n".join(lines) + "\n"
-
-
-def _content() -> dict[str, Any]:  # Any: of TOML
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _tally(found: Sequence[PublishedRow], named: str = "rows counted") -> str:

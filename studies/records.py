@@ -178,11 +178,9 @@ def _check(run: Run, first: Run) -> None:
         raise ValueError(
             f"{different} is fixed on track {run.track}; free are the exchange, the optimizer, its rates and their schedule"
         )
-    for name, value, least in (("ranks", run.ranks, 2), ("steps", run.steps, 1)):
+    for name, value, least in (("ranks", run.ranks, 2), ("steps", run.steps, 1), ("bytes", run.bytes, 1)):
         if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    if not run.bytes > 0:
-        raise ValueError(f"bytes must be above 0, got {run.bytes:g}")
+            raise ValueError(f"{name} must be at least {least}, got {value:g}")
     parameters = track.job["parameters"]
     expected = {"tokens": track.tokens * run.steps, "bits": 8 * run.bytes / run.steps / parameters}
     if not run.settings:  # DDP by itself
@@ -245,21 +243,10 @@ def _table(track: str, entries: Sequence[Sequence[Run]]) -> str:
     if not entries:
         return f"{title}No entries yet."
     heads = (
-        "method",
-        "precision",
-        "ranks",
-        "steps",
-        "bits per parameter per step",
-        "MB sent by a rank",
-        "mean loss",
-        "n",
-        "p",
-        "who",
-        "date",
+        "method, precision, ranks, steps, bits per parameter per step, MB sent by a rank, mean loss, n, p, who, date"
     )
-    return title + parts.table(
-        heads, map(_line, sorted(entries, key=lambda runs: (runs[0].ranks, _mean(runs, "bytes"))))
-    )
+    ranked = sorted(entries, key=lambda runs: (runs[0].ranks, _mean(runs, "bytes")))
+    return title + parts.table(heads.split(", "), map(_line, ranked))
 
 
 def _line(runs: Sequence[Run]) -> list[str]:

@@ -1,7 +1,9 @@
 """Tries the package with several versions of Python and torch, and rewrites the table of docs/attach.md: `make test-versions`.
 
 `python studies/versions.py 3.11/2.15.0 ...` tries only these, and writes the table from their results and those of earlier runs. Each
-pair has a virtual environment in build/versions, which is used again. Fails, and writes nothing, where a row fails.
+pair has a virtual environment in build/versions, which is used again, and in which this file runs with the words `check FILE [ROW ...]`.
+Each row is a part of the checks of the table "What works where" or of the invariants, on the installed package. Fails, and writes
+nothing, where a row fails.
 """
 
 import json
@@ -10,14 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
-from version_rows import ROWS
-
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "lab" / "src"))  # runs without an installed package
-from sparsync_lab.report.parts import replaced  # noqa: E402
-
 PAGE, PART = ROOT / "docs" / "attach.md", "versions"
 BUILD = ROOT / "build" / "versions"
 VERSIONS = (  # of Python, of torch
@@ -34,58 +35,48 @@ VERSIONS = (  # of Python, of torch
 )
 NEEDED = ("beartype", "hypothesis", "pytest", "pytest-rerunfailures", "pytest-timeout")
 WITHIN_S = 1800.0  # for one version, on a machine that does something else besides
+WORKS, REFUSED, FAILS = "works", "refused", "fails"
 
-Verdicts = dict[str, dict[str, str]]
+Verdict = tuple[str, str]  # a word, and the reason
+Verdicts = dict[str, Verdict]  # by row
 
 
-def main() -> None:
-    wanted = [tuple(each.split("/")) for each in sys.argv[1:]] or VERSIONS
+def main(wanted: Sequence[tuple[str, str]]) -> None:
     for python, torch in wanted:
         print(f"Python {python}, torch {torch}", flush=True)
-        for row, verdict in _tried(python, torch).items():
-            print(f"  {row}: {verdict['word']} {verdict['reason'][:2000]}", flush=True)
+        for row, (word, reason) in _tried(python, torch).items():
+            print(f"  {row}: {word} {reason[:2000]}", flush=True)
     found = {each: verdicts for each in VERSIONS if len(verdicts := _read(*each)) == len(ROWS)}
     if missing := ["/".join(each) for each in VERSIONS if each not in found]:
         print(f"no whole result yet of {', '.join(missing)}, which the page therefore leaves out")
-    if failing := [
-        f"{'/'.join(each)} {row}" for each, rows in found.items() for row in ROWS if rows[row]["word"] == "fails"
-    ]:
+    failing = [f"{'/'.join(each)} {row}" for each, rows in found.items() for row in ROWS if rows[row][0] == FAILS]
+    if failing:
         raise SystemExit(f"these fail: {', '.join(failing)}; nothing was written")
+    sys.path.insert(0, str(ROOT / "lab" / "src"))  # runs without an installed package
+    from sparsync_lab.report.parts import replaced
+
     PAGE.write_text(replaced(PAGE, PART, _part(found)))
 
 
 def _tried(python: str, torch: str) -> Verdicts:
     """Make what is missing of the environment, install the package there, and return the verdicts."""
-    folder = BUILD / f"py{python}-torch{torch}"
+    folder, out = BUILD / f"py{python}-torch{torch}", _result(python, torch)
     own = folder / "bin" / "python"
     if not own.exists():
-        _run(_interpreter(python), "-m", "venv", folder)
-        _run(own, "-m", "pip", "install", "--quiet", f"torch=={torch}", *NEEDED)
-    _run(own, "-m", "pip", "uninstall", "--quiet", "--yes", "sparsync", "sparsync-elastic", "sparsync-lab")
-    _run(own, "-m", "pip", "install", "--quiet", ROOT / "lab")  # brings the library, built here
-    out = _result(python, torch)
+        if (found := shutil.which(f"python{python}")) is None:
+            raise SystemExit(f"python{python} is not on the PATH; install it, or name the versions to try: 3.11/2.13.0")
+        subprocess.run([found, "-m", "venv", folder], check=True)
+        _pip(own, "install", f"torch=={torch}", *NEEDED)
+    _pip(own, "uninstall", "--yes", "sparsync", "sparsync-elastic", "sparsync-lab")
+    _pip(own, "install", str(ROOT / "lab"))  # brings the library, built here
     out.unlink(missing_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [str(own), str(ROOT / "studies" / "version_features.py"), str(out)]
-    done = subprocess.run(
-        command,
-        env=environment,
-        timeout=WITHIN_S,
-        check=False,
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    subprocess.run([own, __file__, "check", out], env=environment, timeout=WITHIN_S, check=True)
     return _read(python, torch)
 
 
-def _interpreter(python: str) -> str:
-    found = shutil.which(f"python{python}")
-    if found is None:
-        raise SystemExit(f"python{python} is not on the PATH; install it, or name the versions to try: 3.11/2.13.0")
-    return found
+def _pip(python: Path, command: str, *arguments: str) -> None:
+    subprocess.run([python, "-m", "pip", command, "--quiet", *arguments], check=True)
 
 
 def _result(python: str, torch: str) -> Path:
@@ -94,50 +85,151 @@ def _result(python: str, torch: str) -> Path:
 
 def _read(python: str, torch: str) -> Verdicts:
     path = _result(python, torch)
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _run(*command: object) -> None:
-    subprocess.run([str(each) for each in command], check=True)
+    return (
+        {row: (word, reason) for row, (word, reason) in json.loads(path.read_text()).items()} if path.exists() else {}
+    )
 
 
 def _part(found: dict[tuple[str, str], Verdicts]) -> str:
     """Return the part of the page: a table of what works with which versions, and the reasons below it."""
-    torches = sorted({torch for _, torch in found}, key=_numbers)
-    floors = {row: _floor(row, found, torches) for row in ROWS}
+    torches = sorted({torch for _, torch in found}, key=lambda each: [int(part) for part in each.split(".")])
     reasons: dict[str, int] = {}
 
+    def floor(row: str) -> str:
+        """Return the lowest torch from which on a row works with all that were tried."""
+        lowest = "none"
+        for torch in reversed(torches):
+            if any(verdicts[row][0] != WORKS for (_, each), verdicts in found.items() if each == torch):
+                break
+            lowest = torch
+        return ".".join(lowest.split(".")[:2])
+
     def before(row: str) -> str:
-        told = (verdicts[row]["reason"] for verdicts in found.values())
-        texts = (re.sub(r"of torch \S+", "of this torch", reason) for reason in told if reason)
+        told = [verdicts[row][1] for verdicts in found.values()]
+        texts = [re.sub(r"of torch \S+", "of this torch", reason) for reason in told if reason]
         return ", ".join(dict.fromkeys(f"({reasons.setdefault(text, len(reasons) + 1)})" for text in texts))
 
     rows = [["what works", "from torch", "older torch"], ["---"] * 3]
-    rows += [[text, floors[row], before(row)] for row, text in ROWS.items()]
+    rows += [[text, floor(row), before(row)] for row, (text, _) in ROWS.items()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     notes = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
     pairs = ", ".join(f"{python} / {torch}" for python, torch in found)
-    return f"{_HEAD.format(pairs=pairs)}{table}\n\n{notes}"
+    return (
+        f"`make test-versions` tries each row on Linux x86-64 and CPU with Python / torch {pairs}.\n"
+        f"Rows that need several processes run with 2 over gloo, the checkpoint with 3.\n\n{table}\n\n{notes}"
+    )
 
 
-def _floor(row: str, found: dict[tuple[str, str], Verdicts], torches: list[str]) -> str:
-    """Return the lowest torch from which on a row works with all that were tried."""
-    lowest = "none"
-    for torch in reversed(torches):
-        if any(verdicts[row]["word"] != "works" for (_, each), verdicts in found.items() if each == torch):
-            break
-        lowest = torch
-    return ".".join(lowest.split(".")[:2])
+def check(out: Path, rows: Sequence[str]) -> None:
+    """Try rows with the Python and the torch that run this, and add the verdicts to the file."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    warnings.simplefilter("ignore")  # torch's, of names that it will rename, and the doctor's
+    verdicts: dict[str, Verdict] = json.loads(out.read_text()) if out.exists() else {}
+    for row in rows:
+        try:
+            verdicts[row] = ROWS[row][1]()
+        except (Exception, SystemExit) as error:
+            verdicts[row] = FAILS, f"{type(error).__name__}: {error}"
+        out.write_text(json.dumps(verdicts, indent=1))
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
+def package() -> Verdict:
+    import sparsync
+
+    for name in sparsync.__all__:
+        getattr(sparsync, name)
+    assert Path(sparsync.__file__).is_relative_to(sys.prefix), f"{sparsync.__file__} is not what was installed"
+    return WORKS, ""
 
 
-_HEAD = """`make test-versions` tries each row on Linux x86-64 and CPU with Python / torch {pairs}.
-Rows that need several processes run with 2 over gloo, the checkpoint with 3.
+def command() -> Verdict:
+    own = Path(sys.prefix) / "bin" / "sparsync"
+    with tempfile.TemporaryDirectory() as folder:
+        for arguments in (
+            "--help",
+            "workloads --new job.py",
+            "compare --workload job.py:MyJob --link none --ranks 2 --steps 3 --schemes dense,topk --out results",
+        ):
+            run = [own, *arguments.split()]
+            done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+            if done.returncode:
+                return FAILS, f"sparsync {arguments}: {done.stderr[-2000:]}"
+        assert (Path(folder) / "results" / "report.html").exists()
+    return WORKS, ""
 
-"""
+
+def compiled() -> Verdict:
+    from sparsync.kernels import dispatch
+
+    return (WORKS, "") if dispatch.backend().startswith("cpp/") else (REFUSED, dispatch._why_missing)
+
+
+def schemes() -> Verdict:
+    from integrations.table import SCHEMES
+    from invariants.table import ROWS as SCHEME_ROWS
+    from sparsync.testing import check
+
+    for row in SCHEME_ROWS:
+        if row.id in SCHEMES.values():
+            check("conservation" if row.has_residual else "replicas", row.subject_in((4,)))
+    return WORKS, ""
+
+
+def situation(where: str, cases: str, name: str) -> Callable[[], Verdict]:
+    """Return the check of one situation behind one integration, with all schemes of the table "What works where"."""
+
+    def check() -> Verdict:
+        from integrations.table import cells
+
+        found = list(cells(dict(getattr(import_module(f"integrations.{where}"), cases)), [name])[name].values())
+        worst = min(found, key=lambda each: [FAILS, WORKS].index(each.word) if each.word in (FAILS, WORKS) else 2)
+        return worst.word, worst.reason
+
+    return check
+
+
+def on_ranks(name: str) -> Callable[[], Verdict]:
+    """Return the check that a function of helpers.version_training does on 2 ranks."""
+
+    def check() -> Verdict:
+        from helpers import version_training
+        from helpers.distributed import run
+
+        reason = next(iter(run(getattr(version_training, name), 2)))
+        return (REFUSED, reason) if reason else (WORKS, "")
+
+    return check
+
+
+PLAIN = "float32 parameters"
+# What was done where the table says that it works, and the check.
+ROWS: dict[str, tuple[str, Callable[[], Verdict]]] = {
+    "the package": ("wheel built and installed, every public name imported", package),
+    "the command": (
+        "`pip install ./lab`, and `sparsync compare` with a job by `sparsync workloads --new job.py`",
+        command,
+    ),
+    "C++ kernels": ("the C++ kernels; without them the slow ones run, with the same results", compiled),
+    "schemes": ("six schemes in a `LocalWorld` of 4: nothing is lost, and replicas are the same", schemes),
+    "GradientReducer": ("`GradientReducer`: the same bits as in a `LocalWorld`", situation("manual", "CASES", PLAIN)),
+    "DDP": ("`attach`, DistributedDataParallel: the same bits", situation("attach", "CASES", PLAIN)),
+    "DDP, failure": ("the same, after a rank fails in a step", situation("attach", "CASES", "a rank fails in a step")),
+    "checkpoint": (
+        "the same, saved on 3 ranks and resumed on 2",
+        situation("attach", "CASES", "resuming with another number of ranks"),
+    ),
+    "LocalSteps": ("`LocalSteps`: two trainings on two ranks end the same", on_ranks("local_steps")),
+    "AdamWSteps": ("`AdamWSteps`: the same", on_ranks("adamw_steps")),
+    "FSDP2, replicate": ("`attach`, FSDP2, `replicate=`: the same bits", situation("fsdp", "REPLICAS", PLAIN)),
+    "FSDP2, two axes": ("`attach`, FSDP2 with a mesh of two axes: the same as `replicate=`", on_ranks("two_axes")),
+    "FSDP2, shard": ("`attach`, FSDP2, shard axis: the same bits", situation("fsdp", "SHARDS", PLAIN)),
+    "FSDP2, parameters": ('`attach(parameters="float32")`: gradients are exact', on_ranks("gathered")),
+    "FSDP2, unused": ("FSDP2, a parameter that gets no gradient in a step", on_ranks("unused")),
+    "FSDP2, failure": ("FSDP2, going on after a step that failed", on_ranks("failed")),
+}
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["check"]:
+        check(Path(sys.argv[2]), sys.argv[3:] or list(ROWS))
+    else:
+        main([(python, torch) for python, _, torch in (each.partition("/") for each in sys.argv[1:])] or VERSIONS)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sparsync
 from helpers.distributed import case, run
 from helpers.sketches import too_long_to_measure
-from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, Report, TopK, TwoShot
+from sparsync import AdamWSteps, Dense, LocalWorld, Report, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
@@ -107,10 +107,11 @@ def fails_at_step_3(kind: type[Scheme] | type[MeanOfSketches], key: str) -> None
     """Have rank 0 fail, from here on in this process, before its first message of the bucket whose key ends with `key`."""
     reduce = kind.reduce
 
-    def failing(self: Any, bucket: Bucket, comm: Comm) -> Report:  # Any: of either kind
+    def failing(self: Any, *given: Any) -> Report:  # Any: of either kind; the first of them also gets a state
+        bucket, comm = given[-2:]
         if bucket.step == 3 and bucket.key.endswith(key) and comm.rank == 0:
             raise MemoryError("no memory")
-        return reduce(self, state, bucket, comm)
+        return reduce(self, *given)
 
     kind.reduce = failing
 

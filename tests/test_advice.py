@@ -395,24 +395,21 @@ def test_a_comparison_that_was_interrupted_is_measured_again(tmp_path: Path, mon
     assert all([each.name for each in folder.iterdir()] == ["whole"] for folder in folders)
 
 
-def test_two_sets_of_probes_are_compared_in_the_places_that_both_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(places: str, factor: float) -> list[object]:
-        return [
-            predictions.PredictionRow(place, 4, label, factor * predicted, 1.0)
-            for place in places
-            for label, predicted in (("dense", 2.0), ("bf16", 1.0), ("topk", 0.5))
-        ]
-
-    found = {"out": rows("abc", 1.0), "again": rows("bcd", 3.0), "empty": [], "all": rows("abc", 3.0)}
-    monkeypatch.setattr(predictions, "rows_of", lambda out, probes: found[probes.name])
-
-    def summaries(again: str | None) -> list[list[str]]:
-        lines = predictions.page(Path("out"), Path(again) if again else None).splitlines()
-        assert any("2 of 3 places that both sets of probes have" in line for line in lines) == (again == "again")
-        return [line.split(" | ")[1:3] for line in lines if line.startswith(("| of another", "| right before"))]
-
-    assert summaries(None) == [["9", "3"]]
-    assert summaries("again") == [["6", "2"], ["6", "2"]]
-    assert summaries("all") == [["9", "3"], ["9", "3"]]
-    with pytest.raises(SystemExit, match="empty has no probe of any of the 3 places of out; run `probe --out empty`"):
-        summaries("empty")
+def test_predictions_count_errors_pairs_in_order_and_what_the_chosen_method_loses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [
+        predictions.PredictionRow(place, 4, label, predicted, measured)
+        for place, slow in (("a", 1.0), ("b", 4.0))
+        for label, predicted, measured in (("dense", 2.0, 2.0), ("bf16", 1.5, 1.0), ("topk", 0.5, 0.5 * slow))
+    ]
+    monkeypatch.setattr(predictions, "rows_of", lambda out: rows)
+    said = predictions.page(Path("out"))
+    assert "6 predictions in 2 places: 50 % within 25 %" in said
+    assert "4 of 5 pairs are in the right order" in said
+    assert "takes 50.0 % longer than the fastest, at most 100 %" in said
+    assert "| `bf16` | 2 | 50.0 % | +50.0 % | +50 % |" in said
+    assert "| all | 6 | 25.0 % | +4.2 % | -75 % |" in said
+    monkeypatch.setattr(predictions, "rows_of", lambda out: [])
+    with pytest.raises(SystemExit, match="out has nothing that was both probed and measured"):
+        predictions.page(Path("out"))

@@ -1,6 +1,5 @@
 """`python -m studies campaign`: which trials it draws, how it judges them, what it keeps; and a few of its trials, in real processes."""
 
-import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,8 +13,7 @@ from helpers.programs import run
 from sparsync import LocalWorld, schemes
 from sparsync.core import Bucket, Comm, recorded_phases
 from sparsync_lab.netlab import Delay
-from studies.campaign import command, records
-from studies.campaign.records import FinishedTrial
+from studies.campaign import command
 from studies.campaign.supervisor import RankEnd, TrialSeen, observe
 from studies.campaign.training import CHECK_EVERY
 from studies.campaign.trials import (
@@ -26,6 +24,7 @@ from studies.campaign.trials import (
     ONE,
     PHASES,
     RAISED,
+    SAME_BITS,
     SCHEMES,
     Trial,
     cells,
@@ -90,52 +89,19 @@ def test_ranks_that_a_message_calls_absent(message: str) -> None:
     assert absent_ranks(message) == SAID[message]
 
 
-def verdict(trial: Trial, *ends: tuple[str, str], undisturbed: str = "") -> Verdict:
-    ranks = [RankEnd(rank, state, said) for rank, (state, said) in enumerate(ends)]
-    return judged(trial, TrialSeen("somewhere", ranks, 1.0), lambda: undisturbed)[0]
-
-
 GONE, DIED = ("error", "rank 0 of 2: all_gather failed (rank 1 does not answer)"), ("victim", "")
 STEPS = ("error", "ranks differ: rank 0 has step 3, rank 1 has step 6; load the same checkpoint")
+CAUSE = ("error", "rank 1 reports FaultError: no luck today")
+SAME, OTHER, HUNG = ("done", "abc"), ("done", "xyz"), ("hung", "")
+RESET = ("error", "Connection reset by peer")
+MOVED = ("error", "WrongResultError: first.bias has moved, although it is frozen")
+NAN = ("error", "NaN or Inf")
 
-
-def test_a_verdict_is_that_of_the_worst_surviving_rank() -> None:
-    assert verdict(made(), GONE, DIED) == "right"
-    assert verdict(made(), ("error", "Connection reset by peer"), DIED) == "wrong"
-    assert verdict(made(), ("hung", ""), DIED) == "hung"
-    assert verdict(made(), ("done", "abc"), DIED) == "silent"
-    assert verdict(made(), ("crashed", "exit status -6"), DIED) == "crashed"
-    three = made(ranks=3, victim=1)
-    assert verdict(three, GONE, DIED, ("error", "rank 2 of 3: failed (rank 1 does not answer)")) == "right"
-    assert verdict(three, GONE, DIED, ("error", "rank 2 of 3: failed (rank 0 does not answer)")) == "wrong"
-    assert verdict(three, GONE, DIED, ("error", "rank 2 of 3: failed (ranks 0, 1 did not come)")) == "wrong"
-    assert verdict(three, GONE, DIED, ("hung", "")) == "hung"
-    assert judged(made(), TrialSeen("", [RankEnd(0, "done")], 1.0), str)[0] == "missed"
-
-
-def test_ranks_that_differ_are_told_apart_by_what_each_has() -> None:
-    assert verdict(made("other_step"), STEPS, STEPS) == "right"
-    assert verdict(made("other_step"), STEPS, ("error", "a packet cannot be decoded; ranks must agree")) == "wrong"
-    same = "ranks must agree, but rank 0 has step 3 and rank 1 has step 3"
-    assert verdict(made("other_step"), STEPS, ("error", same)) == "wrong"
-    assert verdict(made("other_sizes"), STEPS, STEPS) == "wrong"
-
-
-def test_every_rank_must_name_the_cause_of_an_exception_and_not_only_who_raised_it() -> None:
-    cause = ("error", "rank 1 reports FaultError: no luck today")
-    for fault in RAISED:
-        assert verdict(made(fault), cause, cause) == "right"
-        assert verdict(made(fault), GONE, cause) == "wrong"
-    assert verdict(made("raise", ranks=3), cause, cause, ("error", "rank 1 has left")) == "wrong"
-    # Where no integration tells the others of it, they see that the rank is gone.
-    alone = made("raise_at_message", "collectives", "none")
-    assert verdict(alone, GONE, cause) == verdict(alone, cause, cause) == "right"
-    assert verdict(alone, ("error", "Connection reset by peer"), cause) == "wrong"
-
-
-# What the library says of each fault that makes one rank differ; and the same without what matters of it.
+# What ranks say of what the library says of each fault that makes one of them differ; and the same without what matters of it.
 APART = "ranks must agree, but rank 0 has {}, and rank 1 has {}; give all ranks the same"
 DIFFER = {
+    "other_step": (STEPS[1], APART.format("step 3", "step 3")),
+    "other_sizes": ("ranks differ: rank 0 has 32 elements, rank 1 has 16", STEPS[1]),
     "other_rate": (APART.format("lr=0.01 in parameter group 0", "lr=0.02 in parameter group 0"), "ranks differ"),
     "other_groups": (
         APART.format("'first.bias' in parameter group 0", "'first.bias' in parameter group 1"),
@@ -150,34 +116,58 @@ DIFFER = {
         APART.format("weights 'first.bias' with digest 0a", "weights 'first.bias' with digest 0a"),
     ),
 }
+ALONE = made("raise_at_message", "collectives", "none")
+ON_ALL = made("frozen", when="setup", detail=ALL)
+# What ranks of a trial do, and the verdict; an undisturbed training ends with the digest abc.
+JUDGED: list[tuple[Trial, list[tuple[str, str]], Verdict]] = [
+    (made(), [GONE, DIED], "right"),
+    (made(), [RESET, DIED], "wrong"),
+    (made(), [HUNG, DIED], "hung"),
+    (made(), [SAME, DIED], "silent"),
+    (made(), [("crashed", "exit status -6"), DIED], "crashed"),
+    (made(ranks=3), [GONE, DIED, ("error", "rank 2 of 3: failed (rank 1 does not answer)")], "right"),
+    (made(ranks=3), [GONE, DIED, ("error", "rank 2 of 3: failed (rank 0 does not answer)")], "wrong"),
+    (made(ranks=3), [GONE, DIED, ("error", "rank 2 of 3: failed (ranks 0, 1 did not come)")], "wrong"),
+    (made(ranks=3), [GONE, DIED, HUNG], "hung"),
+    *((made(fault), [CAUSE, CAUSE], "right") for fault in RAISED),
+    *((made(fault), [GONE, CAUSE], "wrong") for fault in RAISED),
+    (made("raise", ranks=3), [CAUSE, CAUSE, ("error", "rank 1 has left")], "wrong"),
+    # Where no integration tells the others of an exception, they see that the rank is gone.
+    (ALONE, [GONE, CAUSE], "right"),
+    (ALONE, [CAUSE, CAUSE], "right"),
+    (ALONE, [RESET, CAUSE], "wrong"),
+    *((made(fault, detail=ONE), [("error", right)] * 2, "right") for fault, (right, _) in DIFFER.items()),
+    *((made(fault, detail=ONE), [("error", each) for each in both], "wrong") for fault, both in DIFFER.items()),
+    (made("other_rate", detail=ONE), [SAME, OTHER], "silent"),
+    (ON_ALL, [OTHER, OTHER], "right"),
+    (ON_ALL, [SAME, OTHER], "silent"),
+    (ON_ALL, [STEPS, STEPS], "wrong"),
+    (ON_ALL, [MOVED, MOVED], "silent"),
+    (made("nan"), [OTHER, OTHER], "right"),
+    (made("nan"), [SAME, OTHER], "silent"),
+    (made("nan"), [NAN, NAN], "right"),
+    (made("nan"), [NAN, SAME], "silent"),
+    (
+        made("nan"),
+        [("error", "WrongResultError: the training has ended with NaN or Inf in 'first.bias'")] * 2,
+        "silent",
+    ),
+    *((made(fault), [SAME, SAME], "right") for fault in SAME_BITS),
+    *((made(fault), [OTHER, OTHER], "silent") for fault in SAME_BITS),
+    *((made(fault), [SAME, ("crashed", "exit status -6")], "crashed") for fault in SAME_BITS),
+    *((made(fault), [SAME, HUNG], "hung") for fault in SAME_BITS),
+    (made("delay"), [GONE, GONE], "wrong"),
+]
 
 
-@pytest.mark.parametrize("fault", DIFFER)
-def test_one_rank_that_is_changed_must_be_told_with_what_differs_on_all_ranks(fault: str) -> None:
-    right, wrong = (("error", said) for said in DIFFER[fault])
-    trial = made(fault, when="setup", detail=ONE)
-    assert verdict(trial, right, right) == "right"
-    assert verdict(trial, right, wrong) == "wrong"
-    assert verdict(trial, ("done", "abc"), ("done", "xyz")) == "silent"
+@pytest.mark.parametrize(("trial", "ends", "due"), JUDGED)
+def test_a_verdict_is_that_of_the_worst_surviving_rank(trial: Trial, ends: list[tuple[str, str]], due: Verdict) -> None:
+    ranks = [RankEnd(rank, state, said) for rank, (state, said) in enumerate(ends)]
+    assert judged(trial, TrialSeen("somewhere", ranks, 1.0), lambda: "abc")[0] == due
 
 
-@pytest.mark.parametrize("fault", ["frozen", "loaded_late"])
-def test_what_is_changed_on_all_ranks_must_leave_replicas_the_same_and_raise_nothing(fault: str) -> None:
-    trial = made(fault, when="setup", detail=ALL)
-    assert verdict(trial, ("done", "abc"), ("done", "abc"), undisturbed="xyz") == "right"
-    assert verdict(trial, ("done", "abc"), ("done", "xyz")) == "silent"
-    assert verdict(trial, STEPS, STEPS) == "wrong"
-    moved = ("error", "WrongResultError: first.bias has moved, although it is frozen")
-    assert verdict(trial, moved, moved) == "silent"
-
-
-def test_a_forked_child_and_a_checkpoint_after_an_error_must_change_no_bit() -> None:
-    for fault in ("forked_gc", "retry_after_error"):
-        trial = made(fault, when="setup")
-        assert verdict(trial, ("done", "abc"), ("done", "abc"), undisturbed="abc") == "right"
-        assert verdict(trial, ("done", "abc"), ("done", "abc"), undisturbed="xyz") == "silent"
-        assert verdict(trial, ("done", "abc"), ("crashed", "exit status -6")) == "crashed"
-        assert verdict(trial, ("done", "abc"), ("hung", "")) == "hung"
+def test_a_fault_that_did_not_strike_says_nothing() -> None:
+    assert judged(made(), TrialSeen("", [RankEnd(0, "done")], 1.0), str)[0] == "missed"
 
 
 def test_one_rank_or_all_are_changed_long_enough_before_the_end_for_weights_to_be_compared() -> None:
@@ -187,21 +177,6 @@ def test_one_rank_or_all_are_changed_long_enough_before_the_end_for_weights_to_b
         trial.detail == ALL for trial in trials if (trial.fault, trial.integration) == ("loaded_late", "fsdp_shard")
     )
     assert all(trial.step <= CHECK_EVERY <= trial.steps - 2 for trial in trials)  # LocalSteps compares every other step
-
-
-def test_a_training_that_ends_with_nan_is_not_right_whatever_the_fault() -> None:
-    ended = ("error", "WrongResultError: the training has ended with NaN or Inf in 'first.bias'")
-    assert verdict(made("nan"), ended, ended) == "silent"
-
-
-def test_a_delay_must_change_nothing_and_nan_must_leave_replicas_the_same() -> None:
-    for fault in ("delay", "nan"):
-        assert verdict(made(fault), ("done", "abc"), ("done", "abc"), undisturbed="abc") == "right"
-        assert verdict(made(fault), ("done", "abc"), ("done", "xyz"), undisturbed="abc") == "silent"
-    assert verdict(made("delay"), ("done", "abc"), ("done", "abc"), undisturbed="xyz") == "silent"
-    assert verdict(made("delay"), GONE, GONE) == "wrong"
-    assert verdict(made("nan"), ("error", "NaN or Inf"), ("error", "NaN or Inf")) == "right"
-    assert verdict(made("nan"), ("error", "NaN or Inf"), ("done", "abc")) == "silent"
 
 
 def stub(trial: Trial, timeout_s: float, delay: Delay) -> TrialSeen:
@@ -215,17 +190,17 @@ def stub(trial: Trial, timeout_s: float, delay: Delay) -> TrialSeen:
 def test_a_stopped_campaign_goes_on_where_it_was_and_writes_its_part_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparsync_lab.netlab.restart_with_rights", lambda *_: None)
+    monkeypatch.setattr(command, "restart_with_rights", lambda *_: None)
     monkeypatch.setattr(command, "observe", stub)
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- begin campaign -->\n<!-- end campaign -->\nbelow\n")
     argv = f"studies campaign --only raise,ddp,local_steps --seed 5 --out {tmp_path} --trials"
     run(f"{argv} 2")
-    with (tmp_path / records.FILE_NAME).open("a") as file:
+    with (tmp_path / command.FILE_NAME).open("a") as file:
         file.write('{"trial": {"fault": "ki')  # as a campaign that was killed leaves it
     run(f"{argv} 4 --page {page}")
     assert "[1/2]" in (told := capsys.readouterr().err) and "[2/2]" in told and "[3/" not in told
-    found = records.read(tmp_path)
+    found = command.read(tmp_path)
     assert [each.trial for each in found[:2]] == drawn(5, 2, ["raise", "ddp", "local_steps"])
     assert sorted(each.verdict for each in found) == ["hung", "hung", "right", "right"]
     text = page.read_text()
@@ -238,17 +213,7 @@ def test_a_stopped_campaign_goes_on_where_it_was_and_writes_its_part_of_the_page
     assert "- hung: raise, rank " in text
     run(f"{argv} 1 --delay 25ms")  # is another campaign
     assert "[1/1]" in capsys.readouterr().err
-    assert [each.delay.one_way_s for each in records.read(tmp_path)] == [0, 0, 0, 0, 0.025]
-
-
-def test_a_line_that_is_no_trial_is_refused_with_its_number(tmp_path: Path) -> None:
-    finished = FinishedTrial(made(), 3.0, None, "right", "", {})
-    records.append(tmp_path, finished)
-    assert records.read(tmp_path) == [finished]
-    path = tmp_path / records.FILE_NAME
-    path.write_text(json.dumps({"trial": 1}) + "\n" + path.read_text())
-    with pytest.raises(ValueError, match=r"line 1 is no finished trial .*; delete it, or choose another --out"):
-        records.read(tmp_path)
+    assert [each.setting[2] for each in command.read(tmp_path)] == [0, 0, 0, 0, 0.025]
 
 
 def tried(trials: list[Trial]) -> dict[str, str]:

@@ -10,10 +10,13 @@ from sparsync import LocalWorld, MeteredComm
 from sparsync.collectives import skipping
 from sparsync.collectives.skipping import SkipPlan, first_offsets, skip_count, skips
 from sparsync.core import Span, spans
+from sparsync_lab.predict import collectives
 
 WORLDS = [1, 2, 3, 4, 5, 8, 13, 16]
 COUNTS = [0, 1, 4, 97]
 FLOAT_NBYTES = 4
+
+FORMS: tuple[skipping.Form, ...] = ("ring", "direct")
 
 
 def ramp(rank: int, n: int) -> Tensor:
@@ -73,11 +76,11 @@ def test_a_direct_reduce_scatter_touches_its_own_slice_only(P: int, n: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_sums_stay_in_the_type_of_the_vector(dtype: torch.dtype) -> None:
     P, n = 3, 7
-    for all_reduce_ in (skipping.ring_all_reduce_, skipping.direct_all_reduce_):
+    for form in FORMS:
 
-        def body(comm: MeteredComm, all_reduce_: skipping.AllReduce = all_reduce_) -> Tensor:
+        def body(comm: MeteredComm, form: skipping.Form = form) -> Tensor:
             x = ramp(comm.rank, n).to(dtype)
-            all_reduce_(x, comm, SkipPlan(), None, 0)
+            skipping.all_reduce_(x, comm, SkipPlan(), form=form)
             return x
 
         for x in LocalWorld(P).run(lambda comm: body(MeteredComm(comm))):
@@ -90,10 +93,10 @@ def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contribu
     P, n = 4, 4
     parts = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(P)]
 
-    def reduced(all_reduce_: skipping.AllReduce) -> Tensor:
+    def reduced(form: skipping.Form) -> Tensor:
         def body(comm: MeteredComm) -> Tensor:
             x = parts[comm.rank].clone()
-            all_reduce_(x, comm, SkipPlan(), None, 0)
+            skipping.all_reduce_(x, comm, SkipPlan(), form=form)
             return x
 
         return LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))[0]
@@ -104,20 +107,20 @@ def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contribu
             total += parts[rank]
         return total
 
-    assert torch.equal(reduced(skipping.direct_all_reduce_), added([0, 1, 2, 3]))
+    assert torch.equal(reduced("direct"), added([0, 1, 2, 3]))
     by_slice = torch.stack([added([(c + i) % P for i in range(1, P + 1)])[c] for c in range(P)])
-    assert torch.equal(reduced(skipping.ring_all_reduce_), by_slice)
+    assert torch.equal(reduced("ring"), by_slice)
 
 
 def test_kept_gains_what_was_left_out_on_top_of_what_it_held() -> None:
     """What a narrow wire type rounded away is in `kept` already, and must survive."""
     P, n = 3, 6
     plan = SkipPlan(first_offsets(2), 1)
-    for all_reduce_ in (skipping.ring_all_reduce_, skipping.direct_all_reduce_):
+    for form in FORMS:
 
-        def body(comm: MeteredComm, all_reduce_: skipping.AllReduce = all_reduce_) -> Tensor:
+        def body(comm: MeteredComm, form: skipping.Form = form) -> Tensor:
             kept = torch.full((n,), 0.5)
-            all_reduce_(ramp(comm.rank, n), comm, plan, kept, 0)
+            skipping.all_reduce_(ramp(comm.rank, n), comm, plan, kept, form=form)
             return kept
 
         for rank, kept in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
@@ -135,9 +138,9 @@ def test_closed_forms_of_all_ranks_add_up_to_whole_vectors(
     """Every step of a ring moves the vector once, cut into P slices; the direct form moves P-1-s slices to owners, P-1 to all."""
     skip = data.draw(st.integers(0, P - 1))
     plan = SkipPlan(first_offsets(skip))
-    gathered = [skipping._ring_cost(count, element, P, rank, 0, 0) for rank in range(P)]
-    ring = [skipping._ring_cost(count, element, P, rank, skip, 0) for rank in range(P)]
-    direct = [skipping._scattered_cost(count, element, P, rank, plan, 0) for rank in range(P)]
+    gathered = [collectives._ring_cost(count, element, P, rank, 0, 0) for rank in range(P)]
+    ring = [collectives._ring_cost(count, element, P, rank, skip, 0) for rank in range(P)]
+    direct = [collectives._scattered_cost(count, element, P, rank, plan, 0) for rank in range(P)]
     for costs in ([*ring, *gathered], [*direct, *gathered]):
         assert sum(each.nbytes for each in costs) == (2 * (P - 1) - skip) * count * element
         assert sum(each.messages for each in costs) == (2 * (P - 1) - skip) * min(count, P)

@@ -249,7 +249,7 @@ def hand_over_nothing() -> None:
 class Rescaled(TopK):
     """Cannot follow a learning rate."""
 
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+    def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
         raise ValueError(f"cannot rescale {len(factors)} parameters")
 
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from importlib import import_module
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -221,13 +220,11 @@ def _check_command(arguments: list[str]) -> None:
 
 def _check_study(arguments: list[str]) -> None:
     """Parse `python -m studies ARGUMENTS`, as `_check_command` does."""
-    if arguments[0] in studies.PARTS:  # they have their options themselves
-        assert find_spec(f"studies.{arguments[0]}") is not None
-        return
-    options = studies.parser().parse_args(arguments)
-    if options.run is studies._bench:
-        options = import_module(f"studies.bench.{options.subject}")._options(options.arguments)
-    _check_options(options)
+    name, *words = arguments if arguments[0] != "bench" else [".".join(arguments[:2]), *arguments[2:]]
+    assert arguments[0] in studies.PARTS
+    module = import_module("studies.campaign.command" if name == "campaign" else f"studies.{name}")
+    if hasattr(module, "_options"):
+        _check_options(module._options(words))
 
 
 def _check_options(options: argparse.Namespace) -> None:

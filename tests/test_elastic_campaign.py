@@ -81,7 +81,7 @@ def test_one_that_was_frozen_is_to_take_steps_with_the_others_again() -> None:
 
 def test_an_error_a_hang_and_a_crash_are_told() -> None:
     seen = killed()
-    seen.ranks[0].entries[-1] = {"t": 6.0, "error": "Traceback\nValueError: no\n"}
+    seen.ranks[0].entries[-1] = {"t": 6.0, "error": "ValueError: no\nOSError: its cause"}
     seen.ranks[1].hung, seen.ranks[1].said = True, "stacks"
     assert list(ended_badly(seen.ranks)) == [(6.0, "rank 0: ValueError: no"), (99.0, "rank 1 hangs: stacks")]
     assert list(ended_badly([replace(rank(0), status=-6)])) == [(0.0, "rank 0 ended by signal 6")]
@@ -162,11 +162,12 @@ def test_the_page_counts_events_and_has_a_line_for_each_exception() -> None:
         {"kind": "kill", "seconds": 2.0, "back_s": None, "why": ""},
         {"kind": "freeze", "seconds": 4.0, "back_s": 1.0, "why": "rank 2 did not go on"},
     ]
-    record = {"number": 3, "exchange": "steps", "scheme": "topk", "loopback": "", "dropped": 0, "outcomes": outcomes}
-    text = command.page([record], ["python", "-m", "studies", "elastic"])
+    label = "trial 3, 4 ranks, steps, topk"
+    record = {"number": 3, "exchange": "steps", "label": label, "loopback": "", "dropped": 0, "outcomes": outcomes}
+    text = "\n".join(command.content([record]))
     assert "| kill: SIGKILL of a rank | 1 | 1 | 2.0 | 2.0 | - | - |" in text
     assert "| all | 2 | 1 | 3.0 | 4.0 | 1.0 | 1.0 |" in text
-    assert "- trial 3, steps, topk: freeze: rank 2 did not go on" in text
+    assert "- trial 3, 4 ranks, steps, topk: freeze: rank 2 did not go on" in text
 
 
 @pytest.mark.distributed

@@ -1,4 +1,4 @@
-"""Who takes part in a run: what epochs follow from notes, and how members meet over a store while some of them, or it, are away."""
+"""Who takes part in a run: how members meet over a store while some of them, or it, are away."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from sparsync_elastic import Epoch, board, members
 from sparsync_elastic.board import TCPStore
-from sparsync_elastic.epochs import Note, proposed
+from sparsync_elastic.epochs import Note
 from sparsync_elastic.members import Members
 from sparsync_elastic.presence import Presence
 from sparsync_elastic.world import StoreSilentError
@@ -23,103 +23,8 @@ PREFIX = "sparsync/elastic/run"
 PATIENT_S = 60.0  # longer than a thread stands still
 
 
-def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int | None = None) -> Note:
-    return Note([position], position if step is None else step, whole, leaves)
-
-
-def test_the_first_meeting_takes_the_state_of_the_first_that_came() -> None:
-    notes = {"b": note(0), "a": note(0), "c": note(0)}
-    made = proposed(Epoch(), notes, ["b", "a", "c"])
-    since = dict.fromkeys("abc", 0)
-    assert made == Epoch(1, ("b", "a", "c"), {"a": "b", "c": "b"}, {}, (), 0, since=since)
-
-
-def test_ranks_that_are_left_keep_their_order_and_the_lost_one_is_named() -> None:
-    last = Epoch(4, ("a", "b", "c", "d"))
-    notes = {each: note(whole=False) for each in ("d", "a", "c")}
-    assert proposed(last, notes, []) == Epoch(5, ("a", "c", "d"), {}, {}, ("b",), 3, since=dict.fromkeys("acd", 3))
-
-
-def test_the_step_that_anybody_has_applied_counts_and_the_others_get_it() -> None:
-    last = Epoch(4, ("a", "b", "c"))
-    notes = {"a": note(3, False), "b": note(4, False), "c": note(3, False)}
-    made = proposed(last, notes, [])
-    assert made == Epoch(5, ("a", "b", "c"), {"a": "b", "c": "b"}, {}, (), 4, since=dict.fromkeys("abc", 4))
-
-
-def test_several_that_join_get_the_state_from_several() -> None:
-    notes = {each: note(3) for each in "ab"} | {each: note(0) for each in "xyz"}
-    made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y", "z"])
-    assert (made.members, made.behind) == (("a", "b", "x", "y", "z"), {"x": "a", "y": "b", "z": "a"})
-
-
-def test_a_rank_leaves_to_an_heir_but_not_where_connections_have_failed() -> None:
-    last = Epoch(1, ("a", "b", "c"))
-    notes = {"a": note(leaves=True), "b": note(), "c": note()}
-    assert proposed(last, notes, []) == Epoch(2, ("b", "c"), {}, {"a": "b"}, (), 3, since=dict.fromkeys("abc", 3))
-    notes["c"] = note(whole=False)
-    assert proposed(last, notes, []).members == ("a", "b", "c")
-    assert proposed(last, {each: notes[each] for each in "ab"}, []).leaving == {}
-
-
-def test_who_leaves_is_never_the_source_of_a_state() -> None:
-    notes = {"a": note(4, leaves=True), "b": note(4), "x": note(0)}
-    assert proposed(Epoch(1, ("a", "b")), notes, ["x"]).behind == {"x": "b"}
-    assert proposed(Epoch(1, ("a",)), {"a": note(leaves=True)}, []).members == ("a",)
-
-
-def test_a_member_that_was_dropped_and_asks_again_is_let_in_once() -> None:
-    made = proposed(Epoch(2, ("a", "b")), {"a": note(), "b": note(), "x": note(0)}, ["x", "x", "b"])
-    assert made.members == ("a", "b", "x")
-
-
-def test_who_has_no_state_yet_gets_it_from_one_that_has_or_all_from_the_first() -> None:
-    notes = {"a": note(-1, False, step=0), "b": note(0, False), "c": note(-1, False, step=0)}
-    assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"a": "b", "c": "b"}
-    notes["b"] = note(-1, False, step=0)
-    assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"b": "a", "c": "a"}
-
-
-def test_one_that_has_got_most_of_the_state_before_gets_the_rest_from_the_same_source() -> None:
-    notes = {each: note(3) for each in "ab"} | {each: note(-1) for each in "xyz"}
-    notes["x"] = replace(notes["x"], source="b")
-    notes["y"] = replace(notes["y"], source="gone")
-    made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y", "z"])
-    assert made.behind == {"x": "b", "y": "b", "z": "a"}
-    assert made.ahead == ("x",)
-    notes["b"] = note(2)
-    made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y"])
-    assert (made.behind, made.ahead) == ({"b": "a", "x": "a", "y": "a"}, ())
-    assert Epoch.read(made.text) == made
-
-
-def test_what_is_held_back_moves_the_weights_as_it_would_have_among_the_ranks_before() -> None:
-    four = Epoch(1, tuple("abcd"), step=500, since=dict.fromkeys("abcd", 0))
-
-    def after(last: Epoch, members: str, leaving: str = "", **since: int) -> Epoch:
-        kept = {each: last.since.get(each, 500) for each in members + leaving} | since
-        return Epoch(last.number + 1, tuple(members), leaving=dict.fromkeys(leaving, "a"), step=500, since=kept)
-
-    def factors(after: Epoch, last: Epoch) -> tuple[float, ...]:
-        return after.factors_after(last, full_after=100)
-
-    # Of a lost rank the others have as much, in the mean, but not of what does not move.
-    without = after(four, "abc")
-    assert factors(without, four) == (1.0, 3 / 4, 1.0)
-    joined = after(without, "abcx")
-    assert factors(joined, without) == (4 / 3, 4 / 3, 4 / 3)
-    assert factors(joined, four) == (1.0 * 4 / 3, 1.0, 4 / 3)
-    # In and out again at once nothing grows. Later the one that joined has as much as the others.
-    soon = replace(after(joined, "abc"), step=520)
-    assert factors(soon, joined) == (pytest.approx(3 / 4 * 320 / 300), 3 / 4, 1.0)
-    later = replace(after(joined, "abc"), step=600)
-    assert factors(later, joined) == (1.0, 3 / 4, 1.0)
-    # What a leaving rank has handed over is there, and so is what one has that comes back.
-    assert factors(after(four, "abc", leaving="d"), four) == (3 / 4, 3 / 4, 3 / 4)
-    assert factors(after(without, "abcd", d=0), without) == (1.0, 4 / 3, 1.0)
-    # Nobody holds back anything yet.
-    begun = Epoch(1, ("a", "b"), step=500, since={"a": 500, "b": 500})
-    assert factors(after(begun, "abx"), begun) == (3 / 2, 3 / 2, 3 / 2)
+def note(position: int = 3, whole: bool = True) -> Note:
+    return Note([position], position, whole)
 
 
 @pytest.fixture
@@ -418,13 +323,6 @@ def test_a_first_meeting_of_too_few_says_how_many_came(store: Any) -> None:
         member_of(store, "a", wait_s=0.3).join(note(0))
 
 
-def test_a_run_that_has_ended_lets_nobody_in(store: Any) -> None:
-    with met(store, "a") as (a,):
-        a.end()
-        with pytest.raises(RuntimeError, match="this run has ended"):
-            member_of(store, "x").join(note(0))
-
-
 def test_what_nobody_can_read_is_ignored(store: Any) -> None:
     with met(store, "a", "b") as (a, b):
         for number in (1, 2):
@@ -445,32 +343,19 @@ def test_what_nobody_can_read_is_ignored(store: Any) -> None:
         assert a.stop_at is None
 
 
-def test_a_member_of_another_release_is_refused_before_it_joins(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    member_of(store, "a").agree("TopK(density=0.1)")
-    monkeypatch.setattr(members, "VERSION", board.VERSION + 1)
-    with pytest.raises(
-        RuntimeError, match="begun with 'release 3 of what members say', and this process has 'release 4"
-    ):
-        member_of(store, "b").agree("TopK(density=0.1)")
-
-
-def test_one_with_other_settings_is_refused_before_it_joins(store: Any) -> None:
+def test_one_of_another_release_or_with_other_settings_is_refused_before_it_joins(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = member_of(store, "a"), member_of(store, "b")
     a.agree("TopK(density=0.1)\nGradients()")
-    a.agree("TopK(density=0.1)\nGradients()")
-    with pytest.raises(
-        RuntimeError, match=r"this run was begun with 'Gradients\(\)', and this process has 'Steps\(\)'; give all"
-    ):
+    b.agree("TopK(density=0.1)\nGradients()")
+    with pytest.raises(RuntimeError, match=r"begun with 'Gradients\(\)', and this process has 'Steps\(\)'; give all"):
         b.agree("TopK(density=0.1)\nSteps()")
-
-
-def test_a_run_that_ends_lets_those_that_wait_know(store: Any) -> None:
-    with met(store, "a") as (a,):
-        ended = threading.Timer(0.3, a.end)
-        ended.start()
-        with pytest.raises(RuntimeError, match="this run has ended"):
-            member_of(store, "x").join(note(0))
-        ended.join()
+    monkeypatch.setattr(members, "VERSION", board.VERSION + 1)
+    with pytest.raises(
+        RuntimeError, match="begun with 'release 4 of what members say', and this process has 'release 5"
+    ):
+        b.agree("TopK(density=0.1)\nGradients()")
 
 
 def test_a_run_whose_members_are_all_gone_is_named(store: Any) -> None:
@@ -491,24 +376,15 @@ def test_a_step_to_stop_before_is_the_first_that_was_named_and_of_its_epoch(stor
         assert (a.stop_at, b.stop_at) == (None, None)
 
 
-def test_a_rank_says_again_that_it_has_come_where_the_store_has_forgotten_it(store: Any) -> None:
-    with met(store, "a", "b") as (a, b), ThreadPoolExecutor(2) as threads:
-        key = f"{PREFIX}/said/1"
-        first = threads.submit(a.meet, note(whole=False))
-        wait_for_line(store, 2)
-        store.delete_key(key)
-        assert b.meet(note(whole=False)) == first.result()
-        assert set(a.current.members) == {"a", "b"}
-
-
-def test_whoever_asks_to_be_let_in_hears_that_the_run_has_ended(store: Any) -> None:
+def test_whoever_asks_to_be_let_in_or_begins_to_hears_that_the_run_has_ended(store: Any) -> None:
     with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
         late = member_of(store, "x")
         asks = threads.submit(late.join, note(-1))
         wait_for_line(store, 2)
         a.end()
-        with pytest.raises(RuntimeError, match="this run has ended"):
-            asks.result()
+        for begins in (asks.result, partial(late.join, note(-1))):
+            with pytest.raises(RuntimeError, match="this run has ended"):
+                begins()
         late.close()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.partitions import elements_of
 from helpers.reducing import reduced
 from sparsync import Bucket, LocalWorld, TwoShot
 from sparsync.core import generator, spans
@@ -59,7 +60,7 @@ def test_each_element_has_one_turn_with_one_owner(n: int, P: int, every: int) ->
         assert (found[taken] == -1).all()
         turn.put_(found, taken)
         for p, part in enumerate(spans(taken.numel(), P)):
-            assert torch.isin(part.of(taken), turns.regions.of(position, p)).all()
+            assert torch.isin(part.of(taken), elements_of(turns.regions, position, p)).all()
     assert torch.equal(found, position)
     assert torch.equal(turns.at(turns.count, CPU).of(position), turns.at(0, CPU).of(position))
 
@@ -137,7 +138,9 @@ def test_what_an_owner_holds_for_all_ranks_is_shared_out(n: int, P: int, every: 
     regions = Turns(n, P, every).regions
     for rank, (share, residual) in enumerate(zip(shares, residuals, strict=True)):
         for p in range(P):
-            assert torch.equal(regions.of(share, p), regions.of(residual, p) / (P if p == rank else 1))
+            assert torch.equal(
+                elements_of(regions, share, p), elements_of(regions, residual, p) / (P if p == rank else 1)
+            )
 
 
 @pytest.mark.parametrize(("every", "down", "bits"), [(4, "int3", 0.774), (2, "sign", 0.797), (16, "int3", 0.194)])

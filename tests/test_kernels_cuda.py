@@ -213,11 +213,8 @@ def test_the_largest_of_any_number_of_regions_take_ten_launches_and_ask_nothing(
 
 def test_a_settled_step_takes_five_launches_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     n, P = 900, 3
-    gradients, square, ratio = (
-        on(DEVICE, laid("normal", n, torch.float32)),
-        torch.ones(n, device=DEVICE),
-        torch.ones(3, device=DEVICE),
-    )
+    gradients: tuple[list[Tensor], list[int], list[float]] = on(DEVICE, laid("normal", n, torch.float32))
+    square, ratio = torch.ones(n, device=DEVICE), torch.ones(3, device=DEVICE)
     residual, momentum = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
     skip, whole = torch.zeros(1, device=DEVICE), [Span(0, n)]
     with watched(monkeypatch) as (launched, asked):

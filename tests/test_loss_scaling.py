@@ -11,8 +11,6 @@ import sparsync
 from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, known
 from helpers.distributed import case, run
 from helpers.known_gradients import KnownGradients, noted, row
-from sparsync.runtime.optimizers import ResidualRescaler
-from sparsync.schemes.topk_allgather import TopK
 
 pytestmark = pytest.mark.distributed
 
@@ -77,17 +75,3 @@ def test_a_step_that_a_loss_scaler_skips_loses_nothing_and_residuals_follow_the_
                 ]  # pyright: ignore[reportArgumentType]  # sums of at least one tensor
             )
             assert torch.equal(2 * applied + residual + more, came.flatten())
-
-
-def test_a_second_handle_of_a_scheme_rescales_its_residual_from_the_units_of_the_first() -> None:
-    """A second trainer with a scaler of its own; equal schemes are not the same one."""
-    scheme = TopK(0.1)
-
-    def factors(scheme: TopK, scale: float | None) -> dict[str, float]:
-        scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
-        return ResidualRescaler({1: "weight"}, scaler=scaler).factors()
-
-    assert factors(scheme, 1024.0) == {}
-    assert factors(scheme, 65536.0) == {"weight": 64.0}
-    assert factors(TopK(0.1), 8.0) == {}
-    assert factors(scheme, None) == {"weight": 2.0**-16}

@@ -122,7 +122,7 @@ def test_residuals_follow_the_rate_where_the_scheme_wants_it() -> None:
     seen: list[float] = []
 
     class Rescaled(TopK):
-        def rescale_residual(self, factors: object) -> None:
+        def rescaled(self, state: State, factors: object) -> None:
             assert isinstance(factors, dict)
             seen.extend(factors.values())
 

@@ -105,11 +105,11 @@ def test_the_momentum_of_demo_follows_the_rate_as_its_authors_do_and_that_of_oth
     followed: list[float] = []
 
     class Followed(DeMo):
-        def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        def rescaled(self, state: object, factors: Mapping[str, float]) -> None:
             followed.extend(factors.values())
 
     class Left(DGC):
-        def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        def rescaled(self, state: object, factors: Mapping[str, float]) -> None:
             raise AssertionError(factors)
 
     workload = job(SGD, lr=0.5)

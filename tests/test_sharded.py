@@ -13,7 +13,8 @@ from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Repor
 from sparsync.attached.fsdp2 import ReduceScatterInto
 from sparsync.attached.fsdp2_units import ShardedParameter
 from sparsync.base import registry
-from sparsync.base.scheme import Rollback, Scheme, own_shard_layout, shard_layout, shard_name
+from sparsync.base.scheme import Scheme, own_shard_layout, shard_layout, shard_name
+from sparsync.base.state import Rollback
 from sparsync.collectives.skipping import SkipPlan, reduce_scatter, rotating_offsets
 from sparsync.core import Comm, generator
 from sparsync.wire import Values

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from helpers.exclusive_invariants import whole_numbers
 from helpers.quick import one_in
-from sparsync.base.scheme import Rollback, Scheme
+from sparsync.base.scheme import Scheme
+from sparsync.base.state import Rollback
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator, laid_out
 from sparsync.kernels import operations as kernels

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.partitions import elements_of
 from helpers.quick import one_in
 from helpers.reducing import reduced
 from sparsync import Bucket, LocalWorld, MeteredComm, Report, TwoShot
@@ -162,7 +163,9 @@ def check_shares(schemes: list[State], residuals: list[Tensor], n: int) -> None:
     for rank, (share, residual) in enumerate(zip(shares, residuals, strict=True)):
         regions = BlockCyclic(n, P)
         for p in range(P):
-            assert torch.equal(regions.of(share, p), regions.of(residual, p) / (P if p == rank else 1))
+            assert torch.equal(
+                elements_of(regions, share, p), elements_of(regions, residual, p) / (P if p == rank else 1)
+            )
 
 
 @pytest.mark.parametrize("values", ["int8", "sign"])

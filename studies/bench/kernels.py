@@ -1,7 +1,8 @@
 """Measure the kernels that schemes run, beside the memory's limit and beside other ways to select the same elements.
 
     python -m studies bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --rounds 15] [--json -]
-    python -m studies bench kernels --device cuda --n 1e7,1e8 --gradient float32,bfloat16
+    python -m studies bench kernels --table          # of docs/kernels.md: every backend of this machine, four minutes
+    python -m studies bench kernels --device cuda --n 1e7,1e8
 
 One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved;
 `ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two
@@ -12,7 +13,6 @@ to do to the next, so that launches and host syncs count.
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,19 +24,17 @@ import torch
 from torch import Tensor
 
 from sparsync import Span, Sparse, kernels
-from sparsync.core import Rows
 from sparsync.kernels import operations
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.progress import progress
-from studies.bench.interleave import Tell, interleaved
-from studies.bench.output import destination, write
+from studies import parts
+from studies.bench import frame
+from studies.bench.frame import Row, Tell
 
 WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
 CEILING = "plain pass"
-SORTED = 1_000_000  # elements that a full sort is tried on at most
 LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which on targets hold
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # of an exact top-k with a bound
 
 
@@ -46,9 +44,7 @@ class Data:
 
     before: Tensor
     grad: Tensor
-    wide: Tensor  # the same gradient in float32
     residual: Tensor  # what cases write to
-    out: Tensor
     k: int
     threshold: float
     top: Sparse  # of residual + grad
@@ -66,29 +62,17 @@ class KernelCase:
     target: float | None = None
 
 
-@dataclass(frozen=True)
-class Regions:
-    """Those of four ranks in TwoShot, and what is selected from each of them."""
-
-    rows: list[Rows]
-    counts: list[int]
-    bounds: list[float | None]
-    tops: list[Sparse]
-    parts: list[Sparse]  # the same at their positions in the vector
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Measure and print JSON lines."""
+    """Measure, and print JSON lines or the table of docs/kernels.md."""
     options = _options(arguments)
     torch.set_num_threads(1)
-    kernels.set_backend(options.backend)
-    context = {"backend": kernels.backend(), **versions(), **machine(), **_device(options)}
-    rows: list[dict[str, Any]] = []  # Any: JSON
-    for n, density, kind in product(options.n, options.density, options.gradient):
-        with progress(f"n {n:g}, density {density:g}, {kind}") as shown:
-            data = _data(n, density, TYPES[kind], options.device)
-            rows += [row | context for row in _measured(_cases(data), data, density, options, shown.measured)]
-    write(rows, options.json)
+    if options.table:
+        print(_table(options))
+        return
+    rows = [
+        row for n, density in product(options.n, options.density) for row in _rows(options.backend, n, density, options)
+    ]
+    frame.write(rows, options.json)
 
 
 def _reference(operation: str, *arguments: Any) -> Any:  # Any: as of the operation
@@ -98,39 +82,20 @@ def _reference(operation: str, *arguments: Any) -> Any:  # Any: as of the operat
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m studies bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = frame.options("kernels", __doc__)
     parser.add_argument("--n", type=_sizes, default=[10**6, 10**7], help="elements, by commas (default: 1e6,1e7)")
     parser.add_argument("--density", type=_shares, default=[0.01], help="shares to select, by commas (default: 0.01)")
-    parser.add_argument("--gradient", type=_kinds, default=["float32"], help=f"its types, of {', '.join(TYPES)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the vectors are (default: cpu)")
     parser.add_argument("--backend", help=f"of {', '.join(kernels.backends())} (default: the device's fastest)")
     parser.add_argument("--rounds", type=int, default=15, help="in which every case is measured once (default: 15)")
-    parser.add_argument("--json", type=destination, default="-", help="file for the JSON lines, - for standard output")
+    parser.add_argument("--table", action="store_true", help="the table of docs/kernels.md")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "--device cuda needs a GPU that torch can use, and there is none here; leave it out to measure the processor"
         )
-    if options.device == "cuda" and options.backend not in (None, "triton", "reference"):
-        parser.error(f"on a GPU the kernels are those of triton or reference, got --backend {options.backend}")
     options.backend = options.backend or ("triton" if options.device == "cuda" else kernels.backends()[0])
     return options
-
-
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    if not set(kinds) <= set(TYPES):
-        raise argparse.ArgumentTypeError(f"types of a gradient are {', '.join(TYPES)}, got {text!r}")
-    return kinds
-
-
-def _device(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
-    """Return the device, and of a GPU its kind."""
-    if options.device == "cpu":
-        return {"device": "cpu"}
-    return {"device": "cuda", "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
 def _sizes(text: str) -> list[int]:
@@ -141,159 +106,116 @@ def _shares(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
+def _rows(backend: str, n: int, density: float, options: argparse.Namespace) -> list[Row]:
+    kernels.set_backend(backend)
+    about = {"backend": backend, "device": options.device, **versions(), **machine()}
+    about |= {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+    with progress(f"{backend}, n {n:g}, density {density:g}") as shown:
+        data = _data(n, density, options.device)
+        return [row | about for row in _measured(_cases(data), data, density, options, shown.measured)]
+
+
+def _table(options: argparse.Namespace) -> str:
+    """Return the table: a cell is the ratio to the plain pass of its backend, and in brackets the target."""
+    backends = [each for each in kernels.backends() if each.startswith("cpp/")]
+    found = [{row["case"]: row for row in _rows(each, 10**7, 0.01, options)} for each in backends]
+    cells = [[case, *(_cell(each[case]) for each in found)] for case in found[0]]
+    plain = [f"{each[CEILING]['ceiling_gbytes_per_s']:.1f}" for each in found]
+    return parts.table(["case", *backends], [*cells, ["the plain pass, GB/s", *plain]])
+
+
+def _cell(row: Row) -> str:
+    return f"{row['ratio']:.2f}" + (f" ({row['target']})" if row["target"] else "")
+
+
+def _data(n: int, density: float, device: str) -> Data:
     source = torch.Generator().manual_seed(0)
     before = torch.randn(n, generator=source).to(device)
-    grad = torch.randn(n, generator=source).to(device=device, dtype=kind)
+    grad = torch.randn(n, generator=source).to(device)
     acc = before + grad
     k = max(1, int(density * n))
     top, skip = _reference("top_k", acc, k), Span(n // 4, n // 2)
     beside = _reference("top_k_nonzero", acc, k, skip)
     threshold = float(top.value.abs().min())
-    return Data(before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
+    return Data(before, grad, before.clone(), k, threshold, top, skip, beside)
 
 
 def _cases(data: Data) -> list[KernelCase]:
     target = TARGETS.get(kernels.backend())
-    k, residual, grad, out, warm = data.k, data.residual, data.grad, data.out, WARM * data.threshold
+    k, residual, grad, warm = data.k, data.residual, data.grad, WARM * data.threshold
     warm_beside = WARM * float(data.beside.value.abs().min())
-
     partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as MiCRO's
     part = _reference("top_k_of_rows", data.before + grad, partition, max(1, k // 4))
     bound = WARM * float(part.value.abs().min())
 
-    def of_partition() -> tuple[list[Sparse], bool | Tensor]:
-        return kernels.accumulate_top_k_of_rows(residual, grad, [partition], [part.index.numel()], residual, [bound])
+    def topk() -> Sparse:
+        acc = residual.add_(grad)
+        return _chosen(acc, acc.abs().topk(k, sorted=False).indices.sort().values)
 
-    def right_part(result: tuple[list[Sparse], bool | Tensor]) -> bool:
-        return bool(result[1]) and _same(result[0][0], part)
+    def nonzero() -> Sparse:
+        acc = residual.add_(grad)
+        return _chosen(acc, (acc.abs() >= data.threshold).nonzero().view(-1))
 
-    def right(result: tuple[Sparse, bool]) -> bool:
-        return bool(result[1]) and _same(result[0], data.top)
+    def plain(_: object) -> bool:
+        return torch.equal(residual, data.before + grad)
 
-    def right_beside(result: tuple[Sparse, bool]) -> bool:
-        return bool(result[1]) and _same(result[0], data.beside)
+    def is_as(*due: Sparse) -> Callable[[Any], bool]:
+        """Return a check of a kernel's result: what was selected, and whether all was finite."""
 
-    cases = [
-        KernelCase(CEILING, lambda: residual.add_(data.wide), lambda _: torch.equal(residual, data.before + grad)),
+        def check(result: Any) -> bool:  # Any: as the kernel returns it
+            selected = result[0] if isinstance(result[0], list) else [result[0]]
+            return bool(result[1]) and all(map(_same, selected, due))
+
+        return check
+
+    # The regions of four ranks in TwoShot, and what is selected from each of them.
+    whole = BlockCyclic(grad.numel(), 4)
+    regions = [whole.rows(p, grad.device) for p in range(4)]
+    counts = [max(1, k * each.length // grad.numel()) for each in regions]
+    tops = [_reference("top_k_of_rows", data.before + grad, *each) for each in zip(regions, counts, strict=True)]
+    bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
+    return [
+        KernelCase(CEILING, lambda: residual.add_(grad), plain),
         KernelCase(
             "TopK: accumulate_top_k, by the last step's bound",
             lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm),
-            right,
+            is_as(data.top),
             target,
         ),
         KernelCase(
             "TopK: accumulate_top_k, by a sample",
             lambda: kernels.accumulate_top_k(residual, grad, k, residual),
-            right,
+            is_as(data.top),
         ),
         KernelCase(
             "Ok-Topk: accumulate_top_k_nonzero, a quarter skipped",
             lambda: kernels.accumulate_top_k_nonzero(residual, grad, k, residual, data.skip, warm_beside),
-            right_beside,
+            is_as(data.beside),
             target,
         ),
-        KernelCase("MiCRO: accumulate_top_k_of_rows, one partition of four", of_partition, right_part),
+        KernelCase(
+            "MiCRO: accumulate_top_k_of_rows, one partition of four",
+            lambda: kernels.accumulate_top_k_of_rows(
+                residual, grad, [partition], [part.index.numel()], residual, [bound]
+            ),
+            is_as(part),
+        ),
         KernelCase(
             "published thresholds: accumulate_select_ge",
             lambda: kernels.accumulate_select_ge(residual, grad, data.threshold, residual, Span(0, grad.numel())),
-            right,
+            is_as(data.top),
         ),
-        KernelCase("accumulate to another vector", lambda: kernels.accumulate(residual, grad, out), lambda ok: ok),
-    ]
-    return cases + _two_shot(data) + _alternatives(data)
-
-
-def _two_shot(data: Data) -> list[KernelCase]:
-    """Return what TwoShot does with whole vectors, each beside the kernels that it would take without the one for it."""
-    found, residual, out, n = _regions(data), data.residual, data.out, data.grad.numel()
-    partition = BlockCyclic(n, 4)
-
-    def in_one() -> tuple[list[Sparse], bool | Tensor]:
-        return kernels.accumulate_top_k_of_rows(residual, data.grad, found.rows, found.counts, residual, found.bounds)
-
-    def one_by_one() -> tuple[list[Sparse], bool | Tensor]:
-        finite = kernels.accumulate(residual, data.grad, residual)
-        whole = [partition.of(residual, p) for p in range(4)]
-        return [kernels.top_k(*each) for each in zip(whole, found.counts, found.bounds, strict=True)], finite
-
-    def right(result: tuple[list[Sparse], bool | Tensor]) -> bool:
-        return bool(result[1]) and all(_same(*each) for each in zip(result[0], found.tops, strict=True))
-
-    def moved(_: None) -> bool:
-        kept, written = data.before.clone(), torch.zeros_like(out)
-        for part in found.parts:
-            _reference("put_", kept, part.index, part.value)
-            _reference("put_", written, part.index, part.value)
-        return torch.equal(out, kept) and torch.equal(residual, written)
-
-    return [
-        KernelCase("TwoShot: accumulate_top_k_of_rows, four regions", in_one, right),
-        KernelCase("the same by accumulate, copies of the regions and top_k", one_by_one, right),
         KernelCase(
-            "TwoShot: move_put_",
-            lambda: kernels.move_put_(out, residual, found.parts, found.parts),
-            moved,
+            "TwoShot: accumulate_top_k_of_rows, four regions",
+            lambda: kernels.accumulate_top_k_of_rows(residual, grad, regions, counts, residual, bounds),
+            is_as(*tops),
         ),
+        KernelCase("torch: topk", topk, lambda result: _same(result, data.top)),
+        KernelCase("torch: abs(x) >= threshold, nonzero, gather", nonzero, lambda result: _same(result, data.top)),
     ]
 
 
-def _regions(data: Data) -> Regions:
-    acc, partition = data.before + data.grad, BlockCyclic(data.grad.numel(), 4)
-    rows = [partition.rows(p, acc.device) for p in range(4)]
-    counts = [max(1, data.k * each.length // acc.numel()) for each in rows]
-    tops = [_reference("top_k", partition.of(acc, p), k) for p, k in enumerate(counts)]
-    parts = [Sparse(partition.positions(p, top.index), top.value, acc.numel()) for p, top in enumerate(tops)]
-    bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
-    return Regions(rows, counts, bounds, tops, parts)
-
-
-def _alternatives(data: Data) -> list[KernelCase]:
-    """Return other ways from residual and gradient to the selected elements, with torch's own operations."""
-
-    def accumulated() -> Tensor:
-        return data.residual.add_(data.grad)
-
-    def topk() -> Sparse:
-        acc = accumulated()
-        index = acc.abs().topk(data.k, sorted=False).indices.sort().values
-        return Sparse(index.to(torch.int32), acc[index], acc.numel())
-
-    def nonzero() -> Sparse:
-        acc = accumulated()
-        index = (acc.abs() >= data.threshold).nonzero().view(-1)
-        return Sparse(index.to(torch.int32), acc[index], acc.numel())
-
-    def full_sort() -> Sparse:
-        acc = accumulated()
-        index = acc.abs().sort(descending=True, stable=True).indices[: data.k].sort().values
-        return Sparse(index.to(torch.int32), acc[index], acc.numel())
-
-    def right(result: Sparse) -> bool:
-        return _same(result, data.top)
-
-    cases = [
-        KernelCase("torch: topk", topk, right),
-        KernelCase("torch: abs(x) >= threshold, nonzero, gather", nonzero, right),
-        KernelCase(
-            "torch: threshold from a 1 % sample, as DGC",
-            lambda: _sampled(accumulated(), data.k),
-            lambda result: abs(result.index.numel() - data.k) <= 0.3 * data.k + 8 * math.sqrt(100 * data.k),
-        ),
-    ]
-    if data.grad.numel() <= SORTED:
-        cases.append(KernelCase("torch: full sort", full_sort, right))
-    return cases
-
-
-def _sampled(acc: Tensor, k: int) -> Sparse:
-    """Return about the k largest, above the threshold that a sample of 1 % gives, cut to k when far more pass (arXiv 1712.01887)."""
-    magnitude = acc.abs()
-    sample = magnitude[torch.randint(acc.numel(), (max(1, acc.numel() // 100),), device=acc.device)]
-    threshold = sample.topk(max(1, k * sample.numel() // acc.numel()), sorted=False).values.min()
-    index = (magnitude >= threshold).nonzero().view(-1)
-    if index.numel() > 1.3 * k:
-        index = index[magnitude[index].topk(k, sorted=False).indices]
+def _chosen(acc: Tensor, index: Tensor) -> Sparse:
     return Sparse(index.to(torch.int32), acc[index], acc.numel())
 
 
@@ -303,7 +225,7 @@ def _same(result: Sparse, expected: Sparse) -> bool:
 
 def _measured(
     cases: list[KernelCase], data: Data, density: float, options: argparse.Namespace, tell: Tell
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Run all cases interleaved, and return a JSON row for each."""
     kind, clock = _clock(options)
 
@@ -316,7 +238,7 @@ def _measured(
             raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
         return taken
 
-    found = interleaved(cases, measure, options.rounds, 1, tell)
+    found = frame.interleaved(cases, measure, options.rounds, 1, tell)
     seconds = {case.name: each for case, each in zip(cases, found, strict=True)}
     return [_row(case, seconds, data, density, kind) for case in cases]
 
@@ -333,20 +255,17 @@ def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
     return "wall", idle
 
 
-def _row(case: KernelCase, seconds: dict[str, list[float]], data: Data, density: float, clock: str) -> dict[str, Any]:
-    own, ceiling = sorted(seconds[case.name]), seconds[CEILING]
-    ratios = [mine / plain for mine, plain in zip(seconds[case.name], ceiling, strict=True)]
+def _row(case: KernelCase, seconds: dict[str, list[float]], data: Data, density: float, clock: str) -> Row:
+    own, ceiling = seconds[case.name], seconds[CEILING]
+    ratios = [mine / plain for mine, plain in zip(own, ceiling, strict=True)]
     n = data.grad.numel()
     return {
         "case": case.name,
         "n": n,
         "k": data.k,
         "density": density,
-        "gradient": str(data.grad.dtype).removeprefix("torch."),
         "clock": clock,
-        "p20_s": own[len(own) // 5],
-        "p50_s": statistics.median(own),
-        "p80_s": own[len(own) * 4 // 5],
+        "seconds": frame.percentiles(own) if len(own) > 3 else {"p50": statistics.median(own)},
         "ceiling_s": statistics.median(ceiling),
         "ceiling_gbytes_per_s": 12e-9 * n / statistics.median(ceiling),
         "ratio": statistics.median(ratios),

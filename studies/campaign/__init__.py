@@ -1,5 +1,3 @@
-"""The fault campaign: real trainings over gloo processes, each with one fault, and whether every surviving rank said in time what happened.
+"""The fault campaign: `trials` draws what is tried, `training` and `striking` run in the ranks, `supervisor` watches, `verdict` judges."""
 
-`trials` draws what is tried, `training` and `striking` run in the ranks, `supervisor` watches them, `verdict` judges, `compares` does the
-same with whole comparisons, `command` keeps what was found and makes the tables.
-"""
+from studies.campaign.command import main as main

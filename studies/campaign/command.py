@@ -1,107 +1,108 @@
-"""The command `python -m studies campaign`: its trials, those that are finished already left out, and then its tables."""
+"""The fault campaign: real trainings over gloo processes, each with one fault, and whether every surviving rank said in time what happened.
 
-import re
-import shlex
+    python -m studies campaign [--trials 200] [--seed 0] [--only freeze,ddp] [--delay 25ms] [--out campaign] [--page docs/reliability.md]
+
+A stopped campaign goes on where it was. With --delay the ranks of a trial, but not those of `sparsync compare`, have links of 1 Gbit/s
+with this delay.
+"""
+
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from sparsync_lab import environment
-from sparsync_lab.netlab import NO_DELAY, Delay
+from sparsync_lab import environment, json_lines
+from sparsync_lab.cli_options import add_named
+from sparsync_lab.netlab import Delay, delay_of, restart_with_rights
 from sparsync_lab.progress import progress
-from sparsync_lab.report.parts import replaced
-from sparsync_lab.terminal import Table, markdown, show
-from studies.campaign import records
+from sparsync_lab.writable import check_file
 from studies.campaign.compares import compared
-from studies.campaign.records import FinishedTrial
 from studies.campaign.supervisor import observe
 from studies.campaign.trials import FAULTS, INTEGRATIONS, Trial, drawn
 from studies.campaign.verdict import VERDICTS, Verdict, judged
+from studies.trials import page
 
-PART = "campaign"
-ATTEMPTS = 2  # of a trial whose fault did not strike; then it is tried for the last time
-SHOWN = 300  # characters of an error under the tables
-_NOISE = re.compile(
-    r"\[/[^]]*\] |Got the following error when running the callback: | This is typically caused by .*?GLHF! \S+"
-)
+PART, FILE_NAME = "campaign", "campaign.jsonl"
+ATTEMPTS = 3  # of a trial whose fault did not strike
 _ORDER: tuple[Verdict, ...] = ("right", "wrong", "torch", "hung", "silent", "crashed", "missed")
 
 
-def campaign(
-    seed: int,
-    count: int,
-    timeout_s: float,
-    only: Collection[str],
-    jobs: int,
-    out: Path,
-    page: Path | None,
-    command: Sequence[str],
-    delay: Delay = NO_DELAY,
-) -> list[FinishedTrial]:
-    """Do the trials that folder `out` lacks, `jobs` at a time, print the tables of all, and return them.
+@dataclass(frozen=True)
+class Finished:
+    """A trial with the library's timeout, and what came out."""
 
-    With `delay` the ranks of a trial, but not those of `sparsync compare`, have links of 1 Gbit/s with this delay.
-    With `page`, the tables also replace the part "campaign" of that page. Raises ValueError for settings that cannot work.
-    """
-    if count < 1 or jobs < 1 or not timeout_s > 0:
-        raise ValueError(f"--trials, --jobs and --timeout must be above 0, got {count}, {jobs} and {timeout_s:g}")
-    if page is not None:
-        replaced(page, PART, "")  # so that a page without that part is found before the trials
-    trials, commit = drawn(seed, count, only), environment.versions()["commit"]
-    done = {each.key: each for each in records.read(out) if each.verdict != "missed"}
-    missing = [trial for trial in trials if (trial, timeout_s, commit, delay) not in done]
+    trial: Trial
+    setting: tuple[float, str | None, float, float]  # timeout, commit, delay between the ranks, its jitter
+    verdict: Verdict
+    why: str  # "" where all is as it should be
+    seen: Mapping[str, Any]  # Any: JSON, supervisor.TrialSeen
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> "Finished":  # Any: JSON
+        trial, setting = Trial(**content["trial"]), tuple(content["setting"])
+        return cls(trial, setting, content["verdict"], content["why"], content["seen"])
+
+
+def main(words: Sequence[str]) -> None:
+    """Do the trials that the folder lacks, some at a time, and print the tables of all or write them into the page."""
+    given = _options(words)
+    check_file(given.out / FILE_NAME)
+    page.check(given.page, PART)
+    delay = delay_of(given.delay, given.jitter)
+    if given.trials < 1 or given.jobs < 1:
+        raise ValueError(f"--trials and --jobs must be above 0, got {given.trials} and {given.jobs}")
+    trials = drawn(given.seed, given.trials, given.only)
+    restart_with_rights("studies", ["campaign", *words])
+    setting = (given.timeout, environment.versions()["commit"], delay.one_way_s, delay.jitter_s)
+    done = {each.trial: each for each in read(given.out) if each.setting == setting and each.verdict != "missed"}
+    missing = [trial for trial in trials if trial not in done]
     with progress("trials", len(missing)) as shown:
-        for number, finished in enumerate(_tried(missing, timeout_s, commit, jobs, delay), start=1):
-            done[finished.key] = finished
-            records.append(out, finished)
-            print(f"[{number}/{len(missing)}] {finished.verdict}: {finished.trial.label}", file=sys.stderr, flush=True)
+        for number, each in enumerate(_tried(missing, setting, given.jobs, delay), start=1):
+            done[each.trial] = each
+            json_lines.append(given.out / FILE_NAME, asdict(each))
+            print(f"[{number}/{len(missing)}] {each.verdict}: {each.trial.label}", file=sys.stderr, flush=True)
             shown.advance()
-    found = [done[trial, timeout_s, commit, delay] for trial in trials]
-    below = [(line, "dim") for line in (slowest(found), *remarks(found))]
-    show(tables(found), below=below)
-    print(f"Written to {out / records.FILE_NAME}")
-    if page is not None:
-        _write(page, replaced(page, PART, _markdown(found, command)))
-        print(f"Written: {page}")
-    return found
+    page.show(given.page, PART, ["campaign", *words], content([done[trial] for trial in trials]))
 
 
-def tables(found: Sequence[FinishedTrial]) -> list[Table]:
+def _options(words: Sequence[str]) -> Any:  # Any: argparse's
+    parser = page.options("campaign", __doc__, "trials", 200)
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="trials at a time (default: 4)")
+    add_named(parser, "--delay --jitter")
+    return parser.parse_args(words)
+
+
+def read(folder: Path) -> list[Finished]:
+    """Return the finished trials in `folder`. Raises ValueError as `json_lines.read`."""
+    return json_lines.read(folder / FILE_NAME, Finished.read, "finished trial")
+
+
+def content(found: Sequence[Finished]) -> list[str]:
     """Return what became of the trials, by fault and by integration; verdicts that did not occur have no column."""
-    shown: list[Verdict] = [
-        verdict for verdict in _ORDER if verdict == "right" or any(each.verdict == verdict for each in found)
-    ]
-    columns = [VERDICTS[verdict] for verdict in shown]
+    occurred = {each.verdict for each in found}
+    shown: list[Verdict] = [verdict for verdict in _ORDER if verdict == "right" or verdict in occurred]
+    heads = ["tried", *(VERDICTS[verdict] for verdict in shown)]
 
-    def rows(names: Mapping[str, str], of: Callable[[Trial], str]) -> tuple[tuple[str, ...], ...]:
-        counted = {name: Counter(each.verdict for each in found if of(each.trial) == name) for name in names}
-        lines = [
-            (f"{name}: {text}", str(counted[name].total()), *[str(counted[name][verdict]) for verdict in shown])
-            for name, text in names.items()
-            if counted[name]
-        ]
-        whole = Counter(each.verdict for each in found)
-        return (*lines, ("all", str(whole.total()), *[str(whole[verdict]) for verdict in shown]))
+    def counts(these: list[Finished]) -> list[str]:
+        counted = Counter(each.verdict for each in these)
+        return [str(counted[verdict]) for verdict in shown]
 
+    bad = sorted((each for each in found if each.verdict not in ("right", "missed")), key=lambda each: each.verdict)
+    absent = [VERDICTS[each] for each in _ORDER[:-1] if each not in shown]
     return [
-        Table("By fault", ("fault", "tried", *columns), rows(FAULTS, lambda trial: trial.fault)),
-        Table(
-            "By integration", ("integration", "tried", *columns), rows(INTEGRATIONS, lambda trial: trial.integration)
-        ),
+        page.by_name(["fault", *heads], FAULTS, found, lambda each: each.trial.fault, counts),
+        page.by_name(["integration", *heads], INTEGRATIONS, found, lambda each: each.trial.integration, counts),
+        *([f"Verdicts that did not occur: {', '.join(absent)}."] if absent else []),
+        page.plain(slowest(found)),
+        page.exceptions([f"{each.verdict}: {each.trial.label}: {page.short(each.why)}" for each in bad]),
     ]
 
 
-def remarks(found: Sequence[FinishedTrial]) -> list[str]:
-    """Return a line for each trial that did not end as it should."""
-    bad = [each for each in found if each.verdict not in ("right", "missed")]
-    bad.sort(key=lambda each: (list(VERDICTS).index(each.verdict), each.trial.label))
-    return [f"{each.verdict}: {each.trial.label}: {_short(each.why)}" for each in bad]
-
-
-def slowest(found: Sequence[FinishedTrial]) -> str:
+def slowest(found: Sequence[Finished]) -> str:
     """Return a sentence about the error that came last after its fault, of the trials that ended as they should."""
     times = [
         (end["after_s"], each)
@@ -113,80 +114,40 @@ def slowest(found: Sequence[FinishedTrial]) -> str:
     if not times:
         return "No trial had an error."
     after_s, last = max(times, key=lambda each: each[0])
-    return f"With a timeout of {last.timeout_s:g} s the last error came {after_s:.1f} s after its fault: {last.trial.label}."
+    return f"With a timeout of {last.setting[0]:g} s the last error came {after_s:.1f} s after its fault: {last.trial.label}."
 
 
 def _tried(
-    trials: Sequence[Trial], timeout_s: float, commit: str | None, jobs: int, delay: Delay
-) -> Iterator[FinishedTrial]:
+    trials: Sequence[Trial], setting: tuple[float, str | None, float, float], jobs: int, delay: Delay
+) -> Iterator[Finished]:
     """Yield each trial when it ends. The first error of the campaign's own ends all."""
-    reference = _References(timeout_s)
+    timeout_s, lock = setting[0], threading.Lock()
+    digests: dict[tuple[object, ...], str] = {}
 
-    def once(trial: Trial) -> FinishedTrial:
-        if trial.integration == "compare":
-            verdict, why, seen = compared(trial)
-        else:
-            seen = observe(trial, timeout_s, delay=delay)
-            verdict, why = judged(trial, seen, lambda: reference(trial))
-        return FinishedTrial(trial, timeout_s, commit, verdict, why, seen.content(), delay)
+    def undisturbed(trial: Trial) -> str:
+        """Return the result of the training without the fault, which is made once."""
+        key = (trial.integration, trial.scheme, trial.ranks, trial.seed)
+        with lock:
+            if key not in digests:
+                digests[key] = observe(trial, timeout_s, undisturbed=True).ranks[0].said
+            return digests[key]
 
-    def one(trial: Trial) -> FinishedTrial:
+    def one(trial: Trial) -> Finished:
         # A busy machine may keep ranks from meeting in time, before anything was done to them.
-        tries = (once(trial) for _ in range(ATTEMPTS))
-        return next((found for found in tries if found.verdict != "missed"), None) or once(trial)
+        for attempt in range(1, ATTEMPTS + 1):
+            if trial.integration == "compare":
+                verdict, why, seen = compared(trial)
+            else:
+                seen = observe(trial, timeout_s, delay=delay)
+                verdict, why = judged(trial, seen, lambda: undisturbed(trial))
+            if verdict != "missed" or attempt == ATTEMPTS:
+                return Finished(trial, setting, verdict, why, asdict(seen))
+        raise AssertionError
 
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(one, trial) for trial in trials}
+        waiting = [pool.submit(one, trial) for trial in trials]
         try:
-            while waiting:
-                ended, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for each in ended:
-                    yield each.result()
+            for ended in as_completed(waiting):
+                yield ended.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _References:
-    """The results of trainings that nothing disturbs, each made once."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._lock = timeout_s, threading.Lock()
-        self._digests: dict[tuple[object, ...], str] = {}
-
-    def __call__(self, trial: Trial) -> str:
-        key = (trial.integration, trial.scheme, trial.ranks, trial.seed)
-        with self._lock:
-            if key not in self._digests:
-                self._digests[key] = observe(trial, self._timeout_s, undisturbed=True).ranks[0].said
-            return self._digests[key]
-
-
-def _markdown(found: Sequence[FinishedTrial], command: Sequence[str]) -> str:
-    parts = [f"```text\n{shlex.join(command)}\n```"]
-    for shown in tables(found):
-        parts.append(f"{shown.title}:\n\n{markdown(shown, code=False)}")
-    absent = [" ".join(VERDICTS[each].split()) for each in _ORDER[:-1] if all(one.verdict != each for one in found)]
-    if absent:
-        parts.append(f"Verdicts that did not occur: {', '.join(absent)}.")
-    parts.append(_plain(slowest(found)))
-    if bad := remarks(found):
-        parts.append("\n".join(["Exceptions:", "", *(f"- {_plain(line)}" for line in bad)]))
-    return "\n\n".join(parts)
-
-
-def _short(why: str) -> str:
-    """Return the first line of an error, without torch's source files and advice."""
-    line = _NOISE.sub("", why.partition("\n")[0]).strip()
-    return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
-
-
-def _plain(line: str) -> str:
-    """Return the line without what Markdown would read as markup."""
-    return "".join(f"\\{each}" if each in "\\`*_<>[]|" else each for each in line)
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, "utf-8")
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error}; choose another --page") from error

@@ -5,13 +5,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 from sparsync import GroupComm, core
 from sparsync.runtime import connection
 from studies.campaign.training import ModelTraining, RankTraining
 from studies.campaign.trials import ALL, CHANGED, GONE, MADE_OTHERWISE, RAISED, WITHIN, Trial
+from studies.trials.process import Tell
 
 CAUSE = "no luck today"  # the message of exceptions that are raised on purpose
 DELAY = 0.4  # of the timeout
@@ -33,11 +33,19 @@ class FaultError(Exception):
 class Striker:
     """Strikes once, on the victim of `trial`; on the other ranks it does nothing.
 
-    `connection` leads to the supervisor, which is told of the strike before it happens; it cuts the link of a partition.
+    The supervisor is told of the strike before it happens; `await_cut` returns once it has cut the link of a partition.
     """
 
-    def __init__(self, trial: Trial, rank: int, connection: Connection, timeout_s: float, undisturbed: bool) -> None:
-        self.trial, self.connection, self.timeout_s = trial, connection, timeout_s
+    def __init__(
+        self,
+        trial: Trial,
+        rank: int,
+        tell: Tell,
+        await_cut: Callable[[], None],
+        timeout_s: float,
+        undisturbed: bool,
+    ) -> None:
+        self.trial, self._told, self._await_cut, self.timeout_s = trial, tell, await_cut, timeout_s
         self.armed = rank == trial.victim and trial.when != "random" and not undisturbed
         self.takes_part = self.armed or (trial.detail == ALL and not undisturbed)
         self.step = -1
@@ -103,7 +111,7 @@ class Striker:
         elif fault == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "partition":
-            self.connection.recv()  # the supervisor has cut the link
+            self._await_cut()
         elif fault == "leave":
             raise LeaveEarly
         elif fault == "delay":
@@ -126,7 +134,7 @@ class Striker:
 
     def _tell(self, where: str) -> None:
         self.armed = False
-        self.connection.send(("strike", time.monotonic(), where))
+        self._told(strike=where)
 
     def _within(self, when: str) -> bool:
         return self.armed and self.trial.when == when and self.step >= self.trial.step

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
@@ -93,10 +95,8 @@ class ModelTraining:
         self._frozen: dict[str, Tensor] | None = None  # the layer's weights, once they must not change any more
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # weights before, and those that were loaded
         self._child = 0  # the process that was forked
-        self._options: Any = {
-            "timeout_s": timeout_s,
-            "check_weights_every": CHECK_EVERY,
-        }  # Any: arguments of each integration
+        # Any: arguments of each integration
+        self._options: Any = {"timeout_s": timeout_s, "check_weights_every": CHECK_EVERY}
         getattr(self, f"_{trial.integration.removesuffix('_delayed')}")()
 
     def step(self, number: int) -> None:
@@ -230,24 +230,24 @@ class ModelTraining:
             dist.all_reduce(bad)
         return not bad.item()
 
-    def _wrapped_by_ddp(self) -> DistributedDataParallel:
+    def _attach(self, model: nn.Module, exchange: sparsync.Steps | None = None, **more: Any) -> Any:  # Any: of Options
+        """Return the handle of a model that may be wrapped."""
+        options = sparsync.Options(**self._options, **more)
+        return sparsync.attach(model, self.scheme, optimizer=self.optimizer, exchange=exchange, options=options)
+
+    def _wrap(self) -> nn.Module:
+        """Wrap the model by DistributedDataParallel."""
         # Without torch's own comparison of the models, which costs another wait; the weights are the same by their seed.
-        # Without it, DDP itself waits for the gradients of a layer that is frozen later.
-        unused = self.trial.fault == "frozen"
+        # Without find_unused_parameters, DDP itself waits for the gradients of a layer that is frozen later.
         self.optimizer = self._made_optimizer()
-        return DistributedDataParallel(
+        unused = self.trial.fault == "frozen"
+        self.model = DistributedDataParallel(
             self.model, bucket_cap_mb=BUCKET_MB, init_sync=False, find_unused_parameters=unused
         )
+        return self.model
 
     def _ddp(self) -> None:
-        ddp = self._wrapped_by_ddp()
-        self.handle = sparsync.attach(
-            ddp,
-            self.scheme,
-            optimizer=self.optimizer,
-            options=sparsync.Options(**self._options, join_mb=0, dense_below=0),
-        )
-        self.model = ddp
+        self.handle = self._attach(self._wrap(), join_mb=0, dense_below=0)
 
     def _reducer(self) -> None:
         self.optimizer = self._made_optimizer()
@@ -267,52 +267,30 @@ class ModelTraining:
         self._attach_steps(self.model)
 
     def _steps_ddp(self) -> None:
-        ddp = self._wrapped_by_ddp()
-        self._attach_steps(ddp)
-        self.model = ddp
+        self._attach_steps(self._wrap())
 
     def _steps_fsdp(self) -> None:
-        self._attach_steps(self.model, replicate=self._replicas())
+        self._attach_steps(self.model, replicate=self._shard_in_copies())
 
     def _attach_steps(self, model: nn.Module, **options: Any) -> None:  # Any: of Options
-        handle = sparsync.attach(
-            model,
-            self.scheme,
-            optimizer=self.optimizer,
-            exchange=sparsync.Steps(),
-            options=sparsync.Options(**self._options, **options),
-        )
-        assert isinstance(handle, sparsync.AdamWSteps)
+        handle = self._attach(model, sparsync.Steps(), **options)
         self.handle, self.common = handle, handle.averaged
 
     def _fsdp_replicate(self) -> None:
-        replicas = self._replicas()
-        self.handle = sparsync.attach(
-            self.model,
-            self.scheme,
-            optimizer=self.optimizer,
-            options=sparsync.Options(**self._options, replicate=replicas),
-        )
-
-    def _replicas(self) -> Any:  # Any: as in `_sharded`
-        """Shard the model over one rank, and return the axis of the copies."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh("cpu", (self.trial.ranks, 1), mesh_dim_names=("replicate", "shard"))
-        self._sharded(mesh["shard"])
-        return mesh["replicate"]
+        replicas = self._shard_in_copies()
+        self.handle = self._attach(self.model, replicate=replicas)
 
     def _fsdp_shard(self) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
+        self._shard(init_device_mesh("cpu", (self.trial.ranks,)))
+        self.handle = self._attach(self.model)
 
-        self._sharded(init_device_mesh("cpu", (self.trial.ranks,)))
-        self.handle = sparsync.attach(
-            self.model, self.scheme, optimizer=self.optimizer, options=sparsync.Options(**self._options)
-        )
+    def _shard_in_copies(self) -> DeviceMesh:
+        """Shard the model over one rank, and return the axis of the copies."""
+        mesh = init_device_mesh("cpu", (self.trial.ranks, 1), mesh_dim_names=("replicate", "shard"))
+        self._shard(mesh["shard"])
+        return mesh["replicate"]
 
-    def _sharded(self, mesh: Any) -> None:  # Any: a DeviceMesh, whose module is loaded where it is used
-        from torch.distributed.fsdp import fully_shard
-
+    def _shard(self, mesh: DeviceMesh) -> None:
         for module in (self.model.get_submodule("first"), self.model.get_submodule("second"), self.model):
             fully_shard(module, mesh=mesh)
         self.optimizer = self._made_optimizer()

@@ -161,26 +161,17 @@ def cells(only: Collection[str] = ()) -> list[tuple[str, str, str]]:
     known = [*FAULTS, *INTEGRATIONS, *SCHEMES]
     for name in only:
         if name not in known:
-            raise ValueError(
-                f"--only takes faults, integrations and schemes, got {name!r}"
-                + (nearest(name, known) or f"; there are {', '.join(known)}")
-            )
-
-    def chosen(name: str, kind: Collection[str]) -> bool:
-        named = [each for each in only if each in kind]
-        return not named or name in named
-
-    found = [
+            raise ValueError(f"--only takes faults, integrations and schemes, got {name!r}{nearest(name, known)}")
+    wanted = [{each for each in only if each in kind} or {*kind} for kind in (FAULTS, INTEGRATIONS, SCHEMES)]
+    return [
         (fault, integration, scheme)
         for fault in FAULTS
         for integration in _integrations(fault)
         for scheme in _schemes(integration)
-        if fault != "raise" or phases_of(scheme)
-    ]
-    return [
-        cell
-        for cell in found
-        if chosen(cell[0], FAULTS) and chosen(cell[1], INTEGRATIONS) and (cell[2] == NONE or chosen(cell[2], SCHEMES))
+        if (fault != "raise" or phases_of(scheme))
+        and fault in wanted[0]
+        and integration in wanted[1]
+        and scheme in wanted[2] | {NONE}
     ]
 
 

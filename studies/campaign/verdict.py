@@ -15,10 +15,10 @@ VERDICTS: Mapping[Verdict, str] = {
     "hung": "hung",
     "crashed": "crashed",
     "silent": "silent",
-    "wrong": "wrong\nname",
-    "torch": "torch's own\ncollective",
-    "right": "error within the\ntimeout, right name",
-    "missed": "did not\nstrike",
+    "wrong": "wrong name",
+    "torch": "torch's own collective",
+    "right": "error within the timeout, right name",
+    "missed": "did not strike",
 }
 
 # What is said of a rank that is not there any more.

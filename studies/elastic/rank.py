@@ -1,15 +1,10 @@
 """The processes of a trial: a rank, which trains and writes down what happens to it, and the store."""
 
-import ctypes
-import faulthandler
 import hashlib
-import json
 import os
 import signal
 import time
-import traceback
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +14,11 @@ from torch import Tensor, nn
 import sparsync
 import sparsync_elastic as elastic
 from sparsync_elastic.__main__ import main as serve_store
-from sparsync_lab.netlab import RunNetwork
-from studies.campaign.rank import end_with_parent, enter
 from studies.elastic.drawing import Trial
+from studies.trials import process
+from studies.trials.process import Seat, Tell
 
+PACE_S = 0.06  # a step sleeps for this long
 WAIT_S = 30.0
 EVERY = 4  # steps between two exchanges of local steps
 DIGEST_EVERY = 3
@@ -40,56 +36,15 @@ _SCHEMES = {
 }
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the process of a rank is to do, and where."""
-
-    trial: Trial
-    number: int  # of the process in its trial
-    place: int  # in the network
-    folder: Path
-    address: str  # of the store
-    timeout_s: float
-    pace_s: float  # a step sleeps for this long
-    links: RunNetwork
-
-
-def serve(links: RunNetwork, place: int, port: int, told: Path) -> None:
-    """Be the store, in the network at `place`; what it tells goes into a file."""
-    end_with_parent()
-    with told.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    if links.limited:
-        enter(links.anchors[place])
+def serve(seat: Seat, port: int) -> None:
+    """Be the store of a run."""
+    process.take_seat(seat)
     serve_store(["--port", str(port)])
 
 
-def run(order: Order) -> None:
-    """Be a rank, and end the process: with status 1 after an error."""
-    end_with_parent()
-    stderr = (order.folder / f"stderr{order.number}").open("w")
-    os.dup2(stderr.fileno(), 2)
-    stacks = (order.folder / f"stacks{order.number}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    faulthandler.enable(stderr)
-    torch.set_num_threads(1)
-    if order.links.limited:
-        enter(order.links.anchors[order.place])
-    os.environ["GLOO_SOCKET_IFNAME"] = order.links.interface
-    code = 0
-    with (order.folder / f"log{order.number}").open("w", buffering=1) as log:
-
-        def tell(**what: Any) -> None:  # Any: JSON
-            print(json.dumps({"t": time.monotonic(), **what}), file=log)
-
-        try:
-            _Rank(order, tell).train()
-        except BaseException:
-            tell(error=traceback.format_exc())
-            code = 1
-    # What a program does at its end, which a process of the fork server would leave out; a thread that is in C++ then crashes it.
-    ctypes.pythonapi.Py_Exit(code)
+def run(seat: Seat, trial: Trial, address: str, timeout_s: float) -> None:
+    """Be a rank of the run whose store is at an address, and end the process."""
+    process.run(seat, lambda tell: _Rank(seat, trial, address, timeout_s, tell).train(), finalizes=True)
 
 
 class _LastStep:
@@ -113,12 +68,11 @@ class _LastStep:
 class _Rank:
     """A training, and what this rank holds back after each step."""
 
-    def __init__(self, order: Order, tell: Any) -> None:  # Any: takes what it writes by name
-        self.order, self.tell = order, tell
-        trial = order.trial
+    def __init__(self, seat: Seat, trial: Trial, address: str, timeout_s: float, tell: Tell) -> None:
+        self.seat, self.trial, self.tell = seat, trial, tell
         kind, _, wrapped = trial.exchange.partition("_")
-        torch.manual_seed(order.number)  # other weights on each rank, until it gets those of the run
-        self.run = elastic.Run(order.address, ranks=trial.ranks, timeout_s=order.timeout_s, wait_s=WAIT_S)
+        torch.manual_seed(seat.number)  # other weights on each rank, until it gets those of the run
+        self.run = elastic.Run(address, ranks=trial.ranks, timeout_s=timeout_s, wait_s=WAIT_S)
         self.run.leave_on(signal.SIGTERM)
         norm = [nn.BatchNorm1d(64)] if wrapped else []
         self.bare = nn.Sequential(nn.Linear(20, 64), *norm, nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
@@ -136,7 +90,7 @@ class _Rank:
 
     def train(self) -> None:
         run = self.run
-        last = cast("int", _LastStep(self.order.folder, run))
+        last = cast("int", _LastStep(self.seat.folder, run))
         for step in run.steps(last):
             with run.attempt():
                 self._step(step)
@@ -144,9 +98,9 @@ class _Rank:
                 seen = {"digest": self._digest()} if self.fresh or self._position() % DIGEST_EVERY == 0 else {}
                 self.fresh = False
                 self.tell(step=run.step, epoch=run.epoch.number, rank=run.rank, position=self._position(), **seen)
-                time.sleep(self.order.pace_s)
+                time.sleep(PACE_S)
         if run.left:
-            torch.save(residual(self.handle), self.order.folder / f"left{self.order.number}.pt")
+            torch.save(residual(self.handle), self.seat.folder / f"left{self.seat.number}.pt")
             self.tell(left=run.epoch.number, heir=run.epoch.leaving.get(run.member))
         else:
             self.tell(done=run.step, digest=self._digest(), position=self._position(), epoch=run.epoch.number)
@@ -154,7 +108,7 @@ class _Rank:
         self.tell(closed=True)
 
     def _step(self, step: int) -> None:
-        chance = torch.Generator().manual_seed(1000 * step + self.order.number)
+        chance = torch.Generator().manual_seed(1000 * step + self.seat.number)
         batch = torch.randn(8, 20, generator=chance)
         self.optimizer.zero_grad()
         loss = (self.model(batch) - batch[:, :5].sin()).square().mean()
@@ -165,7 +119,7 @@ class _Rank:
 
     def _position(self) -> int:
         """Return the number of updates that all ranks share."""
-        return self.handle.exchanged if self.order.trial.exchange.startswith("local") else self.run.step
+        return self.handle.exchanged if self.trial.exchange.startswith("local") else self.run.step
 
     def _digest(self) -> str:
         with self.handle.averaged() if hasattr(self.handle, "averaged") else nullcontext():
@@ -176,8 +130,8 @@ class _Rank:
         """Write down the meeting, and what this rank holds back where that has changed since its last step, or should have."""
         held, mass = residual(self.handle), ""
         if differing(self.held, held) or run.changes[-1].factor != 1.0:
-            mass = f"mass{self.order.number}.{run.epoch.number}.pt"
-            torch.save({"before": self.held, "after": held}, self.order.folder / mass)
+            mass = f"mass{self.seat.number}.{run.epoch.number}.pt"
+            torch.save({"before": self.held, "after": held}, self.seat.folder / mass)
         self.held, self.fresh = held, True
         lost = [[each.member, each.what] for each in run.lost]
         epoch = run.epoch

@@ -98,7 +98,7 @@ def ended_badly(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
         if rank.hung:
             yield last["t"], f"rank {rank.number} hangs: {rank.said}"
         elif "error" in last and not ("this run has ended" in last["error"] and last["t"] >= done_at):
-            yield last["t"], f"rank {rank.number}: {last['error'].strip().splitlines()[-1]}"
+            yield last["t"], f"rank {rank.number}: {last['error'].partition(chr(10))[0]}"
         elif rank.status not in (0, 1, -9):
             yield last["t"], f"rank {rank.number} ended by signal {-(rank.status or 0)}"
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -19,13 +19,12 @@ from sparsync.recipes import bits_of
 from sparsync_lab.workloads.gpt import Decoder
 
 ADAMW, DDP = "fused AdamW", "DDP"
+INT4 = "two_shot:density=1.0:values=int4"
+SPARSE = "two_shot:density=0.05:values=int4"
+STEP = (ADAMW, "default", "bits=0.8", INT4, "skip_reduce", "micro", "exdyna", "oktopk", SPARSE)
+WHOLE = (DDP, "bf16 hook", "powersgd 8", "powersgd 16", "default", "bits=0.8", INT4)
 VECTORS = 12  # bytes per parameter of weights, gradients, and those that are given
 MOMENTS = 8  # bytes per parameter of AdamW's state
-
-
-def heads(width: int) -> int:
-    """Return the number of heads of 64 elements, one in a narrower model."""
-    return max(1, width // 64)
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Shape:
         return cls(device, layers, width, *((50304, 1024) if device == "cuda" else (1000, 64)))
 
     def model(self) -> Decoder:
+        """Return the model, whose heads have 64 elements."""
         torch.manual_seed(0)
-        with torch.device(self.device):
-            return Decoder(self.vocabulary, self.context, self.width, self.layers, heads(self.width))
+        return Decoder(self.vocabulary, self.context, self.width, self.layers, max(1, self.width // 64)).to(self.device)
 
     @cached_property
     def parameters(self) -> int:
         with torch.device("meta"):
-            model = Decoder(self.vocabulary, self.context, self.width, self.layers, heads(self.width))
+            model = Decoder(self.vocabulary, self.context, self.width, self.layers, max(1, self.width // 64))
         return sum(each.numel() for each in model.parameters())
 
 
@@ -65,7 +64,6 @@ class Steps:
     prepare: Callable[[], object]
     take: Callable[[], object]
     handle: Any  # Any: of sparsync.attach; None without it
-    model: nn.Module
     beside: int | None = None
 
 
@@ -74,34 +72,28 @@ def given_gradients(text: str, shape: Shape, batch: int) -> Steps:
     model = shape.model()
     optimizer = _adamw(model)
     handle = None if text == ADAMW else attached(text, model, optimizer)
-    drawn = generator(0, "gpu", 0)
-    parameters = list(model.parameters())
-    # Rows of different lengths, as gradients have them.
-    given = [
-        (
-            1e-3
-            * torch.randn(each.shape, generator=drawn)
-            * torch.randn(len(each), *[1] * (each.dim() - 1), generator=drawn).exp()
-        ).to(each)
-        for each in parameters
-    ]
+    drawn, parameters = generator(0, "gpu", 0), list(model.parameters())
+
+    def rows(like: torch.Tensor) -> torch.Tensor:
+        """Return a gradient whose rows have different lengths."""
+        lengths = torch.randn(len(like), *[1] * (like.dim() - 1), generator=drawn).exp()
+        return (1e-3 * torch.randn(like.shape, generator=drawn) * lengths).to(like)
+
+    given = [rows(each) for each in parameters]
 
     def prepare() -> None:
         for parameter, each in zip(parameters, given, strict=True):
             parameter.grad = each.clone()
 
     reduce = getattr(handle, "reduce", None)  # of gradients
-    return Steps(prepare, reduce or optimizer.step, handle, model, VECTORS + MOMENTS * (reduce is None))
+    return Steps(prepare, reduce or optimizer.step, handle, VECTORS + MOMENTS * (reduce is None))
 
 
-def training(text: str, shape: Shape, batch: int, rank: int | None = None) -> Steps:
-    """Return whole training steps of a model in DistributedDataParallel; on a GPU in bfloat16 autocast.
-
-    Blocks are compiled for the one rank that is there, `rank` None.
-    """
+def training(text: str, shape: Shape, batch: int) -> Steps:
+    """Return whole training steps of a model in DistributedDataParallel; on a GPU with compiled blocks and bfloat16 autocast."""
     cuda = shape.device == "cuda"
     model = shape.model()
-    for block in model.blocks if cuda and rank is None else ():
+    for block in model.blocks if cuda else ():
         block.compile()
     wrapped = DistributedDataParallel(model)
     optimizer = _adamw(model)
@@ -113,7 +105,7 @@ def training(text: str, shape: Shape, batch: int, rank: int | None = None) -> St
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif text != DDP:
         handle = attached(text, wrapped, optimizer)
-    drawn = generator(0, "gpu", rank or 0)
+    drawn = generator(0, "gpu", 0)
     words = torch.randint(shape.vocabulary, (batch, shape.context + 1), generator=drawn).to(shape.device)
 
     def take() -> None:
@@ -123,7 +115,7 @@ def training(text: str, shape: Shape, batch: int, rank: int | None = None) -> St
         loss.backward()
         optimizer.step()
 
-    return Steps(lambda: None, take, handle, model)
+    return Steps(lambda: None, take, handle)
 
 
 def attached(text: str, model: nn.Module, optimizer: AdamW) -> Any:  # Any: a handle
@@ -131,12 +123,6 @@ def attached(text: str, model: nn.Module, optimizer: AdamW) -> Any:  # Any: a ha
     if text == "default" or text.startswith("bits="):
         return sparsync.attach(model, bits=bits_of(text), optimizer=optimizer)
     return sparsync.attach(model, sparsync.scheme(text), exchange=sparsync.Gradients())
-
-
-def common_weights(steps: Steps) -> Tensor:
-    """Return all parameters in one vector, as all ranks must have them."""
-    with steps.handle.averaged() if hasattr(steps.handle, "averaged") else nullcontext():
-        return torch.cat([each.detach().flatten() for each in steps.model.parameters()])
 
 
 def _adamw(model: nn.Module) -> AdamW:

@@ -1,6 +1,12 @@
 """Elastic runs for tests, in which a rank that is stopped for seconds, or that a loaded machine leaves waiting, does not count as lost."""
 
+import contextlib
+import hashlib
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import sparsync_elastic as elastic
 from sparsync_elastic import members
@@ -36,3 +42,15 @@ class LastStep:
 
     def __gt__(self, step: int) -> bool:
         return self._last is None or step < self._last
+
+
+def digest_of(model: nn.Module, handle: Any) -> str:
+    shown = handle.averaged() if hasattr(handle, "averaged") else contextlib.nullcontext()
+    with shown:
+        content = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    return hashlib.sha256(content).hexdigest()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 5))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from invariants.table import BY_ID, ROWS, Row
 from invariants.world import same_bits
 from sparsync import Bucket, LocalWorld, Report, State
-from sparsync.base.scheme import Rollback
+from sparsync.base.state import Rollback
 from sparsync.core import Comm, ParameterSpan, generator
 
 # Of SkipReduce's settings each once, and of schemes that differ in a number only, one.

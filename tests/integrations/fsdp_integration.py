@@ -18,7 +18,8 @@ from invariants.world import same_bits
 from sparsync import Bucket, LocalWorld, Report
 from sparsync.attached.fsdp2 import ReduceScatterInto
 from sparsync.attached.fsdp2_units import ShardedParameter, units_of
-from sparsync.base.scheme import Rollback, own_shard_layout, shard_layout, shard_name
+from sparsync.base.scheme import own_shard_layout, shard_layout, shard_name
+from sparsync.base.state import Rollback
 from sparsync.core import Comm, laid_out
 from sparsync.runtime.handle import Handle
 

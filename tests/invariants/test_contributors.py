@@ -17,10 +17,9 @@ from torch import Tensor
 from sparsync import Bucket, Cost, LocalWorld, MeteredComm, SkipReduce, Span
 from sparsync.collectives.skipping import (
     SkipPlan,
-    direct_all_reduce_,
+    all_reduce_,
     first_offsets,
     hierarchical_all_reduce_,
-    ring_all_reduce_,
 )
 from sparsync.core import Comm, SpanSet, generator, laid_out, spans
 from sparsync.schemes.skip_reduce import Form
@@ -31,7 +30,7 @@ SMALL_WORLDS = (1, 2, 3, 4, 5, 8)  # with every skip and shift
 LARGE_WORLDS = (13, 16)  # with every skip at some shifts
 COUNTS = (97, 5)  # more and, from six ranks on, fewer elements than ranks
 FLOAT_NBYTES = 4
-FORMS = {"ring": ring_all_reduce_, "direct": direct_all_reduce_}
+FORMS: tuple[Form, ...] = ("ring", "direct")
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,17 @@ class Contributed:
     sent: Cost
 
 
-def reduce_marks(P: int, n: int, plans: Sequence[SkipPlan], form: str, node_size: int = 1) -> list[list[Contributed]]:
+def reduce_marks(P: int, n: int, plans: Sequence[SkipPlan], form: Form, node_size: int = 1) -> list[list[Contributed]]:
     """Return the state of every rank after each plan, [plan][rank]."""
-    all_reduce_ = FORMS[form]
 
     def body(comm: MeteredComm) -> list[Contributed]:
         seen = []
         for plan in plans:
             total, left_out = torch.full((n,), float(2**comm.rank)), torch.zeros(n)
             if node_size == 1:
-                all_reduce_(total, comm, plan, left_out)
+                all_reduce_(total, comm, plan, left_out, form=form)
             else:
-                hierarchical_all_reduce_(total, comm, node_size, plan, all_reduce_, left_out)
+                hierarchical_all_reduce_(total, comm, node_size, plan, left_out, form=form)
             seen.append(Contributed(total, left_out, comm.take()[0]))
         return seen
 
@@ -80,7 +78,7 @@ def planned(n: int, P: int, plan: SkipPlan) -> Tensor:
     return total
 
 
-def assert_as_planned(seen: list[Contributed], n: int, P: int, plan: SkipPlan, form: str) -> None:
+def assert_as_planned(seen: list[Contributed], n: int, P: int, plan: SkipPlan, form: Form) -> None:
     expected = planned(n, P, plan)
     for rank, one in enumerate(seen):
         assert torch.equal(one.total, expected)
@@ -108,7 +106,7 @@ def ring_plans(P: int) -> list[SkipPlan]:
 
 
 @cache
-def all_ring_plans(P: int, n: int, form: str) -> list[list[Contributed]]:
+def all_ring_plans(P: int, n: int, form: Form) -> list[list[Contributed]]:
     return reduce_marks(P, n, ring_plans(P), form)
 
 
@@ -127,7 +125,7 @@ def test_a_plan_leaves_out_the_s_positions_after_the_owner_and_each_rank_equally
     [pytest.param(P, n, marks=pytest.mark.slow if P == 8 and n != 5 else ()) for P in SMALL_WORLDS for n in COUNTS],
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_every_skip_and_shift_sums_the_planned_ranks(form: str, P: int, n: int) -> None:
+def test_every_skip_and_shift_sums_the_planned_ranks(form: Form, P: int, n: int) -> None:
     for plan, seen in zip(ring_plans(P), all_ring_plans(P, n, form), strict=True):
         assert_as_planned(seen, n, P, plan, form)
 
@@ -135,7 +133,7 @@ def test_every_skip_and_shift_sums_the_planned_ranks(form: str, P: int, n: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("P", LARGE_WORLDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_skip_sums_the_planned_ranks_in_large_worlds(form: str, P: int) -> None:
+def test_every_skip_sums_the_planned_ranks_in_large_worlds(form: Form, P: int) -> None:
     @settings(max_examples=4)
     @given(shift=st.integers(0, P - 1), n=st.sampled_from(COUNTS))
     def at_any_shift(shift: int, n: int) -> None:
@@ -173,7 +171,7 @@ NODES = [(2, 1), (2, 2), (2, 3), (2, 8), (3, 3), (4, 2), (4, 4), (5, 1)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("G", "N"), [pytest.param(G, N, id=f"{N}nodes-of-{G}") for G, N in NODES])
 @pytest.mark.parametrize("form", FORMS)
-def test_two_levels_leave_out_whole_nodes_of_each_shard(form: str, G: int, N: int) -> None:
+def test_two_levels_leave_out_whole_nodes_of_each_shard(form: Form, G: int, N: int) -> None:
     P = G * N
     plans = ring_plans(N) if N < 8 else [SkipPlan(first_offsets(skip), (3 * skip) % N) for skip in range(N)]
     for n in COUNTS:
@@ -207,15 +205,14 @@ def test_what_is_protected_has_the_bits_that_a_reduction_of_its_own_gives(form: 
         SpanSet.of(entry for entry, kept in zip(slots, keep, strict=True) if kept == wanted) for wanted in (True, False)
     ]
     n = slots[-1].span.stop
-    all_reduce_ = FORMS[form]
 
     def apart(comm: Comm, x: Tensor, left_out: Tensor, plan: SkipPlan) -> None:
         for where, its_plan in zip(parts, (SkipPlan(shift=plan.shift), plan), strict=True):
             mine, its_left_out = where.take(x), where.take(left_out)
             if node_size == 1:
-                all_reduce_(mine, comm, its_plan, its_left_out)
+                all_reduce_(mine, comm, its_plan, its_left_out, form=form)
             else:
-                hierarchical_all_reduce_(mine, comm, node_size, its_plan, all_reduce_, its_left_out)
+                hierarchical_all_reduce_(mine, comm, node_size, its_plan, its_left_out, form=form)
             where.put_(x, mine / P)
             where.put_(left_out, its_left_out)
 

@@ -22,7 +22,7 @@ TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
 CONNECT_S = 2.0  # how long torch tries to connect to the store, with longer and longer pauses, before it begins anew
 # Of what is said at the store: another number where members of two releases could not follow each other.
-VERSION = 3
+VERSION = 4
 _NOTHING = "-"  # what no key has as its value
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsync import Snapshot
-from sparsync_elastic.journal import Journal
+from sparsync_elastic.journal import Journal, nbytes_of
 from sparsync_elastic.members import Members
 from sparsync_elastic.trained import Trained
 from sparsync_elastic.world import Group, StoreSilentError, abort, forget_frames, is_loss, receive, send
@@ -77,7 +77,7 @@ class Serving:
         states = list[Any]()
         for each in trained:
             states.append(on_processor(each.handle.snapshot().moved))
-            self._journals.append(Journal(each.handle, _nbytes(states[-1])))
+            self._journals.append(Journal(each.handle, nbytes_of(states[-1])))
         self._near = False  # all is sent but the moves that are still to come
         self._group: Group | None = None
         self._thread = threading.Thread(target=self._send, args=(states, store), name="sparsync-serving", daemon=True)
@@ -227,13 +227,6 @@ def on_processor(state: Any) -> Any:  # Any: as a part of a Snapshot
     if isinstance(state, dict):
         return {key: on_processor(each) for key, each in state.items()}
     return [on_processor(each) for each in state] if isinstance(state, list) else state
-
-
-def _nbytes(state: Any) -> int:  # Any: as a part of a Snapshot
-    if isinstance(state, Tensor):
-        return state.nbytes
-    inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
-    return sum(map(_nbytes, inner))
 
 
 def _is_near(counts: Sequence[int], before: Sequence[int] | None) -> bool:

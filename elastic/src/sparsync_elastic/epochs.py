@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
 from typing import Any, NamedTuple
 
 TRIES = 3  # how often the same members may fail to take a step before the one that they wait for is left out
@@ -86,7 +85,6 @@ class Note:
     failures: int = 0  # epochs in a row, with the same members, in which it could not take a step
     error: str = ""  # why, the last time
     waited_for: str = ""  # the member that it waited for then, until the timeout
-    unreached: list[str] = field(default_factory=list)  # members that it could not connect to then
 
     @staticmethod
     def read(found: Any) -> "Note | None":  # Any: JSON
@@ -153,30 +151,14 @@ def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str,
     """Return who is the cause where the same members have failed too often, and why."""
     there = [*present, *joining]
     failing = [each for each in there if notes[each].failures >= TRIES]
-    refused = dict[str, str]()
-    pairs = [
-        pair
-        for pair in combinations(there, 2)
-        if any(one in failing and other in notes[one].unreached for one, other in (pair, pair[::-1]))
-    ]
-    while pairs:  # who lacks most others; of two one without the weights, or the later one
-        count = Counter(each for pair in pairs for each in pair)
-        worst = max(count, key=lambda each: (count[each], not notes[each].knows, there.index(each)))
-        own = [pair for pair in pairs if worst in pair]
-        others = ", ".join(one if other == worst else other for one, other in own)
-        refused[worst] = (
-            f"{worst} and {others} could not connect to each other in {TRIES} tries, so {worst} is left out; let every rank connect to "
-            "every other one (firewalls, routes, GLOO_SOCKET_IFNAME), and start it again"
-        )
-        pairs = [pair for pair in pairs if worst not in pair]
-    if refused or not failing:
-        return refused
     waits = Counter(notes[each].waited_for for each in failing if notes[each].waited_for in there).most_common(2)
     if waits and (len(waits) == 1 or waits[0][1] > waits[1][1]):
         awaited = waits[0][0]
         told = [each for each in failing if notes[each].waited_for == awaited]
         return {awaited: _told(f"the others waited for {awaited}", [*told[:1], awaited], step, notes)}
-    late = [each for each in joining if each in failing]
+    # One that cannot connect to all others never gets the weights.
+    knowing = any(notes[each].knows for each in there)
+    late = [each for each in failing if each in joining or (knowing and not notes[each].knows)]
     if late:
         return {each: _told(f"the others went on without {each}", [each], step, notes) for each in late}
     if all(notes[each].failures >= LAST_TRIES for each in there):

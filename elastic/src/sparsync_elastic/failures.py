@@ -11,14 +11,14 @@ class Failures:
     """The failures of one rank. `told` is called before each meeting, and `note` after each failure."""
 
     def __init__(self) -> None:
-        self._error, self._waited_for, self._unreached = "", "", list[str]()
+        self._error, self._waited_for = "", ""
         self._row, self._members = 0, frozenset[str]()
         self._began_at: list[int] | None = None  # where this rank was when it had connected to the others
 
-    def note(self, error: BaseException, epoch: Epoch, unreached: Sequence[str] = ()) -> None:
+    def note(self, error: BaseException, epoch: Epoch) -> None:
         """Note why an epoch has failed, for the next meeting."""
         awaited = waited_for(error)
-        self._error, self._unreached = brief(error), list(unreached)
+        self._error = brief(error)
         self._waited_for = epoch.members[awaited] if awaited is not None and awaited < len(epoch.members) else ""
 
     def begin(self, position: list[int]) -> None:
@@ -34,4 +34,4 @@ class Failures:
             self._members = frozenset(members)
         error, self._error, self._began_at = self._error, "", None
         failures = self._row if error else 0
-        return {"failures": failures, "error": error, "waited_for": self._waited_for, "unreached": self._unreached}
+        return {"failures": failures, "error": error, "waited_for": self._waited_for}

@@ -288,11 +288,6 @@ class Members(Board):
         return [each for each, source in fetching.items() if source == self.own and number == self.current.number]
 
     @property
-    def unreached(self) -> list[str]:
-        """The members that this one has tried to connect to without success."""
-        return [each for each in self.current.members if each in self._presence.unreached]
-
-    @property
     def dropped(self) -> bool:
         """Whether others have gone on without this process, as far as its watcher has seen."""
         return self._dropped_in >= self.current.number > 0

@@ -26,7 +26,6 @@ class Presence:
         place = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}@{here}:{self._socket.getsockname()[1]}"
         self.member = place if member is None else member
         self.ended = set[str]()  # members whose processes have ended
-        self.unreached = set[str]()  # members to which the last try to connect has failed, if they have not ended
         self._reached = set[str]()
         self._asked = dict[str, threading.Thread]()
 
@@ -59,14 +58,11 @@ class Presence:
         try:
             socket.create_connection((host, int(port)), _CONNECT_S).close()
             self._reached.add(member)
-            self.unreached.discard(member)
-        except ValueError:  # a name without an address
-            return
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError) and member in self._reached:
+        except ConnectionRefusedError:
+            if member in self._reached:
                 self.ended.add(member)
-            else:  # cut off
-                self.unreached.add(member)
+        except (ValueError, OSError):  # a name without an address, or a member that is cut off
+            return
 
 
 def _towards(host: str, port: int) -> tuple[int, str]:

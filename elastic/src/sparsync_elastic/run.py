@@ -26,7 +26,6 @@ from sparsync_elastic.members import Members
 from sparsync_elastic.presence import Presence
 from sparsync_elastic.trained import Saved, Trained
 from sparsync_elastic.world import (
-    GroupStore,
     StoreSilentError,
     comm_of,
     end_world,
@@ -122,7 +121,6 @@ class Run:
         self._failures = Failures()
         self._comms = list[GroupComm]()  # of the handles
         self.changes: list[Change] = []
-        self._store: Any = None  # Any: torch's stubs have several stores and no common class
         self._begin_world(dist.HashStore(), 0, 1)  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from __all__
 
     def __enter__(self) -> Self:
@@ -270,7 +268,7 @@ class Run:
                 break
             except Exception as error:
                 if is_loss(error):
-                    self._failures.note(error, self.epoch, self._members.unreached)
+                    self._failures.note(error, self.epoch)
                 elif not isinstance(error, StoreSilentError):  # without the store the next meeting waits for it
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
@@ -386,10 +384,12 @@ class Run:
             self._members.look()
         return received
 
-    def _begin_world(self, store: Any, rank: int, size: int) -> None:  # Any: see `_store`
+    def _begin_world(
+        self, store: Any, rank: int, size: int
+    ) -> None:  # Any: torch's stubs have no common class of stores
         timeout = timedelta(seconds=self.timeout_s)
-        self._store = GroupStore(store, size, self.timeout_s) if self._backend == "gloo" and size > 1 else store
-        dist.init_process_group(self._backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
+        store.set_timeout(timeout)
+        dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     def _weigh(self, epoch: Epoch) -> None:
         """Have what this rank has for the others move the weights as it would have among the ranks that were there before."""

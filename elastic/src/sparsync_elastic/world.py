@@ -24,58 +24,6 @@ _TAG = 3  # of the receive that aborts
 _LONGEST = 300  # characters of an error that others are told
 
 
-def _passed_on(name: str) -> Callable[..., Any]:  # Any: as dist.Store
-    """Return a method of GroupStore that calls the store within."""
-    return lambda self, *given: getattr(self._store, name)(*given)
-
-
-class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
-    """A store of process groups of `size` ranks, from which gloo learns where all ranks are by one call instead of three for each.
-
-    Keep a reference to it: torch has one to the part in C++ only.
-    """
-
-    def __init__(self, store: Any, size: int, timeout_s: float) -> None:  # Any: as in `members`
-        super().__init__()
-        self._store, self._size = store, size
-        self._numbered = set[str]()  # prefixes under which this rank has set its number
-        self._found = dict[str, bytes]()
-        store.set_timeout(timedelta(seconds=timeout_s))
-
-    def set(self, key: str, value: Any) -> None:  # Any: bytes from C++, or a str
-        head, _, number = key.rpartition("/")
-        if number.isdecimal():
-            self._numbered.add(head)
-        self._store.set(key, value)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        head, _, number = keys[0].rpartition("/")
-        if head in self._numbered and number.isdecimal() and int(number) < self._size:
-            # HACK: gloo connects to all ranks, and the address of each is under its number. Price: torch may change that; then it waits.
-            self._numbered.remove(head)
-            numbered = [f"{head}/{rank}" for rank in range(self._size)]
-            self._found.update(zip(numbered, self._store.multi_get(numbered), strict=True))
-        if not all(each in self._found for each in keys):
-            self._store.wait(keys, timeout or self._store.timeout)
-
-    def get(self, key: str) -> bytes:
-        return self._found.pop(key, None) or self._store.get(key)
-
-    multi_get, multi_set, append, add, compare_set, check, delete_key, num_keys = map(
-        _passed_on, ["multi_get", "multi_set", "append", "add", "compare_set", "check", "delete_key", "num_keys"]
-    )
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._store.timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
-
 class StoreSilentError(RuntimeError):
     """The store of a run does not answer: its process hangs, is gone, or cannot be reached."""
 

@@ -7,19 +7,17 @@ be bit-identical.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sparsync.base.state import State
-from sparsync.core import Arriving, Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out, reported
 from sparsync.feedback import Vectors
-from sparsync.kernels import operations as kernels
 
 if TYPE_CHECKING:
     from sparsync.wire import Values
-
 _NO_COST = Cost()
 
 
@@ -73,9 +71,7 @@ class Scheme(ABC):
         details: Mapping[str, Detail] | None = None,
     ) -> Report:
         """Return the report of one reduction. `selected` (k) and `union` (K) are all n elements where not given."""
-        n = bucket.grad.numel()
-        k, K = n if selected is None else selected, n if union is None else union
-        return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
+        return reported(self.name, bucket, cost, selected, union, details)
 
     def start(self, vectors: Vectors | None = None) -> State:
         """Return an empty state, for one rank and one model. `vectors`: those of the scheme that this one is inside."""
@@ -120,66 +116,6 @@ class Scheme(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}()"  # a dataclass says its settings
-
-
-def overflowed(report: Report, grad: Tensor) -> bool:
-    """Return whether `grad`, as it was written on all ranks, holds NaN or Inf; the report's "overflow" counts where it has one."""
-    known = report.details.get("overflow")
-    # A host sync where the report does not say.
-    return not kernels.all_finite(grad) if known is None else bool(known)
-
-
-class Rollback:
-    """Tracks the buckets that a step has written, and rolls them back when one is non-finite, because a loss scaler then skips the step.
-
-    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of the step have sent
-    from their residuals what nobody will apply: each rank adds the mean that was written to its residual again, P times in all. All
-    ranks see the same buckets and do the same, so no message is needed. With `waits`, what a device has found is read and rolled back in
-    `settle`, one step later, when the gradient is not there any more.
-    """
-
-    def __init__(self, waits: bool = False) -> None:
-        self._waits = waits
-        self._step: int | None = None
-        # With whether the bucket itself is non-finite, where that is not known yet.
-        self._written: list[tuple[Any, Bucket, Arriving | None]] = []
-        self._skipped = False
-
-    def reduced(self, scheme: Any, bucket: Bucket, report: Report) -> bool:
-        """Note a bucket that `scheme` has reduced; roll back what this step has written if it is to be skipped, and return whether it is.
-
-        Call it in the same order on all ranks, before any gradient of the step is changed.
-        """
-        if bucket.step != self._step:
-            self.settle()
-            self._step, self._written, self._skipped = bucket.step, [], False
-        flag, all_wait = report.details.get("overflow"), all(each is not None for *_, each in self._written)
-        if self._waits and isinstance(flag, Arriving) and all_wait and not self._skipped:
-            self._written.append((scheme, Bucket(bucket.key, bucket.grad.new_empty(0), bucket.step), flag))
-            return False
-        if overflowed(report, bucket.grad):
-            self._skipped = True
-        elif scheme.has_residual:
-            self._written.append((scheme, bucket, None))
-        return self._roll_back()
-
-    def settle(self) -> bool:
-        """Roll back what the last step has written if a device has found any of it non-finite since; return whether it has."""
-        return any(each is not None for *_, each in self._written) and self._roll_back()
-
-    def end_step(self) -> None:
-        """End the step: the next bucket belongs to another one, even of the same number."""
-        self._step = None
-        self._written = [each for each in self._written if each[2] is not None]
-
-    def _roll_back(self) -> bool:
-        """Roll back what is written if the step is non-finite; return whether it is. Waits for flags."""
-        self._skipped |= any(bool(flag) for *_, flag in self._written)
-        written = [(scheme, bucket) for scheme, bucket, flag in self._written if not flag]
-        self._written = [] if self._skipped else [(*each, None) for each in written]
-        for scheme, bucket in written if self._skipped else ():
-            scheme.rollback(bucket)
-        return self._skipped
 
 
 class ReduceScatterScheme(ABC):

@@ -1,19 +1,111 @@
 """What a scheme remembers of one model on one rank. A handle owns it, or whoever calls `Scheme.start`; a scheme has settings only."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.tables import Tables
-from sparsync.core import Bucket, Comm, Report, Rows
-from sparsync.feedback import Accumulator, Vectors
+from sparsync.core import Arriving, Bucket, Comm, Report, Rows
+from sparsync.feedback import Accumulator, ByParameter, Vectors
 from sparsync.kernels import operations as kernels
 from sparsync.wire import Values, in_passes
 
+Numbers = TypeVar("Numbers")
 TABLES = ("shared", "own", "common", "schemes")  # the parts of a saved state that are no vectors
+
+
+class Tables:
+    """Numbers and tensors by key, all of them saved. See `State`."""
+
+    def __init__(self) -> None:
+        # Any: by bucket key, its shape and its numbers: a dataclass, or a dict that was loaded and not read since
+        self._shared: dict[str, dict[str, dict[str, Any]]] = {}
+        self._own: dict[str, dict[str, dict[str, Any]]] = {}
+        self._common: dict[str, Any] = {}  # Any: by parameter name, numbers or tensors, or a ByParameter
+
+    def shared_state(self, key: str, make: Callable[..., Numbers], bucket: Bucket, P: int) -> Numbers:
+        """Return numbers of this bucket that all ranks have in common, for reading and writing: a dataclass that `make` makes at first.
+
+        They start again whenever the bucket's layout or the number of ranks changes: partitions, counts and thresholds of other elements
+        mean nothing.
+        """
+        return _of_bucket(self._shared.setdefault(key, {}), make, bucket, P)
+
+    def own_state(self, key: str, make: Callable[..., Numbers], bucket: Bucket, P: int) -> Numbers:
+        """Return numbers of this bucket that differ from rank to rank, as `shared_state` does. They stay after a failure."""
+        return _of_bucket(self._own.setdefault(key, {}), make, bucket, P)
+
+    def all_of(self, key: str, make: Callable[..., Numbers]) -> list[tuple[set[str], Numbers]]:
+        """Return the `shared_state` or `own_state` of all buckets, each with the names of its bucket's parameters."""
+        kept = {**self._own.get(key, {}), **self._shared.get(key, {})}.values()
+        return [({name for name, _ in each["shape"][1:]}, _made(each, make)) for each in kept]
+
+    def common(self, key: str) -> dict[str, Any]:  # Any: numbers or tensors
+        """Return what all ranks have in common, by parameter name, for reading and writing. Ranks compare the numbers in it."""
+        return self._common.setdefault(key, {})
+
+    def common_vector(self, key: str, bucket: Bucket) -> Tensor:
+        """Return a vector that all ranks have in common, [n], at least float32, for writing; zero for parameters not seen before."""
+        known = self._common.get(key, {})
+        if not isinstance(known, ByParameter):
+            known = self._common[key] = ByParameter(known)
+        return known.of(bucket, torch.promote_types(bucket.grad.dtype, torch.float32))
+
+    def continue_from(self, other: "Tables") -> None:
+        """Take over the numbers and tensors of `other`."""
+        self._shared, self._own, self._common = other._shared, other._own, other._common
+
+    def forget_shared(self) -> None:
+        """Forget what all ranks have in common."""
+        self._shared, self._common = {}, {}
+
+    def text(self, bucket: str, names: Sequence[str]) -> str:
+        """Return what all ranks have in common of the bucket with this key and these parameters, without tensors."""
+        found = [f"{key}: {_fields(table[bucket])}" for key, table in self._shared.items() if bucket in table]
+        for key, values in self._common.items():
+            if isinstance(values, dict):
+                found += [f"{key}: {each}" for name in names if not isinstance(each := values.get(name), Tensor)]
+        return ", ".join(found)
+
+    def tables(self) -> dict[str, Any]:
+        """Return all of it, copied, without what is empty."""
+        by_bucket = {
+            part: {
+                key: {name: {"shape": kept["shape"], "state": _fields(kept)} for name, kept in table.items()}
+                for key, table in tables.items()
+            }
+            for part, tables in (("shared", self._shared), ("own", self._own))
+        }
+        common = {key: each.by_name if isinstance(each, ByParameter) else each for key, each in self._common.items()}
+        return deepcopy({part: found for part, found in {**by_bucket, "common": common}.items() if found})
+
+    def load_tables(self, tables: Mapping[str, Any]) -> None:
+        """Continue from what `tables` returned."""
+        self._shared, self._own, self._common = (
+            deepcopy(dict(tables.get(part, {}))) for part in ("shared", "own", "common")
+        )
+
+
+def _of_bucket(table: dict[str, dict[str, Any]], make: Callable[..., Numbers], bucket: Bucket, P: int) -> Numbers:
+    shape = [P, *([entry.name, len(entry.span)] for entry in bucket.layout)]
+    kept = table.get(bucket.key)
+    if kept is None or kept["shape"] != shape:
+        kept = table[bucket.key] = {"shape": shape, "state": make()}
+    return _made(kept, make)
+
+
+def _made(kept: dict[str, Any], make: Callable[..., Numbers]) -> Numbers:
+    if isinstance(kept["state"], dict):
+        kept["state"] = make(**kept["state"])
+    return kept["state"]
+
+
+def _fields(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a dataclass by name."""
+    return kept["state"] if isinstance(kept["state"], dict) else vars(kept["state"])
 
 
 class State(Tables):
@@ -147,9 +239,9 @@ class State(Tables):
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply the vectors of each named parameter by its factor, because the learning rate or the loss scale has changed."""
-        self.vectors.rescale(factors)
         for each in tree(self):
             each.scheme.rescaled(each, factors)
+        self.vectors.rescale(factors)
 
     def shared_text(self, bucket: Bucket) -> str:
         """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error."""
@@ -205,6 +297,13 @@ class State(Tables):
                 self.vectors.by_kind("residual")
 
 
+def overflowed(report: Report, grad: Tensor) -> bool:
+    """Return whether `grad`, as it was written on all ranks, holds NaN or Inf; the report's "overflow" counts where it has one."""
+    known = report.details.get("overflow")
+    # A host sync where the report does not say.
+    return not kernels.all_finite(grad) if known is None else bool(known)
+
+
 def tree(state: State) -> list[State]:
     """Return `state`, and the states of all schemes inside."""
     return [state, *(found for each in state.inner.values() for found in tree(each))]
@@ -234,3 +333,56 @@ def _load_tables(state: State, saved: Mapping[str, Any]) -> None:
 def _text(state: State, bucket: str, names: Sequence[str]) -> str:
     inner = [_text(each, f"{bucket}/{key}", names) for key, each in state.inner.items()]
     return ", ".join(filter(None, [state.text(bucket, names), *inner]))
+
+
+class Rollback:
+    """Tracks the buckets that a step has written, and rolls them back when one is non-finite, because a loss scaler then skips the step.
+
+    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of the step have sent
+    from their residuals what nobody will apply: each rank adds the mean that was written to its residual again, P times in all. All
+    ranks see the same buckets and do the same, so no message is needed. With `waits`, what a device has found is read and rolled back in
+    `settle`, one step later, when the gradient is not there any more.
+    """
+
+    def __init__(self, waits: bool = False) -> None:
+        self._waits = waits
+        self._step: int | None = None
+        # With whether the bucket itself is non-finite, where that is not known yet.
+        self._written: list[tuple[Any, Bucket, Arriving | None]] = []
+        self._skipped = False
+
+    def reduced(self, scheme: Any, bucket: Bucket, report: Report) -> bool:
+        """Note a bucket that `scheme` has reduced; roll back what this step has written if it is to be skipped, and return whether it is.
+
+        Call it in the same order on all ranks, before any gradient of the step is changed.
+        """
+        if bucket.step != self._step:
+            self.settle()
+            self._step, self._written, self._skipped = bucket.step, [], False
+        flag, all_wait = report.details.get("overflow"), all(each is not None for *_, each in self._written)
+        if self._waits and isinstance(flag, Arriving) and all_wait and not self._skipped:
+            self._written.append((scheme, Bucket(bucket.key, bucket.grad.new_empty(0), bucket.step), flag))
+            return False
+        if overflowed(report, bucket.grad):
+            self._skipped = True
+        elif scheme.has_residual:
+            self._written.append((scheme, bucket, None))
+        return self._roll_back()
+
+    def settle(self) -> bool:
+        """Roll back what the last step has written if a device has found any of it non-finite since; return whether it has."""
+        return any(each is not None for *_, each in self._written) and self._roll_back()
+
+    def end_step(self) -> None:
+        """End the step: the next bucket belongs to another one, even of the same number."""
+        self._step = None
+        self._written = [each for each in self._written if each[2] is not None]
+
+    def _roll_back(self) -> bool:
+        """Roll back what is written if the step is non-finite; return whether it is. Waits for flags."""
+        self._skipped |= any(bool(flag) for *_, flag in self._written)
+        written = [(scheme, bucket) for scheme, bucket, flag in self._written if not flag]
+        self._written = [] if self._skipped else [(*each, None) for each in written]
+        for scheme, bucket in written if self._skipped else ():
+            scheme.rollback(bucket)
+        return self._skipped

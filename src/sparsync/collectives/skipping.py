@@ -12,10 +12,11 @@ in their chunks and ride along in the messages of the others, so there are never
 With S empty the first three are dense all-reduces.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -134,29 +135,37 @@ def _shifts(P: int, seed: int, key: str, round_number: int) -> list[int]:
 
 
 _DENSE = SkipPlan()
-AllReduce = Callable[[Tensor, Comm, SkipPlan, Tensor | None, int], None]
+Form = Literal["ring", "direct"]
 
 
-def ring_all_reduce_(
-    x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None, always: int = 0
+def all_reduce_(
+    x: Tensor,
+    comm: Comm,
+    plan: SkipPlan = _DENSE,
+    omitted: Tensor | None = None,
+    always: int = 0,
+    form: Form = "ring",
 ) -> None:
     """Write into `x` [n], on every rank, the sum over the contributors of each chunk, and over all ranks of its first elements.
 
-    The chunks are `chunks_of(n, P, always)`: each begins with its share of the `always` elements that all ranks contribute to.
-    `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. Where this rank is left out, its elements of `x` are added to
-    `omitted` [n], if given, and so is what the type of `x` drops of the sums that it forms, where `omitted` is wider. Raises ValueError
-    for other offsets.
-    Steps: 2 (P-1) - s; 2 (P-1) with P or more elements that are never left out
+    The chunks are `chunks_of(n, P, always)`: each begins with its share of the `always` elements that all ranks contribute to. Where this
+    rank is left out, its elements of `x` are added to `omitted` [n], if given, and so is what the type of `x` drops of the sums that it
+    forms, where `omitted` is wider. A ring can leave out the offsets {1, ..., s} only; raises ValueError for others. The direct form adds
+    in rank order.
+    Steps: ring 2 (P-1) - s, or 2 (P-1) with P or more elements that are never left out; direct 1, and P-1 of the ring's all-gather
     Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
     if comm.size == 1:
         return
-    if plan.offsets != first_offsets(plan.skip):
+    if form == "ring" and plan.offsets != first_offsets(plan.skip):
         raise ValueError(f"a ring leaves out the offsets 1..s, got {plan.offsets}; use the direct form for other sets")
     if omitted is not None:
         for span in plan.skipped(comm.rank, x.numel(), comm.size, always):
             span.of(omitted).add_(span.of(x))
-    ring_reduce_scatter_(x, comm, plan.skip, plan.shift, always, omitted)
+    if form == "ring":
+        ring_reduce_scatter_(x, comm, plan.skip, plan.shift, always, omitted)
+    else:
+        direct_reduce_scatter_(x, comm, plan, always, omitted)
     ring_all_gather_(x, comm, plan.shift, always)
 
 
@@ -200,26 +209,6 @@ def _steps(P: int, skip: int, always: int) -> range:
     return range(1 if always else 1 + skip, P)
 
 
-def direct_all_reduce_(
-    x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None, always: int = 0
-) -> None:
-    """Write into `x` [n], on every rank, the sum over the contributors of each chunk, added in rank order.
-
-    As in `ring_all_reduce_`, all ranks contribute to the `always` elements that lie first in the chunks, and where this rank is left
-    out, its elements of `x` are added to `omitted` [n], if given, and so is what the type of `x` drops of the sum that it forms.
-    Steps: 1, and P-1 of the ring's all-gather
-    Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of what is never left out
-    """
-    P = comm.size
-    if P == 1:
-        return
-    if omitted is not None:
-        for span in plan.skipped(comm.rank, x.numel(), P, always):
-            span.of(omitted).add_(span.of(x))
-    direct_reduce_scatter_(x, comm, plan, always, omitted)
-    ring_all_gather_(x, comm, plan.shift, always)
-
-
 def direct_reduce_scatter_(
     x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, always: int = 0, dropped: Tensor | None = None
 ) -> Span:
@@ -257,24 +246,24 @@ def hierarchical_all_reduce_(
     comm: Comm,
     node_size: int,
     plan: SkipPlan,
-    between: AllReduce,
     omitted: Tensor | None = None,
     always: int = 0,
+    form: Form = "ring",
 ) -> None:
-    """Write into `x` [n], on every rank, the sums over the contributing nodes; `between` reduces one chunk over the nodes.
+    """Write into `x` [n], on every rank, the sums over the contributing nodes; `form` is that of the all-reduce between nodes.
 
     Where this rank's node is left out, the node's sum of this rank's chunk is added to `omitted` [n], if given, and so is what the type
     of `x` drops of this rank's sums, where `omitted` is wider. No node is left out of `always` elements: they lie first in the G chunks
     (`chunks_of`) and, in each of those, first in its N chunks.
-    Steps: 2 (G-1) + those of `between` over N ranks
-    Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, those of `between` for nbytes(x)/G between nodes
+    Steps: 2 (G-1) + those of `all_reduce_` over N ranks
+    Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, those of `all_reduce_` for nbytes(x)/G between nodes
     """
     node, place = divmod(comm.rank, node_size)
     inside = SubsetComm(comm, [node * node_size + other for other in range(node_size)])
     across = SubsetComm(comm, [other * node_size + place for other in range(comm.size // node_size)])
     first = len(chunks_of(x.numel(), node_size, always)[place].always)
     chunk = ring_reduce_scatter_(x, inside, always=always, dropped=omitted)
-    between(chunk.of(x), across, plan, chunk.of(omitted) if omitted is not None else None, first)
+    all_reduce_(chunk.of(x), across, plan, chunk.of(omitted) if omitted is not None else None, first, form)
     ring_all_gather_(x, inside, always=always)
 
 

@@ -155,20 +155,6 @@ def _mean_at_once(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tens
     return mean, error
 
 
-def quantized_all_reduce(
-    value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the mean over ranks of `value` [K], and this rank's error, [K]: `quantized_all_reduce_` of a copy.
-
-    Steps: 2, an all-to-all and an all-gather
-    Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
-    """
-    error = value.clone()
-    mean = quantized_all_reduce_(error, comm, quantizer, down)
-    with phase("decode"):
-        return mean.decoded(), error
-
-
 def quantized_all_reduce_(
     value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None, terms: Sequence[Tensor] = ()
 ) -> QuantizedMean:

@@ -29,11 +29,6 @@ def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) 
     """Return the packet of the ascending `index` inside [0, span)."""
     nbytes(codec, index.numel(), span)  # for what it refuses
     _check(index, span)
-    return encoded(codec, index, span)
-
-
-def encoded(codec: PositionCodec, index: Int[Tensor, " k"], span: int) -> Packet:
-    """Do the same, without looking at what is encoded."""
     if codec == "packed":
         return pack(index, packed_bits(span))
     if codec == "bitmap":
@@ -63,7 +58,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
         start = -(-k * elias_fano_bits(k, span) // 8) if codec == "elias_fano" else 0
         if int(_bits_of(packet[start:]).sum()) != k:
             raise refused(f"it does not hold {k} positions")
-    index = decoded(codec, packet, k, span)
+    index = _decoded(codec, packet, k, span)
     if k and int(index.max()) >= span:  # a host sync; a bad position would write outside the span
         raise refused(f"it has positions outside [0, {span - 1}]")
     if not bool((index[1:] > index[:-1]).all()):  # a position twice would be cleared once and added twice
@@ -71,7 +66,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
     return index.to(torch.int32)
 
 
-def decoded(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
+def _decoded(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
     """Return what stands in a packet of the right length, whatever that is; its size does not depend on it."""
     if codec == "packed":
         return unpack(packet, k, packed_bits(span))

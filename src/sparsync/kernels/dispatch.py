@@ -14,9 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from importlib.machinery import EXTENSION_SUFFIXES
 from inspect import signature
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,26 +24,15 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def _reason(error: ImportError, folder: Path) -> str:
-    """Return why the C++ kernels in `folder` could not be imported, in words; `error` is what Python says."""
-    there = sorted(path.name for path in folder.glob("_cpu.*so"))
-    if any(f"_cpu{suffix}" in there for suffix in EXTENSION_SUFFIXES):
-        return f"they cannot be loaded: {error}"
-    if there:
-        return f"they were built for another Python: {', '.join(there)}"
-    return "they were not built when sparsync was installed"
-
-
 _why_missing = ""
 try:
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/
 except ImportError as missing:
-    _cpu, _why_missing = None, _reason(missing, Path(__file__).parent)
+    _cpu, _why_missing = None, str(missing)
 
 CPP = "cpp"
 REFERENCE = "reference"
 TRITON = "triton"
-_NAMES = (REFERENCE, TRITON, CPP, "cpp/scalar", "cpp/avx2", "cpp/avx512")
 # Any: each operation has its own signature, that of its specification with all arguments given.
 Table = Mapping[str, Any]
 
@@ -91,7 +78,7 @@ class set_backend:  # noqa: N801  # called as a function, or in a with statement
     """Run all kernels and codecs on the named backend from now on, or in a with statement until its end: for tests and measurements.
 
     Names are those of `backends()`; "cpp" is the fastest of the C++ ones. Results do not depend on it, bit for bit.
-    Raises ValueError for an unknown name, and RuntimeError for a backend that this installation or machine lacks.
+    Raises ValueError for any other name.
     """
 
     def __init__(self, name: str) -> None:
@@ -172,21 +159,12 @@ def _triton_kernels() -> ModuleType | None:
 
 def _resolved(name: str) -> str:
     """Return the full name of a backend that can run here."""
-    if name not in _NAMES:
-        raise ValueError(f"a backend is one of {', '.join(_NAMES)}, got {name!r}")
-    if name == TRITON and _triton() is None:
-        raise RuntimeError(
-            "the backend 'triton' needs triton and a GPU, or TRITON_INTERPRET=1 in the environment of the process for its interpreter"
+    here = backends()
+    if name == CPP and _cpu is not None:
+        return here[0]
+    if name not in here:
+        raise ValueError(
+            f"a backend is one that runs here, {', '.join(here)}, got {name!r}; triton needs a GPU or TRITON_INTERPRET=1 in the "
+            f"environment, and cpp what a C++ compiler makes when sparsync is installed"
         )
-    if name in (REFERENCE, TRITON):
-        return name
-    if _cpu is None:
-        raise RuntimeError(
-            f"the backend {name!r} is not there, because the C++ kernels are missing ({_why_missing}); "
-            "install a C++ compiler such as g++ and install sparsync again"
-        )
-    if name != CPP and name not in backends():
-        raise RuntimeError(
-            f"the backend {name!r} needs instructions that this processor lacks; here there are {', '.join(backends())}"
-        )
-    return backends()[0] if name == CPP else name
+    return name

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from sparsync.base.scheme import Rollback
+from sparsync.base.state import Rollback
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
 from sparsync.comm.channels import Waits, abort
 from sparsync.comm.group import ConnectionLostError, GroupComm

@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.base.state import State
-from sparsync.collectives.skipping import ring_all_reduce_
+from sparsync.collectives.skipping import all_reduce_
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report, check_one_of, exact_divisor
 from sparsync.kernels import operations as kernels
@@ -54,7 +54,7 @@ class Dense(Scheme):
         comm = MeteredComm(comm)
         total = grad.to(dtype)
         if self.form == "ring":
-            ring_all_reduce_(total, comm)
+            all_reduce_(total, comm)
         else:
             total = comm.all_reduce(total)
         if dtype == grad.dtype:

@@ -48,7 +48,7 @@ from sparsync.core import (
 )
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
-from sparsync.selection.exclusive import BlockCyclic, Budget, Partition, budget, by_rank, rotation
+from sparsync.selection.exclusive import BlockCyclic, Budget, Contiguous, budget, by_rank, rotation
 from sparsync.selection.shares import equal_shares, quotas, sketch, smallest_of
 from sparsync.wire import (
     ValueCodec,
@@ -380,7 +380,9 @@ def _free(examined: Examined, found: Sparse, count: int) -> Sparse:
     return largest(Sparse(found.index[free], found.value[free], found.length), count)
 
 
-def examine(partition: Partition, allowed: Budget, rank: int, step: int, device: torch.device) -> Examined:
+def examine(
+    partition: Contiguous | BlockCyclic, allowed: Budget, rank: int, step: int, device: torch.device
+) -> Examined:
     """Return what `rank` examines at `step`, outside the positions known to all."""
     lengths, known = partition.lengths(), allowed.known_index(device)
     mine = rotation(rank, step, len(lengths))

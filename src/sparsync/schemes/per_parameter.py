@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sparsync.base.scheme import Scheme, overflowed
-from sparsync.base.state import State
+from sparsync.base.scheme import Scheme
+from sparsync.base.state import State, overflowed
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, SpanSet, laid_out, matches
 
 

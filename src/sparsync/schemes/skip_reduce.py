@@ -25,14 +25,14 @@ from typing_extensions import Self
 from sparsync.base.scheme import ReduceScatterScheme, Scheme, parameter_of
 from sparsync.base.state import State
 from sparsync.collectives.skipping import (
+    Form,
     SkipPlan,
-    direct_all_reduce_,
+    all_reduce_,
     first_offsets,
     hierarchical_all_reduce_,
     random_offsets,
     random_shift,
     reduce_scatter,
-    ring_all_reduce_,
     rotating_offsets,
     skip_count,
     skips,
@@ -51,6 +51,7 @@ from sparsync.core import (
     check_one_of,
     exact_divisor,
     matches,
+    reported,
     spans,
 )
 from sparsync.feedback import Accumulator
@@ -58,9 +59,6 @@ from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 
 Mode = Literal["random", "naive"]
-Form = Literal["ring", "direct"]
-
-_ALL_REDUCE = {"ring": ring_all_reduce_, "direct": direct_all_reduce_}
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ class SkipReduce(Scheme):
             if not details["overflow"]:
                 unsent.keep()
         left_out = self._left_out(plan, len(skipping), comm)
-        return self.report(bucket, comm.sent, selected=n - left_out, union=n, details=details)
+        return reported(self.name, bucket, comm.sent, selected=n - left_out, union=n, details=details)
 
     @property
     def has_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
@@ -200,9 +198,9 @@ class SkipReduce(Scheme):
         if comm.size == 1:
             return
         if self.node_size == 1:
-            _ALL_REDUCE[self.form](x, comm, plan, omitted, always)
+            all_reduce_(x, comm, plan, omitted, always, self.form)
         else:
-            hierarchical_all_reduce_(x, comm, self.node_size, plan, _ALL_REDUCE[self.form], omitted, always)
+            hierarchical_all_reduce_(x, comm, self.node_size, plan, omitted, always, self.form)
 
 
 class _Unsent:

@@ -1,14 +1,15 @@
 """Exclusive selection: every element is examined by one rank at each step, and the partitions rotate over the ranks.
 
-Two parts. Partitions: adjacent spans, as the papers have them, or block-cyclic ones, with one interface. The budget: how many elements a
-step may send, and which of them all ranks know beforehand. How many elements each partition sends is in `shares`.
+Two parts. Partitions: adjacent spans, as the papers have them, or block-cyclic ones, with the same methods. Places count the elements of
+one partition in ascending order. The budget: how many elements a step may send, and which of them all ranks know beforehand. How many
+elements each partition sends is in `shares`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,35 +33,6 @@ def by_rank(items: Sequence[Item], step: int) -> list[Item]:
     return [items[rotation(rank, step, len(items))] for rank in range(len(items))]
 
 
-@runtime_checkable
-class Partition(Protocol):
-    """P partitions of [0, n). Places count the elements of one partition in ascending order."""
-
-    def lengths(self) -> list[int]:
-        """Return the number of elements of each partition."""
-        ...
-
-    def of(self, x: Tensor, p: int) -> Tensor:
-        """Return the elements of `x` [n] in partition `p`, copied."""
-        ...
-
-    def put_(self, x: Tensor, p: int, value: Tensor) -> None:
-        """Write `value` to the elements of `x` [n] in partition `p`: the inverse of `of`."""
-        ...
-
-    def rows(self, p: int, device: torch.device) -> Rows:
-        """Return where the elements of partition `p` are."""
-        ...
-
-    def positions(self, p: int, place: Tensor) -> Tensor:
-        """Return where the elements at `place` of partition `p` stand in the vector, in the type of `place`."""
-        ...
-
-    def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the partition and the place in it of each `position` [k], int64."""
-        ...
-
-
 @dataclass(frozen=True)
 class Contiguous:
     """Adjacent spans that cover [0, n) in order."""
@@ -69,12 +41,6 @@ class Contiguous:
 
     def lengths(self) -> list[int]:
         return [len(span) for span in self.spans]
-
-    def of(self, x: Tensor, p: int) -> Tensor:
-        return self.spans[p].of(x).clone()
-
-    def put_(self, x: Tensor, p: int, value: Tensor) -> None:
-        self.spans[p].of(x).copy_(value)
 
     def rows(self, p: int, device: torch.device) -> Rows:
         span = self.spans[p]
@@ -115,39 +81,19 @@ class BlockCyclic:
         return self.n // (self.row * self.P)
 
     def lengths(self) -> list[int]:
+        """Return the number of elements of each partition."""
         return [self.groups * self.row + len(span) for span in self._tails()]
 
-    def length_counts(self) -> dict[int, int]:
-        """Return how many partitions have each length."""
-        whole = self.groups * self.row
-        short, longer = divmod(self.n - whole * self.P, self.P)
-        counts = {whole + short + 1: longer, whole + short: self.P - longer}
-        return {length: count for length, count in counts.items() if count}
-
-    def of(self, x: Tensor, p: int) -> Tensor:
-        tail, whole = self._tails()[p], self.groups * self.row
-        out = x.new_empty(whole + len(tail))
-        torch.index_select(
-            self._in_rows(x), 0, _rows(self.groups, self.P, x.device)[p], out=out[:whole].view(-1, self.row)
-        )
-        out[whole:] = tail.of(x)
-        return out
-
-    def put_(self, x: Tensor, p: int, value: Tensor) -> None:
-        whole, numbers = self.groups * self.row, _rows(self.groups, self.P, x.device)[p].long()
-        self._in_rows(x).index_copy_(0, numbers, value[:whole].view(-1, self.row))
-        self._tails()[p].of(x).copy_(value[whole:])
-
-    def _in_rows(self, x: Tensor) -> Tensor:
-        return x[: self.n // self.row * self.row].view(-1, self.row)
-
     def rows(self, p: int, device: torch.device) -> Rows:
+        """Return where the elements of partition `p` are."""
         return _rows_of(self, device)[p]
 
     def positions(self, p: int, place: Tensor) -> Tensor:
+        """Return where the elements at `place` of partition `p` stand in the vector, in the type of `place`."""
         return kernels.locate(self.rows(p, place.device), place)
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the partition and the place in it of each `position` [k], int64."""
         position = position.long()
         group = position // (self.row * self.P)
         p = (position // self.row - rotations(group, self.P)) % self.P

@@ -28,7 +28,7 @@ from sparsync_lab.predict.exchanges import (
 
 @dataclass(frozen=True)
 class ValuesPlan:
-    """The exchanges and the work of `mean_at` or `quantized_all_reduce`."""
+    """The exchanges and the work of `mean_at` or `quantized_all_reduce_`."""
 
     exchanges: list[Exchange]
     encode: Work = NOTHING
@@ -48,7 +48,7 @@ def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, at_on
 def quantized_all_reduce_plan(
     K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, down: Quantizer | None = None
 ) -> ValuesPlan:
-    """Return the plan of `quantized_all_reduce`."""
+    """Return the plan of `quantized_all_reduce_`."""
     to_owners, to_all = (
         tally(near_equal(K, P), lambda length, each=each: each.nbytes(length, dtype))
         for each in (quantizer, down or quantizer)
@@ -152,7 +152,7 @@ def gather_survivors_exchange(
 def ring_exchanges(
     count: int, element_nbytes: int, P: int, skip: int = 0, always: int = 0, peers: Peers = "ring"
 ) -> list[Exchange]:
-    """Return the reduce-scatter and the all-gather of `ring_all_reduce_`."""
+    """Return the reduce-scatter and the all-gather of `all_reduce_` as a ring."""
     # As a function of the rank, what is sent has straight pieces that end where an end of its chunks meets one of the longer ones.
     long = [0, always % P, (count - always) % P, min(P, always), _chunks_with_any(count, P, always)]
     ranks = {(end + off) % P for end in long for off in (-2, -1, 0, skip, skip + 1)}
@@ -178,7 +178,7 @@ def _ring_cost(count: int, element_nbytes: int, P: int, first: int, skip: int, a
 def direct_exchanges(
     count: int, element_nbytes: int, P: int, offsets: Sequence[int], always: int = 0
 ) -> list[Exchange]:
-    """Return the all-to-all and the ring's all-gather of `direct_all_reduce_`."""
+    """Return the all-to-all and the ring's all-gather of `all_reduce_` in the direct form."""
     if P == 1:
         return []
     ring, gathered = ring_exchanges(count, element_nbytes, P, len(offsets), always)

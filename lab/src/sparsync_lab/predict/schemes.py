@@ -184,7 +184,7 @@ def _(scheme: TwoShot, given: Given) -> Plan:
     values_down = scheme.values if scheme.values_down is None else scheme.values_down
     if not scheme.leaves_out:
         return quantized_form(given, scheme.values, state, values_down)
-    lengths = BlockCyclic(given.n, P).length_counts()
+    lengths = _lengths(BlockCyclic(given.n, P))
     density_down = scheme.density if scheme.density_down is None else scheme.density_down
     up, own_up, total_up = _packets_of(scheme.density, scheme.values, lengths, given.dtype)
     down, own_down, total_down = _packets_of(density_down, values_down, lengths, given.dtype)
@@ -198,6 +198,12 @@ def _(scheme: TwoShot, given: Given) -> Plan:
         encode=plus(sent, (own_down, 1)),
         decode=plus(NOTHING if Elements(scheme.values).exact else sent, ((P - 1) * own_up, P - 1), (total_down, P)),
     )
+
+
+def _lengths(partition: BlockCyclic) -> Tally:
+    """Return how many partitions have each length."""
+    whole = partition.groups * partition.row
+    return {whole + rest: ranks for rest, ranks in near_equal(partition.n - whole * partition.P, partition.P).items()}
 
 
 def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dtype) -> tuple[Tally, int, int]:

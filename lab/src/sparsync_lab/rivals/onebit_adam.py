@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, MeteredComm, Report, State, kernels
 from sparsync.base.error_feedback import DenseUpdate
-from sparsync.collectives.values import quantized_all_reduce
+from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.feedback import Residuals, Vectors
 from sparsync.wire import ValueCodec
 
@@ -91,8 +91,8 @@ class OneBitAdam(ErrorFeedbackScheme):
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         """Return the mean of residual and momentum, as signs."""
-        mean, error = quantized_all_reduce(acc.values, comm, _SIGNS)
-        return DenseUpdate(mean, error, details={"warmup": False})
+        mean = quantized_all_reduce_(acc.values, comm, _SIGNS)
+        return DenseUpdate(mean.decoded(), acc.values, details={"warmup": False})
 
     def start(self, vectors: Vectors | None = None) -> "_WholeSteps":
         return _WholeSteps(self, vectors)

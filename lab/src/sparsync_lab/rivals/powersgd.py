@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, State
 from sparsync.base.error_feedback import DenseUpdate
-from sparsync.collectives.values import quantized_all_reduce
+from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.core import ParameterSpan, SpanSet, check_one_of, generator, phase
 from sparsync.feedback import Residuals
 from sparsync.wire import ValueCodec
@@ -101,7 +101,8 @@ class PowerSGD(ErrorFeedbackScheme):
         """Return the mean of `value` [k] over ranks and what rounding dropped of this rank's, [k]."""
         if self.factors == "float32":
             return comm.all_reduce(value) / comm.size, torch.zeros_like(value)
-        return quantized_all_reduce(value, comm, ValueCodec(self.factors))
+        error = value.clone()
+        return quantized_all_reduce_(error, comm, ValueCodec(self.factors)).decoded(), error
 
     def _right(self, right: dict[str, Tensor], group: "_Group", like: Tensor) -> Tensor:
         """Return q of each matrix of a group, [count, b, r]: the last step's, or at first a random one, the same on every rank."""

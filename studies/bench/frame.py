@@ -1,0 +1,159 @@
+"""What benchmarks share: the loop over cases, measurements on several ranks, memory in fresh processes, and JSON lines."""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from sparsync_lab.netlab import RunNetwork
+from sparsync_lab.progress import progress
+from sparsync_lab.workers.group import worker_group
+from sparsync_lab.workers.process import Emit
+from sparsync_lab.writable import check_file
+
+Case = TypeVar("Case")
+Measured = TypeVar("Measured")
+Row = dict[str, Any]  # Any: JSON
+Tell = Callable[[int, int], None]
+"""(how many measurements are done, of how many) is called after each of them."""
+TIMEOUT_S = 120.0  # for one operation of a rank, and for the time between two messages
+REPEATED = 10  # steps before memory is read, and again before its peak is
+
+
+def options(subject: str, about: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark."""
+    parser = argparse.ArgumentParser(
+        f"python -m studies bench {subject}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=_destination, default="-", help="file for the JSON lines, - for standard output")
+    return parser
+
+
+def interleaved(
+    cases: Sequence[Case],
+    measure: Callable[[Case, int], Measured],
+    rounds: int,
+    warmup: int,
+    tell: Tell = lambda done, total: None,
+) -> list[list[Measured]]:
+    """Return the measurements of each case, in the order of `cases`: one for each of `rounds` rounds, after `warmup` more.
+
+    `measure(case, number)` is called in an order that changes from round to round and is the same on every rank: each round begins
+    with another case, and every second one goes backwards, so that no case always follows the same one. `number` counts from 0,
+    warm-up included.
+    """
+    found: list[list[Measured]] = [[] for _ in cases]
+    done, total = 0, (warmup + rounds) * len(cases)
+    for number in range(warmup + rounds):
+        order = [(number + place) % len(cases) for place in range(len(cases))]
+        for place in order if number % 2 else reversed(order):
+            measured = measure(cases[place], number)
+            done += 1
+            tell(done, total)
+            if number >= warmup:
+                found[place].append(measured)
+    return found
+
+
+def of_ranks(task: str, spec: Mapping[str, Any], links: RunNetwork, timeout_s: float = TIMEOUT_S) -> list[Row]:
+    """Return the rows that rank 0 emits, where every rank of `links` runs `task` with `spec`. Raises RankFailedError."""
+    rows: list[Row] = []
+    with (
+        progress("measurements", announced=True) as shown,
+        worker_group(task, spec, links, timeout_s) as workers,
+    ):
+        for message in workers.messages():
+            if message["kind"] == "row":
+                rows.append(message["row"])
+            elif message["kind"] == "measured":
+                shown.at(message["done"], total=message["total"])
+    return rows
+
+
+def telling(emit: Emit) -> Tell:
+    """Return a function that sends how many measurements are done."""
+    return lambda done, total: emit({"kind": "measured", "done": done, "total": total})
+
+
+def clocked(run: Callable[[], object]) -> float:
+    """Return the seconds that `run` takes, a mean over ranks that begin together."""
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.all_reduce(seconds)
+    return float(seconds) / dist.get_world_size()
+
+
+def memory(ranks: int, prepare: Callable[..., tuple[int, Callable[[], Callable[[], object]]]], *given: object) -> Row:
+    """Return the bytes per element that a method takes on rank 0 in fresh processes joined by gloo: settled, and at most.
+
+    `prepare(rank, *given)` returns the number of elements, and a function that makes the method and returns its step.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read as a process starts: what is freed goes back at once
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_memory_of_rank, (ranks, folder, prepare, given), ranks)
+        return json.loads(Path(folder, "bytes.json").read_text())
+
+
+def _memory_of_rank(rank: int, ranks: int, folder: str, prepare: Callable[..., Any], given: Sequence[object]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    elements, make = prepare(rank, *given)
+    gc.collect()
+    without = _resident("VmRSS")
+    step = make()
+    for _ in range(REPEATED):
+        step()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on
+    for _ in range(REPEATED):
+        step()
+    found = {"settled": _resident("VmRSS") - without, "peak": _resident("VmHWM") - without}
+    if rank == 0:
+        Path(folder, "bytes.json").write_text(json.dumps({name: each / elements for name, each in found.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _resident(key: str) -> int:
+    """Return the bytes of this process that are in memory now, or were at most."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[key].split()[0])
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p20, p50 and p80 of four values or more; those of fewer would lie outside them."""
+    p20, *_, p80 = statistics.quantiles(values, n=5)
+    return {"p20": p20, "p50": statistics.median(values), "p80": p80}
+
+
+def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
+    """Write one JSON line for each row to the file, or to standard output where `path` is "-"; numbers with 6 significant digits."""
+    text = "".join(json.dumps(_rounded(row)) + "\n" for row in rows)
+    sys.stdout.write(text) if path == "-" else Path(path).write_text(text)
+    sys.stdout.flush()
+
+
+def _destination(path: str) -> str:
+    """Return `path` itself. Raises RuntimeError, before anything is measured, where no file can be written there."""
+    check_file(None if path == "-" else Path(path), "--json")
+    return path
+
+
+def _rounded(value: Any) -> Any:  # Any: JSON
+    if isinstance(value, float):
+        return value if value.is_integer() else float(f"{value:.6g}")  # bytes stay exact
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

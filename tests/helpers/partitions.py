@@ -1,0 +1,11 @@
+"""The elements of one partition of a vector, for comparing."""
+
+import torch
+from torch import Tensor
+
+from sparsync.selection.exclusive import BlockCyclic
+
+
+def elements_of(partition: BlockCyclic, x: Tensor, p: int) -> Tensor:
+    """The elements of `x` [n] in partition `p`, copied."""
+    return x[partition.positions(p, torch.arange(partition.lengths()[p]))]
