@@ -215,12 +215,12 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
         assert (stats["steps"], stats["skipped"], stats["bytes_sent"]) == (10, 0, nbytes)
         assert stats["bits"] == 8 * nbytes / 830
         names = [each for each, _ in steps.model.named_parameters()]
-        residual = scheme.state_dict().get("residual", {})
+        residual = steps.state.state_dict().get("residual", {})
         held = flat(
             residual.get(each, torch.zeros(p.numel())) for each, p in zip(names, steps.model.parameters(), strict=True)
         )
         bucket = steps._weights.buckets[0]
-        share = scheme.unsent(bucket.bucket(bucket.common, 0), comm)
+        share = steps.state.unsent(bucket.bucket(bucket.common, 0), comm)
         wanted = bucket.common if share is None else bucket.common - keep * share
         assert torch.equal(flat(steps.model.parameters()), wanted)
         assert (stats["drift"] > 0) == (keep > 0 and name != "dense")

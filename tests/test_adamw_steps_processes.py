@@ -113,7 +113,7 @@ def fails_at_step_3(kind: type[Scheme] | type[MeanOfSketches], key: str) -> None
             raise MemoryError("no memory")
         return reduce(self, *given)
 
-    kind.reduce = failing
+    kind.reduce = failing  # pyright: ignore[reportAttributeAccessIssue]  # of both kinds
 
 
 def failing(sketch: bool) -> tuple[list[str], list[Tensor]]:

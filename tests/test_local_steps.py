@@ -114,7 +114,7 @@ def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weigh
             reports = steps.step()
             assert bool(reports) == (step % 2 == 1)
             assert all(report.sent == report.cost and report.step == step for report in reports)
-        residual = scheme.state_dict().get("residual", {})
+        residual = steps.state.state_dict().get("residual", {})
         names = [name for name, _ in steps.model.named_parameters()]
         held = torch.cat(
             [
@@ -122,7 +122,7 @@ def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weigh
                 for each, p in zip(names, steps.model.parameters(), strict=True)
             ]
         )
-        shares = [scheme.unsent(each.bucket(each.common, 0), comm) for each in steps._weights.buckets]
+        shares = [steps.state.unsent(each.bucket(each.common, 0), comm) for each in steps._weights.buckets]
         share = torch.zeros(83) if None in shares else torch.cat([each for each in shares if each is not None])
         assert torch.equal(flat(list(steps.model.parameters())), common(steps) - keep * share.double())
         assert name == "two_shot" or torch.equal(share, held)
@@ -151,7 +151,7 @@ def test_with_fragments_and_delay_nothing_is_lost_either_and_a_result_depends_on
             steps.step()
             seen.append(common(steps))
         steps.flush()
-        residual = torch.cat([scheme.state_dict()["residual"][name] for name, _ in steps.model.named_parameters()])
+        residual = torch.cat([steps.state.state_dict()["residual"][name] for name, _ in steps.model.named_parameters()])
         rest = learnt - residual.double()
         return [*seen, common(steps)], before, rest, [(report.key, report.step) for report in steps.reports()]
 

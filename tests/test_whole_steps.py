@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsync import AdamWSteps, LocalWorld, Scheme, TwoShot
+from sparsync import AdamWSteps, LocalWorld, Scheme, State, TwoShot
 from sparsync.comm.local import LocalComm
 from sparsync.core import Arriving
 from sparsync.exchanges import adamw_steps
@@ -67,7 +67,7 @@ def test_single_passes_have_the_bits_of_one_pass_after_the_other(
         return held(steps)
 
     fused = LocalWorld(ranks).run(body)
-    monkeypatch.setattr(TwoShot, "whole_form", lambda *_: None)
+    monkeypatch.setattr(State, "whole_form", lambda *_: None)
     assert all(map(same, fused, LocalWorld(ranks).run(body)))
 
 

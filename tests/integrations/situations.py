@@ -29,9 +29,11 @@ class Integration(Protocol):
 
     model: KnownGradients
     buckets: dict[int, Step]
-    handle: Handle
     rank: int
     rows: list[Tensor]
+
+    @property
+    def handle(self) -> Handle: ...
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None: ...
 
