@@ -1,4 +1,4 @@
-"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/predictions.md.
+"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/advise.md.
 
     .venv/bin/python -m studies predictions probe --out build/predictions            # 9 minutes
     .venv/bin/python -m studies predictions probe --out build/predictions/again      # another day, or at least another hour: right before
@@ -31,7 +31,7 @@ from sparsync_lab.report import results
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from studies import parts
 
-PAGE, PART = "docs/predictions.md", "predictions"
+PAGE, PART = "docs/advise.md", "predictions"
 RANKS, LINKS = (2, 4, 8), ("50mbit", "200mbit", "1gbit")
 MBYTES, BUCKETS = (1.0, 4.0, 25.0), (1, 4, 16)
 CELLS, SEED = 27, 0
