@@ -1,4 +1,4 @@
-"""The rows of the table of versions in docs/attach.md: a short name, and what was done where the table says that it works."""
+"""The rows of the table of versions in docs/what_works.md: a short name, and what was done where the table says that it works."""
 
 ROWS = {
     "the package": "wheel built and installed, every public name imported",

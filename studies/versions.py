@@ -1,4 +1,4 @@
-"""Tries the package with several versions of Python and torch, and rewrites the table of docs/attach.md: `make test-versions`.
+"""Tries the package with several versions of Python and torch, and rewrites the table of docs/what_works.md: `make test-versions`.
 
 `python studies/versions.py 3.11/2.15.0 ...` tries only these, and writes the table from their results and those of earlier runs. Each
 pair has a virtual environment in build/versions, which is used again. Fails, and writes nothing, where a row fails.
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "lab" / "src"))  # runs without an installed package
 from sparsync_lab.report.parts import replaced  # noqa: E402
 
-PAGE, PART = ROOT / "docs" / "attach.md", "versions"
+PAGE, PART = ROOT / "docs" / "what_works.md", "versions"
 BUILD = ROOT / "build" / "versions"
 VERSIONS = (  # of Python, of torch
     ("3.10", "2.12.1"),

@@ -1,4 +1,4 @@
-"""The table "What works where" of docs/attach.md. A new integration is one more line in INTEGRATIONS."""
+"""The table "What works where" of docs/what_works.md. A new integration is one more line in INTEGRATIONS."""
 
 from collections.abc import Mapping, Sequence
 

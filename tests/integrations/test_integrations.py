@@ -1,4 +1,4 @@
-"""docs/attach.md has a verdict for every situation, integration and scheme; some of them are run again."""
+"""docs/what_works.md has a verdict for every situation, integration and scheme; some of them are run again."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from integrations.page import INTEGRATIONS, PART, part
 from integrations.table import ABSENT, FAILS, REFUSED, SCHEMES, SITUATIONS, WORKS, RefusedError, TrialVerdict, verdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "attach.md"
+PAGE = Path(__file__).parents[2] / "docs" / "what_works.md"
 QUICK = ("a loss scaler skips a step (GradScaler)",)  # the whole takes some minutes
 Cells = dict[str, dict[str, tuple[str, ...]]]  # situation -> integration -> verdict and notes
 

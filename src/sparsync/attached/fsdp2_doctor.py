@@ -207,6 +207,6 @@ def _is_custom(comm: Any) -> bool:  # Any: torch's own, or anybody's
 def _lacks(what: str, since: str) -> Finding:
     return Finding(
         f"FSDP2 of torch {torch.__version__} does not take {what}",
-        f"install torch {since} or later; the documentation's page 'Attach' lists what works with which torch",
+        f"install torch {since} or later; the documentation's page 'What works where' lists what works with which torch",
         RuntimeError,
     )
