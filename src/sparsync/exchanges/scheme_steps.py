@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsync.base.scheme import overflowed
-from sparsync.base.state import State
+from sparsync.base.state import State, overflowed
 from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges.sender import Skip, StepsToMake
 from sparsync.exchanges.weights import Part
