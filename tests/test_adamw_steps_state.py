@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparsync
 from helpers.quick import one_in
 from helpers.sketches import too_long_to_measure
-from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, TopK, TwoShot
+from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, State, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
@@ -107,7 +107,7 @@ def poisoned(comm: LocalComm, name: str, at: int, value: float) -> list[Tensor]:
         else:
             assert not torch.equal(before[0], common(steps))
         for bucket in steps._weights.buckets:
-            share = scheme.unsent(bucket.bucket(bucket.common, 0), comm)
+            share = steps.state.unsent(bucket.bucket(bucket.common, 0), comm)
             assert torch.equal(bucket.own(), bucket.common if share is None else bucket.common - 0.5 * share)
         seen.append(common(steps))
     stats = steps.stats()
@@ -302,11 +302,11 @@ def test_buffers_are_a_ranks_own_and_own_weights_are_back_after_an_evaluation() 
 class FailsInSecondBucket(TopK):
     """Fails in the second bucket of step 3, on all ranks."""
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> sparsync.Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> sparsync.Report:
         if bucket.step == 3 and bucket.key.endswith("/1"):
             raise MemoryError("no memory")
         self.given = bucket.grad.clone()
-        return super().reduce(bucket, comm)
+        return super().reduce(state, bucket, comm)
 
 
 @pytest.mark.parametrize("overflow", [False, True], ids=["finite", "sketch overflows"])
@@ -315,7 +315,7 @@ def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_res
         scheme = FailsInSecondBucket(0.25)
         steps = start(comm, scheme, bucket_mb=2e-4)
         seen = train(steps, range(3))
-        own, before = flat(steps.model.parameters()), scheme.state_dict()["residual"]["0.weight"]
+        own, before = flat(steps.model.parameters()), steps.state.state_dict()["residual"]["0.weight"]
         learn(steps.model, comm.rank, 3)
         if overflow:
             steps.model.get_parameter("0.weight").grad = torch.zeros(8, 6)
@@ -324,7 +324,7 @@ def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_res
             steps.step()
         assert torch.equal(common(steps), seen[-1])
         assert torch.equal(flat(steps.model.parameters()), own)
-        held, given = scheme.state_dict()["residual"]["0.weight"], scheme.given
+        held, given = steps.state.state_dict()["residual"]["0.weight"], scheme.given
         train(steps, range(4, 6))
         assert steps.stats()["steps"] == 6
         return before + given, held, common(steps)
@@ -399,7 +399,7 @@ def test_where_only_the_sketch_overflows_the_step_is_skipped_and_what_was_sent_i
         after, now = held(steps), steps.state_dict()["adamw_steps"]["ratio"]
         assert all(torch.equal(ratios[key][kind], now[key][kind]) for key in ratios for kind in ("mean", "own"))
         for bucket in steps._weights.buckets:
-            share = scheme.unsent(bucket.bucket(bucket.common, 0), comm)
+            share = steps.state.unsent(bucket.bucket(bucket.common, 0), comm)
             assert share is not None
             assert torch.equal(bucket.own(), bucket.common - 0.5 * share)
         own = flat(steps.made)

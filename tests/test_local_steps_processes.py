@@ -228,7 +228,7 @@ from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import step_in_flight
 
 class Waits(Dense):
-    def reduce(self, bucket, comm):
+    def reduce(self, state, bucket, comm):
         print("waits", flush=True)
         threading.Event().wait()
 

@@ -88,7 +88,7 @@ def test_with_another_number_of_ranks_nothing_of_residuals_or_of_what_was_learnt
         steps._note_written()
         residual = torch.cat(
             [
-                scheme.state_dict()["residual"].get(name, torch.zeros(each.numel())).double()
+                steps.state.state_dict()["residual"].get(name, torch.zeros(each.numel())).double()
                 for name, each in steps.model.named_parameters()
             ]
         )
@@ -148,7 +148,7 @@ def test_a_mean_that_overflows_is_dropped_too_and_what_a_residual_scheme_had_sen
         steps.optimizers[0].step()
         steps.step()
         assert not flat([made["a"], made["b"]]).any()
-        return scheme.state_dict()["residual"]["a"], common(steps)
+        return steps.state.state_dict()["residual"]["a"], common(steps)
 
     with pytest.warns(UserWarning, match="the mean over ranks holds NaN or Inf"):
         ranks = LocalWorld(2).run(body)

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from helpers.ddp_training import COUNT, NAMES, N, RankRecord, check, known, total
 from helpers.distributed import run
-from helpers.known_gradients import Gradient, KnownGradients, expected, whole_numbers
+from helpers.known_gradients import Gradient, KnownGradients, Step, expected, whole_numbers
 from helpers.resized import check_resized
 from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
