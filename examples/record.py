@@ -1,4 +1,4 @@
-"""Train a job of the laboratory with plain DDP and `attach`, and append steps, bytes and losses to a file: a run for docs/records.md.
+"""Train a job of the laboratory with plain DDP and `attach`, and append steps, bytes and losses to a file: a run for docs/compare.md.
 
 Run: torchrun --nproc-per-node 4 examples/record.py --job gpt-tiny --steps 1000 --rate 2.86 \
   --scheme two_shot:density=0.03:values=sign:density_down=0.12 --seed 0 --out runs.jsonl
@@ -55,7 +55,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         required=True,
         help="a language model of the laboratory, such as gpt-tiny: see `sparsync compare --help`",
     )
-    add("--track", help="of docs/records.md, where the job is one of its own such as gpt-muon-tiny (default: the job)")
+    add("--track", help="of docs/compare.md, where the job is one of its own such as gpt-muon-tiny (default: the job)")
     add("--steps", type=int, required=True, help="how many optimizer steps; the schedule ends with them")
     add(
         "--scheme", help="SCHEME:KEY=VALUE, or with steps around it: local_steps(every=16)/SCHEME (default: DDP itself)"

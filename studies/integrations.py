@@ -1,4 +1,4 @@
-"""Rewrites the table "What works where" of docs/attach.md: `python -m studies integrations`.
+"""Rewrites the table "What works where" of docs/what_works.md: `python -m studies integrations`.
 
 Fails, and writes nothing, where a cell neither works nor is refused.
 """
@@ -18,4 +18,4 @@ def main(argv: Sequence[str]) -> None:
     text = part()
     if f" {FAILS} (" in text:
         raise SystemExit(f"{text}\nsome cells fail; nothing was written")
-    parts.put("docs/attach.md", PART, text, options.print)
+    parts.put("docs/what_works.md", PART, text, options.print)

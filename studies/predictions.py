@@ -1,4 +1,4 @@
-"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes the table of predictions.
+"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/advise.md.
 
     python -m studies predictions probe --out build/predictions      # 9 minutes, another day or hour than the runs
     python -m studies predictions measure --out build/predictions    # half an hour
@@ -28,7 +28,7 @@ from sparsync_lab.report import results
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from studies import parts
 
-PAGE, PART = "docs/predictions.md", "predictions"
+PAGE, PART = "docs/advise.md", "predictions"
 RANKS, LINKS = (2, 4, 8), ("50mbit", "200mbit", "1gbit")
 MBYTES, BUCKETS = (1.0, 4.0, 25.0), (1, 4, 16)
 CELLS, SEED = 27, 0

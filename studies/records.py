@@ -1,4 +1,4 @@
-"""Checks the runs in docs/records.jsonl by the rules of docs/records.md, and writes the tables of that page.
+"""Checks the runs in docs/records.jsonl by the rules of docs/compare.md, and writes the tables of that page.
 
     .venv/bin/python -m studies records [--print]
 
@@ -17,7 +17,7 @@ from typing import Any
 from sparsync_lab.checked import Checked, checked
 from studies import parts
 
-PAGE, PART, ROWS = "docs/records.md", "records", "docs/records.jsonl"
+PAGE, PART, ROWS = "docs/compare.md", "records", "docs/records.jsonl"
 FEWEST_SEEDS, LEVEL = 3, 0.01
 FREE = {"learning_rate", "weight_decay", "clip_norm", "optimizer_name"}  # options of a job that its track leaves free
 SHAKESPEARE = {
@@ -31,7 +31,7 @@ SHAKESPEARE = {
 class Track:
     """What the runs of a track have in common."""
 
-    loss: float | None  # to reach in validation, nats per item: see docs/records.md on its choice; None: not fixed yet
+    loss: float | None  # to reach in validation, nats per item: see docs/compare.md on its choice; None: not fixed yet
     tokens: int  # of a step, over all ranks
     job: dict[str, Any]  # Any: JSON, as `Workload.describe`. Without data: those of the track's first run
 

@@ -1,4 +1,4 @@
-"""Tries the package with several versions of Python and torch, and rewrites the table of docs/attach.md: `make test-versions`.
+"""Tries the package with several versions of Python and torch, and rewrites the table of docs/what_works.md: `make test-versions`.
 
 `python studies/versions.py 3.11/2.15.0 ...` tries only these, and writes the table from their results and those of earlier runs. Each
 pair has a virtual environment in build/versions, which is used again, and in which this file runs with the words `check FILE [ROW ...]`.
@@ -19,7 +19,10 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE, PART = ROOT / "docs" / "attach.md", "versions"
+sys.path.insert(0, str(ROOT / "lab" / "src"))  # runs without an installed package
+from sparsync_lab.report.parts import replaced  # noqa: E402
+
+PAGE, PART = ROOT / "docs" / "what_works.md", "versions"
 BUILD = ROOT / "build" / "versions"
 VERSIONS = (  # of Python, of torch
     ("3.10", "2.12.1"),
@@ -53,7 +56,6 @@ def main(wanted: Sequence[tuple[str, str]]) -> None:
     if failing:
         raise SystemExit(f"these fail: {', '.join(failing)}; nothing was written")
     sys.path.insert(0, str(ROOT / "lab" / "src"))  # runs without an installed package
-    from sparsync_lab.report.parts import replaced
 
     PAGE.write_text(replaced(PAGE, PART, _part(found)))
 

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -342,13 +341,6 @@ def test_caption_command_and_table_beside_a_picture_of_the_demo_are_those_of_the
     folder = Path("build/demo_page")
     (ours,) = demo.commands(folder, halves=[half])
     assert origin["command"] == shlex.join(["sparsync", *ours])
-
-
-@pytest.mark.parametrize("options", [sparsync.Steps, sparsync.LocalSteps])
-def test_the_table_of_options_has_those_that_there_are(options: type[Any]) -> None:
-    page = "adamw_steps" if options is sparsync.Steps else "local_steps"
-    part = (ROOT / f"docs/{page}.md").read_text().split("## Options")[1].split("\n\n")[1]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == sorted(each.name for each in fields(options))
 
 
 def test_the_front_page_is_short_and_has_one_picture() -> None:

@@ -1,4 +1,4 @@
-"""Records: runs are checked by the rules of docs/records.md, the page has what they say, and examples/record.py makes such a run."""
+"""Records: runs are checked by the rules of docs/compare.md, the page has what they say, and examples/record.py makes such a run."""
 
 import io
 import json

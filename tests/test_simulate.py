@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from pathlib import Path
 from typing import get_args
@@ -186,23 +185,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
 
 def test_the_page_of_published_figures_is_what_the_model_says_now() -> None:
     assert (ROOT / "docs" / "published.md").read_text() == published.page()
-
-
-def test_the_example_of_the_page_runs_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(
-        r"^```toml\n(.*?)^```$", (ROOT / "docs" / "simulate.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    file = tmp_path / "my.toml"
-    file.write_text(example)
-    main(["simulate", "--preset", str(file)])
-    assert "network.efficiency" in capsys.readouterr().out.partition("Assumed, not published:")[2]
-
-
-def test_the_page_says_how_many_rows_are_near_as_the_table_does() -> None:
-    cells = [line.split("|") for line in published.summary(published.rows()[0])[2:]]
-    exchanges, steps, gains = (f"{near.strip()} of {count.strip()}" for _, _, count, near, *_ in cells)
-    text = " ".join((ROOT / "docs" / "simulate.md").read_text().split())
-    assert f"{exchanges} exchanges alone, {steps} steps, and {gains} gains from sending less" in text
 
 
 def test_rows_name_their_sources_and_misses_are_explained() -> None:

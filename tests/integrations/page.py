@@ -1,4 +1,4 @@
-"""The table "What works where" of docs/attach.md. A new integration is one more line in INTEGRATIONS."""
+"""The table "What works where" of docs/what_works.md. A new integration is one more line in INTEGRATIONS."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,12 +31,8 @@ _TORCH = torch.__version__.split("+")[0]
 _HEAD = f"""`python -m studies integrations` runs every cell with real processes over gloo on CPU and torch {_TORCH}:
 {len(SITUATIONS)} situations, {len(INTEGRATIONS)} integrations and {len(SCHEMES)} schemes ({", ".join(SCHEMES)}).
 
-- `attach` and `GradientReducer` exchange gradients, in columns without another word. `Steps` are exchanged of AdamW.
 - *works*: gradients and residuals (for `Steps` and `LocalSteps` also own and common weights) are bit-identical on all ranks to those of
   the same scheme in a `LocalWorld`. A note says what else was checked. Unless a note names schemes, it holds for all of them.
-- *refused*: the integration raises on all ranks before anything is sent. The note is the reason.
-- *-*: the situation does not arise. The note says why.
-
-Cells run on 2 ranks, or on 3 where a group, a failure or a change of ranks needs them.
+- *refused*: the integration raises on all ranks before anything is sent, for the reason in the note. *-*: the situation does not arise.
 
 """

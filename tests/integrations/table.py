@@ -150,13 +150,25 @@ def markdown(
         word = words.pop() if len(words) == 1 else WORKS
         return f"{word} ({', '.join(told)})" if told else word
 
-    rows = [["situation", *integrations], ["---"] * (1 + len(integrations))]
-    rows += [
-        [situation, *(cell(cases[situation], verdicts[name][situation]) for name, cases in integrations.items())]
-        for situation in next(iter(verdicts.values()))
+    rows = [
+        ["situation", *integrations],
+        *(
+            [situation, *(cell(cases[situation], verdicts[name][situation]) for name, cases in integrations.items())]
+            for situation in next(iter(verdicts.values()))
+        ),
     ]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    head, *merged = _merged(list(zip(*_merged(rows), strict=True)))
+    head, *merged = zip(head, *merged, strict=True)
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *merged)]
     return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in numbers.items())])
+
+
+def _merged(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Return the rows with one row for all that are equal but for the first cell, which then has the names of all."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    return [["; ".join(some), *cells] for cells, some in names.items()]
 
 
 def _notes(case: Case, by_scheme: Mapping[str, TrialVerdict]) -> list[str]:

@@ -5,8 +5,10 @@ With `Steps(keep=0.0)` nothing here is called: parameters are the common weights
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class ShownWeights:
                 each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
                 for each in replica.called
             ),
+            *(each.register_forward_hook(_AfterForward(self)) for each in replica.bodies),
             *(each.register_state_dict_post_hook(_AfterStateDict(self)) for each in replica.bodies),
         ]
 
@@ -138,6 +141,13 @@ class ShownWeights:
         elif not self.common and not self._averaging and not self._set_outside():
             self.show(common=True)
 
+    def after_forward(self, output: object) -> None:
+        """Have the backward pass of `output` raise if the model has the common weights by then: checkpointing would compute with them."""
+        if _records() and not self.common and not self._averaging:
+            for each in _tensors(output):
+                if each.grad_fn is not None:
+                    each.register_hook(partial(_refuse_common, weakref.ref(self)))
+
     def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
         """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
         if not any(module is each for each in self._replica.bodies) or self._averaging:
@@ -170,6 +180,26 @@ def _records() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
+def _refuse_common(shown: "weakref.ref[ShownWeights]", _: Tensor) -> None:
+    """Raise RuntimeError where a backward pass of own weights finds the common ones in the model."""
+    if (found := shown()) is not None and found.common:
+        raise RuntimeError(
+            "another forward pass of the model, without gradients, came between a forward pass that trains and its backward pass, and uses "
+            "the common weights; make it before the one that trains or after the backward pass, also inside "
+            f"`with handle.averaged():`; or {WITHOUT}"
+        )
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """Find the tensors in what a module returns, also in mappings, sequences and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    held = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    for each in vars(output).values() if is_dataclass(output) and not held else held:
+        yield from _tensors(each)
+
+
 class _Hook:
     """Refers to its `shown` weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
 
@@ -184,6 +214,12 @@ class _BeforeForward(_Hook):
     def __call__(self, module: nn.Module, _: object) -> None:
         if (shown := self._shown()) is not None:
             shown.before_forward(module)
+
+
+class _AfterForward(_Hook):
+    def __call__(self, _: nn.Module, __: object, output: object) -> None:
+        if (shown := self._shown()) is not None:
+            shown.after_forward(output)
 
 
 class _AfterStateDict(_Hook):
