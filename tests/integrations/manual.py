@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
-from helpers.known_gradients import KnownGradients, row
+from helpers.known_gradients import KnownGradients, noted, row
 from integrations.attach import BATCHES, of_used, zero_afterwards
 from integrations.situations import SAME, STEPS, common, nothing, same_on_all_ranks, trained, unfrozen
 from integrations.table import Case, absent, refusals, trial
@@ -42,13 +42,12 @@ class Manual:
         with refusals():
             self.reducer: Any = attach(
                 self.model,
-                self.recorder,
+                row(id).make(),
                 exchange=Gradients(),
                 group=group,
                 scaler=scaler,
                 options=Options(timeout_s=TIMEOUT_S),
             )
-
         self.handle, self.buckets = self.reducer, noted(self.reducer.state)
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:

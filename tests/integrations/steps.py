@@ -23,7 +23,7 @@ from helpers.distributed import run
 from helpers.known_gradients import KnownGradients, row
 from helpers.resized import check_resized
 from integrations.attach import BATCHES, with_mixed_precision
-from integrations.failing import FAILURE, Failure, failed_on_all_ranks, failing
+from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.situations import (
     OTHER,
     STEPS,
