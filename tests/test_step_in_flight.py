@@ -105,9 +105,9 @@ def test_a_failure_of_the_runtime_itself_reaches_whoever_waits() -> None:
         state = Fails().start()
         flight = StepInFlight(Broken(state, comm), lambda report: None)
         first, second = (flight.submit(Bucket(key, torch.ones(9), 0), state) for key in ("first", "second"))
-        with pytest.raises(RuntimeError, match="^bucket 'first' was not reduced: OSError: no more files$"):
+        with pytest.raises(RuntimeError, match="bucket 'first' was not reduced: OSError: no more files"):
             first.wait()
-        with pytest.raises(RuntimeError, match="^bucket 'second' was not reduced: .*OSError: no more files$"):
+        with pytest.raises(RuntimeError, match=r"bucket 'second' was not reduced: .*OSError: no more files"):
             second.wait()
         flight.stop()
 
