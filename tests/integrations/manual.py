@@ -48,7 +48,6 @@ class Manual:
                 scaler=scaler,
                 options=Options(timeout_s=TIMEOUT_S),
             )
-
         self.handle, self.buckets = self.reducer, noted(self.reducer.state)
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:

@@ -103,8 +103,6 @@ def trained(folder: Path) -> None:
         for take in (sparsync.attach, sparsync.doctor):
             with pytest.raises(TypeError, match=cure):
                 take(DistributedDataParallel(nn.Linear(3, 1)), wrong)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(TypeError, match=cure):
-            sparsync.GradientReducer(nn.Linear(3, 1), wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_name_and_reduce_are_enough_to_train_to_skip_a_step_and_to_resume(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def _together(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGr
     if several and isinstance(choice.exchange, Gradients):
         what = f"several models are attached together for steps and local steps, and here {type(choice.scheme).__name__} sends gradients"
         cure = (
-            "attach each model by itself, with a scheme for each and the same optimizer: attach(model, scheme, "
+            "attach each model by itself, with the same optimizer: attach(model, scheme, "
             "exchange=sparsync.Gradients(), optimizer=optimizer); or pass exchange=sparsync.Steps()"
         )
         yield Finding(what, cure, ValueError)

@@ -61,7 +61,7 @@ class Steps(StepOptions):
             mean; for Muon, which has none, 0.95.
         decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
             some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent. A scheme's own
-            `decay` comes first; `flush` forgets nothing.
+            `decay` comes first.
         bucket_mb: megabytes of a bucket. None: all of the model in one where the scheme sends every element, else 25.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """

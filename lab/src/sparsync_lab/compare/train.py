@@ -246,7 +246,7 @@ def _take_step(workload: Workload, training: Training, seed: int, step: int, pla
     if training.local is not None:
         training.local.step()
         if exchange:
-            training.local.flush()
+            one_process.exchange_rest(training.local)
     training.schedule.step()
     _finish(place)
     step_s = time.perf_counter() - began

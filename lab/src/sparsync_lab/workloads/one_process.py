@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from sparsync import Bucket, Comm, Dense, LocalWorld, Report, Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out
+from sparsync.exchanges import local_steps
 from sparsync.runtime.optimizers import ResidualUnits
 from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
 from sparsync_lab.workloads.job_errors import naming
@@ -37,7 +38,6 @@ class LocalTraining(Protocol):
     def clip_factor(self) -> float: ...  # how much longer a rank's own gradient may be than the mean gradient
 
     def step(self) -> list[Report]: ...
-    def flush(self) -> list[Report]: ...
     def averaged(self) -> AbstractContextManager[None]: ...
     def stats(self) -> dict[str, int | float]: ...
 
@@ -45,6 +45,12 @@ class LocalTraining(Protocol):
 def own_clip_factor_of(local: LocalTraining) -> float:
     """Return how much longer than the mean gradient the gradients may be that a rank's backward pass leaves: steps have divided theirs."""
     return 1.0 if local.replaces_optimizer else local.clip_factor
+
+
+def exchange_rest(local: LocalTraining) -> list[Report]:
+    """Exchange what local steps have learnt since their last exchange. Other steps leave nothing."""
+    assert isinstance(local, local_steps.LocalTraining)
+    return local.flush()
 
 
 def exchanged(local: LocalTraining) -> dict[str, int]:
@@ -217,7 +223,7 @@ def train_locally(
             sent.add(local.step())
             schedule.step()
             if exchange_last and step + 1 == steps:
-                sent.add(local.flush())
+                sent.add(exchange_rest(local))
             if comm.rank == 0 and step + 1 in evaluate_at:
                 with local.averaged():
                     evaluations.evaluate(model, step + 1)
