@@ -134,7 +134,7 @@ class Handle:
                 "this handle keeps the scheme that it was made with; save a checkpoint, call detach(), and attach with another scheme or "
                 "other settings"
             )
-        # HACK: torch has no public function for this. Price: it may change with torch; tests/test_switch.py calls it.
+        # HACK: torch has no public function for this. Price: it may change with torch; tests/test_attached_model.py calls it.
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "the scheme cannot change inside a backward pass, where buckets of one step would differ; change it between two steps"
