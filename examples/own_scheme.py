@@ -7,33 +7,30 @@ from dataclasses import dataclass
 
 import torch
 
-import sparsync
-from sparsync.core import Comm, sum_in_rank_order
+from sparsync import Bucket, Comm, MeteredComm, Report, Scheme, State, testing
 
 
-@dataclass
-class ScaledSign(sparsync.Scheme):
+@dataclass(frozen=True)
+class ScaledSign(Scheme):
     """Send the sign of each element as one byte, and the mean magnitude of the elements, times `gain`."""
 
     gain: float = 1.0
 
     name = "scaled_sign"
 
-    def reduce(self, bucket: sparsync.Bucket, comm: Comm) -> sparsync.Report:
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         grad, n, P = bucket.grad, bucket.grad.numel(), comm.size
         if P == 1 or not n:
             return self.report(bucket)
         scale = (grad.abs().sum() / max(n, 1) * self.gain).float().reshape(1)  # NaN or Inf in any element shows here
-        comm = sparsync.MeteredComm(comm)
+        comm = MeteredComm(comm)
         scales = comm.all_gather(scale, [1] * P)
         signs = comm.all_gather(grad.sign().to(torch.int8), [n] * P)
-        # In rank order: the same bits on every rank.
-        total = sum_in_rank_order([sign * scale for sign, scale in zip(signs, scales, strict=True)])
+        # In rank order, as messages come: the same bits on every rank.
+        total = sum(sign * scale for sign, scale in zip(signs, scales, strict=True))
         grad.copy_(total / P)
         return self.report(bucket, comm.sent)
 
 
 if __name__ == "__main__":
-    from sparsync.testing import check_scheme
-
-    check_scheme(ScaledSign, worlds=(1, 2, 4))
+    testing.check_scheme(ScaledSign, worlds=(1, 2, 4))

@@ -186,7 +186,7 @@ def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(m
     def reduce(comm: LocalComm) -> tuple[list[float], bool]:
         metered = sparsync.MeteredComm(comm)
         bucket = Bucket("b", torch.tensor([1.0, -3.0]) * (comm.rank + 1), 0)
-        report = ScaledSign().reduce(bucket, metered)
+        report = ScaledSign().start().reduce(bucket, metered)
         return bucket.grad.tolist(), report.cost == metered.take()[0]
 
     assert LocalWorld(2).run(reduce) == [([3.0, -3.0], True)] * 2

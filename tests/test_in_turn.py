@@ -137,6 +137,7 @@ def test_what_an_owner_holds_for_all_ranks_is_shared_out(n: int, P: int, every: 
     shares = LocalWorld(P).run(lambda comm: schemes[comm.rank].unsent(bucket, comm))
     regions = Turns(n, P, every).regions
     for rank, (share, residual) in enumerate(zip(shares, residuals, strict=True)):
+        assert share is not None
         for p in range(P):
             assert torch.equal(
                 elements_of(regions, share, p), elements_of(regions, residual, p) / (P if p == rank else 1)

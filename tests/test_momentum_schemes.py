@@ -1,6 +1,7 @@
 """1-bit Adam, Deep Gradient Compression and random-k beyond the invariants: what they are without compression, and what they keep."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def numbers(*seed: int) -> Tensor:
     return torch.randn(N, generator=torch.Generator().manual_seed(hash(seed) % 2**31))
 
 
-def reduced(schemes: list[State], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
+def reduced(schemes: Sequence[State], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
     def body(comm: LocalComm) -> tuple[Tensor, Report]:
         bucket = Bucket("w", grads[comm.rank].clone(), step)
         return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
@@ -48,7 +49,7 @@ def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -
         before = schemes[0].state_dict()
         grads = [numbers(step, rank) for rank in range(P)]
         kept = sum(each.state_dict()["residual"].get("w", torch.zeros(N)) for each in schemes)
-        written, report = reduced(list(schemes), grads, step)[0]
+        written, report = reduced(schemes, grads, step)[0]
         after = schemes[0].state_dict()
         assert report.details["warmup"] == (step < warmup)
         if step >= warmup:
@@ -78,7 +79,7 @@ def test_one_bit_adam_minimises_what_adam_minimises() -> None:
     x, schemes = torch.zeros(N), [OneBitAdam(warmup_steps=40).start() for _ in range(P)]
     for step in range(400):
         grads = [x - target + 0.1 * numbers(step, rank) for rank in range(P)]
-        x -= 0.02 * (1 - step / 400) * reduced(list(schemes), grads, step)[0][0]
+        x -= 0.02 * (1 - step / 400) * reduced(schemes, grads, step)[0][0]
     assert float((x - target).abs().mean()) < 0.1
 
 

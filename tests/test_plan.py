@@ -314,7 +314,7 @@ def test_a_scheme_has_the_form_that_is_registered_for_its_class() -> None:
     class Own(Scheme):
         name = "own"
 
-        def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
             return self.report(bucket)
 
     @predict.form.register

@@ -149,8 +149,6 @@ def test_the_densities_of_the_lab_leave_how_much_published_tiles_send_alone() ->
 
 
 def test_a_strangers_scheme_with_a_momentum_must_say_so_before_it_is_compared() -> None:
-    with pytest.raises(
-        ValueError, match=r"HeavyBall keeps a gradient outside its residual .* define the property has_momentum"
-    ):
+    with pytest.raises(ValueError, match=r"HeavyBall keeps a gradient outside its residual .* set has_momentum = True"):
         try_out(one(f"{THIRD_PARTY}:HeavyBall"), 2)
     try_out(one(f"{THIRD_PARTY}:DeclaredHeavyBall"), 2)

@@ -162,6 +162,7 @@ def check_shares(schemes: list[State], residuals: list[Tensor], n: int) -> None:
     shares = LocalWorld(P).run(lambda comm: schemes[comm.rank].unsent(Bucket("w", torch.zeros(n), 1), comm))
     for rank, (share, residual) in enumerate(zip(shares, residuals, strict=True)):
         regions = BlockCyclic(n, P)
+        assert share is not None
         for p in range(P):
             assert torch.equal(
                 elements_of(regions, share, p), elements_of(regions, residual, p) / (P if p == rank else 1)
@@ -180,6 +181,7 @@ def test_where_all_is_sent_the_owners_share_of_what_rounding_dropped_of_a_sum_is
         for scheme in schemes:
             scheme.reduce(Bucket("w", given.grad.clone(), 0), comm)
         one, other = (scheme.unsent(given, comm) for scheme in schemes)
+        assert one is not None and other is not None
         return one, other, schemes[0].state_dict()["residual"]["w"]
 
     for rank, (one, other, residual) in enumerate(LocalWorld(P).run(body)):

@@ -38,8 +38,7 @@ def undeclared(make: Callable[[], Scheme]) -> str | None:
         return None
     return (
         f"{type(scheme).__name__} keeps a gradient outside its residual and writes it in later steps, as a momentum does. Its class must "
-        "say so: set has_momentum: True if the optimizer should be SGD without momentum, False if this is no "
-        "momentum"
+        "say so: set has_momentum = True if the optimizer should be SGD without momentum, and False if this is no momentum"
     )
 
 
