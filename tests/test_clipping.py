@@ -310,12 +310,11 @@ def behind_every_wrapper() -> None:
     for wrapper, (net, wrapped, scheme) in nets.items():
         with case(wrapper):
             optimizer = SGD(net.parameters(), lr=0.5)
-            whole_below = 0 if wrapped is parallel else None
             handle = sparsync.attach(
                 wrapped,
                 sparsync.scheme(scheme),
                 optimizer=optimizer,
-                options=sparsync.Options(timeout_s=20, dense_below=whole_below),
+                options=sparsync.Options(timeout_s=20, dense_below=0),
             )
             held = []
             for step, share in enumerate((1.0, 1.0, 0.25, 1.0, 0.0)):
