@@ -177,7 +177,7 @@ def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expec
                 written = Bucket(key, out, step, own_shard_layout(lengths, comm.rank))
                 skipped.reduced(into, written, into.reduce(bucket, comm))
                 rows[-1] |= {slot.name: slot.span.of(out) for slot in laid_out(lengths)}
-        return rows, state.state_dict()["residual"]
+        return rows, state.state_dict().get("residual", {})
 
     found = LocalWorld(P).run(program)
     rows = [
