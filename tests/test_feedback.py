@@ -13,7 +13,7 @@ from sparsync import Bucket, Span, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import ParameterSpan, Sparse
-from sparsync.feedback import ByParameter, Vectors, redistributed
+from sparsync.feedback import ByParameter, Residuals, Vectors, redistributed
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
@@ -177,6 +177,17 @@ def test_residuals_in_16_bits_lose_nothing_that_16_bits_hold(kind: Callable[...,
 
     wide, narrow = (LocalWorld(2).run(partial(body, residuals=each)) for each in ("float32", "bfloat16"))
     assert all(torch.equal(a, b) for one, two in zip(wide, narrow, strict=True) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_residual_that_is_carried_over_takes_the_precision_of_the_new_scheme(
+    before: Residuals, after: Residuals
+) -> None:
+    state = TopK(residuals=before).start()
+    state.residual(bucket("a", "c")).fill_(3.0)
+    residual = state.followed_by(TopK(residuals=after)).residual(bucket("a", "c"))
+    assert residual.dtype == getattr(torch, after)
+    assert residual.tolist() == [3.0] * 4
 
 
 def test_other_precisions_of_residuals_are_refused() -> None:

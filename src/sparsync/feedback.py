@@ -228,6 +228,10 @@ class ByParameter:
                 if name in self._held:
                     vector.add_(self._held[name].to(vector.device), alpha=1 - factor)
 
+    def lay_out_again(self) -> None:
+        """Move the vectors when their buckets come next, to the type that is asked for then."""
+        self._flat.clear()
+
     def _lay_out(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(bucket.grad.numel(), dtype=dtype, device=bucket.grad.device)
         names = {entry.name for entry in bucket.layout}
@@ -279,6 +283,11 @@ class Vectors:
         """
         for each in self._kinds.values():
             each.weigh(factors)
+
+    def lay_out_again(self) -> None:
+        """Move the vectors when their buckets come next, to the type that is asked for then."""
+        for each in self._kinds.values():
+            each.lay_out_again()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return the vectors by kind and parameter name, copied: flat, in their own precision."""

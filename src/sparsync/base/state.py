@@ -274,6 +274,7 @@ class State(Tables):
             )
         for new, old in zip(now, before, strict=True) if same else ():
             new.continue_from(old)
+        self.vectors.lay_out_again()  # in the precision of `scheme`
         return after
 
     def state_dict(
