@@ -27,8 +27,9 @@ class ScaledSign(Scheme):
         scales = comm.all_gather(scale, [1] * P)
         signs = comm.all_gather(grad.sign().to(torch.int8), [n] * P)
         # In rank order, as messages come: the same bits on every rank.
-        total = sum(sign * scale for sign, scale in zip(signs, scales, strict=True))
-        grad.copy_(total / P)
+        grad.zero_()
+        for sign, other in zip(signs, scales, strict=True):
+            grad += sign * other / P
         return self.report(bucket, comm.sent)
 
 

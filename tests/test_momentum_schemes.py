@@ -64,6 +64,16 @@ def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -
             )
 
 
+def test_a_loaded_state_tells_other_ranks_what_one_that_was_not_tells_them() -> None:
+    """Of a bucket that is new too: vectors are not compared, whether they are there or not."""
+    old, new = OneBitAdam(warmup_steps=2).start(), OneBitAdam(warmup_steps=2).start()
+    reduced([old], [numbers(0)])
+    new.load_state_dict(old.state_dict())
+    for key in ("w", "v"):
+        bucket = Bucket(key, numbers(1), 1)
+        assert new.shared_text(bucket) == old.shared_text(bucket)
+
+
 def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
     scheme, grad = OneBitAdam(warmup_steps=1).start(), numbers(0)
     grad[:10] = 0

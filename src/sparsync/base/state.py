@@ -67,7 +67,9 @@ class Tables:
         found = [f"{key}: {_fields(table[bucket])}" for key, table in self._shared.items() if bucket in table]
         for key, values in self._common.items():
             if isinstance(values, dict):
-                found += [f"{key}: {each}" for name in names if not isinstance(each := values.get(name), Tensor)]
+                # Where a name is not known, nothing is said: a state that was loaded says what one that was not does.
+                known = [values[name] for name in names if name in values]
+                found += [f"{key}: {each}" for each in known if not isinstance(each, Tensor)]
         return ", ".join(found)
 
     def tables(self) -> dict[str, Any]:
