@@ -17,6 +17,8 @@ from sparsync.feedback import ByParameter, Residuals, Vectors, redistributed
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
+from sparsync.schemes.per_parameter import PerParameter
+from sparsync_lab.rivals.onebit_adam import OneBitAdam
 
 SIZES = {"a": 3, "b": 0, "c": 1, "d": 5}
 
@@ -216,3 +218,21 @@ def test_on_a_device_nothing_is_read_for_the_next_selection() -> None:
     found = Sparse(torch.zeros(2, dtype=torch.int32, device="meta"), elsewhere[:2], 4)
     assert acc._noted(found) is found
     assert acc._hint() is None
+
+
+def test_a_scheme_inside_that_counts_steps_whole_keeps_its_residual_where_others_are_weighed() -> None:
+    scheme = PerParameter(TopK(density=0.1), {"a": OneBitAdam(warmup_steps=1)})
+
+    def body(comm: LocalComm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        state, source = scheme.start(), torch.Generator().manual_seed(comm.rank)
+        for step in range(3):
+            state.vectors.hold()
+            grad = torch.randn(8, generator=source)
+            state.reduce(Bucket("bucket0", grad, step, bucket("a", "d").layout), comm)
+        before = state.state_dict()["residual"]
+        state.weigh({"a": 0.0, "d": 0.0})
+        return before, state.state_dict()["residual"]
+
+    for before, after in LocalWorld(2).run(body):
+        assert before["a"].any() and torch.equal(after["a"], before["a"])
+        assert not torch.equal(after["d"], before["d"])

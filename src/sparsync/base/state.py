@@ -237,7 +237,13 @@ class State(Tables):
 
     def weigh(self, factors: Mapping[str, float]) -> None:
         """Keep of the step since `vectors.hold`, for each named parameter, its factor in [0, 1]: only that share was applied."""
-        self.vectors.weigh(factors)
+        self.vectors.weigh(self.weighed(factors))
+
+    def weighed(self, factors: Mapping[str, float]) -> Mapping[str, float]:
+        """Return `factors` without the parameters of schemes that count every step whole."""
+        for each in self.inner.values():
+            factors = each.weighed(factors)
+        return factors
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply the vectors of each named parameter by its factor, because the learning rate or the loss scale has changed."""

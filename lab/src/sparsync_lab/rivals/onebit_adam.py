@@ -118,5 +118,6 @@ def _stay(bucket: Bucket) -> None:
 class _WholeSteps(State):
     """A state that counts every step whole: the step is in the momentum, of which the residual is a part, and comes with it."""
 
-    def weigh(self, factors: Mapping[str, float]) -> None:
-        return
+    def weighed(self, factors: Mapping[str, float]) -> Mapping[str, float]:
+        steps = self.common("steps")
+        return {name: factor for name, factor in factors.items() if name not in steps}
