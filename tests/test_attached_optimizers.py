@@ -46,6 +46,28 @@ def test_a_detached_optimizer_is_as_it_was_and_goes_on_with_moments_that_are_the
     run(given_back, P)
 
 
+def stepped_by_another() -> None:
+    for wrapped in (False, True):
+        training = Training(wrapped=wrapped)
+        training.step(0)
+        common = training.common()
+        other = torch.optim.SGD(training.model.parameters(), lr=0.1)
+        training.model(batch(dist.get_rank(), 1)[0]).sum().backward()
+        with pytest.raises(RuntimeError, match="another SGD steps a model whose optimizer was passed"):
+            other.step()
+        assert same(common, training.common())
+        beside = nn.Parameter(torch.ones(1))
+        beside.grad = torch.ones(1)
+        torch.optim.SGD([beside], lr=1.0).step()  # of no attached model
+        assert not beside
+        training.handle.detach()
+        other.step()
+
+
+def test_another_optimizer_of_an_attached_model_raises_in_place_of_moving_each_rank_its_own_way() -> None:
+    run(stepped_by_another, P)
+
+
 def scaled(unscales: bool) -> list[tuple[float, list[Tensor]]]:
     """Train with a loss scale, and NaN on one rank in one step; return scales and common weights."""
     training = Training(wrapped=True, scaler=(scaler := GradScaler("cpu", init_scale=2.0**6, growth_interval=100)))

@@ -102,7 +102,11 @@ def _settings() -> dict[str, Any]:
         "hooks of all modules": {
             name: list(hooks) for name, hooks in vars(modules).items() if name.startswith("_global_") and hooks
         },
-        "hooks of all optimizers": [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()],
+        "hooks of all optimizers": [
+            hook
+            for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+            if not getattr(hook, "__module__", "").startswith("sparsync.")  # which it keeps for good
+        ],
         "backend of kernels": kernels.backend(),
         "signal handlers": [signal.getsignal(each) for each in SIGNALS],
         "hooks of Python": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),

@@ -1,12 +1,17 @@
 """The step of an exchange in the place of the optimizers' own, as the loop calls it: with closures and loss scalers."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sparsync.exchanges.rules import optimizers_of
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
@@ -22,7 +27,7 @@ class TakenOptimizer:
     With several optimizers, the first to step takes the step of all. `take_step` returns whether all ranks skipped the step: a tensor, not
     zero if so, where only a device knows. `scaler` is the one that scales the loss, if any: it learns what other ranks found.
     Step hooks of the loop see all parameters and their gradients, whenever they were registered: except a hook before the step that was
-    registered later than this, which comes too late in its first step.
+    registered later than this, which comes too late in its first step. Another optimizer that steps a parameter of these raises.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class TakenOptimizer:
             hooks: Any = each._optimizer_step_post_hooks  # Any: an ordered dict, which torch types as a plain one
             hooks.move_to_end(ours[1].id, last=False)
         self._scaling = step_whatever_is_found(optimizers if scaler is not None else ())
+        _look_at_steps()
+        _TAKEN.add(self)
 
     def forget_step(self) -> None:
         """Forget a step that has failed, also that the scaler has unscaled its gradients."""
@@ -54,10 +61,22 @@ class TakenOptimizer:
 
     def release(self) -> None:
         """Let the optimizers take their own steps from here on."""
+        _TAKEN.discard(self)
         for pair in self._ours.values():
             for hook in pair:
                 hook.remove()
         self._scaling()
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError where this is another optimizer and steps a parameter of these: ranks would part."""
+        if all(id(each) in self._ours for each in optimizers_of(optimizer)):
+            return
+        own = {id(each) for one in self._optimizers for each in _parameters(one)}
+        if any(each.grad is not None and id(each) in own for each in _parameters(optimizer)):
+            raise RuntimeError(
+                f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would "
+                "exchange that; call detach() on the handle, and attach with this optimizer"
+            )
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         args, kwargs = _with_closure_called(args, kwargs)
@@ -104,6 +123,21 @@ class TakenOptimizer:
         # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.copy_(torch.maximum(found, torch.as_tensor(skipped).to(found).view(found.shape)))
+
+
+_TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
+
+
+@cache
+def _look_at_steps() -> None:
+    """Look at the steps of all optimizers from here on: once, for torch iterates over its hooks while a handle may be collected."""
+    look: Any = torch.compiler.disable(_refuse_another)  # Any: as in TakenOptimizer
+    register_optimizer_step_pre_hook(look)
+
+
+def _refuse_another(optimizer: Optimizer, *_: object) -> None:
+    for each in list(_TAKEN):
+        each.refuse(optimizer)
 
 
 def step_whatever_is_found(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
