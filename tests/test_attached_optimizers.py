@@ -55,6 +55,10 @@ def stepped_by_another() -> None:
         training.model(batch(dist.get_rank(), 1)[0]).sum().backward()
         with pytest.raises(RuntimeError, match="another SGD steps a model whose optimizer was passed"):
             other.step()
+        with pytest.raises(
+            RuntimeError, match=r"has called optimizer\.step\(\) before, and handle\.step\(\) would take a second step"
+        ):
+            training.handle.step()
         assert same(common, training.common())
         beside = nn.Parameter(torch.ones(1))
         beside.grad = torch.ones(1)

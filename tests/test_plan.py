@@ -234,7 +234,7 @@ def test_every_scheme_has_a_form_at_100_000_ranks() -> None:
         assert predict.plan(schemes.get(name), 10**11, 100_000).exchanges
 
 
-# How far estimates are from what is counted on 4 ranks, for gradients drawn as `sparsync traffic` draws them; in docs/cost_model.md.
+# How far estimates are from what is counted on 4 ranks, for gradients drawn as `sparsync traffic` draws them; in docs/advise.md.
 TOLERANCE = {
     "micro": 0.05,
     "micro.published": 0.15,

@@ -67,9 +67,10 @@ class Tables:
         found = [f"{key}: {_fields(table[bucket])}" for key, table in self._shared.items() if bucket in table]
         for key, values in self._common.items():
             if isinstance(values, dict):
-                # Where a name is not known, nothing is said: a state that was loaded says what one that was not does.
+                # Where a name is not known, nothing is said: a state that was loaded says what one that was not does. Floating-point
+                # numbers may differ in their last bits between processors.
                 known = [values[name] for name in names if name in values]
-                found += [f"{key}: {each}" for each in known if not isinstance(each, Tensor)]
+                found += [f"{key}: {each}" for each in known if isinstance(each, int)]
         return ", ".join(found)
 
     def tables(self) -> dict[str, Any]:

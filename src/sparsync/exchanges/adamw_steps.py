@@ -143,6 +143,7 @@ class AdamWSteps(StepsState):
         connections. That one raises as well if ranks may have applied different steps, or the mean was applied in part: then continue
         from a checkpoint.
         """
+        self._taken.check_caller("handle.step()")
         # torch's schedules warn where the optimizer they belong to has not stepped.
         for each in self._given:
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]

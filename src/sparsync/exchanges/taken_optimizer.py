@@ -49,6 +49,7 @@ class TakenOptimizer:
             hooks: Any = each._optimizer_step_post_hooks  # Any: an ordered dict, which torch types as a plain one
             hooks.move_to_end(ours[1].id, last=False)
         self._scaling = step_whatever_is_found(optimizers if scaler is not None else ())
+        self._caller: str | None = None
         _look_at_steps()
         _TAKEN.add(self)
 
@@ -67,6 +68,15 @@ class TakenOptimizer:
                 hook.remove()
         self._scaling()
 
+    def check_caller(self, caller: str) -> None:
+        """Raise RuntimeError where a loop has stepped in another way before: it would take two steps with the same gradients."""
+        if self._caller not in (None, caller):
+            raise RuntimeError(
+                f"this loop has called {self._caller} before, and {caller} would take a second step with the same gradients; call one of "
+                "them"
+            )
+        self._caller = caller
+
     def refuse(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError where this is another optimizer and steps a parameter of these: ranks would part."""
         if all(id(each) in self._ours for each in optimizers_of(optimizer)):
@@ -82,6 +92,7 @@ class TakenOptimizer:
         args, kwargs = _with_closure_called(args, kwargs)
         if not self._called or id(optimizer) in self._called:
             self._called.clear()
+            self.check_caller("optimizer.step()")
             self._unscale(optimizer)
             skipped = self._take_step()
             self._taken = [found for each in self._optimizers for found in _gradients(each)]
