@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src" / "sparsync"
 SOURCES = {path: path.read_text() for path in sorted(LIBRARY.rglob("*.py"))}
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
-    "src": 23_000,
-    "elastic": 2_100,
-    "lab": 15_750,
-    "studies": 6_850,
-    "tests": 38_200,
+    "src": 22_950,
+    "elastic": 2_090,
+    "lab": 15_710,
+    "studies": 6_805,
+    "tests": 38_120,
 }
 LONGER_FILES = 8  # of more than 400 lines; goal 0
 LONGER_SCHEMES = 4  # of more than 200 lines; goal 0
