@@ -22,8 +22,8 @@ MOST_FILES = {
     ("attach", TWO_SHOT): 21,
     ("attach", "oktopk"): 23,
     ("attach", "skip_reduce"): 18,
-    ("AdamWSteps", TWO_SHOT): 26,
-    ("AdamWSteps", DEFAULT): 26,
+    ("AdamWSteps", TWO_SHOT): 27,
+    ("AdamWSteps", DEFAULT): 27,
 }
 
 

@@ -157,7 +157,9 @@ def _moments(kind: str, n: int, dtype: torch.dtype, block: int) -> Arguments:
 
 
 def _make_steps(kind: str, n: int) -> Iterator[Arguments]:
-    for dtype, block, skip in product(DTYPES, (64, 7), SKIPS):
+    # Triton's interpreter takes denormal numbers of bfloat16 for zero.
+    types = [each for each in DTYPES if each != torch.bfloat16 or kind not in ("special", "denormal")]
+    for dtype, block, skip in product(types, (64, 7), SKIPS):
         first, _, last = three_spans(n)  # nothing is done outside of them
         within = [first if skip is None else Span(0, last.start), Span(last.start + n // 9 * (skip is None), last.stop)]
         yield made("normal", n), *_moments(kind, n, dtype, block), within, SPREADS[::2], skip
