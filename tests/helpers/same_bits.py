@@ -8,7 +8,8 @@ from sparsync.core import Sparse
 
 def bits(x: Tensor) -> Tensor:
     """Return the bits of `x`, with one NaN for all, because processors differ in which NaN an addition makes."""
-    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype == torch.float32 else x
+    words = {torch.float32: torch.int32, torch.float64: torch.int64}.get(x.dtype)
+    return x if words is None else torch.where(x.isnan(), torch.nan, x).view(words)
 
 
 def same(got: Sparse, expected: Sparse) -> None:
