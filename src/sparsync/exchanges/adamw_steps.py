@@ -10,6 +10,10 @@ enlarges what was dropped. Here ranks send steps instead, learning rate included
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
+The default form sends every element in int3 and keeps nothing: `keep` is 0, so W = A, and of the scheme only the formats are used.
+`optimizer.step()` calls `_take_step` by a hook; `WholeStep` makes, encodes, exchanges and decodes x in passes over memory, and `_apply`
+moves the weights. The rest of this file is for measuring the ratio, failed and skipped steps, and forms below 4 bits.
+
 ratio: of the squares of the mean gradient to those of the local one in earlier steps, see BlockRatios. A local gradient has P times the
 variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
 

@@ -1,7 +1,8 @@
 """The paper's step of Ok-Topk (arXiv 2201.07598), and the scaling of thresholds in the authors' code for VGG.
 
 Numbers in comments are our own: `OK_SPARSE_ALLREDUCE` in six steps, reconstructed from the authors' code and descriptions of the paper,
-whose text was not at hand. The programs for LSTM and BERT have other factors and bands; they are not here.
+whose text was not at hand; `oktopk` lists what differs. `acc`, residual plus gradient, comes ready; ErrorFeedbackScheme writes the mean,
+clears the residual at `cleared` and calls `commit`. The programs for LSTM and BERT have other factors and bands; they are not here.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +43,8 @@ def step(
     regions = sparse_allreduce.regions_of(boundaries, n)
     region = mine.value.new_zeros(len(regions[rank]))
     reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, Raw(), counts_first=True)
-    # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
+    # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|. In another order: where it is evaluated, all sums
+    # are kept here, gathered in 5 and cut to k there. `region` has this rank's sums.
     global_threshold = control.threshold
     evaluate = control.t % settings.threshold_steps == 0 or global_threshold is None
     kept = kernels.select_ge(region, 0.0 if evaluate else float(global_threshold or 0.0))
@@ -61,7 +63,7 @@ def step(
         global_threshold = smallest_magnitude(survivors.value)
     # 6: return u, I_loc intersect I_glob
     cleared = survivors.index[kernels.isin(survivors.index, mine.index)]
-    # Sums that did not survive are zero then, which is what is written.
+    # All sums that are not zero were written if there were fewer than k, or k is n: nothing of what was sent is left to send.
     if evaluate and (sum(held) < k or k == n):
         cleared = mine.index
     thresholds = smallest_magnitude(mine.value), smallest_magnitude(survivors.value)
