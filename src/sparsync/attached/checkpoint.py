@@ -29,15 +29,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from sparsync.runtime import state_file
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.state_checks import check_fingerprint
+from sparsync.runtime.state_checks import SavedState, check_fingerprint
 
 _SUFFIX = ".pt"
 _STEM = re.compile(
     r"(?P<slot>sparsync(-[\w-]+)?(\.[\w-]+)?)\.step(?P<step>\d+)\.rank(?P<rank>\d+)of(?P<ranks>\d+)", re.ASCII
 )
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]*")
-
-State = Mapping[str, Any]  # Any: as Handle.state_dict
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dic
     return [state_file.decoded(each, f"the state of rank {source}") for source, each in enumerate(states)]
 
 
-def restore(handle: Handle, states: Sequence[State]) -> None:
+def restore(handle: Handle, states: Sequence[SavedState]) -> None:
     """Continue from what `gathered` returned on the first rank; call it on every rank, with all states. See `load`."""
     if not states:
         raise ValueError("there are no states to continue from; pass what sparsync.checkpoint.gathered returned")
@@ -158,7 +156,7 @@ def restore(handle: Handle, states: Sequence[State]) -> None:
     _restore(handle, {f"the state of rank {each}": states[each] for each in needed}, count)
 
 
-def _restore(handle: Handle, states: Mapping[str, State], count: int) -> None:
+def _restore(handle: Handle, states: Mapping[str, SavedState], count: int) -> None:
     """Load from the states of `count` ranks, by what they are called: of all, or of this rank alone if there are as many now."""
     where = ""
     try:

@@ -20,13 +20,13 @@ from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import LocalSteps
-from sparsync.exchanges.moved_weights import State
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
 from sparsync.runtime.snapshot import Part, Snapshot
+from sparsync.runtime.state_checks import SavedState
 
 _CURE = (
     "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, let a "
@@ -206,7 +206,7 @@ class LocalTraining(StepMethod):
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         return {**self._exchanger.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
 
-    def resized(self, states: Sequence[State]) -> dict[str, Any]:  # Any: as Handle
+    def resized(self, states: Sequence[SavedState]) -> dict[str, Any]:  # Any: as Handle
         """Return a state for this rank, made from those of all ranks of another number, in rank order.
 
         The mean of what the ranks have learnt since the last exchange moves the common weights; optimizers are those of old ranks, in turn.
@@ -238,7 +238,7 @@ class LocalTraining(StepMethod):
         learnt = self._weights.saved(each.start - each.own() for each in self._weights.buckets)
         return {**super()._own(scheme), "learnt": learnt}
 
-    def _parts(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
         # Copied, because optimizers change these in place.
         moved = {
             "common": state["common"],
@@ -267,7 +267,7 @@ class LocalTraining(StepMethod):
         if follows:
             self._note_written()
 
-    def _joined(self, snapshot: Snapshot, mine: State) -> dict[str, Any]:  # Any: as Handle.state_dict
+    def _joined(self, snapshot: Snapshot, mine: SavedState) -> dict[str, Any]:  # Any: as Handle.state_dict
         joined, own = super()._joined(snapshot, mine), mine[self.integration]
         rest = joined[self.integration]
         theirs = {**rest, **(snapshot.moved or {key: own[key] for key in ("common", "outer")})}
@@ -278,7 +278,7 @@ class LocalTraining(StepMethod):
             theirs["optimizers"] = [{**one, "param_groups": other["param_groups"]} for one, other in pairs]
         return {**joined, self.integration: theirs}
 
-    def _start_from(self, moved: State) -> None:
+    def _start_from(self, moved: SavedState) -> None:
         self._check_own()
         for bucket in self._weights.buckets:
             # What was learnt since the last exchange is the difference to these.
@@ -300,7 +300,7 @@ class LocalTraining(StepMethod):
     def _movers(self) -> Sequence[Optimizer]:
         return [] if self._exchanger.outer is None else [self._exchanger.outer.optimizer]
 
-    def _check(self, state: State) -> None:
+    def _check(self, state: SavedState) -> None:
         super()._check(state)
         saved = state[self.integration]
         groups = [each["param_groups"] for each in saved["optimizers"]], [each.param_groups for each in self.optimizers]
@@ -312,7 +312,7 @@ class LocalTraining(StepMethod):
             )
         self._exchanger.check(saved)
 
-    def _load(self, state: State) -> None:
+    def _load(self, state: SavedState) -> None:
         for exchange in self._exchanger.pending.values():
             exchange.wait()  # its outcome does not matter any more
         super()._load(state)

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from sparsync.exchanges.weights import Weights
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.snapshot import Part, Snapshot
-
-State = Mapping[str, Any]  # Any: as Handle.state_dict
+from sparsync.runtime.state_checks import SavedState
 
 
 class MovedWeights(Handle):
@@ -30,7 +29,7 @@ class MovedWeights(Handle):
         return found._replace(moved=moved, shared={**found.shared, self.integration: rest})
 
     @abstractmethod
-    def _parts(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what moves with the common weights, and the rest, without what is a rank's own."""
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -43,7 +42,7 @@ class MovedWeights(Handle):
         super().restore(snapshot)
 
     @abstractmethod
-    def _start_from(self, moved: State) -> None:
+    def _start_from(self, moved: SavedState) -> None:
         """Take what moves with the common weights of another rank."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
-from sparsync.exchanges.moved_weights import MovedWeights, State
+from sparsync.exchanges.moved_weights import MovedWeights
 from sparsync.exchanges.own_weights import ShownWeights
 from sparsync.exchanges.steps_options import StepOptions
 from sparsync.exchanges.training_loop import Replica
@@ -26,6 +26,7 @@ from sparsync.runtime.driven import check_undriven, drive
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler
 from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.state_checks import SavedState
 
 
 class StepMethod(MovedWeights):
@@ -131,7 +132,7 @@ class StepMethod(MovedWeights):
     def _method_state(self) -> dict[str, Any]:
         """Return what this method saves besides common weights, buffers and totals."""
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Continue from what `state_dict` returned; see Handle. Settings may have changed."""
         self._check_own()
         super().load_state_dict(state)
@@ -149,7 +150,7 @@ class StepMethod(MovedWeights):
         self._detached = True
         self.close()
 
-    def _check(self, state: State) -> None:
+    def _check(self, state: SavedState) -> None:
         super()._check(state)
         saved = state[self.integration]
         for kind, own in {"common": dict(self._weights.common()), "buffers": dict(self.model.named_buffers())}.items():
@@ -162,7 +163,7 @@ class StepMethod(MovedWeights):
                     "trains or keeps; load the state of the same model, with the same parameters frozen"
                 )
 
-    def _load(self, state: State) -> None:
+    def _load(self, state: SavedState) -> None:
         saved = state[self.integration]
         common = self._weights.from_saved(saved["common"])
         super()._load(state)

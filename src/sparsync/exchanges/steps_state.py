@@ -18,7 +18,6 @@ from sparsync.exchanges import own_weights
 from sparsync.exchanges.agreement import FirstRanks, Gathered
 from sparsync.exchanges.auto_bits import STEPS, Choosing
 from sparsync.exchanges.moments import Moments
-from sparsync.exchanges.moved_weights import State
 from sparsync.exchanges.sender import COUNTS, VECTORS, Pending, Sender
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.steps_options import Steps
@@ -27,7 +26,7 @@ from sparsync.exchanges.training_loop import GradientDivisor
 from sparsync.recipes import Recipe
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import check_fingerprint
+from sparsync.runtime.state_checks import SavedState, check_fingerprint
 
 
 class StepsState(StepMethod):
@@ -123,7 +122,7 @@ class StepsState(StepMethod):
             "skipped": self._skipped,
         }
 
-    def resized(self, states: Sequence[State]) -> dict[str, Any]:  # Any: as Handle
+    def resized(self, states: Sequence[SavedState]) -> dict[str, Any]:  # Any: as Handle
         """Return a state for this rank, made from those of all ranks of another number: with second moments and buffers of one of them.
 
         The ratio depends on the number of ranks, and is measured again; own weights follow from the common ones and from the residual.
@@ -131,7 +130,7 @@ class StepsState(StepMethod):
         own = states[self.place[0] % len(states)][self.integration]
         return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}, "idle": {}}}
 
-    def _load(self, state: State) -> None:
+    def _load(self, state: SavedState) -> None:
         saved, sender, ratios = state[self.integration], self._sender, self._sender.ratios
         self._pending = None
         loaded = {key: self._weights.from_saved(saved[key]) for key in VECTORS}
@@ -183,7 +182,7 @@ class StepsState(StepMethod):
         found = super().snapshot(shared=shared)  # a step that failed counts as taken until `regroup`
         return found if found.shared is None else found._replace(shared={**found.shared, "step": self._applied})
 
-    def _parts(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
         vectors = VECTORS if self._step >= 0 else ()  # before the first step they are zeros
         moved = {key: state[key] for key in ("common", *vectors, *COUNTS)}
         left_out = ("common", *VECTORS, "seen", "own", "idle")
@@ -192,7 +191,7 @@ class StepsState(StepMethod):
     def _still(self) -> Collection[str]:
         return {*super()._still(), *self._sender.idle}
 
-    def _start_from(self, moved: State) -> None:
+    def _start_from(self, moved: SavedState) -> None:
         self._check_own()
         made = self._step >= 0
         self._take_common(self._weights.from_saved(moved["common"]))
@@ -216,7 +215,7 @@ class StepsState(StepMethod):
     def _movers(self) -> Sequence[Optimizer]:
         return self.optimizers
 
-    def _joined(self, snapshot: Snapshot, mine: State) -> dict[str, Any]:  # Any: as Handle.state_dict
+    def _joined(self, snapshot: Snapshot, mine: SavedState) -> dict[str, Any]:  # Any: as Handle.state_dict
         joined, own = super()._joined(snapshot, mine), mine[self.integration]
         theirs = {**joined[self.integration], **(snapshot.moved or {})}
         kept = {key: own[key] for key in (*VECTORS, "common") if key not in theirs}
@@ -299,7 +298,7 @@ class StepsState(StepMethod):
         self._sender.ratios.every = options.measure_every
         self._have_own_weights()
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         if self._choosing is not None:
             own = self.fingerprint()
             del own["scheme_name"]  # that of another recipe is taken below

@@ -5,7 +5,7 @@ from typing import Any
 
 from sparsync.runtime.state_file import VERSION
 
-State = Mapping[str, Any]  # Any: as Handle.state_dict
+SavedState = Mapping[str, Any]  # Any: as Handle.state_dict
 # What attach exchanged, by integration; the residuals of each have other units.
 _SAVED_WITH = {
     "gradients": "exchange=Gradients()",
@@ -14,7 +14,7 @@ _SAVED_WITH = {
 }
 
 
-def check_fingerprint(state: State, own: State) -> None:
+def check_fingerprint(state: SavedState, own: SavedState) -> None:
     """Raise ValueError unless `state` is of the format, integration, scheme and model of `own`, a `Handle.fingerprint`."""
     if state.get("version") != VERSION:
         raise ValueError(
@@ -27,7 +27,7 @@ def check_fingerprint(state: State, own: State) -> None:
         )
 
 
-def other_model(state: State, own: State) -> str:
+def other_model(state: SavedState, own: SavedState) -> str:
     """Return the first difference of the integration, scheme and model of `state` from those of `own`; "" where there is none."""
     if state["integration"] != own["integration"]:
         named, here = (_SAVED_WITH.get(each["integration"], repr(each["integration"])) for each in (state, own))
