@@ -249,7 +249,7 @@ def test_traffic_does_not_grow_with_the_number_of_ranks(kind: str) -> None:
 
     def nbytes(P: int) -> float:
         def body(comm: LocalComm) -> int:
-            return PLAIN[kind](density=0.1).reduce(Bucket("bucket", grad.clone(), 0), comm).cost.nbytes
+            return PLAIN[kind](density=0.1).start().reduce(Bucket("bucket", grad.clone(), 0), comm).cost.nbytes
 
         return sum(LocalWorld(P).run(body)) / (P - 1)
 

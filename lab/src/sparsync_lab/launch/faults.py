@@ -226,7 +226,7 @@ class Injector:
 
     def _start_store(self) -> None:
         place = places(self.faults, self.count) - 1
-        argv = [sys.executable, "-m", STORE, "--host", self.links.address(place), "--port", str(self.port)]
+        argv = [sys.executable, "-m", STORE, "--port", str(self.port)]
         self._store = subprocess.Popen(
             self.links.command(place, argv),
             stdin=subprocess.DEVNULL,
