@@ -16,7 +16,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = sparsync.attach(ddp, sparsync.TopK(density=0.01), optimizer=optimizer)
+    handle = sparsync.attach(ddp, sparsync.schemes.TopK(density=0.01), optimizer=optimizer)
 
     torch.manual_seed(dist.get_rank())  # every rank has its own data
     for _ in range(5):

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsync import Bucket, Comm, MeteredComm, Report, Scheme, State, testing
+from sparsync import Bucket, Comm, Report, Scheme, testing
+from sparsync.comm import MeteredComm
+from sparsync.schemes import State
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _training(
     workload: Workload, choice: SchemeChoice | None, options: argparse.Namespace, device: torch.device
 ) -> _Training:
     model, P = workload.model(options.seed).to(device), dist.get_world_size()
-    scheme = sparsync.Dense() if choice is None else choice.make()
+    scheme = sparsync.schemes.Dense() if choice is None else choice.make()
     wrapped: nn.Module = model
     if (
         not scheme.has_momentum
@@ -169,7 +169,7 @@ def _trained(
         "settings": "" if choice is None else repr(choice.make()),
         "exchange": _exchange(training.handle),
         "ranks": dist.get_world_size(),
-        "optimizer": made_for(sparsync.Dense() if choice is None else choice.make(), job),
+        "optimizer": made_for(sparsync.schemes.Dense() if choice is None else choice.make(), job),
         "rate": options.rate,
         "schedule": "the job's",
         "seed": options.seed,

@@ -340,7 +340,9 @@ def _member(seat: Seat, spec: Spec) -> None:
         training = Training(spec)
         given = {"timeout_s": TIMEOUT_S, "wait_s": 120.0, "background": spec.get("background", True)}
         run = elastic.Run(spec["address"], ranks=spec["first"], **given)
-        training.handle = sparsync.attach(training.model, sparsync.scheme(SCHEME), optimizer=training.optimizer)
+        training.handle = sparsync.attach(
+            training.model, sparsync.schemes.from_text(SCHEME), optimizer=training.optimizer
+        )
         run.add(training.model, training.handle, training.optimizer, training.schedule)
         count = sum(each.numel() for each in training.model.parameters())
 
@@ -381,7 +383,7 @@ def _under_torchrun(spec: Spec) -> None:
     rank, ranks, saves = dist.get_rank(), dist.get_world_size(), spec["mode"] == "torchrun"
     training = Training(spec)
     options = sparsync.Options(timeout_s=TIMEOUT_S)
-    scheme = sparsync.scheme(SCHEME)
+    scheme = sparsync.schemes.from_text(SCHEME)
     training.handle = sparsync.attach(training.model, scheme, optimizer=training.optimizer, options=options)
     folder, first = Path(spec["checkpoint"]) / "checkpoint", 0
     others = {"schedule": training.schedule, "optimizer": training.optimizer}

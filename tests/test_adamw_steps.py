@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from helpers.quick import one_in
-from sparsync import AdamWSteps, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync import AdamWSteps
 from sparsync.base.scheme import Scheme
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, Span, digest, laid_out
 from sparsync.exchanges.block_ratios import BlockRatios
 from sparsync.kernels.step_reference import signs
-from sparsync.schemes import PerParameter
+from sparsync.schemes import Dense, MiCRO, OkTopk, PerParameter, SkipReduce, TopK, TwoShot
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")
 P, BLOCK, EVERY = 4, 8, 2

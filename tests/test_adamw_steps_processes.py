@@ -13,11 +13,13 @@ from torch import Tensor, nn
 import sparsync
 from helpers.distributed import case, run
 from helpers.sketches import too_long_to_measure
-from sparsync import AdamWSteps, Dense, LocalWorld, Report, TopK, TwoShot
+from sparsync import AdamWSteps, Report
 from sparsync.base.scheme import Scheme
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.sender import MeanOfSketches
+from sparsync.schemes import Dense, TopK, TwoShot
 
 pytestmark = pytest.mark.distributed
 BLOCK = 16

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 import sparsync
 from helpers.quick import one_in
 from helpers.sketches import too_long_to_measure
-from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, State, TopK, TwoShot
+from sparsync import AdamWSteps, Bucket
 from sparsync.base.scheme import Scheme
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.sender import Gradients, StepsToMake
+from sparsync.schemes import Dense, State, TopK, TwoShot
 from test_adamw_steps import BLOCK, EVERY, SCHEMES, P, common, flat, groups, held, learn, model, start, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")

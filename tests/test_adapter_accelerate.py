@@ -9,7 +9,8 @@ from torch import nn
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import MiCRO, Options, TwoShot, attach, checkpoint
+from sparsync import Options, attach, checkpoint
+from sparsync.schemes import MiCRO, TwoShot
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator

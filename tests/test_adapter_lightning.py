@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import MiCRO, Options, TopK, TwoShot, attach, doctor
+from sparsync import Options, attach, doctor
+from sparsync.schemes import MiCRO, TopK, TwoShot
 
 pytest.importorskip("lightning")
 from lightning.fabric import Fabric

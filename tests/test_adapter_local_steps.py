@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from helpers.adapter_training import as_torchrun, examples, lightning_module, network
 from helpers.distributed import run
-from sparsync import LocalSteps, Options, TwoShot, attach, checkpoint
+from sparsync import LocalSteps, Options, attach, checkpoint
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
 STEPS, HALF, ACCUMULATED = 10, 5, 2  # an exchange every two steps: saved between two

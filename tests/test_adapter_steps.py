@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from helpers.adapter_training import as_torchrun, examples, lightning_module, network
 from helpers.distributed import run
-from sparsync import Options, Steps, TwoShot, attach, checkpoint
+from sparsync import Options, Steps, attach, checkpoint
 from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
 STEPS, HALF, ACCUMULATED = 6, 3, 2

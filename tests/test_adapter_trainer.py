@@ -11,9 +11,9 @@ from torch import Tensor
 
 from helpers.adapter_training import DENSITY, AdapterResult, Collected, as_torchrun, check
 from helpers.distributed import run
-from sparsync import Gradients, Options, Steps, TopK, TwoShot
+from sparsync import Gradients, Options, Steps
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.schemes import ExDyna
+from sparsync.schemes import ExDyna, TopK, TwoShot
 
 pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.futures import Future
 
-from sparsync import Bucket, Dense, Scheme, TopK
+from sparsync import Bucket, Scheme
 from sparsync.attached.joining import Joining
+from sparsync.schemes import Dense, TopK
 from sparsync_lab import advise, workloads
 from sparsync_lab.cli import _parser, main
 from sparsync_lab.predict import advice, plan, probe_file

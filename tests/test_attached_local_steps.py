@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
-from sparsync import Dense, Gradients, LocalSteps, OuterSGD, TopK, TwoShot
+from sparsync import Gradients, LocalSteps, OuterSGD
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.schemes import Dense, TopK, TwoShot
 
 pytestmark = pytest.mark.distributed
 

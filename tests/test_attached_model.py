@@ -19,9 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Dense, SkipReduce, TopK
 from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.schemes import PerParameter
+from sparsync.schemes import Dense, PerParameter, SkipReduce, TopK
 
 pytestmark = pytest.mark.distributed
 
@@ -131,7 +130,7 @@ def another_scheme() -> None:
 
     handle.scheme = TopK(density=0.1)
     for number, scheme in enumerate(
-        (None, sparsync.OkTopk(density=0.05), TopK(density=0.2), sparsync.MiCRO(density=0.1)), 1
+        (None, sparsync.schemes.OkTopk(density=0.05), TopK(density=0.2), sparsync.schemes.MiCRO(density=0.1)), 1
     ):
         handle.scheme = scheme or handle.scheme
         step(number)
@@ -282,7 +281,12 @@ def summaries() -> None:
 
 
 def scheduled_density() -> None:
-    for scheme in (sparsync.MiCRO(0.05), sparsync.schemes.ExDyna(0.05), sparsync.OkTopk(0.05), sparsync.TwoShot(0.05)):
+    for scheme in (
+        sparsync.schemes.MiCRO(0.05),
+        sparsync.schemes.ExDyna(0.05),
+        sparsync.schemes.OkTopk(0.05),
+        sparsync.schemes.TwoShot(0.05),
+    ):
         with case(scheme.name):
             model, n = bare(16), 16 * 272
             reducer, report = sparsync.GradientReducer(model, scheme), None

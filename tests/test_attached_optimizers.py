@@ -12,12 +12,12 @@ from torch.amp.grad_scaler import GradScaler
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
-from sparsync import Gradients, OkTopk, Steps, TopK, TwoShot
+from sparsync import Gradients, Steps
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
 from sparsync.exchanges.rules import rules_of
-from sparsync.schemes import InTurn
+from sparsync.schemes import InTurn, OkTopk, TopK, TwoShot
 from test_attached_steps import P, Training, bare_model, batch
 
 pytestmark = pytest.mark.distributed
@@ -237,7 +237,7 @@ def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an opt
     yield InTurn(2, "int8", "int8"), torch.optim.AdamW, Steps()
     yield InTurn(1, "int8", "int8"), torch.optim.AdamW, Gradients()
     yield OkTopk(density=0.1), torch.optim.Adam, Steps()
-    yield sparsync.Dense(), torch.optim.AdamW, Gradients()
+    yield sparsync.schemes.Dense(), torch.optim.AdamW, Gradients()
     yield TopK(0.1), torch.optim.NAdam, Gradients()
     yield TopK(0.1), lambda given: torch.optim.AdamW(given, amsgrad=True), Gradients()
     yield TopK(0.1), lambda given: torch.optim.SGD(given, lr=0.1), Gradients()
@@ -293,7 +293,7 @@ def test_a_gradient_that_the_loop_itself_sets_is_not_taken_for_a_shortened_one()
             torch.manual_seed(0)
             made = nn.Linear(6, 5)
             optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
-            AdamWSteps(made, optimizer, sparsync.Dense(), comm=comm, measure_every=1)
+            AdamWSteps(made, optimizer, sparsync.schemes.Dense(), comm=comm, measure_every=1)
             for number in range(5):
                 optimizer.zero_grad()
                 x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * number + comm.rank))

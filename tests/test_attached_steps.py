@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
-from sparsync import Gradients, LocalSteps, Steps, TopK, TwoShot
+from sparsync import Gradients, LocalSteps, Steps
+from sparsync.schemes import TopK, TwoShot
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from helpers.programs import run
-from sparsync import LocalWorld, schemes
+from sparsync import schemes
+from sparsync.comm import LocalWorld
 from sparsync.core import Bucket, Comm, recorded_phases
 from sparsync_lab.netlab import Delay
 from studies.campaign import command

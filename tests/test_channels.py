@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.distributed import run
-from sparsync import GroupComm
+from sparsync.comm import GroupComm
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told
 from sparsync.comm.channels import MOST_AHEAD
 from sparsync.comm.lane import Lane

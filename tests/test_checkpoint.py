@@ -16,9 +16,9 @@ import sparsync
 from helpers.ddp_training import AttachedTraining
 from helpers.distributed import case, run
 from helpers.resized import check_resized
-from sparsync import Gradients, LocalSteps, MiCRO, OkTopk, SkipReduce, Steps, TopK, TwoShot
+from sparsync import Gradients, LocalSteps, Steps
 from sparsync.attached import checkpoint
-from sparsync.schemes import ExDyna
+from sparsync.schemes import ExDyna, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 
 pytestmark = pytest.mark.distributed
 SCHEMES: dict[str, Any] = {  # Any: constructors of schemes

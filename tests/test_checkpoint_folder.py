@@ -16,11 +16,11 @@ from torch import Tensor
 
 from helpers.resized import check_resized
 from helpers.stepped import SHAPES, Stepped
-from sparsync import Dense, LocalWorld, MiCRO, TopK
 from sparsync.attached import checkpoint
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.runtime import state_file
-from sparsync.schemes import PerParameter
+from sparsync.schemes import Dense, MiCRO, PerParameter, TopK
 from sparsync_lab.rivals.dgc import DGC
 
 OTHER = {"weight": (4, 5), "head": (7,)}

@@ -16,7 +16,8 @@ from torch.optim import SGD, Optimizer
 import sparsync
 from helpers.distributed import case, run
 from helpers.fsdp_training import Net, inputs, made, same
-from sparsync import GradientReducer, LocalWorld
+from sparsync import GradientReducer
+from sparsync.comm import LocalWorld
 from sparsync.core import Comm, generator
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import Clipping, Comparison, ResidualRescaler, UsualShare, _norms
@@ -48,7 +49,10 @@ class Reducer(GradientReducer):
             SGD(each, lr=1.0) for each in ([parameters[:1], parameters[1:]] if several else [parameters])
         )
         self.optimizers = [self.optimizer, *others]
-        made, names = sparsync.scheme(scheme), {id(each): name for name, each in self.model.named_parameters()}
+        made, names = (
+            sparsync.schemes.from_text(scheme),
+            {id(each): name for name, each in self.model.named_parameters()},
+        )
         rescaler = ResidualRescaler(names, self.optimizers if follows else None, scaler)
         Handle.__init__(self, made, comm, rescaler, Comparison([], names, None, every=0))
         self.rank, self.scaler = comm.rank, scaler
@@ -312,7 +316,7 @@ def behind_every_wrapper() -> None:
             optimizer = SGD(net.parameters(), lr=0.5)
             handle = sparsync.attach(
                 wrapped,
-                sparsync.scheme(scheme),
+                sparsync.schemes.from_text(scheme),
                 optimizer=optimizer,
                 options=sparsync.Options(timeout_s=20, dense_below=0),
             )

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import LocalWorld, MeteredComm
 from sparsync.collectives import skipping
 from sparsync.collectives.skipping import SkipPlan, first_offsets, skip_count, skips
+from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import Span, spans
 from sparsync_lab.predict import collectives
 

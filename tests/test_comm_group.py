@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 from helpers.distributed import case, join_again, run
 from helpers.known_gradients import FEW, row, schemes, whole_numbers
 from invariants.world import flat_residual, layout, same_bits
-from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm
-from sparsync.comm import group, lane
+from sparsync import Bucket
+from sparsync.comm import Cost, GroupComm, LocalWorld, MeteredComm, group, lane
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told
 from sparsync.comm.lane import Lane
 from sparsync.core import Comm, ParameterSpan, generator

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync import LocalWorld
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import DeadlockError, LocalComm
 from sparsync.comm.subset import SubsetComm
 from sparsync.core import sum_in_rank_order

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync import Cost, LocalWorld, MeteredComm
+from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.comm.local import LocalComm
 from sparsync.comm.metered import all_gather_cost, all_reduce_cost, all_to_all_cost, send_cost
 from sparsync.comm.subset import SubsetComm

@@ -194,7 +194,7 @@ model = DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.AdamW(model.parameters())
 if "own" in sys.argv:
     import sparsync
-    sparsync.attach(model, sparsync.TopK(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    sparsync.attach(model, sparsync.schemes.TopK(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 if "failing" in sys.argv:
     raise OSError("no data")
 model(torch.zeros(1, 4)).sum().backward()

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import annotations
-from sparsync import Bucket, Cost, Report, Span
+from sparsync import Bucket, Report
+from sparsync.comm import Cost
 from sparsync.core import ParameterSpan, Sparse, generator, spans
+from sparsync.schemes import Span
 
 
 @given(count=st.integers(0, 200), parts=st.integers(1, 70))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync import LocalWorld
+from sparsync.comm import LocalWorld
 from sparsync.kernels import backend, operations
 from studies import parts
 from studies.gpu import counts

@@ -26,7 +26,8 @@ from helpers.distributed import case, run
 from helpers.known_gradients import FEW, KnownGradients, expected, noted, row, schemes
 from helpers.overlapping import IN_ORDER, Overlapping
 from invariants.world import same_bits
-from sparsync import Cost, Dense
+from sparsync.comm import Cost
+from sparsync.schemes import Dense
 
 pytestmark = pytest.mark.distributed
 

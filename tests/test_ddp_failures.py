@@ -21,10 +21,11 @@ import sparsync
 from helpers.ddp_training import NAMES, TIMEOUT_S, AttachedTraining, N, known, total
 from helpers.distributed import HANG_S, case, run
 from helpers.known_gradients import KnownGradients
-from sparsync import Bucket, Dense, Report, State, TopK
+from sparsync import Bucket, Report
 from sparsync.attached.ddp import DdpHandle
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
+from sparsync.schemes import Dense, State, TopK
 
 pytestmark = pytest.mark.distributed
 

@@ -16,10 +16,12 @@ from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, AttachedTraining, N, R
 from helpers.distributed import case, run
 from helpers.known_gradients import KnownGradients, row
 from invariants.world import same_bits
-from sparsync import LocalWorld, Report, TopK
+from sparsync import Report
+from sparsync.comm import LocalWorld
 from sparsync.runtime import summary
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler
+from sparsync.schemes import TopK
 
 pytestmark = pytest.mark.distributed
 

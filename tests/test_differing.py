@@ -1,9 +1,8 @@
 """What errors say of ranks that differ: what differs, of both, and nothing else."""
 
-from sparsync import Dense, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import LONGEST, NAMED, differences
-from sparsync.schemes import PerParameter
+from sparsync.schemes import Dense, PerParameter, TopK, TwoShot
 
 
 def test_of_two_schemes_only_the_settings_that_differ_are_named() -> None:

@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import run
-from sparsync import AdamWSteps, Dense, Gradients, MiCRO, OkTopk, SkipReduce, Steps, TopK, TwoShot
-from sparsync.schemes import InTurn, PerParameter, Quantized
+from sparsync import AdamWSteps, Gradients, Steps
+from sparsync.schemes import Dense, InTurn, MiCRO, OkTopk, PerParameter, Quantized, SkipReduce, TopK, TwoShot
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.onebit_adam import OneBitAdam

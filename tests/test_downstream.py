@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync import Comm, Dense
+from sparsync import Comm
+from sparsync.schemes import Dense
 from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.gpt import Gpt

@@ -72,7 +72,9 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     scheme: Any = (
-        sparsync.MiCRO(density=0.2) if exchange == "gradients" else sparsync.TwoShot(density=0.2, values="sign")
+        sparsync.schemes.MiCRO(density=0.2)
+        if exchange == "gradients"
+        else sparsync.schemes.TwoShot(density=0.2, values="sign")
     )
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     model.load_state_dict({name: each.sign() / 16 for name, each in model.state_dict().items()})  # as from a checkpoint
@@ -173,7 +175,7 @@ def several_join(port: int) -> tuple[int, int, int]:
     torch.manual_seed(0)
     model = nn.Linear(200, 300)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run.add(model, sparsync.attach(model, sparsync.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
+    run.add(model, sparsync.attach(model, sparsync.schemes.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
     whole = list[int]()
     run.on_change = lambda of: whole.append(of.step) if of.size == ranks else None
 
@@ -217,7 +219,7 @@ def comes_back(port: int) -> list[tuple[int, int]]:
     model = nn.Linear(20, 5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    handle = sparsync.attach(model, sparsync.TwoShot(density=0.2, values="sign"), optimizer=optimizer)
+    handle = sparsync.attach(model, sparsync.schemes.TwoShot(density=0.2, values="sign"), optimizer=optimizer)
     run.add(model, handle, optimizer, schedule)
     if number == 0:
         first = Sources.state_for

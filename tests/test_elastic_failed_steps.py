@@ -24,7 +24,7 @@ def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    handle: Any = sparsync.attach(model, sparsync.TwoShot(density=0.2), optimizer=optimizer, scaler=scaler)
+    handle: Any = sparsync.attach(model, sparsync.schemes.TwoShot(density=0.2), optimizer=optimizer, scaler=scaler)
     run.add(model, handle, optimizer)
     reached = handle._connection.any_of
     numbers = []
@@ -69,7 +69,7 @@ def taken_back(port: int, exchange: str, wrapped: bool) -> tuple[dict[str, torch
     bare = network()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
     model = nn.parallel.DistributedDataParallel(bare) if wrapped else bare
-    scheme = sparsync.TopK(density=0.2)
+    scheme = sparsync.schemes.TopK(density=0.2)
     options = sparsync.Options(dense_below=0) if wrapped and exchange == "gradients" else sparsync.Options()
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange], options=options)
     run.add(model, handle, optimizer)
@@ -77,7 +77,7 @@ def taken_back(port: int, exchange: str, wrapped: bool) -> tuple[dict[str, torch
     run.on_change = lambda _: found.append(handle.state.state_dict()["residual"])
     whole, numbers = scheme.reduce, list[int]()
 
-    def fails(state: sparsync.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
+    def fails(state: sparsync.schemes.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
         whole(state, bucket, comm)
         found.append(handle.state.state_dict()["residual"])
         raise ConnectionLostError("a rank is gone")
@@ -118,14 +118,14 @@ def applied_by_another(port: int, exchange: str) -> list[dict[str, torch.Tensor]
     run = patient_run(port, ranks=2)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheme = sparsync.TopK(density=0.2)
+    scheme = sparsync.schemes.TopK(density=0.2)
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     run.add(model, handle, optimizer)
     found: list[dict[str, torch.Tensor]] = []
     run.on_change = lambda of: found.append(handle.state.state_dict()["residual"]) if of.epoch.number == 2 else None
     whole = scheme.reduce
 
-    def fails(state: sparsync.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
+    def fails(state: sparsync.schemes.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
         whole(state, bucket, comm)
         found.append(handle.state.state_dict()["residual"])
         signals.wait(["applied"])

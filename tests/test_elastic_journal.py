@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsync import AdamWSteps, LocalWorld, Snapshot, TwoShot
+from sparsync import AdamWSteps, Snapshot
+from sparsync.comm import LocalWorld
 from sparsync.core import Comm, generator
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.schemes import TwoShot
 from sparsync_elastic.journal import Journal, nbytes_of, packed, unpacked, unpacked_move
 from sparsync_elastic.trained import digest_of
 

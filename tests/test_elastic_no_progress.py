@@ -101,7 +101,7 @@ def trained(what: str, port: int, number: int) -> Told:
     bare = nn.Linear(20, 5)
     optimizer = torch.optim.SGD(bare.parameters(), lr=1e-2)
     model = nn.parallel.DistributedDataParallel(bare) if what == "slow" else bare
-    handle: Any = sparsync.attach(model, sparsync.TopK(0.2), optimizer=optimizer, exchange=sparsync.Gradients())
+    handle: Any = sparsync.attach(model, sparsync.schemes.TopK(0.2), optimizer=optimizer, exchange=sparsync.Gradients())
     run.add(model, handle, optimizer)
     error = ""
     try:
@@ -156,7 +156,7 @@ def wrapped_otherwise(port: int) -> str:
     bare = nn.Linear(20, 5)
     model = bare if number else nn.parallel.DistributedDataParallel(bare)
     optimizer = torch.optim.AdamW(bare.parameters())
-    run.add(model, sparsync.attach(model, sparsync.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
+    run.add(model, sparsync.attach(model, sparsync.schemes.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
     if number:
         TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).wait(["sparsync/elastic/run/settings"])
     try:

@@ -72,7 +72,11 @@ def trained(port: int, exchange: str, wrapped: bool, killed: int, leaves: int, j
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
     model = nn.parallel.DistributedDataParallel(bare) if wrapped else bare
-    scheme = sparsync.TwoShot(density=0.2, values="sign") if exchange != "gradients" else sparsync.MiCRO(density=0.2)
+    scheme = (
+        sparsync.schemes.TwoShot(density=0.2, values="sign")
+        if exchange != "gradients"
+        else sparsync.schemes.MiCRO(density=0.2)
+    )
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     run.add(model, handle, optimizer, schedule)
     told, last = Told(), LastStep(run, number == joins)
@@ -158,7 +162,7 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     dist.destroy_process_group()
     run = patient_run(port, ranks=3)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
-    scheme = sparsync.TwoShot(density=0.1, values="int4")
+    scheme = sparsync.schemes.TwoShot(density=0.1, values="int4")
     handle: Any = sparsync.attach(bare, scheme, optimizer=optimizer, exchange=sparsync.Steps())
     run.add(bare, handle, optimizer)
     before, after = {}, {}
@@ -201,12 +205,12 @@ def local(seed: int, comm: sparsync.Comm) -> tuple[nn.Module, LocalTraining]:
     torch.manual_seed(seed)
     model = nn.Linear(4, 3)
     return model, LocalTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), sparsync.Dense(), every=4, comm=comm
+        model, torch.optim.SGD(model.parameters(), lr=0.5), sparsync.schemes.Dense(), every=4, comm=comm
     )
 
 
 def test_what_a_late_rank_has_learnt_by_local_steps_waits_for_the_next_exchange() -> None:
-    (_, ahead), (model, late) = (sparsync.LocalWorld(1).run(partial(local, seed))[0] for seed in (0, 1))
+    (_, ahead), (model, late) = (sparsync.comm.LocalWorld(1).run(partial(local, seed))[0] for seed in (0, 1))
     start = [each.detach().clone() for each in model.parameters()]
     with torch.no_grad():
         late._before_optimizer()
@@ -224,7 +228,7 @@ def test_what_a_late_rank_has_learnt_by_local_steps_waits_for_the_next_exchange(
 
 
 def test_what_local_steps_have_learnt_is_multiplied_with_what_waits() -> None:
-    ((model, handle),) = sparsync.LocalWorld(1).run(partial(local, 0))
+    ((model, handle),) = sparsync.comm.LocalWorld(1).run(partial(local, 0))
     start = [each.detach().clone() for each in model.parameters()]
     with torch.no_grad():
         handle._before_optimizer()
@@ -243,7 +247,7 @@ def clipped(moved: bool) -> dict[str, torch.Tensor]:
     """Return the residual after steps of which one was clipped, where the handle is `moved` to a group of the same ranks then."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    scheme = sparsync.TopK(density=0.1)
+    scheme = sparsync.schemes.TopK(density=0.1)
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=sparsync.Gradients())
     for step in range(6):
         optimizer.zero_grad()
@@ -252,7 +256,7 @@ def clipped(moved: bool) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step in (2, 4) else 1e3)
         optimizer.step()
         if moved and step == 4:
-            handle.regroup(sparsync.GroupComm.private())
+            handle.regroup(sparsync.comm.GroupComm.private())
     return handle.state_dict()["scheme"]["residual"]
 
 
@@ -267,7 +271,9 @@ def slowed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the residual of a rank before and after the first step with one whose rate is half of its last one."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    handle: Any = sparsync.attach(model, sparsync.TopK(density=0.1), optimizer=optimizer, exchange=sparsync.Gradients())
+    handle: Any = sparsync.attach(
+        model, sparsync.schemes.TopK(density=0.1), optimizer=optimizer, exchange=sparsync.Gradients()
+    )
     for step in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -344,14 +350,14 @@ def refusals(port: int) -> list[str]:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = sparsync.LocalSteps(every=4, delay=2)
-    handle: Any = sparsync.attach(model, sparsync.Dense(), optimizer=optimizer, exchange=exchange)
+    handle: Any = sparsync.attach(model, sparsync.schemes.Dense(), optimizer=optimizer, exchange=exchange)
     tell(lambda: run.add(model, handle, optimizer))
     other = nn.Linear(2, 2)
-    unknown: Any = sparsync.attach(other, sparsync.Dense(), exchange=sparsync.Gradients())
+    unknown: Any = sparsync.attach(other, sparsync.schemes.Dense(), exchange=sparsync.Gradients())
     tell(lambda: run.add(other, unknown, torch.optim.SGD(other.parameters(), lr=0.1)))
     unknown.close()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    own: Any = sparsync.attach(other, sparsync.Dense(), optimizer=optimizer, exchange=sparsync.Gradients())
+    own: Any = sparsync.attach(other, sparsync.schemes.Dense(), optimizer=optimizer, exchange=sparsync.Gradients())
     run.add(other, own, optimizer)
 
     def errs() -> None:

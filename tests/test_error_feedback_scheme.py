@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from helpers.stepped import Stepped
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, LocalWorld, SkipReduce, Sparse, State, TopK, Update
+from sparsync import Bucket, Comm, ErrorFeedbackScheme
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
+from sparsync.schemes import Accumulator, SkipReduce, Sparse, State, TopK, Update
 from sparsync.testing import check_scheme
 
 

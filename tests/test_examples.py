@@ -184,7 +184,7 @@ def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(m
     from own_scheme import ScaledSign  # pyright: ignore[reportMissingImports]
 
     def reduce(comm: LocalComm) -> tuple[list[float], bool]:
-        metered = sparsync.MeteredComm(comm)
+        metered = sparsync.comm.MeteredComm(comm)
         bucket = Bucket("b", torch.tensor([1.0, -3.0]) * (comm.rank + 1), 0)
         report = ScaledSign().start().reduce(bucket, metered)
         return bucket.grad.tolist(), report.cost == metered.take()[0]
@@ -196,5 +196,5 @@ def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(m
 def test_a_job_of_your_own_learns(name: str) -> None:
     job = workloads.get(str(EXAMPLES / name))
     before = job.quality(*job.evaluate(job.model(0), 0, 1))
-    trained = one_process.train_with_scheme(job, sparsync.Dense, 0, 30, 2, {30})
+    trained = one_process.train_with_scheme(job, sparsync.schemes.Dense, 0, 30, 2, {30})
     assert trained.quality[-1][1] < before / 2

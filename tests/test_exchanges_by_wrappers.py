@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.distributed import case, run
 from helpers.resized import check_resized
-from sparsync import Steps, TwoShot
+from sparsync import Steps
+from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Bucket, Span, TopK, TwoShot
+from sparsync import Bucket
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import ParameterSpan, Sparse
 from sparsync.feedback import ByParameter, Residuals, Vectors, redistributed
+from sparsync.schemes import Span, TopK, TwoShot
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk

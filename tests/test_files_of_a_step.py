@@ -41,7 +41,7 @@ def visited(how: str, scheme: str) -> set[str]:
     threading.setprofile(watch)  # for the threads that the handle starts
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
     optimizer = torch.optim.AdamW(model.parameters()) if how == "AdamWSteps" else torch.optim.SGD(model.parameters())
-    trained, made = model, sparsync.scheme(scheme)
+    trained, made = model, sparsync.schemes.from_text(scheme)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if isinstance(optimizer, torch.optim.AdamW):

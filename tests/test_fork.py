@@ -41,7 +41,7 @@ class Collecting(Dataset[int]):
 
 def under_ddp() -> tuple[Handle, Step]:
     model = DistributedDataParallel(nn.Linear(4, 2))
-    handle = sparsync.attach(model, sparsync.TopK(0.5))
+    handle = sparsync.attach(model, sparsync.schemes.TopK(0.5))
     return handle, lambda: model(torch.ones(1, 4)).sum().backward()
 
 
@@ -49,7 +49,7 @@ def by_local_steps() -> tuple[Handle, Step]:
     """Local steps whose exchange is on its way, on a thread of its own, between two steps."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    handle = LocalTraining(model, optimizer, sparsync.TopK(0.5), every=1, delay=1)
+    handle = LocalTraining(model, optimizer, sparsync.schemes.TopK(0.5), every=1, delay=1)
 
     def step() -> object:
         model(torch.ones(1, 4)).sum().backward()
@@ -136,8 +136,8 @@ def children_call_handles() -> list[str]:
         step()
         bare = nn.Linear(2, 2)
         bare(torch.ones(1, 2)).sum().backward()
-        reducer = sparsync.GradientReducer(bare, sparsync.TopK(0.5))
-        comm = sparsync.GroupComm.private(None)
+        reducer = sparsync.GradientReducer(bare, sparsync.schemes.TopK(0.5))
+        comm = sparsync.comm.GroupComm.private(None)
         calls: dict[str, Step] = {
             "state_dict": handle.state_dict,
             "reduce": reducer.reduce,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from helpers.third_party import LineFit
-from sparsync import Bucket, LocalWorld
+from sparsync import Bucket
+from sparsync.comm import LocalWorld
 from sparsync_lab import cli
 from sparsync_lab.frontier import runs, study
 from sparsync_lab.frontier.figures import OURS, kind, panels

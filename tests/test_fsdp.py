@@ -36,10 +36,9 @@ from helpers.fsdp_training import (
 )
 from helpers.overlapping import IN_ORDER, Overlapping
 from invariants.world import same_bits
-from sparsync import Dense, MiCRO, OkTopk, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.runtime.handle import Handle
-from sparsync.schemes import PerParameter
+from sparsync.schemes import Dense, MiCRO, OkTopk, PerParameter, SkipReduce, TopK
 
 pytestmark = pytest.mark.distributed
 

@@ -16,13 +16,14 @@ import sparsync
 from helpers.distributed import case, run
 from helpers.fsdp_training import KEYS, SHAPES, TIMEOUT_S, Net, as_fsdp, each_unit, everywhere, inputs, made, on, saved
 from invariants.world import same_bits
-from sparsync import Dense, LocalWorld, MeteredComm, SkipReduce, TopK
 from sparsync.attached.fsdp2 import Fsdp2Handle
 from sparsync.attached.fsdp2_gather import SharedShards
 from sparsync.attached.fsdp2_units import units_of
 from sparsync.collectives.values import gather_differences
+from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.comm.announcement import announcement_cost
 from sparsync.comm.metered import all_gather_cost
+from sparsync.schemes import Dense, SkipReduce, TopK
 from sparsync.wire import ValueCodec, Values
 
 ROUNDED: tuple[Values, ...] = ("bfloat16", "int8", "int4")

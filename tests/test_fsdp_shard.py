@@ -25,9 +25,10 @@ from helpers.fsdp_training import (
     on,
     same,
 )
-from sparsync import Dense, OkTopk, Report, SkipReduce, TwoShot
+from sparsync import Report
 from sparsync.attached import checkpoint
 from sparsync.comm.announcement import announcement_cost
+from sparsync.schemes import Dense, OkTopk, SkipReduce, TwoShot
 
 pytestmark = pytest.mark.distributed
 

@@ -14,9 +14,10 @@ from torch.optim import SGD, AdamW
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import AdamWSteps, Dense, Gradients, LocalSteps, Steps
+from sparsync import AdamWSteps, Gradients, LocalSteps, Steps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.findings import warn_or_raise
+from sparsync.schemes import Dense
 
 pytestmark = pytest.mark.distributed
 

@@ -42,7 +42,7 @@ class Training:
             self.go_to(start)
         optimizer = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
         self.handle: Any = sparsync.attach(
-            self.model, sparsync.scheme(scheme), optimizer=optimizer, exchange=exchange, **options
+            self.model, sparsync.schemes.from_text(scheme), optimizer=optimizer, exchange=exchange, **options
         )
 
     def step(self, number: int, rate: float = RATE) -> None:
@@ -237,7 +237,7 @@ def compiled_inside() -> None:
     module = nn.Linear(8, 24)
     model = DistributedDataParallel(torch.compile(module, backend="eager"))  # pyright: ignore[reportArgumentType]
     optimizer, saved = SGD(module.parameters(), lr=RATE), deepcopy(module.state_dict())
-    sparsync.attach(model, sparsync.scheme("topk:density=0.05"), optimizer=optimizer)
+    sparsync.attach(model, sparsync.schemes.from_text("topk:density=0.05"), optimizer=optimizer)
     model(torch.ones(1, 8)).square().mean().backward()
     optimizer.step()
     module.load_state_dict(saved)

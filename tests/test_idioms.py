@@ -16,8 +16,9 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
-from sparsync import Steps, TwoShot
+from sparsync import Steps
 from sparsync.core import generator
+from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
 

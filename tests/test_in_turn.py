@@ -8,9 +8,10 @@ from torch import Tensor
 
 from helpers.partitions import elements_of
 from helpers.reducing import reduced
-from sparsync import Bucket, LocalWorld, TwoShot
+from sparsync import Bucket
+from sparsync.comm import LocalWorld
 from sparsync.core import generator, spans
-from sparsync.schemes import InTurn
+from sparsync.schemes import InTurn, TwoShot
 from sparsync.selection.turns import Turns
 from sparsync.wire import Values
 from sparsync_lab.predict.exchanges import Given

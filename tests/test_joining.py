@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import run
-from sparsync import State
 from sparsync.attached.joining import Joining
 from sparsync.core import Bucket, Comm, Report
+from sparsync.schemes import State
 
 
 class Submitted:
@@ -82,7 +82,7 @@ def train(join_mb: float) -> tuple[list[str], Tensor]:
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
     handle = sparsync.attach(
-        ddp, sparsync.TopK(1.0), options=sparsync.Options(join_mb=join_mb, dense_below=0, timeout_s=120)
+        ddp, sparsync.schemes.TopK(1.0), options=sparsync.Options(join_mb=join_mb, dense_below=0, timeout_s=120)
     )
     for step in range(3):
         ddp(torch.full((4, 32), 1.0 + step + torch.distributed.get_rank())).square().mean().backward()
@@ -119,7 +119,7 @@ def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
     """Train with almost nothing sent, then with everything."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(8, 8))
-    scheme = sparsync.TopK(0.01)
+    scheme = sparsync.schemes.TopK(0.01)
     handle = sparsync.attach(ddp, scheme, options=sparsync.Options(dense_below=dense_below, timeout_s=120))
     ddp(torch.full((4, 8), 1.0 + torch.distributed.get_rank())).square().mean().backward()
     grads = torch.cat([each.grad.flatten() for each in ddp.module.parameters() if each.grad is not None])
@@ -140,7 +140,7 @@ def test_a_bucket_of_few_elements_is_sent_whole_and_leaves_no_residual() -> None
         assert rest.any()
 
 
-class OwnReduce(sparsync.TopK):
+class OwnReduce(sparsync.schemes.TopK):
     """Notes the buckets that it is called for, as a class that logs does."""
 
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:

@@ -20,12 +20,13 @@ from helpers.on_triton import CUDA, DEVICE, made
 from helpers.quick import one_in
 from helpers.reference import reference
 from helpers.same_bits import same
-from sparsync import Span, kernels, schemes
+from sparsync import kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Rows, Sparse
 from sparsync.kernels import cuda, operations
 from sparsync.kernels.codec_reference import PositionCodec
 from sparsync.kernels.cuda import exact_top_k, launch, passes
+from sparsync.schemes import Span
 from sparsync.selection.exclusive import BlockCyclic
 from studies.bench.kernels import main as bench
 from studies.gpu.launches import WAITS

@@ -16,10 +16,11 @@ from helpers.kernel_cases import DTYPES, KINDS, SPECIAL, SPREADS, TABLE, compare
 from helpers.quick import one_in
 from helpers.reference import reference
 from helpers.same_bits import bits, same
-from sparsync import Span, kernels
+from sparsync import kernels
 from sparsync.core import Rows, Sparse
 from sparsync.kernels import dispatch, operations
 from sparsync.kernels.value_reference import MAX_CODE, values_encode
+from sparsync.schemes import Span
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values
 

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
 from helpers.third_party import LineFit
-from sparsync import Dense
 from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.schemes import Dense
 from sparsync_lab.frontier.figures import OURS, kind
 from sparsync_lab.rivals.laprop import LaProp, LaPropOptimizer, in_place_of_adamw
 from sparsync_lab.scheme_choice import check_optimizer, parse_schemes

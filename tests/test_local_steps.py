@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.quick import one_in
-from sparsync import Dense, LocalWorld, MiCRO, OkTopk, OuterSGD, SkipReduce, TopK, TwoShot
+from sparsync import OuterSGD
 from sparsync.base.scheme import Scheme
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.weights import buckets_of, fragments_of
-from sparsync.schemes import PerParameter
+from sparsync.schemes import Dense, MiCRO, OkTopk, PerParameter, SkipReduce, TopK, TwoShot
 
 P = 4
 SCHEMES: dict[str, Callable[[], Scheme]] = {

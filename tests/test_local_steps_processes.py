@@ -16,10 +16,12 @@ from torch.distributed.fsdp import fully_shard
 
 import sparsync
 from helpers.distributed import HANG_S, case, run
-from sparsync import Bucket, Dense, LocalWorld, OuterSGD, Report, State, TopK
+from sparsync import Bucket, OuterSGD, Report
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.schemes import Dense, State, TopK
 
 pytestmark = pytest.mark.distributed
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -223,7 +225,7 @@ import threading
 import torch
 import torch.distributed as dist
 from torch import nn
-from sparsync import Dense
+from sparsync.schemes import Dense
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import step_in_flight
 

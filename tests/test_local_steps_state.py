@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import sparsync
 from helpers.quick import one_in
-from sparsync import Dense, LocalWorld, OuterSGD, TopK
+from sparsync import OuterSGD
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.weights import by_name
-from sparsync.schemes import PerParameter
+from sparsync.schemes import Dense, PerParameter, TopK
 from test_local_steps import SETTINGS, common, flat, held, learn, model, start, total, train
 
 

@@ -38,7 +38,7 @@ class Training:
         kind = AdamW if isinstance(exchange, Steps) else SGD
         self.optimizer: Optimizer = kind(self.model.parameters(), lr=0.0625)
         options = {"optimizer": self.optimizer, **options}
-        self.handle: Any = sparsync.attach(self.model, sparsync.scheme(scheme), exchange=exchange, **options)
+        self.handle: Any = sparsync.attach(self.model, sparsync.schemes.from_text(scheme), exchange=exchange, **options)
         self.skipped: list[int] = []
         self.norms: list[float] = []
 
@@ -162,7 +162,7 @@ def no_skips() -> None:
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Embedding(6, 4, sparse=True))
         optimizer = AdamW(model.parameters())
-        sparsync.attach(model, sparsync.scheme("topk:density=0.5"), optimizer=optimizer, exchange=Steps())
+        sparsync.attach(model, sparsync.schemes.from_text("topk:density=0.5"), optimizer=optimizer, exchange=Steps())
         for number in range(4):
             model(torch.tensor([number, 5])).sum().backward()
             if number % 2:

@@ -11,9 +11,11 @@ from torch.amp.grad_scaler import GradScaler
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Bucket, Dense, GradientReducer, LocalWorld, MiCRO, Options, Report, State, TopK
+from sparsync import Bucket, GradientReducer, Options, Report
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
+from sparsync.schemes import Dense, MiCRO, State, TopK
 
 pytestmark = pytest.mark.distributed
 STEPS = 4

@@ -15,8 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 import sparsync
 from helpers.ddp_training import AttachedTraining
 from helpers.distributed import run
-from sparsync import Cost, MiCRO, Report, TopK
+from sparsync import Report
 from sparsync.adapters.metrics import TensorBoard, Wandb, numbers, residual_norm
+from sparsync.comm import Cost
+from sparsync.schemes import MiCRO, TopK
 
 STEPS = [[100, 20], [60, 20]]  # bytes of two buckets in two steps
 FOUND = {
@@ -128,7 +130,7 @@ def norms() -> None:
     training.step()
     residual = torch.cat(list(training.handle.state.state_dict()["residual"].values()))
     assert residual_norm(training.handle.state) == pytest.approx(float(residual.norm()))
-    assert residual_norm(sparsync.Dense().start()) == 0.0
+    assert residual_norm(sparsync.schemes.Dense().start()) == 0.0
 
 
 @pytest.mark.distributed

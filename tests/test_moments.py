@@ -17,8 +17,9 @@ from torch.optim import AdamW, Muon, Optimizer
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks
-from sparsync import Dense, Steps, TwoShot
+from sparsync import Steps
 from sparsync.core import generator
+from sparsync.schemes import Dense, TwoShot
 
 pytestmark = pytest.mark.distributed
 

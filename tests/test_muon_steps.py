@@ -19,12 +19,13 @@ from torch.optim import AdamW, Muon, Optimizer
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import same
-from sparsync import Dense, Steps, TwoShot
+from sparsync import Steps
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges import rules
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
 from sparsync.exchanges.rules import MuonRule, move_matrices_, orthogonalised, rules_of
+from sparsync.schemes import Dense, TwoShot
 
 P, STEPS = 2, 7
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from helpers.plain_oktopk import Restated
 from helpers.quick import one_in
-from sparsync import Bucket, LocalWorld, MeteredComm, Report
+from sparsync import Bucket, Report
 from sparsync.base.state import State
+from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import Cost, generator
 from sparsync.runtime.optimizers import ResidualRescaler
 from sparsync.schemes.oktopk import OkTopk

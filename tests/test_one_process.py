@@ -8,10 +8,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from helpers.third_party import LineFit
-from sparsync import Dense, Report, State, TopK
+from sparsync import Report
 from sparsync.core import Bucket, Comm
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.schemes import Dense, State, TopK
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.one_process import train_locally, train_with_scheme
 

@@ -10,7 +10,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, SequentialLR
 
 from helpers.third_party import LineFit
-from sparsync import Dense, Scheme, TopK
+from sparsync import Scheme
+from sparsync.schemes import Dense, TopK
 from sparsync.schemes.per_parameter import PerParameter
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
-from sparsync import Gradients, LocalSteps, RanksDifferError, Steps, TwoShot
+from sparsync import Gradients, LocalSteps, RanksDifferError, Steps
+from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
 

@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import AdamWSteps, Dense, GradientReducer, LocalWorld, TopK
+from sparsync import AdamWSteps, GradientReducer
+from sparsync.comm import LocalWorld
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.schemes import Dense, TopK
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler, StepLR
 
 from helpers import plain_jobs
 from helpers.plain_jobs import Least, Normalised
-from sparsync import AdamWSteps, Dense, TopK
+from sparsync import AdamWSteps
 from sparsync.core import Comm
+from sparsync.schemes import Dense, TopK
 from sparsync_lab import workloads
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Batch, Workload, loss_of, moved

@@ -11,12 +11,13 @@ import torch
 
 from helpers.quick import one_in
 from helpers.recorded_exchanges import RecordedStep, busiest, recorded_step
-from sparsync import Bucket, Comm, Cost, Report, SkipReduce, State, schemes
+from sparsync import Bucket, Comm, Report, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
+from sparsync.comm import Cost
 from sparsync.comm.announcement import announcement_cost
 from sparsync.core import ParameterSpan, laid_out
-from sparsync.schemes import AutoProtect, exdyna, micro
+from sparsync.schemes import AutoProtect, SkipReduce, State, exdyna, micro
 from sparsync.schemes.micro import MiCRO
 from sparsync.selection.exclusive import budget
 from sparsync_lab import predict

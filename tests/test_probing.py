@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed import run
-from sparsync import GroupComm, Scheme, TopK
+from sparsync import Scheme
+from sparsync.comm import GroupComm
 from sparsync.core import ParameterSpan, Span
+from sparsync.schemes import TopK
 from sparsync_lab.cli import main
 from sparsync_lab.predict import Given, plan_of, probing
 from sparsync_lab.predict.backward import timeline

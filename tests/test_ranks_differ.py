@@ -18,25 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.distributed import case, run
 from helpers.known_gradients import row, schemes
-from sparsync import (
-    AdamWSteps,
-    Bucket,
-    Dense,
-    GradientReducer,
-    GroupComm,
-    MiCRO,
-    OkTopk,
-    Options,
-    SkipReduce,
-    TopK,
-    TwoShot,
-)
+from sparsync import AdamWSteps, Bucket, GradientReducer, Options
 from sparsync.base.scheme import Scheme
+from sparsync.comm import GroupComm
 from sparsync.core import generator, laid_out
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.connection import Connection
 from sparsync.runtime.handle import Handle
-from sparsync.schemes import ExDyna
+from sparsync.schemes import Dense, ExDyna, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 
 pytestmark = pytest.mark.distributed
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sparsync import Bucket, LocalWorld
+from sparsync import Bucket
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync_lab.rivals.loco import LoCo
 

@@ -17,11 +17,13 @@ from torch.optim import SGD, Adam, AdamW, Muon
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Bucket, Dense, Gradients, LocalSteps, LocalWorld, Options, Steps, TopK, TwoShot
+from sparsync import Bucket, Gradients, LocalSteps, Options, Steps
 from sparsync.attached.fsdp2_units import units_of
 from sparsync.base.scheme_text import VARIABLE
+from sparsync.comm import LocalWorld
 from sparsync.exchanges.choice import Choice, choose, family_of, method_of
 from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
+from sparsync.schemes import Dense, TopK, TwoShot
 from sparsync_lab import advise, cli
 from sparsync_lab.predict import plans
 from sparsync_lab.scheme_choice import parse_schemes
@@ -60,8 +62,8 @@ def test_a_scheme_of_the_table_sends_what_its_row_says() -> None:
 
     def body(comm: Any) -> int:
         bucket = Bucket("0", torch.randn(N, generator=torch.Generator().manual_seed(comm.rank)), 0)
-        metered = sparsync.MeteredComm(comm)
-        sparsync.scheme(scheme_text).start().reduce(bucket, metered)
+        metered = sparsync.comm.MeteredComm(comm)
+        sparsync.schemes.from_text(scheme_text).start().reduce(bucket, metered)
         return metered.sent.nbytes
 
     for nbytes in LocalWorld(4).run(body):

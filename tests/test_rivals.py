@@ -8,7 +8,8 @@ from torch import Tensor
 
 from helpers.distributed import run as run_processes
 from invariants.world import COUNT, integers, layout, reals, run, same_bits
-from sparsync import Bucket, GroupComm, LocalWorld, MeteredComm, schemes
+from sparsync import Bucket, schemes
+from sparsync.comm import GroupComm, LocalWorld, MeteredComm
 from sparsync.core import Report, Sparse
 from sparsync.schemes.topk_allgather import TopK
 from sparsync.wire import Elements, Raw

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from sparsync import LocalSteps, LocalWorld, OuterSGD, Steps, TopK, TwoShot
+from sparsync import LocalSteps, OuterSGD, Steps
+from sparsync.comm import LocalWorld
+from sparsync.schemes import TopK, TwoShot
 from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
@@ -92,7 +94,7 @@ def test_steps_are_described_with_what_their_defaults_are() -> None:
 
 
 def test_a_file_may_be_called_as_steps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "steps.py").write_text("from sparsync import TopK\n")
+    (tmp_path / "steps.py").write_text("from sparsync.schemes import TopK\n")
     monkeypatch.chdir(tmp_path)
     assert one("steps.py:TopK").make() == TopK(0.25)
 

@@ -23,16 +23,16 @@ from sparsync_lab.launch.variables import variables
 @pytest.mark.parametrize(
     ("text", "made"),
     [
-        ("dense", sparsync.Dense()),
-        ("bf16", sparsync.Dense.bf16()),
-        ("oktopk:density=0.05:values=int4", sparsync.OkTopk(density=0.05, values="int4")),
-        ("skip_reduce:skip=1:protect=*.bias+norm.*", sparsync.SkipReduce(skip=1, protect=["*.bias", "norm.*"])),
-        ("skip_reduce:protect=*.bias", sparsync.SkipReduce(protect=["*.bias"])),
-        ("sparsync.schemes.topk_allgather:TopK:density=0.5", sparsync.TopK(density=0.5)),
+        ("dense", sparsync.schemes.Dense()),
+        ("bf16", sparsync.schemes.Dense.bf16()),
+        ("oktopk:density=0.05:values=int4", sparsync.schemes.OkTopk(density=0.05, values="int4")),
+        ("skip_reduce:skip=1:protect=*.bias+norm.*", sparsync.schemes.SkipReduce(skip=1, protect=["*.bias", "norm.*"])),
+        ("skip_reduce:protect=*.bias", sparsync.schemes.SkipReduce(protect=["*.bias"])),
+        ("sparsync.schemes.topk_allgather:TopK:density=0.5", sparsync.schemes.TopK(density=0.5)),
     ],
 )
 def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsync.Scheme) -> None:
-    assert sparsync.scheme(text) == made
+    assert sparsync.schemes.from_text(text) == made
 
 
 @pytest.mark.parametrize(
@@ -67,39 +67,48 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
 )
 def test_a_text_that_names_no_scheme_is_refused_with_the_cure(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sparsync.scheme(text)
+        sparsync.schemes.from_text(text)
 
 
 def test_a_module_or_file_may_be_called_as_a_scheme_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "topk_dsa.py").write_text("from sparsync import TopK\ndensity = TopK\nmake = TopK\n")
+    (tmp_path / "topk_dsa.py").write_text("from sparsync.schemes import TopK\ndensity = TopK\nmake = TopK\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ("topk_dsa:make", "topk_dsa.py:make", "topk_dsa:density"):
-        assert sparsync.scheme(f"{name}:density=0.5") == sparsync.TopK(density=0.5)
-    assert sparsync.scheme("topk_dsa:density=0.5").name == "topk_dsa"
+        assert sparsync.schemes.from_text(f"{name}:density=0.5") == sparsync.schemes.TopK(density=0.5)
+    assert sparsync.schemes.from_text("topk_dsa:density=0.5").name == "topk_dsa"
     monkeypatch.delitem(sys.modules, "topk_dsa")
 
 
 def test_a_file_without_a_class_lists_its_classes(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class Second: ...\nclass First: ...\n")
-    for make in (sparsync.scheme, workloads.get):
+    for make in (sparsync.schemes.from_text, workloads.get):
         with pytest.raises(ValueError, match=r"mine\.py:CLASS; classes defined there are: First, Second"):
             make(str(file))
     with pytest.raises(ValueError, match=r"no file .*none\.py"):
         workloads.get(str(tmp_path / "none.py"))
 
 
-@pytest.mark.parametrize("given", [None, 0.1, sparsync.TopK(0.1)])
+@pytest.mark.parametrize("given", [None, 0.1, sparsync.schemes.TopK(0.1)])
 def test_what_is_no_text_is_a_type_error_that_says_what_a_text_looks_like(given: Any) -> None:
-    plain = inspect.unwrap(sparsync.scheme)  # as users call it: tests execute annotations, which would raise first
+    plain = inspect.unwrap(
+        sparsync.schemes.from_text
+    )  # as users call it: tests execute annotations, which would raise first
     with pytest.raises(TypeError, match=r"takes a text such as 'topk:density=0\.01', got "):
         plain(given)
 
 
 @pytest.mark.parametrize("density", ["0.1", None, True, [0.1]])
 @pytest.mark.parametrize(
-    "kind", [sparsync.TopK, sparsync.OkTopk, sparsync.MiCRO, sparsync.TwoShot, sparsync.schemes.ExDyna]
+    "kind",
+    [
+        sparsync.schemes.TopK,
+        sparsync.schemes.OkTopk,
+        sparsync.schemes.MiCRO,
+        sparsync.schemes.TwoShot,
+        sparsync.schemes.ExDyna,
+    ],
 )
 def test_a_density_of_another_type_is_an_error_that_names_it(kind: Any, density: Any) -> None:
     with pytest.raises(ValueError, match=rf"density must be a number in \(0, 1\].*of type {type(density).__name__}"):
@@ -115,7 +124,7 @@ def code_that_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """The file of a module with a scheme, on the path of modules. Each execution leaves a file `executed` beside it."""
     file = tmp_path / "telling.py"
     file.write_text(
-        "from pathlib import Path\nfrom sparsync import TopK\nPath(__file__).with_name('executed').touch()\n"
+        "from pathlib import Path\nfrom sparsync.schemes import TopK\nPath(__file__).with_name('executed').touch()\n"
         "class Telling(TopK): ...\nclass Other:\n    def __init__(self): Path(__file__).with_name('called').touch()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -148,7 +157,7 @@ def test_a_rank_takes_the_class_that_the_command_line_of_launch_names(
 def test_what_is_no_scheme_is_refused_before_it_is_called(code_that_tells: Path) -> None:
     for name in ("os:system:command=touch {folder}/called", "telling:Other", "builtins:dict", "sparsync:scheme"):
         with pytest.raises(ValueError, match=r"which is no sparsync.Scheme; name a class that subclasses it"):
-            sparsync.scheme(name.format(folder=code_that_tells.parent))
+            sparsync.schemes.from_text(name.format(folder=code_that_tells.parent))
     assert not code_that_tells.with_name("called").exists()
 
 
@@ -197,7 +206,7 @@ def attached_in_each_way() -> list[object]:
     patch.setenv(VARIABLE, "skip_reduce:protect=*.bais")
     (finding,) = sparsync.doctor(nn.parallel.DistributedDataParallel(nn.Linear(4, 2)))
     assert "protect='*.bais' matches no parameter" in str(finding)
-    with pytest.raises(TypeError, match=r"got 'topk'; pass sparsync.scheme\('topk'\)"):
+    with pytest.raises(TypeError, match=r"got 'topk'; pass sparsync.schemes.from_text\('topk'\)"):
         sparsync.attach(wrapped, "topk")  # pyright: ignore[reportArgumentType]
     patch.undo()
     return found
@@ -205,4 +214,4 @@ def attached_in_each_way() -> list[object]:
 
 @pytest.mark.distributed
 def test_every_integration_and_the_doctor_take_the_scheme_of_the_environment() -> None:
-    assert distributed.run(attached_in_each_way, 1) == [[sparsync.TopK(density=0.5)] * 2]
+    assert distributed.run(attached_in_each_way, 1) == [[sparsync.schemes.TopK(density=0.5)] * 2]

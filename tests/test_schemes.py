@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits, started
-from sparsync import Bucket, Dense, LocalWorld, Report, SkipReduce, Span, State, TopK, schemes
+from sparsync import Bucket, Report, schemes
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, matches
-from sparsync.schemes import AutoProtect, PerParameter
+from sparsync.schemes import AutoProtect, Dense, PerParameter, SkipReduce, Span, State, TopK
 
 # ---- the registry
 

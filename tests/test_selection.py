@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.reference import reference
-from sparsync import Span
 from sparsync.core import ParameterSpan, SpanSet, check_density, count_for, matches
 from sparsync.kernels.operations import argtopk
+from sparsync.schemes import Span
 from sparsync.schemes.auto_protect import Disagreement, square_norms
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -14,8 +14,9 @@ from torch.optim import AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Gradients, LocalSteps, Steps, TwoShot
+from sparsync import Gradients, LocalSteps, Steps
 from sparsync.attached import checkpoint
+from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
 SIGNS, INT4 = {"density": 1.0, "values": "sign"}, {"density": 1.0, "values": "int4"}

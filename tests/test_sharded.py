@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Report, SkipReduce, Span, TopK, TwoShot
+from sparsync import Bucket, Report
 from sparsync.attached.fsdp2 import ReduceScatterInto
 from sparsync.attached.fsdp2_units import ShardedParameter
 from sparsync.base import registry
 from sparsync.base.scheme import Scheme, own_shard_layout, shard_layout, shard_name
 from sparsync.base.state import Rollback
 from sparsync.collectives.skipping import SkipPlan, reduce_scatter, rotating_offsets
+from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.core import Comm, generator
+from sparsync.schemes import Dense, OkTopk, SkipReduce, Span, TopK, TwoShot
 from sparsync.wire import Values
 
 WORLDS = (1, 3, *(pytest.param(P, marks=pytest.mark.slow) for P in (2, 5, 8)))

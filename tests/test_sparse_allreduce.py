@@ -9,8 +9,8 @@ from hypothesis import given
 from torch import Tensor
 
 from helpers.reference import reference
-from sparsync import Cost, LocalWorld, MeteredComm
 from sparsync.collectives import sparse_allreduce
+from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.core import FOUND_INF, NonFiniteError, Span, Sparse, generator
 from sparsync.kernels import put_
 from sparsync.selection.shares import quotas, sketch

@@ -10,12 +10,14 @@ from torch import nn
 import sparsync
 from helpers.distributed import case, run
 from helpers.stepped import Stepped
-from sparsync import AdamWSteps, GradientReducer, LocalWorld, TopK
+from sparsync import AdamWSteps, GradientReducer
 from sparsync.attached import checkpoint
+from sparsync.comm import LocalWorld
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import state_file
 from sparsync.runtime.handle import Handle
+from sparsync.schemes import TopK
 
 KINDS = ("gradients", "adamw_steps", "local_steps")
 

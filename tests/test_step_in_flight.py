@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from helpers.distributed import run
-from sparsync import Bucket, Dense, GroupComm, LocalWorld, Report, State
+from sparsync import Bucket, Report
 from sparsync.base.scheme import Scheme
+from sparsync.comm import GroupComm, LocalWorld
 from sparsync.core import Comm
 from sparsync.runtime.connection import Connection
 from sparsync.runtime.step_in_flight import StepInFlight
+from sparsync.schemes import Dense, State
 
 pytestmark = pytest.mark.distributed
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
-from sparsync import AdamWSteps, Dense, LocalWorld, Steps, TopK, TwoShot
+from sparsync import AdamWSteps, Steps
 from sparsync.base.scheme import Scheme
 from sparsync.base.state import innermost
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.exchanges.rules import MuonRule
-from sparsync.schemes import PerParameter, Quantized
+from sparsync.schemes import Dense, PerParameter, Quantized, TopK, TwoShot
 from test_adamw_steps import SCHEDULES, common, learn, model, start, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")

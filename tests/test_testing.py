@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 import sparsync
-from sparsync import Bucket, Cost, OkTopk, Report, Scheme, State, TwoShot
+from sparsync import Bucket, Report, Scheme
 from sparsync.base.error_feedback import Update
 from sparsync.collectives.sparse_allreduce import Control
+from sparsync.comm import Cost
 from sparsync.comm.metered import MeteredComm, all_reduce_cost
 from sparsync.core import Comm
 from sparsync.feedback import Accumulator, Vectors
+from sparsync.schemes import OkTopk, State, TwoShot
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import Rule
 from sparsync.testing import INVARIANTS, SchemeUnderTest, check, check_scheme
@@ -412,7 +414,7 @@ def test_what_is_not_checked_says_why_and_what_is_left_out_shows_its_reason() ->
     assert found.pop("identity") == "no setting leaves nothing out: complete=None"
     assert found.pop("delivery") == "the scheme does not promise it: delivers=False"
     assert {*found.values()} == {"holds"}
-    assert check("conservation", sparsync.Dense) == "there is no residual"
+    assert check("conservation", sparsync.schemes.Dense) == "there is no residual"
 
 
 @pytest.mark.parametrize("without", [{"replicas": "not needed"}, {"balance": ""}, {"balanced": "as published"}])
@@ -466,6 +468,6 @@ def test_worlds_without_ranks_are_refused(worlds: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_the_invariants_need_no_test_runner() -> None:
-    program = "import sys, sparsync; sparsync.testing.check_scheme(sparsync.Dense); assert 'pytest' not in sys.modules"
+    program = "import sys, sparsync; sparsync.testing.check_scheme(sparsync.schemes.Dense); assert 'pytest' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
     assert sparsync.testing.check is check

@@ -63,7 +63,7 @@ def test_counted_traffic_is_the_cost_that_the_scheme_reports(text: str) -> None:
     stream = Synthetic(ranks=3, elements=500, seed=1)
     observed = Observed(choice(text), stream.ranks, stream.layout)
     again = [choice(text).make().start() for _ in range(stream.ranks)]
-    from sparsync import LocalWorld
+    from sparsync.comm import LocalWorld
 
     for step in range(3):
         gradients = stream.gradients(step)

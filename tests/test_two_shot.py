@@ -10,10 +10,11 @@ from torch import Tensor
 from helpers.partitions import elements_of
 from helpers.quick import one_in
 from helpers.reducing import reduced
-from sparsync import Bucket, LocalWorld, MeteredComm, Report, TwoShot
+from sparsync import Bucket, Report
 from sparsync.base.state import State
+from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import Comm, Divisor, count_for, generator, spans
-from sparsync.schemes import two_shot
+from sparsync.schemes import TwoShot, two_shot
 from sparsync.schemes.quantized import Bits, Quantized
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec

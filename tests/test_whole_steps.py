@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsync import AdamWSteps, LocalWorld, Scheme, State, TwoShot
+from sparsync import AdamWSteps, Scheme
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Arriving
 from sparsync.exchanges import adamw_steps
 from sparsync.kernels import operations as kernels
+from sparsync.schemes import State, TwoShot
 from sparsync.schemes.in_turn import InTurn
 
 P = 3

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync import Span, Sparse, kernels
+from sparsync import kernels
 from sparsync.kernels import operations
+from sparsync.schemes import Span, Sparse
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.progress import progress

@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, GroupComm
+from sparsync import Bucket
+from sparsync.comm import GroupComm
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Comm, generator
 from sparsync.kernels import backend

@@ -117,7 +117,7 @@ def _step(name: str, model: nn.Module, options: argparse.Namespace, comm: Comm |
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=name == FUSED)
     if name != OURS:
         return adamw.step
-    scheme = sparsync.TwoShot(density=options.density, values=options.values)
+    scheme = sparsync.schemes.TwoShot(density=options.density, values=options.values)
     steps = {"keep": options.keep, "bucket_mb": options.bucket_mb}
     return sparsync.AdamWSteps(model, adamw, scheme, comm=comm, **steps).step
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sparsync import GroupComm, core
+from sparsync import core
+from sparsync.comm import GroupComm
 from sparsync.runtime import connection
 from studies.campaign.training import ModelTraining, RankTraining
 from studies.campaign.trials import ALL, CHANGED, GONE, MADE_OTHERWISE, RAISED, WITHIN, Trial

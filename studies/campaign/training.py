@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync import GroupComm, Scheme, schemes
+from sparsync import Scheme, schemes
+from sparsync.comm import GroupComm
 from sparsync.core import generator
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle

@@ -29,10 +29,10 @@ _EXCHANGES = {
     "local": lambda: sparsync.LocalSteps(every=EVERY),
 }
 _SCHEMES = {
-    "two_shot": lambda: sparsync.TwoShot(density=0.1, values="sign"),
-    "topk": lambda: sparsync.TopK(density=0.1),
-    "micro": lambda: sparsync.MiCRO(density=0.1),
-    "dense": sparsync.Dense,
+    "two_shot": lambda: sparsync.schemes.TwoShot(density=0.1, values="sign"),
+    "topk": lambda: sparsync.schemes.TopK(density=0.1),
+    "micro": lambda: sparsync.schemes.MiCRO(density=0.1),
+    "dense": sparsync.schemes.Dense,
 }
 
 

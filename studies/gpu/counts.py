@@ -9,8 +9,9 @@ from unittest.mock import patch
 
 import torch
 
-from sparsync import Bucket, LocalWorld, recipes, schemes
+from sparsync import Bucket, recipes, schemes
 from sparsync.base import registry
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import generator, laid_out
 from sparsync.exchanges import adamw_steps

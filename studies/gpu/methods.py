@@ -122,7 +122,7 @@ def attached(text: str, model: nn.Module, optimizer: AdamW) -> Any:  # Any: a ha
     """Attach "default", "bits=0.8", or the gradients that a scheme reduces."""
     if text == "default" or text.startswith("bits="):
         return sparsync.attach(model, bits=bits_of(text), optimizer=optimizer)
-    return sparsync.attach(model, sparsync.scheme(text), exchange=sparsync.Gradients())
+    return sparsync.attach(model, sparsync.schemes.from_text(text), exchange=sparsync.Gradients())
 
 
 def _adamw(model: nn.Module) -> AdamW:

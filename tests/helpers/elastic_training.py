@@ -33,7 +33,9 @@ def main(folder: Path, data: str, steps: int, killed: int) -> None:
     model = workload.model(SEED)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)  # buckets stay as they are from the first step on
     optimizer, schedule = workload.optimizer(model, steps)
-    handle = sparsync.attach(ddp, sparsync.MiCRO(0.05), optimizer=optimizer, options=sparsync.Options(timeout_s=120.0))
+    handle = sparsync.attach(
+        ddp, sparsync.schemes.MiCRO(0.05), optimizer=optimizer, options=sparsync.Options(timeout_s=120.0)
+    )
     first = int(last.read_text()) if (last := folder / "last").exists() else 0
     if first:
         saved = torch.load(folder / f"{first}.pt", weights_only=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from helpers.reference import filled, reference
 from helpers.same_bits import bits
-from sparsync import Span
 from sparsync.core import Rows, Sparse, spans
 from sparsync.kernels.codec_reference import PositionCodec
 from sparsync.kernels.value_reference import TERNARY
+from sparsync.schemes import Span
 from sparsync.selection.exclusive import BlockCyclic
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

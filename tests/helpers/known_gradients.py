@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from invariants.table import BY_ID, ROWS, Row
 from invariants.world import same_bits
-from sparsync import Bucket, LocalWorld, Report, State
+from sparsync import Bucket, Report
 from sparsync.base.state import Rollback
+from sparsync.comm import LocalWorld
 from sparsync.core import Comm, ParameterSpan, generator
+from sparsync.schemes import State
 
 # Of SkipReduce's settings each once, and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")

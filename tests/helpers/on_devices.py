@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 import sparsync
 from helpers.distributed import join_again
 from helpers.known_gradients import noted
-from sparsync import Dense, LocalSteps, MiCRO, OkTopk, Report, SkipReduce, TopK, TwoShot
+from sparsync import LocalSteps, Report
 from sparsync.base.scheme import Scheme
 from sparsync.core import generator
+from sparsync.schemes import Dense, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 
 TIMEOUT_S = 20.0  # for a rank that waits for another one
 SCHEMES: dict[str, Callable[[], Scheme]] = {

@@ -5,9 +5,10 @@ import threading
 from torch import Tensor
 
 from helpers.ddp_training import TIMEOUT_S
-from sparsync import Bucket, Report, State
+from sparsync import Bucket, Report
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
+from sparsync.schemes import State
 from sparsync.schemes.dense import Dense
 
 IN_ORDER = ["communication begins", "the first layer's gradient is there", "communication ends"]

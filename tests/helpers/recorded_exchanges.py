@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report
+from sparsync import Bucket, Report
 from sparsync.base.state import State
+from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, ParameterSpan
 from sparsync_lab.predict.exchanges import Exchange

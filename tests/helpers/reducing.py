@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, LocalWorld, MeteredComm, Report, State
+from sparsync import Bucket, Report
+from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import Comm
+from sparsync.schemes import State
 
 
 def reduced(states: Sequence[State], given: list[Tensor], step: int = 0) -> tuple[Tensor, list[Report], list[Tensor]]:

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsync import Bucket, TopK
+from sparsync import Bucket
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, generator, laid_out
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler
+from sparsync.schemes import TopK
 
 SHAPES = {"weight": (4, 5), "bias": (5,)}
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
-from sparsync import Bucket, Report, Scheme, State
+from sparsync import Bucket, Report, Scheme
 from sparsync.core import Comm, generator
+from sparsync.schemes import State
 from sparsync_lab.workloads.base import Batch, Workload, bare, chunks, exactly_addable, seeded, share
 
 

@@ -161,7 +161,7 @@ def with_stepping_optimizer() -> DistributedDataParallel:
 
 def with_hook() -> DistributedDataParallel:
     model = DistributedDataParallel(KnownGradients(2, N))
-    sparsync.attach(model, sparsync.Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
+    sparsync.attach(model, sparsync.schemes.Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
     return model
 
 

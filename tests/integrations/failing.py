@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsync import Bucket, Report, State
+from sparsync import Bucket, Report
+from sparsync.schemes import State
 
 FAILURE = "all ranks raise at once, with bucket and step; the next steps work, and replicas are identical"
 STEPS, FAILED = 4, 1

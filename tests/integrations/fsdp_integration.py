@@ -15,11 +15,12 @@ from helpers.fsdp_training import SHAPES, Net, gradients, on
 from helpers.known_gradients import row, whole_numbers
 from integrations.table import refusals
 from invariants.world import same_bits
-from sparsync import Bucket, LocalWorld, Report
+from sparsync import Bucket, Report
 from sparsync.attached.fsdp2 import ReduceScatterInto
 from sparsync.attached.fsdp2_units import ShardedParameter, units_of
 from sparsync.base.scheme import own_shard_layout, shard_layout, shard_name
 from sparsync.base.state import Rollback
+from sparsync.comm import LocalWorld
 from sparsync.core import Comm, laid_out
 from sparsync.runtime.handle import Handle
 

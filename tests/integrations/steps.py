@@ -36,8 +36,9 @@ from integrations.situations import (
 )
 from integrations.table import SAME, Case, TrialVerdict, absent, refusals, trial
 from invariants.world import same_bits
-from sparsync import AdamWSteps, LocalWorld, Options, Steps, attach
+from sparsync import AdamWSteps, Options, Steps, attach
 from sparsync.attached import checkpoint
+from sparsync.comm import LocalWorld
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from test_ddp import UNUSED, used

@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Bucket, Cost, Report, Scheme, State
+from sparsync import Bucket, Report, Scheme
+from sparsync.comm import Cost
 from sparsync.core import Comm
 from sparsync.runtime.handle import Handle
+from sparsync.schemes import State
 
 pytestmark = pytest.mark.distributed
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from sparsync import Dense, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
-from sparsync.schemes import AutoProtect, PerParameter
+from sparsync.schemes import AutoProtect, Dense, PerParameter, SkipReduce, TopK
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.in_turn import InTurn
 from sparsync.schemes.micro import MiCRO

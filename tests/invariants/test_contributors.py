@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Bucket, Cost, LocalWorld, MeteredComm, SkipReduce, Span
+from sparsync import Bucket
 from sparsync.collectives.skipping import (
     SkipPlan,
     all_reduce_,
     first_offsets,
     hierarchical_all_reduce_,
 )
+from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.core import Comm, SpanSet, generator, laid_out, spans
+from sparsync.schemes import SkipReduce, Span
 from sparsync.schemes.skip_reduce import Form
 from sparsync_lab.predict.collectives import direct_exchanges, hierarchical_exchanges, ring_exchanges
 from sparsync_lab.predict.exchanges import Exchange, Plan

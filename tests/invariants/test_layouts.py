@@ -10,8 +10,7 @@ from torch import Tensor
 
 from invariants.table import ROWS
 from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run, started
-from sparsync import SkipReduce, State
-from sparsync.schemes import AutoProtect
+from sparsync.schemes import AutoProtect, SkipReduce, State
 from sparsync.schemes.skip_reduce import Form
 from sparsync.testing.invariants import SIZES, check_layouts, reduce_by_name
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from invariants.world import COUNT, run, started
-from sparsync import SkipReduce
 from sparsync.collectives.skipping import random_offsets, random_shift
 from sparsync.core import generator
+from sparsync.schemes import SkipReduce
 from sparsync.schemes.skip_reduce import Form, Mode
 
 ROUNDS = 6

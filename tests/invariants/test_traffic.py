@@ -3,8 +3,8 @@
 import pytest
 
 from invariants.world import COUNT, integers, layout, reals, run, started
-from sparsync import Cost, Dense, SkipReduce, TopK
-from sparsync.schemes import AutoProtect
+from sparsync.comm import Cost
+from sparsync.schemes import AutoProtect, Dense, SkipReduce, TopK
 from sparsync.schemes.skip_reduce import Form
 
 FLOAT_NBYTES = 4

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from sparsync import ConnectionLostError, GroupComm, Handle
+from sparsync import ConnectionLostError, Handle
+from sparsync.comm import GroupComm
 from sparsync_elastic.board import store_address
 from sparsync_elastic.catching_up import Joiner, Sources
 from sparsync_elastic.changes import Change, Lost, losses

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sparsync import ConnectionLostError, GroupComm
+from sparsync import ConnectionLostError
+from sparsync.comm import GroupComm
 
 Result = TypeVar("Result")
 Group = Any  # a process group, also one of gloo's by itself, of which torch's stubs do not know that it sends

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from sparsync import Bucket, LocalSteps, LocalWorld, Report, Scheme, Steps, schemes
+from sparsync import Bucket, LocalSteps, Report, Scheme, Steps, schemes
 from sparsync.base.scheme_text import made, parsed, taken_apart
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.exchanges.choice import exchange_of, family_of, method_of
 from sparsync.recipes import Family, bits_of, candidates, recipe

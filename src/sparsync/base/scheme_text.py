@@ -1,8 +1,8 @@
 """Schemes as a text: "topk", "oktopk:density=0.05:values=int4", "package.module:Class:key=value", "path/to/file.py:Class".
 
 In front of a scheme may stand the steps around it, "steps(keep=0.5)/" or "local_steps(every=4)/". The commands take such texts, the
-environment variable SPARSYNC_SCHEME has one, and `sparsync.scheme` makes a scheme of one. What a class's module or file says is executed,
-so the variable takes names only. Nothing here imports torch before a scheme is made.
+environment variable SPARSYNC_SCHEME has one, and `sparsync.schemes.from_text` makes a scheme of one. The module or file of a class is
+executed, so the variable takes names only. Nothing here imports torch before a scheme is made.
 """
 
 import os
@@ -30,7 +30,7 @@ _BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # and no modul
 _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
 
 
-def scheme(text: str) -> "Scheme":
+def from_text(text: str) -> "Scheme":
     """Return a new scheme of a text such as "oktopk:density=0.05:values=int4": a name, and settings where they are not the defaults.
 
     The name is one that `sparsync.schemes.get` takes: the module or file of a class is executed. A value is a number, true, false or a
@@ -40,7 +40,7 @@ def scheme(text: str) -> "Scheme":
     """
     if not isinstance(text, str):
         raise TypeError(
-            f"sparsync.scheme takes a text such as 'topk:density=0.01', got {text!r}; a scheme needs no call"
+            f"sparsync.schemes.from_text takes a text such as 'topk:density=0.01', got {text!r}; a scheme needs no call"
         )
     if around := taken_apart(text)[0]:
         meant = f", which is {PUBLISHED[text][0]}," if text in PUBLISHED else ""

@@ -102,7 +102,9 @@ def _of_text(
     except LookupError:
         return *method_of(text), None, ()
     if isinstance(exchange, Steps | LocalSteps):
-        raise ValueError(f"{exchange!r} goes with a scheme; pass one, such as sparsync.Dense(), or leave exchange= out")
+        raise ValueError(
+            f"{exchange!r} goes with a scheme; pass one, such as sparsync.schemes.Dense(), or leave exchange= out"
+        )
     gradients = isinstance(exchange, Gradients)
     family = family_of(optimizer, sharded, gradients)
     among, found = candidates(family, ranks, bits), recipe(family, ranks, bits)

@@ -51,7 +51,7 @@ def check_scheme(scheme: object) -> None:
         settings = "density=0.01" if "density" in getattr(scheme, "__dataclass_fields__", {}) else "..."
         cure = f"give an instance: {scheme.__name__}({settings})"
     if isinstance(scheme, str):
-        cure = f"pass sparsync.scheme({scheme!r})"
+        cure = f"pass sparsync.schemes.from_text({scheme!r})"
     raise TypeError(f"scheme must be an instance of sparsync.Scheme such as TopK(density=0.01), got {scheme!r}; {cure}")
 
 

@@ -1,9 +1,15 @@
-"""The classes of all schemes of the library, and the functions that find these and others by name."""
+"""The classes of all schemes of the library, the functions that find these and others by name, and what an own scheme is made of."""
 
+from sparsync.base.error_feedback import Update as Update
 from sparsync.base.registry import describe as describe
 from sparsync.base.registry import get as get
 from sparsync.base.registry import names as names
 from sparsync.base.registry import settings as settings
+from sparsync.base.scheme_text import from_text as from_text
+from sparsync.base.state import State as State
+from sparsync.core import Span as Span
+from sparsync.core import Sparse as Sparse
+from sparsync.feedback import Accumulator as Accumulator
 from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
 from sparsync.schemes.dense import Dense as Dense
 from sparsync.schemes.exdyna import ExDyna as ExDyna

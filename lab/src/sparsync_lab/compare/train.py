@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsync import Dense, GradientReducer, Options, Scheme, attach
+from sparsync import GradientReducer, Options, Scheme, attach
 from sparsync.runtime.handle import Handle
+from sparsync.schemes import Dense
 from sparsync_lab import workloads
 from sparsync_lab.compare.settings import CompareSettings, settings_from_json
 from sparsync_lab.netlab import interface_counters

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from sparsync import Bucket, Comm, Report, Scheme, State, kernels
+from sparsync import Bucket, Comm, Report, Scheme, kernels
 from sparsync.core import count_for
+from sparsync.schemes import State
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparsync import Dense
+from sparsync.schemes import Dense
 from sparsync_lab import workloads
 from sparsync_lab.frontier import runs
 from sparsync_lab.frontier.runs import Finished, Key

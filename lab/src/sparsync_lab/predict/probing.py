@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsync import Bucket, GroupComm, Scheme, Span, Sparse, State, kernels
+from sparsync import Bucket, Scheme, kernels
+from sparsync.comm import GroupComm
 from sparsync.comm.announcement import Announcement, Told
 from sparsync.core import ParameterSpan
+from sparsync.schemes import Span, Sparse, State
 from sparsync.wire import Elements
 from sparsync_lab.predict.exchanges import Kind
 from sparsync_lab.predict.probe_file import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparsync import GroupComm
+from sparsync.comm import GroupComm
 from sparsync_lab import environment, workloads
 from sparsync_lab.predict import probe_file
 from sparsync_lab.predict.backward import timeline

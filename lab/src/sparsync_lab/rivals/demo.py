@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, State, kernels
+from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.core import Divisor, check_one_of, phase
 from sparsync.feedback import Residuals
+from sparsync.schemes import Accumulator, Sparse, State
 from sparsync.wire import ValueCodec, Values, check_values
 from sparsync_lab.rivals.tile_parts import check_per_tile, mean_of_selections
 from sparsync_lab.rivals.tiles import Tiles, tiles_of

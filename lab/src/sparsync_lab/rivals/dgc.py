@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, Report, State, TopK, Update, kernels
+from sparsync import Bucket, Comm, Report, kernels
 from sparsync.base.error_feedback import add_dropped_
 from sparsync.core import count_for
+from sparsync.schemes import Accumulator, State, TopK, Update
 
 _FIRST_DENSITY = 0.25  # of the warm-up, as in the paper
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, State, Update, kernels
+from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.core import check_density, count_for
 from sparsync.feedback import Residuals
+from sparsync.schemes import Accumulator, Sparse, State, Update
 from sparsync.wire import Elements, Values, check_values
 from sparsync_lab.rivals.tree_top_k import at, tree_top_k
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.optim import Adam, Optimizer
 
-from sparsync import Dense
 from sparsync.exchanges.rules import AdamWRule
+from sparsync.schemes import Dense
 from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, State
+from sparsync import Bucket, Comm, ErrorFeedbackScheme
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.feedback import Residuals
+from sparsync.schemes import Accumulator, State
 from sparsync.wire import ValueCodec, Values, check_values
 
 _ERRORS = ValueCodec("int8")

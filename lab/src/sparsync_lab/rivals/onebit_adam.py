@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, MeteredComm, Report, State, kernels
+from sparsync import Bucket, Comm, ErrorFeedbackScheme, Report, kernels
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce_
+from sparsync.comm import MeteredComm
 from sparsync.feedback import Residuals, Vectors
+from sparsync.schemes import Accumulator, State
 from sparsync.wire import ValueCodec
 
 _SIGNS = ValueCodec("sign")

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, State
+from sparsync import Bucket, Comm, ErrorFeedbackScheme
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.core import ParameterSpan, SpanSet, check_one_of, generator, phase
 from sparsync.feedback import Residuals
+from sparsync.schemes import Accumulator, Span, State
 from sparsync.wire import ValueCodec
 
 Factors = Literal["float32", "int8", "int4"]

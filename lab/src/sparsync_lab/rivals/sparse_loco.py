@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, State, Update, kernels
+from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.collectives.values import Quantizer
 from sparsync.core import Divisor, check_one_of, phase
 from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import rounded
+from sparsync.schemes import Accumulator, Sparse, State, Update
 from sparsync.wire import ValueCodec, Values
 from sparsync_lab.rivals.tile_parts import (
     check_per_tile,

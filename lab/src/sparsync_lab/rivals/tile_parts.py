@@ -5,10 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparsync import Comm, Sparse, kernels
+from sparsync import Comm, kernels
 from sparsync.collectives.values import Quantizer
 from sparsync.core import Divisor, phase
 from sparsync.kernels.rounding import lacking
+from sparsync.schemes import Sparse
 from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparsync import Span
 from sparsync.core import ParameterSpan
+from sparsync.schemes import Span
 
 SIDE = 64
 SIZE = SIDE * SIDE

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, Sparse, State, Update, kernels
+from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.collectives.sparse_allreduce import (
     all_gather_elements,
     split_and_reduce_,
@@ -26,6 +26,7 @@ from sparsync.collectives.values import exchange_counts
 from sparsync.core import check_density, count_for, phase, spans
 from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import lacking
+from sparsync.schemes import Accumulator, Span, Sparse, State, Update
 from sparsync.wire import Elements, ValueCodec, Values, check_values
 
 

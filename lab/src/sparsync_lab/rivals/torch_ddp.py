@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sparsync import Dense
+from sparsync.schemes import Dense
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsync import Comm, Sparse, kernels
+from sparsync import Comm, kernels
 from sparsync.collectives.sparse_allreduce import ElementCodec
 from sparsync.core import phase
 from sparsync.kernels.rounding import lacking
+from sparsync.schemes import Sparse
 
 
 @dataclass(frozen=True)

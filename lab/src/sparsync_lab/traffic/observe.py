@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report, State
+from sparsync import Bucket, Report
+from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, count_for
+from sparsync.schemes import State
 from sparsync_lab.scheme_choice import SchemeChoice
 
 WORD_NBYTES = 4

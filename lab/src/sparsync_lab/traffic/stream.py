@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparsync import Span
 from sparsync.core import ParameterSpan, generator
+from sparsync.schemes import Span
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, share
 

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from sparsync import Span
 from sparsync.core import generator, spans
 from sparsync.exchanges.choice import family_of
 from sparsync.recipes import Family
+from sparsync.schemes import Span
 from sparsync_lab.workloads.job_errors import naming
 
 Better = Literal["lower", "higher"]

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsync import Bucket, Comm, Dense, LocalWorld, Report, Scheme
+from sparsync import Bucket, Comm, Report, Scheme
+from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out
 from sparsync.exchanges import local_steps
 from sparsync.runtime.optimizers import ResidualUnits
+from sparsync.schemes import Dense
 from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor

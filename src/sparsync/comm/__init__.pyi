@@ -1,0 +1,8 @@
+"""The communicators that programs and tests make themselves."""
+
+from sparsync.comm.group import GroupComm as GroupComm
+from sparsync.comm.local import LocalWorld as LocalWorld
+from sparsync.comm.metered import MeteredComm as MeteredComm
+from sparsync.core import Cost as Cost
+
+__all__: list[str]
