@@ -1,6 +1,5 @@
 """`sparsync launch`: what a rank finds in its environment, what is shown of it, and that nothing is left, whatever ends the run."""
 
-import json
 import math
 import os
 import re
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,8 @@ import pytest
 from helpers.rights import ORDINARY, builds
 from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab import cli
-from sparsync_lab.launch.output import LONGEST_LINE, Lines, prefix
-from sparsync_lab.launch.settings import LaunchSettings, checked_command, settings_of_json
-from sparsync_lab.launch.variables import variables
+from sparsync_lab.launch.output import LONGEST_LINE, Lines
+from sparsync_lab.launch.settings import LaunchSettings, checked_command, environment
 from sparsync_lab.netlab import rates
 from sparsync_lab.report.format import links_text
 
@@ -37,11 +35,6 @@ subprocess.run(["sh", "-c", "setsid sleep 1000 & echo left $!"], stderr=subproce
 print("waits")
 time.sleep(1000)
 """
-
-
-def child_of(process: int) -> int:
-    (found,) = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process)], text=True).split()
-    return int(found)
 
 
 @dataclass
@@ -60,9 +53,6 @@ class Launched:
             except OSError:  # it has ended, or belongs to another user
                 continue
         return found
-
-    def supervisor(self) -> int:
-        return child_of(self.process.pid)
 
     def await_ranks(self, ranks: int) -> None:
         """Return when all ranks have printed that they wait."""
@@ -144,32 +134,25 @@ if os.environ["RANK"] == "1":
     assert re.search(r"^ 1 +exit status 3 ", err, re.MULTILINE)
 
 
-def kill_supervisor(run: Launched) -> None:
-    os.kill(run.supervisor(), signal.SIGKILL)
-
-
-def send(number: int) -> Callable[[Launched], None]:
-    return lambda run: run.process.send_signal(number)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "status", "says"),
+    ("number", "status", "says"),
     [
-        pytest.param(send(signal.SIGINT), 130, "stopped by SIGINT; nothing is left running", id="Ctrl-C"),
-        pytest.param(send(signal.SIGTERM), 143, "stopped by SIGTERM; nothing is left running", id="SIGTERM"),
-        pytest.param(send(signal.SIGKILL), -9, "", id="SIGKILL"),
-        pytest.param(kill_supervisor, 137, "its supervisor was ended by signal 9", id="SIGKILL of the supervisor"),
+        (signal.SIGINT, 130, "stopped by SIGINT; nothing is left running"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM; nothing is left running"),
+        (signal.SIGKILL, -9, ""),
     ],
 )
 @pytest.mark.parametrize("link", ["10mbit", "none"])
 @builds
-def test_nothing_is_left_behind_after(end: Callable[[Launched], None], status: int, says: str, link: str) -> None:
-    with launched("--ranks", "2", "--link", link, "--grace", "1", *both(WAITS)) as run:
+def test_nothing_is_left_behind_after(number: int, status: int, says: str, link: str) -> None:
+    # Who is killed cannot end what ranks have started; otherwise each rank leaves a process, too.
+    waits = 'print("waits"); import time; time.sleep(1000)' if number == signal.SIGKILL else WAITS
+    with launched("--ranks", "2", "--link", link, "--grace", "1", *both(waits)) as run:
         run.await_ranks(2)
-        # This program, the supervisor, of each rank two processes, and what holds the namespaces.
-        run.await_processes(6 + (3 if link != "none" else 0))
-        end(run)
+        # This program, the ranks with what they left, and what holds the namespaces.
+        run.await_processes((3 if waits is not WAITS else 5) + (3 if link != "none" else 0))
+        run.process.send_signal(number)
         ended, _, err = run.finish()
         assert ended == status
         assert says in err
@@ -231,32 +214,21 @@ else:
     assert int(sent[2]) <= 102
 
 
-def test_a_rank_finds_what_torchrun_sets() -> None:
-    settings = LaunchSettings(("x",), 4, 1e8, 1e8, scheme="topk")
-    found = variables(settings, 2, "eth0", "10.77.0.1", 29500, "id")
-    assert {
-        key: found[key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-    } == {
-        "RANK": "2",
-        "LOCAL_RANK": "2",
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "4",
-        "GROUP_RANK": "0",
-        "ROLE_RANK": "2",
-    }
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.77.0.1", "29500")
-    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"], found["SPARSYNC_SCHEME"]) == (
-        "eth0",
-        "eth0",
-        "topk",
-    )
-    nodes = variables(LaunchSettings(("x",), 4, 1e8, 1e8, nodes=True), 2, "eth0", "10.77.0.1", 29500, "id")
-    assert (nodes["RANK"], nodes["LOCAL_RANK"], nodes["LOCAL_WORLD_SIZE"], nodes["GROUP_RANK"]) == ("2", "0", "1", "2")
-    assert "SPARSYNC_SCHEME" not in nodes
+def test_a_rank_finds_what_torchrun_sets(tmp_path: Path) -> None:
+    def found(settings: LaunchSettings, *names: str) -> list[str | None]:
+        given = environment(settings, 2, "eth0", "10.77.0.1", 29500, "id", tmp_path)
+        return [given.get(name) for name in names]
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", VARIABLE)
+    assert found(LaunchSettings(("x",), 4, 1e8, 1e8, scheme="topk"), *names) == ["2", "4", "2", "4", "0", "2", "topk"]
+    nodes = LaunchSettings(("x",), 4, 1e8, 1e8, nodes=True)
+    assert found(nodes, *names) == ["2", "4", "0", "1", "2", "2", None]
+    where = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
+    assert found(nodes, *where) == ["10.77.0.1", "29500", "eth0", "eth0", "False"]
 
 
 def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_last_state() -> None:
-    lines = Lines(prefix(3, 64))
+    lines = Lines(b"[rank  3] ")
     assert lines.cut(b"one\ntw") == b"[rank  3] one\n"
     assert lines.cut(b"o\n\n") == b"[rank  3] two\n[rank  3] \n"
     assert lines.cut(b"10%\r20%\r\n") == b"[rank  3] 20%\n"
@@ -270,24 +242,21 @@ def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_l
     assert lines.cut(b"x" * (LONGEST_LINE + 1)) == b"[rank  3] " + b"x" * (LONGEST_LINE + 1) + b"\n"
 
 
-def test_rates_are_those_of_the_link_where_no_other_is_given() -> None:
-    assert rates("100mbit", None, None) == (1e8, 1e8)
-    assert rates("100mbit", "10mbit", None) == (1e7, 1e8)
-    assert rates("100mbit", "10mbit", "1gbit") == (1e7, 1e9)
-    assert rates("none", None, None) == (None, None)
-    assert links_text(1e7, 1e8) == "links of 10 Mbit/s up and 100 Mbit/s down"
-    assert links_text(1e8, 1e8) == "100 Mbit/s links"
-
-
-def test_a_direction_may_have_no_limit_and_two_such_are_loopback() -> None:
-    assert rates("100mbit", "none", None) == (math.inf, 1e8)
-    assert rates("100mbit", None, "none") == (1e8, math.inf)
-    assert rates("none", None, "1gbit") == (math.inf, 1e9)
-    assert rates("100mbit", "none", "none") == (None, None)
-    one_way = LaunchSettings(("x",), 2, math.inf, 1e8)
-    assert one_way.limited and not one_way.exact_framing
-    assert settings_of_json(json.loads(json.dumps(one_way.as_json()))) == one_way
-    assert links_text(one_way.up_bits_per_s, one_way.down_bits_per_s) == "links of no limit up and 100 Mbit/s down"
+@pytest.mark.parametrize(
+    ("given", "expected", "shown"),
+    [
+        (("100mbit", None, None), (1e8, 1e8), "100 Mbit/s links"),
+        (("100mbit", "10mbit", "1gbit"), (1e7, 1e9), "links of 10 Mbit/s up and 1 Gbit/s down"),
+        (("100mbit", "none", None), (math.inf, 1e8), "links of no limit up and 100 Mbit/s down"),
+        (("none", None, "1gbit"), (math.inf, 1e9), "links of no limit up and 1 Gbit/s down"),
+        (("100mbit", "none", "none"), (None, None), ""),
+    ],
+)
+def test_a_direction_has_the_rate_of_the_link_where_it_has_no_other(
+    given: tuple[str, str | None, str | None], expected: tuple[float | None, float | None], shown: str
+) -> None:
+    assert rates(*given) == expected
+    assert links_text(*expected) == shown
 
 
 READS = """
@@ -323,7 +292,7 @@ def test_the_end_says_which_ranks_took_the_scheme(code: str, shown: str, told: b
 def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
     by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparsync_lab.launch.command.launch", lambda settings: pytest.fail("the ranks were started"))
+    monkeypatch.setattr("sparsync_lab.launch.supervisor.launch", lambda settings: pytest.fail("the ranks were started"))
     monkeypatch.setenv(VARIABLE, "topk" if by == "--scheme" else "tpok")
     chosen = ["--scheme", "tpok"] if by == "--scheme" else []
     with pytest.raises(SystemExit) as ended:
@@ -332,26 +301,12 @@ def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
     assert re.search(r"sparsync: error: .*unknown scheme 'tpok'.*did you mean 'topk'", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no command was given; write it behind --"),
-        (["--"], "no command"),
-        (["no-such-program"], "no program 'no-such-program'"),
-    ],
-)
-def test_a_command_that_cannot_be_run_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        checked_command(words)
-
-
-def test_a_python_file_is_run_by_this_python(tmp_path: Path) -> None:
+def test_a_command_or_a_number_of_ranks_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    for words, message in (([], "no command was given"), (["--"], "no command"), (["no-such"], "no program 'no-such'")):
+        with pytest.raises(ValueError, match=message):
+            checked_command(words)
+    for ranks in (0, 65):
+        with pytest.raises(ValueError, match=rf"--ranks must be in \[1, 64\], got {ranks}"):
+            LaunchSettings(("x",), ranks, None, None)
     script = str(tmp_path / "train.py")
     assert checked_command(["--", script, "--", "-x"]) == (sys.executable, script, "--", "-x")
-    assert checked_command(["sh", "-c", "true"]) == ("sh", "-c", "true")
-
-
-@pytest.mark.parametrize("ranks", [0, 65])
-def test_an_impossible_number_of_ranks_is_refused(ranks: int) -> None:
-    with pytest.raises(ValueError, match=rf"--ranks must be in \[1, 64\], got {ranks}"):
-        LaunchSettings(("x",), ranks, None, None)

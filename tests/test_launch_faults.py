@@ -1,6 +1,5 @@
 """Faults of `sparsync launch`: as they are written, what they do to processes, and a training that goes on through them."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from helpers.rights import builds
 from sparsync_lab.launch.faults import Fault, parse_fault
-from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
+from sparsync_lab.launch.settings import LaunchSettings
 from test_launch import PYTHON, launched
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"
@@ -26,19 +25,10 @@ def test_faults_are_read_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kill", "--fault is KIND:RANK@TIME"),
-        ("kill:2@30", r"with a number and ms, s, min, h for a time.* got 'kill:2@30'"),
-        ("kil:2@30s", "unknown kind 'kil', there are kill, leave, freeze, partition, join, store; did you mean 'kill'"),
-        ("kill@30s", "kill needs a rank, such as kill:1@30s"),
-        ("join:2@30s", "join is of no rank; leave it out"),
-        ("freeze:1@30s", r"freeze needs the time that it lasts, such as freeze:1@30s\+8s"),
-        ("kill:1@30s+8s", r"kill does not last; leave \+TIME out"),
-    ],
+    "text", ["kill", "kill:2@30", "kil:2@30s", "kill@30s", "join:2@30s", "freeze:1@30s", "kill:1@30s+8s"]
 )
-def test_a_malformed_fault_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_malformed_fault_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"--fault is one of kill:2@30s, .*, got '{re.escape(text)}'"):
         parse_fault(text)
 
 
@@ -47,7 +37,7 @@ def test_a_malformed_fault_is_refused(text: str, message: str) -> None:
     [
         (["kill:4@30s"], 1e8, r"must be in \[0, 3\], the 4 of --ranks and those that join before, got 4"),
         (["join@30s", "kill:4@20s"], 1e8, r"must be in \[0, 3\]"),
-        (["join@1s"] * 60, 1e8, "need 65 links, at most 64 are there"),
+        (["join@1s"] * 60, 1e8, "need 65 links, there are at most 64"),
         (["partition:0@1s+1s"], None, "no link to cut; give --link a rate"),
     ],
 )
@@ -56,12 +46,9 @@ def test_a_fault_that_cannot_be_given_is_refused(faults: list[str], rate: float 
         LaunchSettings(("x",), 4, rate, rate, faults=tuple(map(parse_fault, faults)))
 
 
-def test_settings_keep_their_faults_and_have_a_link_for_each_that_joins_and_for_the_store() -> None:
-    faults = (parse_fault("join@1s"), parse_fault("kill:4@2s"))
-    settings = LaunchSettings(("x",), 4, 1e8, 1e8, faults=faults)
-    assert settings_of_json(json.loads(json.dumps(settings.as_json()))) == settings
-    assert (settings.places, LaunchSettings(("x",), 4, 1e8, 1e8, faults=(Fault("kill", 1.0, 0),)).places) == (6, 5)
-    assert LaunchSettings(("x",), 4, 1e8, 1e8).places == 4
+def test_there_is_a_link_for_each_rank_that_joins_and_for_the_store() -> None:
+    for faults, expected in ((["join@1s", "kill:4@2s"], 6), (["kill:0@1s"], 5), ([], 4)):
+        assert LaunchSettings(("x",), 4, 1e8, 1e8, faults=tuple(map(parse_fault, faults))).places == expected
 
 
 # Without the store, which takes long to start: ranks that print what they find, and end when one that joined has written a file.

@@ -1,10 +1,4 @@
-"""Progress: nothing for what is short, lines at intervals where there is no terminal, and a bar on one."""
-
-import io
-import os
-import pty
-import subprocess
-import sys
+"""Progress: nothing for what is short, and otherwise lines at intervals."""
 
 import pytest
 
@@ -28,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_without_a_terminal_the_first_line_comes_after_two_seconds_and_then_one_every_five(
+def test_the_first_line_comes_after_two_seconds_and_then_one_every_five(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with progress("steps", 20) as shown:
@@ -51,18 +45,6 @@ def test_what_takes_less_than_two_seconds_prints_nothing_unless_it_is_announced(
     assert capsys.readouterr().err == "reading\n"
 
 
-def test_a_terminal_gets_a_bar_that_vanishes() -> None:
-    code = (
-        "from sparsync_lab.progress import progress\n"
-        "import sys\n"
-        "with progress('steps [of 2]', 2) as shown:\n"
-        "    shown.at(1, 'note'); print('a line', file=sys.stderr); shown.at(2)\n"
-    )
-    shown = on_a_terminal(code)
-    assert "steps [of 2]" in shown and "2/2" in shown
-    assert shown.count("a line") == 1
-
-
 def test_a_comparison_prints_a_line_for_each_evaluation_and_counts_the_steps_of_all_trainings(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,23 +63,3 @@ def test_a_comparison_prints_a_line_for_each_evaluation_and_counts_the_steps_of_
         "[1/2] topk  step 4/4  perplexity 7.25  2.0 s trained",
         "steps of all trainings: 6/8  0:03 left  2/2 dense",
     ]
-
-
-def on_a_terminal(code: str) -> str:
-    """Run the code with standard error on a terminal of its own, and return what it shows there."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = io.BytesIO()
-    while True:
-        try:
-            found = os.read(ours, 4096)
-        except OSError:  # the other side is closed
-            break
-        if not found:
-            break
-        shown.write(found)
-    os.close(ours)
-    assert process.wait(60) == 0, shown.getvalue()
-    return shown.getvalue().decode()

@@ -16,8 +16,7 @@ from sparsync.base.registry import check_names_no_code
 from sparsync.base.scheme_text import COMMAND_LINE, NOTE, VARIABLE, text_of_environment
 from sparsync.exchanges.choice import choose
 from sparsync_lab import workloads
-from sparsync_lab.launch.settings import LaunchSettings
-from sparsync_lab.launch.variables import variables
+from sparsync_lab.launch.settings import LaunchSettings, environment
 
 
 @pytest.mark.parametrize(
@@ -149,13 +148,18 @@ def test_a_rank_takes_the_class_that_the_command_line_of_launch_names(
     code_that_tells: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = LaunchSettings(("x",), 1, None, None, scheme=f"{code_that_tells}:Telling:density=0.5")
-    for name, value in variables(settings, 0, "lo", "127.0.0.1", 1, "id").items():
+    for name, value in environment(settings, 0, "lo", "127.0.0.1", 1, "id", code_that_tells.with_name("note")).items():
         monkeypatch.setenv(name, value)
     assert type(scheme_of_environment()).__name__ == "Telling"
 
 
 def test_what_is_no_scheme_is_refused_before_it_is_called(code_that_tells: Path) -> None:
-    for name in ("os:system:command=touch {folder}/called", "telling:Other", "builtins:dict", "sparsync.schemes:from_text"):
+    for name in (
+        "os:system:command=touch {folder}/called",
+        "telling:Other",
+        "builtins:dict",
+        "sparsync.schemes:from_text",
+    ):
         with pytest.raises(ValueError, match=r"which is no sparsync.Scheme; name a class that subclasses it"):
             sparsync.schemes.from_text(name.format(folder=code_that_tells.parent))
     assert not code_that_tells.with_name("called").exists()

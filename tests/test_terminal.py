@@ -57,7 +57,7 @@ def test_the_least_important_columns_go_first_and_are_named() -> None:
         return found[0].split(", ") if found else []
 
     assert left_out(120) == []
-    assert left_out(60) == ["second"]
+    assert left_out(50) == ["second"]
     assert left_out(42) == ["second", "last"]  # and the name stands in two lines
     assert left_out(38) == ["second", "third of them", "last"]
 

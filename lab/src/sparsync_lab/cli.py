@@ -159,9 +159,9 @@ def _where(
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
     from sparsync.exchanges.choice import check_text
-    from sparsync_lab.launch.command import launch
     from sparsync_lab.launch.faults import parse_fault
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
+    from sparsync_lab.launch.supervisor import launch
     from sparsync_lab.netlab import delay_of, rates, restart_with_rights
 
     up, down = rates(options.link, options.up, options.down)

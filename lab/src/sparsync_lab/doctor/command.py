@@ -12,7 +12,7 @@ from sparsync_lab.doctor import trial
 from sparsync_lab.netlab import reexecution_prefix
 from sparsync_lab.terminal import aligned
 
-NEEDED = ("jinja2", "matplotlib", "numpy", "pydantic", "rich")  # by the commands
+NEEDED = ("jinja2", "matplotlib", "numpy", "pydantic")  # by the commands
 ADAPTED = ("accelerate", "lightning", "transformers")
 LEAST_TORCH = (2, 8)
 _BUILD_LINKS = "from sparsync_lab.netlab import network\nwith network(2, 1e7):\n    pass"

@@ -1,4 +1,4 @@
-"""Faults for ranks that train with `sparsync_elastic`: as a user writes them, and given to processes when their time has come."""
+"""Faults for ranks that train with `sparsync_elastic`: as a user writes them, and given to processes when they are due."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 
@@ -23,6 +22,7 @@ KINDS = {  # whether each is of one rank, and whether it lasts
     "join": (False, False),  # one more process
     "store": (False, True),  # the store's process is killed, and started again
 }
+_FORMS = ("kill:2@30s", "leave:1@60s", "freeze:3@20s+8s", "partition:0@70s+10s", "join@45s", "store@10s+3s")
 STORE = "sparsync_elastic"
 _NOT_GIVEN = "not given: "
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -32,7 +32,7 @@ _FAULT = re.compile(rf"([a-z_]+)(?::(\d+))? *@ *{_TIME}(?: *\+ *{_TIME})?")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. Seconds are those of the run: since its ranks were started, or since their first step, as the command says."""
+    """One fault. Seconds count from the start of the ranks."""
 
     kind: str
     at_s: float
@@ -47,28 +47,13 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Return the fault of a text such as kill:2@30s, join@45s or freeze:3@20s+8s. Raises ValueError."""
+    """Read a fault such as kill:2@30s, join@45s or freeze:3@20s+8s. Raises ValueError."""
     found = _FAULT.fullmatch(text.strip())
-    if found is None:
+    kind, rank, at, at_unit, lasts, lasts_unit = found.groups() if found else ("", None, "", "", None, None)
+    if KINDS.get(kind) != (rank is not None, lasts is not None):
         raise ValueError(
-            f"--fault is KIND:RANK@TIME+TIME, with a number and {', '.join(_UNITS)} for a time, such as kill:2@30s, leave:1@60s, join@45s, "
-            f"freeze:3@20s+8s, partition:0@70s+10s or store@10s+3s, got {text!r}"
+            f"--fault is one of {', '.join(_FORMS)}, with a number and {', '.join(_UNITS)} for a time, got {text!r}"
         )
-    kind, rank, at, at_unit, lasts, lasts_unit = found.groups()
-    if kind not in KINDS:
-        near = get_close_matches(kind, KINDS, 1)
-        raise ValueError(
-            f"--fault {text}: unknown kind {kind!r}, there are {', '.join(KINDS)}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-        )
-    of_rank, does_last = KINDS[kind]
-    if of_rank != (rank is not None):
-        raise ValueError(
-            f"--fault {text}: {kind} {f'needs a rank, such as {kind}:1@{at}{at_unit}' if of_rank else 'is of no rank; leave it out'}"
-        )
-    if does_last != (lasts is not None):
-        needs = f"needs the time that it lasts, such as {text}+8s" if does_last else "does not last; leave +TIME out"
-        raise ValueError(f"--fault {text}: {kind} {needs}")
     return Fault(
         kind,
         float(at) * _UNITS[at_unit],
@@ -78,16 +63,16 @@ def parse_fault(text: str) -> Fault:
 
 
 def places(faults: Sequence[Fault], ranks: int) -> int:
-    """Return the number of links: of ranks, and, with faults, of those that join and of the store, which has the last one."""
+    """Return the number of links: one for each rank, and with faults one for each that joins and the last one for the store."""
     return ranks + (sum(each.kind == "join" for each in faults) + 1 if faults else 0)
 
 
 def check_faults(faults: Sequence[Fault], ranks: int, limited: bool) -> None:
-    """Raise ValueError for a fault of a rank that is not there by then, or of a link that is not there."""
+    """Raise ValueError for a fault of a rank or a link that does not exist by then."""
     joins = sorted(each.at_s for each in faults if each.kind == "join")
     if (needed := places(faults, ranks)) > MAX_RANKS:
         raise ValueError(
-            f"--ranks {ranks}, {len(joins)} that join and the store need {needed} links, at most {MAX_RANKS} are there; start fewer ranks"
+            f"--ranks {ranks}, {len(joins)} that join and the store need {needed} links, there are at most {MAX_RANKS}; start fewer ranks"
         )
     for each in faults:
         there = ranks + sum(at_s < each.at_s for at_s in joins)
@@ -100,18 +85,6 @@ def check_faults(faults: Sequence[Fault], ranks: int, limited: bool) -> None:
             raise ValueError(
                 f"--fault {each.name}: ranks without a rate share loopback, where there is no link to cut; give --link a rate"
             )
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A fault that was given, or could not be."""
-
-    fault: Fault
-    at_s: float
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.at_s:.1f} s, {self.fault.name}: {self.what}"
 
 
 @dataclass
@@ -127,7 +100,7 @@ class Injector:
     places: list[int] = field(default_factory=list)  # by rank
     # Ranks whose end ends nothing else, and that have no say in the exit status.
     hit: set[int] = field(default_factory=set)
-    begun: list[Begun] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)  # what was done, in words
     _leaving: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)  # places
     _ends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)  # of faults that last
@@ -150,7 +123,7 @@ class Injector:
 
     @property
     def due_s(self) -> float:
-        """When something is to be done next."""
+        """When something is due next."""
         times = [at_s for at_s, _ in self._ends] + [each.at_s for each in self._pending[:1]]
         return min(times, default=float("inf"))
 
@@ -159,8 +132,8 @@ class Injector:
         """Whether the store has ended by itself."""
         return self._store is not None and self._store.poll() is not None
 
-    def turn(self, now_s: float, stopped: bool) -> list[Begun]:
-        """End and begin what is due, and return what was begun: nothing any more once the run was stopped, or a rank is done."""
+    def turn(self, now_s: float, stopped: bool) -> list[str]:
+        """End and begin what is due, and return what was done. Once the run was stopped or a rank is done, nothing begins."""
         for each in [each for each in self._ends if each[0] <= now_s]:
             self._ends.remove(each)
             each[1]()
@@ -168,16 +141,16 @@ class Injector:
         over = over or any(rank.status == 0 and rank.number not in self._leaving for rank in self.ranks.all)
         due = [each for each in self._pending if each.at_s <= now_s]
         self._pending = [each for each in self._pending if each.at_s > now_s]
-        new = [Begun(each, now_s, f"{_NOT_GIVEN}the run ends" if over else self._give(each, now_s)) for each in due]
+        new = [_told(each, now_s, f"{_NOT_GIVEN}the run ends" if over else self._give(each, now_s)) for each in due]
         self.begun += new
         return new
 
-    def not_given(self) -> list[Begun]:
-        """Return the faults whose time has not come."""
-        return [Begun(each, each.at_s, f"{_NOT_GIVEN}the run has ended before") for each in self._pending]
+    def not_given(self) -> list[str]:
+        """Return the faults whose time has not come, in words."""
+        return [_told(each, each.at_s, f"{_NOT_GIVEN}the run has ended before") for each in self._pending]
 
     def _give(self, fault: Fault, now_s: float) -> str:
-        """Begin a fault, and return what was done."""
+        """Begin a fault, and return what was done in words."""
         if fault.kind == "join":
             place, number = self._free_place(), len(self.ranks.all)
             if place is None:
@@ -242,3 +215,7 @@ class Injector:
                 self._store.kill()
             self._store.wait()
         self._store = None
+
+
+def _told(fault: Fault, at_s: float, what: str) -> str:
+    return f"{at_s:.1f} s, {fault.name}: {what}"

@@ -1,36 +1,41 @@
-"""What `sparsync launch` was asked for, checked before anything is started."""
+"""What `sparsync launch` was asked for, checked before anything starts, and what each rank finds in its environment."""
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
+from sparsync.base.scheme_text import COMMAND_LINE, NOTE, VARIABLE
 from sparsync_lab.launch.faults import Fault, check_faults, places
 from sparsync_lab.netlab import MAX_RANKS, NO_DELAY, Delay
 from sparsync_lab.netlab.delay import check_delay
 
-MOST_EXACT_BITS_PER_S = (
-    1e9  # of all links in one direction together; above, two cores do not keep up with single frames
-)
+# Of all links in one direction together. Above it, two cores do not keep up with single frames.
+MOST_EXACT_BITS_PER_S = 1e9
+# What a rank has unless the user's environment says otherwise: one thread, as with torchrun, and lines as they are printed.
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+# NCCL sees one machine, and would go through its memory, past the links.
+_THROUGH_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
     """The command of each rank, and the links.
 
-    `up_bits_per_s` and `down_bits_per_s` are None where nothing is limited; one of them is infinite where only the other one is.
+    `up_bits_per_s` and `down_bits_per_s` are None without limits; one of them is infinite where only the other is limited.
     """
 
     command: tuple[str, ...]
     ranks: int
     up_bits_per_s: float | None  # from a rank to the switch
     down_bits_per_s: float | None  # from the switch to a rank
-    scheme: str | None = None  # a text for SPARSYNC_SCHEME; None: it is not set
+    scheme: str | None = None  # a text for SPARSYNC_SCHEME
     nodes: bool = False  # each rank is a machine to the script: LOCAL_RANK is 0
     grace_s: float = 5.0  # after the first failure, and again after SIGTERM
     delay: Delay = NO_DELAY  # between any two ranks
-    faults: tuple[Fault, ...] = ()  # of ranks that come and go, over a store
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
@@ -53,29 +58,51 @@ class LaunchSettings:
         fastest = max(self.up_bits_per_s or 0.0, self.down_bits_per_s or 0.0)
         return not self.delay and self.ranks * fastest <= MOST_EXACT_BITS_PER_S
 
-    def as_json(self) -> dict[str, Any]:  # Any: JSON
-        return asdict(self)
-
-
-def settings_of_json(content: dict[str, Any]) -> LaunchSettings:  # Any: JSON
-    """Return the settings that `as_json` has written."""
-    faults = tuple(Fault(**each) for each in content["faults"])
-    known = {"command": tuple(content["command"]), "delay": Delay(**content["delay"]), "faults": faults}
-    return LaunchSettings(**{**content, **known})
-
 
 def checked_command(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that every rank runs: a Python file by itself is run by this Python.
-
-    Raises ValueError where there is none, or no such program.
-    """
+    """Return the command that every rank runs; this Python runs a Python file. Raises ValueError without a program."""
     command = tuple(words[1:] if words[:1] == ["--"] else words)
     if not command:
         raise ValueError("no command was given; write it behind --, as in sparsync launch --ranks 4 -- python train.py")
     if command[0].endswith(".py") and shutil.which(command[0]) is None:
         command = (sys.executable, *command)
     if shutil.which(command[0]) is None:
-        raise ValueError(
-            f"no program {command[0]!r} on the path; write the command as a shell would take it, or its whole path"
-        )
+        raise ValueError(f"no program {command[0]!r} on the path; write the command as for a shell, or its whole path")
     return command
+
+
+def environment(
+    settings: LaunchSettings, rank: int, interface: str, address: str, port: int, run_id: str, note: Path
+) -> dict[str, str]:
+    """Return the environment of a rank: this program's, torchrun's variables, and the interface for gloo and NCCL.
+
+    With `nodes` each rank is a machine. At `address` and `port` listens rank 0's process group, or, with faults, the store of the run. What
+    reads the scheme writes it into the file `note`.
+    """
+    P = settings.ranks
+    local, locals_, node, nodes = (0, 1, rank, P) if settings.nodes else (rank, P, 0, 1)
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": P,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": locals_,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": P,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": bool(settings.faults),  # otherwise rank 0 is the store
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        NOTE: note,
+    }
+    if settings.scheme is not None:
+        variables |= {VARIABLE: settings.scheme, COMMAND_LINE: settings.scheme}
+    through = _THROUGH_SOCKETS if settings.limited else {}
+    return {**_DEFAULTS, **through, **os.environ, **{name: str(value) for name, value in variables.items()}}

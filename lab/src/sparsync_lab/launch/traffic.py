@@ -67,20 +67,21 @@ class Meter:
 
     def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int], width: int = WIDTH) -> str:
         """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""
-        head = ", ".join(
-            [
-                f"{self.settings.ranks} ranks",
-                _links(self.settings),
-                *scheme_texts(self.settings, readers, len(endings)),
-                f"{significant(now_s)} s",
-            ]
-        )
+        links = links_text(self.settings.up_bits_per_s, self.settings.down_bits_per_s, self.settings.delay)
+        scheme = _scheme(self.settings, readers, len(endings))
+        about = [
+            f"{self.settings.ranks} ranks",
+            links or "loopback, without limits",
+            *scheme,
+            f"{significant(now_s)} s",
+        ]
+        head = ", ".join(about)
         if not self.ranks:
             lines = [f"rank {rank}: {ending}" for rank, ending in enumerate(endings)]
             return "\n".join(
                 [head, *lines, "no link was limited: times prove nothing about a network, and bytes were not counted"]
             )
-        up, down = self._limits()
+        up, down = self.settings.up_bits_per_s, self.settings.down_bits_per_s
         heads = ("rank", "ended", "sent", "Mbit/s", "link", "received", "Mbit/s", "link", "seconds")
         rows = tuple(
             (
@@ -107,34 +108,18 @@ class Meter:
             )
         return "\n".join([head, drawn, *notes])
 
-    def _limits(self) -> tuple[float, float]:
-        assert self.settings.up_bits_per_s is not None and self.settings.down_bits_per_s is not None
-        return self.settings.up_bits_per_s, self.settings.down_bits_per_s
 
-
-def _links(settings: LaunchSettings) -> str:
-    return links_text(settings.up_bits_per_s, settings.down_bits_per_s, settings.delay) or "loopback, without limits"
-
-
-def scheme_texts(settings: LaunchSettings, readers: Sequence[int], ranks: int | None = None) -> list[str]:
-    """Return the scheme that the ranks `readers` took, in words, and who where that is not all; [] where none was asked for."""
+def _scheme(settings: LaunchSettings, readers: Sequence[int], ranks: int) -> list[str]:
+    """Return the scheme in words, and which ranks took it where that is not all; [] without a scheme."""
     if settings.scheme is None:
         return []
-    if len(readers) == (settings.ranks if ranks is None else ranks):
-        return [f"scheme {settings.scheme}"]
-    if not readers:
-        return [f"scheme {settings.scheme} on no rank"]
-    return [
-        f"scheme {settings.scheme} on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"
-    ]
+    some = f" on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"
+    where = "" if len(readers) == ranks else some if readers else " on no rank"
+    return [f"scheme {settings.scheme}{where}"]
 
 
-def _rate_cells(nbytes: int, seconds: float, limit: float) -> list[str]:
-    if seconds == 0:
-        return ["-", "-"]
-    rate = 8 * nbytes / seconds
-    return [significant(rate / 1e6), _share(rate, limit)]
-
-
-def _share(rate: float, limit: float) -> str:
-    return "-" if math.isinf(limit) else f"{rate / limit:.0%}"
+def _rate_cells(nbytes: int, seconds: float, limit: float | None) -> list[str]:
+    """Return the rate in Mbit/s, and its share of the link's."""
+    rate = 8 * nbytes / seconds if seconds else 0.0
+    share = "-" if limit is None or math.isinf(limit) or not seconds else f"{rate / limit:.0%}"
+    return [significant(rate / 1e6) if seconds else "-", share]
