@@ -11,8 +11,6 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
 from sparsync_lab.report.choice import sentences
@@ -24,7 +22,6 @@ from sparsync_lab.report.format import (
     significant,
 )
 from sparsync_lab.report.page import render, report
-from sparsync_lab.report.plots import quality_over_time
 from sparsync_lab.report.results import FILE_NAME, Run, read
 from sparsync_lab.report.summary import RunSummary, summarise
 from sparsync_lab.report.tables import as_text
@@ -182,20 +179,6 @@ def test_the_page_loads_nothing_and_holds_the_pictures(drawn: tuple[Path, str]) 
     assert (loaded.found, loaded.images) == ([], len(PICTURES))
     assert not re.search(r"https?:|url\([^#]|@import", html)
     assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in PICTURES)
-
-
-def test_axes_have_ticks_where_curves_end(tmp_path: Path) -> None:
-    values = (400.0, 200.0, 100.0, 87.5)
-    found = summary(tmp_path, replace(DENSE, values=values, step_s=4.25), BF16, replace(SPARSE, values=(300.0, 250.0)))
-    figure = Figure(figsize=(9.0, 5.0))
-    FigureCanvasAgg(figure)
-    quality_over_time(found, figure)
-    across, up = (
-        [tick.get_text() for tick in axis.get_ticklabels()] for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis)
-    )
-    assert across[-1] == "17"  # dense's last second
-    assert {"87.5", "250", "150"} <= {*up}  # the best and the worst end, and the target
-    assert "90" not in up  # bf16's end is too near the best one
 
 
 def test_the_page_has_everything_that_is_needed_to_make_it_again(tmp_path: Path) -> None:

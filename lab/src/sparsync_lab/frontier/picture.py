@@ -13,8 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from sparsync_lab.frontier.figures import MethodRow, Panel
 from sparsync_lab.labels import short_labels
-from sparsync_lab.report.curves import FAINT, INK
-from sparsync_lab.report.plots import STYLE
+from sparsync_lab.report.plots import FAINT, INK, STYLE
 
 _HUES = {"baseline": "#8a8a8a", "published": "#D55E00", "ours": "#0072B2", "your own": "#009E73", "limit": "#8a8a8a"}
 _MARKS = {"baseline": "D", "published": "s", "ours": "o", "your own": "^", "limit": "D"}
