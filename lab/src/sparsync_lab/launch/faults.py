@@ -58,7 +58,7 @@ def parse_fault(text: str) -> Fault:
         kind,
         float(at) * _UNITS[at_unit],
         None if rank is None else int(rank),
-        float(lasts) * _UNITS[lasts_unit] if lasts else 0.0,
+        float(lasts) * _UNITS[lasts_unit] if lasts and lasts_unit else 0.0,
     )
 
 

@@ -5,7 +5,7 @@ The training loop uses a job only through `Workload`; data, models and hyperpara
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -131,6 +131,12 @@ class Workload(ABC):
             "options": asdict(self) if is_dataclass(self) else options,
             "parameters": parameter_count(self.model(seed=0)),
         }
+
+
+def with_data(described: dict[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """Return a description in which the fingerprint of the data stands in place of the option `data`."""
+    source = described["options"].pop("data") or "package"
+    return {**described, "data": {"source": source, **data}}
 
 
 def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:

@@ -12,7 +12,7 @@ from sparsync_lab.workloads.linux_source import source_text
 
 @dataclass(frozen=True)
 class Code(Gpt):
-    """The C source of Linux, byte by byte. A sample is a window of the training text that starts anywhere, across ends of files too."""
+    """The C source of Linux, byte by byte; a window may reach from one file into the next."""
 
     windows: int = 512  # of the validation, evenly over the held-out files
     learning_rate: float = 2e-3
@@ -27,11 +27,11 @@ class Code(Gpt):
         require_positive(count=count)
         return total / count / math.log(2)
 
-    def _per_nat(self, quality: float) -> float:
+    def per_nat(self, quality: float) -> float:
         return 1 / math.log(2)
 
-    def _corpus(self) -> ByteText:
+    def text(self) -> ByteText:
         return source_text(self.data)
 
-    def _described_data(self) -> dict[str, Any]:
-        return dict(self._corpus().described)
+    def describe_text(self) -> dict[str, Any]:
+        return dict(self.text().described)

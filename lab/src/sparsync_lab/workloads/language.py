@@ -1,7 +1,9 @@
 """What all language models share: windows of a text, the loss of predicting each next item, and the perplexity of held-out text."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
 
 import torch
 from jaxtyping import Float, Int, Integer
@@ -11,6 +13,8 @@ from torch.nn.functional import cross_entropy
 from sparsync.core import generator
 from sparsync_lab.workloads.base import (
     Batch,
+    Better,
+    Workload,
     bare,
     chunks,
     device_of,
@@ -19,9 +23,113 @@ from sparsync_lab.workloads.base import (
     moved,
     require_positive,
     share,
+    with_data,
 )
 
 CHUNK = 10  # validation windows in one forward pass
+
+
+class Text(Protocol):
+    """What a model is trained on and what it is evaluated on, as numbers of words, characters or bytes."""
+
+    @property
+    def training(self) -> Tensor: ...
+    @property
+    def held_out(self) -> Tensor: ...
+
+
+class LanguageJob(Workload):
+    """A model that reads a window of a text and predicts after each item the next one; a sample is a window that starts anywhere.
+
+    Windows are drawn again for each (seed, step), so a rank's share does not depend on earlier steps.
+    """
+
+    metric: ClassVar[str] = "perplexity"
+    better: ClassVar[Better] = "lower"
+    items: ClassVar[str]  # what a text consists of: words, characters or bytes
+    # Options:
+    batch_size: int  # windows in all, over all ranks
+    windows: int  # of the validation, evenly over the held-out text
+    clip_norm: float  # of the reduced gradient
+    data: str  # a folder of files instead of the package
+
+    @abstractmethod
+    def text(self) -> Text:
+        """Return the text."""
+
+    @property
+    @abstractmethod
+    def window(self) -> int:
+        """How many items a window has."""
+
+    @abstractmethod
+    def describe_text(self) -> dict[str, Any]:  # Any: JSON
+        """Return the fingerprint of the text, and its source if `data` does not name it."""
+
+    def prepare(self) -> None:
+        """Raise ValueError where a part of the text is too short for one window."""
+        training, held_out = self.text().training, self.text().held_out
+        if min(training.numel(), held_out.numel()) <= self.window:
+            raise ValueError(
+                f"the text is too short for windows of {self.window} {self.items} and the one after: {training.numel()} {self.items} to "
+                f"train on and {held_out.numel()} held out; choose a smaller window or more text"
+            )
+
+    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+        own, text = share(self.batch_size, rank, ranks), self.text().training
+        drawn = generator(seed, f"{self.name}/batch", step)
+        start = torch.randint(text.numel() - self.window, (self.batch_size,), generator=drawn)
+        return windows(text, own.of(start), self.window)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean negative log-likelihood, in nats, of the items to predict."""
+        return cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten())
+
+    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
+
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        """Return the summed negative log-likelihood, in nats, of the items in this rank's validation windows, and their number."""
+        total, items = 0.0, 0
+        for lost in self.lost(model, rank, ranks):
+            total += exactly_addable(lost.flatten())
+            items += lost.numel()
+        return total, items
+
+    def quality(self, total: float, count: int) -> float:
+        """Return the perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
+        require_positive(count=count)
+        mean = total / count
+        return math.exp(mean) if mean < 700 else math.inf  # e**709 is the last that a float holds; NaN is not below 700
+
+    def per_nat(self, quality: float) -> float:
+        """Return the derivative of the quality by the mean negative log-likelihood."""
+        return quality
+
+    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
+        """Return the quality, and to first order its standard error over the validation windows, see `standard_error`.
+
+        The error is None where windows overlap, because the text has no room for so many: their means are not independent then.
+        """
+        lost = list(self.lost(model, 0, 1))
+        total = sum(exactly_addable(each.flatten()) for each in lost)
+        quality = self.quality(total, sum(each.numel() for each in lost))
+        apart = self.windows * self.window < self.text().held_out.numel()  # the first item is never predicted
+        error = standard_error(torch.cat(lost).double().mean(1)) if apart else None
+        return quality, None if error is None else _finite(error * self.per_nat(quality))
+
+    def describe(self) -> dict[str, Any]:
+        return with_data(super().describe(), self.describe_text())
+
+    def lost(self, model: nn.Module, rank: int, ranks: int) -> Iterator[Float[Tensor, "windows length"]]:
+        """Yield the negative log-likelihood of each item in this rank's share of the validation windows, chunk by chunk."""
+        text, model = self.text().held_out, bare(model)
+        start = torch.linspace(0, text.numel() - self.window - 1, self.windows, dtype=torch.float64).long()
+        with evaluating(model):
+            for chunk in chunks(self.windows, CHUNK, rank, ranks):
+                batch = moved(windows(text, chunk.of(start), self.window), device_of(model))
+                lost = cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten(), reduction="none")
+                yield lost.view(-1, self.window)
 
 
 def windows(text: Integer[Tensor, " n"], start: Int[Tensor, " windows"], length: int) -> Batch:
@@ -30,85 +138,13 @@ def windows(text: Integer[Tensor, " n"], start: Int[Tensor, " windows"], length:
     return Batch(item[:, :-1], item[:, 1:])
 
 
-def drawn(
-    text: Integer[Tensor, " n"], length: int, count: int, key: str, seed: int, step: int, rank: int, ranks: int
-) -> Batch:
-    """Return the share of rank `rank` of `count` windows that start anywhere, drawn again for each (seed, key, step)."""
-    own = share(count, rank, ranks)
-    start = torch.randint(text.numel() - length, (count,), generator=generator(seed, key, step))
-    return windows(text, own.of(start), length)
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean negative log-likelihood, in nats, of the items to predict."""
-    return cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten())
-
-
-def nats(
-    model: nn.Module, text: Integer[Tensor, " n"], length: int, count: int, rank: int, ranks: int
-) -> tuple[float, int]:
-    """Return the summed negative log-likelihood of the items in this rank's share of `count` windows, and how many items.
-
-    The windows lie evenly over `text`. The sums of all ranks are exact, see `Workload.evaluate`.
-    """
-    total, items = 0.0, 0
-    for lost in _lost(model, text, length, count, rank, ranks):
-        total += exactly_addable(lost.flatten())
-        items += lost.numel()
-    return total, items
-
-
-def nats_and_error(
-    model: nn.Module, text: Integer[Tensor, " n"], length: int, count: int
-) -> tuple[float, int, float | None]:
-    """Return what `nats` does of all windows, and the standard error of the mean over items, see `standard_error`.
-
-    It is None where windows overlap, because they are more than the text has room for: their means are not independent then.
-    """
-    lost = list(_lost(model, text, length, count, 0, 1))
-    total = sum(exactly_addable(each.flatten()) for each in lost)
-    apart = count * length < text.numel()  # the first item of the text is never predicted
-    error = standard_error(torch.cat(lost).double().mean(1)) if apart else None
-    return total, sum(each.numel() for each in lost), error
-
-
 def standard_error(x: Float[Tensor, " windows"]) -> float | None:
-    """Return the standard error of the mean of `x`, sd / sqrt(windows); None for less than two windows, or NaN or Inf in them.
+    """Return the standard error of the mean of `x`, sd / sqrt(windows); None for fewer than two windows, or with NaN or Inf.
 
-    That is how far the mean may be from that of the whole text the windows are a sample of. Windows must not overlap.
+    That is how far the mean may be from the whole text's, of which the windows are a sample. Windows must not overlap.
     """
-    return finite(float(x.std()) / math.sqrt(len(x))) if len(x) > 1 else None
+    return _finite(float(x.std()) / math.sqrt(len(x))) if len(x) > 1 else None
 
 
-def finite(x: float) -> float | None:
-    """Return `x`, or None where it is NaN or infinite."""
+def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
-
-
-def perplexity(total: float, count: int) -> float:
-    """Return e to the mean of `count` negative log-likelihoods; infinite for a model that has diverged."""
-    require_positive(count=count)
-    mean = total / count
-    return math.exp(mean) if mean < 700 else math.inf  # e**709 is the last that a float holds; NaN is not below 700
-
-
-def require_windows(training: Tensor, held_out: Tensor, length: int, items: str) -> None:
-    """Raise ValueError where a part of the text is too short for one window; `items` are words, characters or bytes."""
-    if min(training.numel(), held_out.numel()) <= length:
-        raise ValueError(
-            f"the text is too short for windows of {length} {items} and the one after: {training.numel()} {items} to train on and "
-            f"{held_out.numel()} held out; choose a smaller window or more text"
-        )
-
-
-def _lost(
-    model: nn.Module, text: Integer[Tensor, " n"], length: int, count: int, rank: int, ranks: int
-) -> Iterator[Float[Tensor, "windows length"]]:
-    """Yield the negative log-likelihood of each item in this rank's share of the windows, chunk by chunk."""
-    start = torch.linspace(0, text.numel() - length - 1, count, dtype=torch.float64).long()
-    model = bare(model)
-    with evaluating(model):
-        for chunk in chunks(count, CHUNK, rank, ranks):
-            batch = moved(windows(text, chunk.of(start), length), device_of(model))
-            lost = cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten(), reduction="none")
-            yield lost.view(-1, length)

@@ -26,7 +26,6 @@ PREPARED = f"{PACKAGE}.text"
 SUFFIXES = (".c", ".h")
 LEFT_OUT = "drivers/"
 ONE_OF = 100  # files is held out
-MEMBER_HEADER = 60  # bytes, of a member of an ar archive
 
 
 @lru_cache(maxsize=2)
@@ -49,26 +48,8 @@ def source_text(data: str) -> ByteText:
     return byte_text.split(files, data, ONE_OF)
 
 
-def deb_files(deb: IO[bytes], inner: str) -> dict[str, bytes]:
-    """Return the C source in the tar archive `inner` of a Debian package. Raises ValueError where there is none that can be read."""
-    if deb.read(8) != b"!<arch>\n":
-        raise ValueError("it is no Debian package, which begins with !<arch>")
-    while len(header := deb.read(MEMBER_HEADER)) == MEMBER_HEADER:
-        if header.startswith(b"data.tar"):
-            break
-        size = int(header[48:58])
-        deb.seek(size + size % 2, 1)
-    else:
-        raise ValueError("it is a Debian package without data.tar")
-    with _unpacked(deb) as data:
-        for member in data:
-            if member.name.endswith(inner) and (packed := data.extractfile(member)):
-                return tar_files(packed)
-    raise ValueError(f"it has no {inner}")
-
-
 def tar_files(packed: IO[bytes]) -> dict[str, bytes]:
-    """Return the C source in a packed tar archive with one folder at its top, by the paths within that. Raises ValueError as above."""
+    """Return the C source in a packed tar archive by its paths below the top folder. Raises ValueError where it is not whole."""
     found: dict[str, bytes] = {}
     with (
         progress("preparing the C source of Linux, once: files", announced=True) as shown,
@@ -93,10 +74,13 @@ def _found() -> tuple[dict[str, bytes], str]:
             with INSTALLED.open("rb") as packed:
                 return tar_files(packed), f"{PACKAGE} {_installed_version()}"
         with TemporaryDirectory(prefix="sparsync-lab-") as folder:
-            fetched = _fetched(Path(folder))
-            with fetched.open("rb") as deb:
-                return deb_files(deb, INSTALLED.name), f"{PACKAGE} {unquote(fetched.name.split('_')[1])}"
-    except (RuntimeError, ValueError) as error:
+            where = Path(folder)
+            output_of(["apt-get", "download", "--quiet", PACKAGE], where)
+            fetched = next(where.glob("*.deb"))
+            output_of(["dpkg-deb", "--extract", fetched.name, "."], where)
+            with (where / INSTALLED.relative_to("/")).open("rb") as packed:
+                return tar_files(packed), f"{PACKAGE} {unquote(fetched.name.split('_')[1])}"
+    except (RuntimeError, ValueError, OSError) as error:
         raise DataMissingError(
             f"the C source of Linux is not available: {error}\n"
             "Any of these helps:\n"
@@ -112,12 +96,6 @@ def _installed_version() -> str:
         return output_of(["dpkg-query", "--show", "--showformat=${Version}", PACKAGE], Path.cwd())
     except RuntimeError:
         return "of an unknown version"  # the digest of the text tells more
-
-
-def _fetched(folder: Path) -> Path:
-    """Return the package's file, fetched by apt-get into `folder`. Raises RuntimeError with apt-get's reasons."""
-    output_of(["apt-get", "download", "--quiet", PACKAGE], folder)
-    return next(folder.glob("*.deb"))
 
 
 @contextmanager

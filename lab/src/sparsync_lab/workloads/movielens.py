@@ -25,6 +25,7 @@ from sparsync_lab.workloads.base import (
     rise_and_cosine,
     seeded,
     share,
+    with_data,
 )
 from sparsync_lab.workloads.movielens_ratings import COMPETITORS, Ratings, ratings
 
@@ -138,16 +139,14 @@ class MovieLens(Workload):
         return 100 * total / count
 
     def describe(self) -> dict[str, Any]:
-        data, described = self._ratings(), super().describe()
-        source = described["options"].pop("data") or "package"
+        data = self._ratings()
         found = {
-            "source": source,
             "sha256": data.sha256,
             "users": data.users,
             "films": data.films,
             "ratings": {"training": len(data.training), "held_out": data.users},
         }
-        return {**described, "data": found}
+        return with_data(super().describe(), found)
 
     def _ratings(self) -> Ratings:
         return ratings(self.data)

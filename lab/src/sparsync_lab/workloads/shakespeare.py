@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from sparsync_lab.workloads import language
-from sparsync_lab.workloads.base import Batch, Better, Workload, require_positive, seeded
+from sparsync_lab.workloads.base import require_positive, seeded
+from sparsync_lab.workloads.language import LanguageJob
 from sparsync_lab.workloads.shakespeare_text import UNKNOWN, Corpus, corpus
 
 
@@ -29,12 +29,8 @@ class WordModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Shakespeare(Workload):
-    """Shakespeare's works, word by word. A sample is a window of the training text that starts anywhere.
-
-    Windows are drawn again for each (seed, step) and start from the zero state, so nothing is carried from step to step, and a
-    rank's share does not depend on earlier steps.
-    """
+class Shakespeare(LanguageJob):
+    """Shakespeare's works, word by word. Each window starts from the zero state, so nothing is carried from step to step."""
 
     vocabulary: int = 10_000  # the commonest words, and one for all others
     width: int = 256  # of the embedding and of the LSTM
@@ -49,9 +45,8 @@ class Shakespeare(Workload):
     data: str = ""  # a folder of .txt files instead of the package
 
     name: ClassVar[str] = "shakespeare"
-    metric: ClassVar[str] = "perplexity"
-    better: ClassVar[Better] = "lower"
     unit: ClassVar[str] = "validation perplexity"
+    items: ClassVar[str] = "words"
 
     def __post_init__(self) -> None:
         require_positive(width=self.width, layers=self.layers, batch_size=self.batch_size, length=self.length)
@@ -63,21 +58,14 @@ class Shakespeare(Workload):
         if self.warmup < 0:
             raise ValueError(f"warmup must be 0 or more steps, got {self.warmup}")
 
-    def prepare(self) -> None:
-        words = self._corpus()
-        language.require_windows(words.training, words.held_out, self.length, "words")
+    @property
+    def window(self) -> int:
+        return self.length
 
     def model(self, seed: int) -> WordModel:
         built = seeded(lambda: WordModel(self.vocabulary, self.width, self.layers), seed)
         assert isinstance(built, WordModel)
         return built
-
-    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
-        words = self._corpus().training
-        return language.drawn(words, self.length, self.batch_size, "shakespeare/batch", seed, step, rank, ranks)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return language.loss(model, batch)
 
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
         require_positive(steps=steps)
@@ -90,35 +78,15 @@ class Shakespeare(Workload):
 
         return optimizer, LambdaLR(optimizer, factor)
 
-    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
+    def text(self) -> Corpus:
+        return corpus(self.data, self.vocabulary)
 
-    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Return the summed negative log-likelihood, in nats, of the words in this rank's validation windows, and their number."""
-        return language.nats(model, self._corpus().held_out, self.length, self.windows, rank, ranks)
-
-    def quality(self, total: float, count: int) -> float:
-        """Return the perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
-        return language.perplexity(total, count)
-
-    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
-        """Return the perplexity, and its standard error over the validation windows to first order."""
-        total, count, error = language.nats_and_error(model, self._corpus().held_out, self.length, self.windows)
-        quality = self.quality(total, count)
-        return quality, None if error is None else language.finite(error * quality)
-
-    def describe(self) -> dict[str, Any]:
-        words, described = self._corpus(), super().describe()
-        source = described["options"].pop("data") or "package"
+    def describe_text(self) -> dict[str, Any]:
+        words = self.text()
         unknown = [float((split == UNKNOWN).double().mean()) for split in (words.training, words.held_out)]
-        found = {
-            "source": source,
+        return {
             "sha256": words.sha256,
             "words": {"training": words.training.numel(), "held_out": words.held_out.numel()},
             "types": words.types,
             "unknown_fraction": {"training": unknown[0], "held_out": unknown[1]},
         }
-        return {**described, "data": found}
-
-    def _corpus(self) -> Corpus:
-        return corpus(self.data, self.vocabulary)

