@@ -184,11 +184,6 @@ class NoRank(Least):
         return torch.zeros(step)
 
 
-class MoreModel(Least):
-    def model(self, depth: int) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return nn.Linear(depth, 1)
-
-
 class Accuracy(Least):
     metric = "accuracy"
 
@@ -200,14 +195,7 @@ class Upward(Normalised):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            NoRank,
-            r"class NoRank has a 'batch' with other parameters; write it as: def batch\(self, step, rank, ranks\), ",
-        ),
-        (
-            MoreModel,
-            r"class MoreModel has a 'model' with other parameters; write it as: def model\(self\) -> nn.Module",
-        ),
+        (NoRank, r"class NoRank has a 'batch' without step or rank; write it as: def batch\(self, step, rank, ranks\)"),
         (
             Accuracy,
             r"class Accuracy names a quality and has no method 'evaluate'; write it as: def evaluate",

@@ -11,11 +11,12 @@ Here the rate of a step stays with its gradient, as with exchanged steps; withou
 AdamW. As with exchanged steps, beta2 is at least 0.99 unless it is given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from sparsync.exchanges.rules import AdamWRule
@@ -27,9 +28,8 @@ from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 class LaProp(Dense):
     """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
 
-    beta2: float | None = (
-        None  # of the second moments; None: as exchanged steps have it, that of the job's AdamW and at least 0.99
-    )
+    # Of the second moments; None: as exchanged steps have it, the beta2 of the job's AdamW and at least 0.99.
+    beta2: float | None = None
 
     name = "laprop"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name
 
@@ -61,29 +61,20 @@ class LaPropOptimizer(BorrowedGroups):
                 raise ValueError("laprop has neither amsgrad nor maximize; make the job's optimizer without")
             if group["weight_decay"] and not group["decoupled_weight_decay"]:
                 raise ValueError("laprop decays weights as AdamW does, and this Adam decays gradients; use AdamW")
-        super().__init__(optimizer.param_groups, {})
-        self._beta2, self._job = beta2, optimizer
+        super().__init__(optimizer)
+        self._beta2 = beta2
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no loss to return
-        """Take the step. A parameter without a gradient does not move."""
-        # HACK: a schedule warns if the optimizer that it was made for has not stepped. It looks for this.
-        vars(self._job)["_opt_called"] = True
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            beta2 = beta2_of_steps(self._beta2, beta2)
-            for parameter in group["params"]:
-                g, state = parameter.grad, self.state[parameter]
-                if g is None:
-                    continue
-                if not state:
-                    state.update(t=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
-                state["t"] += 1
-                t, m, v = state["t"], state["m"], state["v"]
-                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                root = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
-                m.mul_(beta1).addcdiv_(g, root, value=(1 - beta1) * group["lr"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m, alpha=1 / (1 - beta1**t))
+    def update_(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
+        beta1, beta2 = group["betas"][0], beta2_of_steps(self._beta2, group["betas"][1])
+        state = self.state[parameter]
+        if not state:
+            state.update(t=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
+        state["t"] += 1
+        t, m, v = state["t"], state["m"], state["v"]
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
+        m.mul_(beta1).addcdiv_(grad, root, value=(1 - beta1) * group["lr"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m, alpha=1 / (1 - beta1**t))
 
 
 def beta2_of_steps(given: float | None, adamw: float) -> float:

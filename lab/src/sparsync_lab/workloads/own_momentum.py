@@ -3,11 +3,9 @@
 Everything else of the job stays: its groups of parameters, its schedule, and how much its weights decay.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,7 +19,7 @@ from sparsync_lab.workloads.muon import Several
 SGD_BY_ADAM = 100.0  # times a usual learning rate of Adam is a usual one of SGD with momentum: 0.1 by 0.001
 
 
-class PlainSGD(BorrowedGroups, SGD):
+class PlainSGD(BorrowedGroups):
     """SGD without momentum in the place of a job's `optimizer`, whose groups it takes over, so that the job's schedule sets its rates.
 
     It takes `factor` times the rate of a group. Weights decay beside the gradient (decoupled), as much in a step as by the job's optimizer.
@@ -34,20 +32,12 @@ class PlainSGD(BorrowedGroups, SGD):
         ]
         for group in optimizer.param_groups:
             group.update(momentum=0.0, nesterov=False)
-        super().__init__(optimizer.param_groups)
+        super().__init__(optimizer)
         self.factor = factor
-        self._job = optimizer
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no loss to return
-        """Take the step."""
-        # HACK: a schedule warns if the optimizer that it was made for has not stepped. It looks for this.
-        vars(self._job)["_opt_called"] = True
-        for group, decay in zip(self.param_groups, self._decays, strict=True):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.mul_(1 - group["lr"] * decay)
-                    parameter.add_(parameter.grad, alpha=-self.factor * group["lr"])
+    def update_(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
+        parameter.mul_(1 - group["lr"] * self._decays[number])
+        parameter.add_(grad, alpha=-self.factor * group["lr"])
 
 
 def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:

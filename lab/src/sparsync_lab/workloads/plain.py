@@ -33,60 +33,41 @@ HELD_OUT_BATCHES = 16
 LEARNING_RATE = 1e-3  # of AdamW in PyTorch, where the job has none
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A method of a plain job: how to write it, what it is given in order, and what by name where it has a parameter of that name."""
-
-    wanted: str
-    given: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()  # of `named`
-
-
-METHODS = {
-    "model": _Method("def model(self) -> nn.Module", named=("seed",)),
-    "batch": _Method(
-        "def batch(self, step, rank, ranks)", named=("step", "rank", "ranks", "seed"), needs=("step", "rank")
-    ),
-    "loss": _Method("def loss(self, model, batch) -> Tensor", ("model", "batch")),
-    "optimizer": _Method("def optimizer(self, model) -> Optimizer", ("model",), ("steps",)),
-    "schedule": _Method("def schedule(self, optimizer, steps) -> LRScheduler", ("optimizer",), ("steps",)),
-    "clip": _Method("def clip(self, model, factor) -> None", ("model",), ("factor",)),
-    "evaluate": _Method("def evaluate(self, model) -> float", ("model",), ("rank", "ranks")),
-    "quality": _Method("def quality(self, total, count) -> float", ("total", "count")),
-    "prepare": _Method("def prepare(self) -> None"),
-    "describe": _Method("def describe(self) -> dict"),
+# How each method is written, and what it is given by name where it has a parameter of that name.
+METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "model": ("def model(self) -> nn.Module", ("seed",)),
+    "batch": ("def batch(self, step, rank, ranks)", ("step", "rank", "ranks", "seed")),
+    "loss": ("def loss(self, model, batch) -> Tensor", ()),
+    "optimizer": ("def optimizer(self, model) -> Optimizer", ("steps",)),
+    "schedule": ("def schedule(self, optimizer, steps) -> LRScheduler", ("steps",)),
+    "clip": ("def clip(self, model, factor) -> None", ("factor",)),
+    "evaluate": ("def evaluate(self, model) -> float", ("rank", "ranks")),
+    "quality": ("def quality(self, total, count) -> float", ()),
+    "prepare": ("def prepare(self) -> None", ()),
+    "describe": ("def describe(self) -> dict", ()),
 }
 REQUIRED = ("model", "batch", "loss")
 
 
 def check_class(kind: object, name: str) -> None:
-    """Raise ValueError unless `kind` is a class with `model`, `batch` and `loss`, and all methods of METHODS can be called as they say.
-
-    `name` is what the user gave.
-    """
+    """Raise ValueError unless `kind`, which the user called `name`, is a class with `model`, `loss` and a `batch` of its step and rank."""
     if not inspect.isclass(kind):
         raise ValueError(f"workload {name!r} must be a class with the methods model, batch and loss, got {kind!r}")
     where = f"workload {name!r}: class {kind.__qualname__}"
-    for method, form in METHODS.items():
-        function = inspect.getattr_static(kind, method, None)
-        if function is None and method in REQUIRED:
+    for method in REQUIRED:
+        if not callable(getattr(kind, method, None)):
             raise ValueError(f"{where} has no method {method!r}; {_written_as(method)}")
-        if function is not None and not _fits(kind, method, form):
-            more = ", with a parameter seed where it needs one" if "seed" in form.named else ""
-            raise ValueError(f"{where} has a {method!r} with other parameters; {_written_as(method)}{more}")
+    # Without them all ranks would train on the same samples in all steps.
+    if not {"step", "rank"} <= _taken(kind, "batch"):
+        raise ValueError(f"{where} has a 'batch' without step or rank; {_written_as('batch')}")
 
 
 def adapted(job: object, name: str) -> "PlainJob":
     """Return the Workload of an object whose class has passed `check_class`.
 
-    Raises ValueError where what its quality is called, `metric`, `better` and `unit`, does not fit.
+    Raises ValueError for a quality that nothing evaluates, or whose `better` is neither lower nor higher.
     """
     where = f"workload {name!r}: class {type(job).__qualname__}"
-    for attribute, example in (("metric", "accuracy"), ("unit", "accuracy in percent")):
-        value = getattr(job, attribute, "")
-        if not isinstance(value, str):
-            raise ValueError(f'{where} has {attribute} {value!r}; write a text, such as: {attribute} = "{example}"')
     better = getattr(job, "better", "lower")
     if better not in get_args(Better):
         raise ValueError(f"{where} has better {better!r}; write one of {', '.join(get_args(Better))}")
@@ -180,7 +161,7 @@ class PlainJob(Workload):
         if schedule is not None and self.rate != 1:
             raise ValueError(
                 "the rate of an optimizer that comes with its schedule cannot be scaled; write a method "
-                f"`{METHODS['schedule'].wanted}`, or a dataclass with a field learning_rate: float"
+                f"`{METHODS['schedule'][0]}`, or a dataclass with a field learning_rate: float"
             )
         for group in optimizer.param_groups:
             group["lr"] *= self.rate
@@ -242,7 +223,7 @@ class PlainJob(Workload):
     @cached_property
     def _takes(self) -> Mapping[str, frozenset[str]]:
         """What each method that there is takes by name."""
-        return {method: _taken(getattr(self.job, method), METHODS[method]) for method in METHODS if self._has(method)}
+        return {method: _taken(self.job, method) for method in METHODS if self._has(method)}
 
     def _has(self, method: str) -> bool:
         return hasattr(self.job, method)
@@ -268,28 +249,16 @@ class _TakesAnyDevice(nn.Module):
 
 
 def _written_as(method: str) -> str:
-    return f"write it as: {METHODS[method].wanted}"
+    return f"write it as: {METHODS[method][0]}"
 
 
-def _taken(function: Any, form: _Method) -> frozenset[str]:  # Any: a method
-    parameters = inspect.signature(function).parameters.values()
-    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+def _taken(job: Any, method: str) -> frozenset[str]:  # Any: a job or its class
+    """Return what the method takes by name."""
+    parameters = inspect.signature(getattr(job, method)).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return frozenset(METHODS[method][1])
     names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    return frozenset(name for name in form.named if everything or name in names)
-
-
-def _fits(kind: type, method: str, form: _Method) -> bool:
-    """Return whether the method can be called as `form` says."""
-    function = getattr(kind, method)
-    if not callable(function):
-        return False
-    bound = () if isinstance(inspect.getattr_static(kind, method), staticmethod | classmethod) else ("self",)
-    try:
-        taken = _taken(function, form)
-        inspect.signature(function).bind(*bound, *form.given, **dict.fromkeys(taken))
-    except (TypeError, ValueError):
-        return False
-    return set(form.needs) <= taken
+    return frozenset(names.intersection(METHODS[method][1]))
 
 
 def _fingerprint(kind: type) -> str:
