@@ -1,10 +1,8 @@
 """`sparsync frontier`: which trainings it does, what it keeps, each method at its best rate, and its table, picture and page."""
 
-import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,13 +57,6 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int,
     monkeypatch.setattr(LineFit, "at_rate", lambda self, factor: self)
     monkeypatch.setattr("sparsync_lab.workloads.base.Workload.at_rate", lambda self, factor: self)
     return done
-
-
-def test_every_method_trains_with_every_seed_at_every_rate(
-    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
-) -> None:
-    complete(made("dense", seeds=(0, 1), ranks=(2, 4), steps=(4, 8)), tmp_path, 1, print)
-    assert len(trainings) == len(set(trainings)) == 2 * 2 * 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -129,15 +120,6 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: list[tupl
     assert len(runs.read(tmp_path)) == 12
 
 
-def test_a_training_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    key = Key("job", "method", 4, 2, 0, 0.5)
-    for seed, value in enumerate((1.5, math.inf)):
-        finished = Finished(replace(key, seed=seed), 9, 1.0, Trained(((1, 2.0), (2, value)), 10.5, 3.0, 4.0, 0.25))
-        runs.append(tmp_path, finished, "label")
-        assert runs.read(tmp_path)[finished.key] == finished
-    assert all(json.loads(line) for line in (tmp_path / runs.FILE_NAME).read_text().splitlines())
-
-
 def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
     tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
 ) -> None:
@@ -146,16 +128,15 @@ def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
     sparse, dense = panel.rows  # those that send least first
     assert (dense.rate, dense.edge, dense.end.mean, dense.bits) == (1.0, False, 15.0, 64.0)
     assert (sparse.rate, sparse.edge, sparse.end.mean, sparse.bits) == (2.0, False, 17.0, 8.0)
-    (_, half), (_, last) = sparse.behind
+    last = sparse.behind
     assert (last.low, last.mean, last.high) == (pytest.approx(10.0), pytest.approx(15.0), pytest.approx(20.0))
-    assert half == last
     alone = made("dense,topk:density=0.2", seeds=(0, 10), rates=(1.0,))
     (turned, _) = panels(alone, complete(alone, tmp_path, 1, print), lower=False)[0].rows
-    assert turned.behind[-1][1].mean < 0
+    assert turned.behind.mean < 0
     shown = table(panel, "error", {row.label: row.label for row in panel.rows})
     assert shown.rows[0] == (
         *("topk:density=0.2", "published", "8.00", "0.900", "6.0", "0.500", "2", "17.00"),
-        *("+15.0 (+10.0 to +20.0)", "+15.0"),
+        *("+15.0 (+10.0 to +20.0)",),
     )
     assert "| `dense` | baseline | 64.0 |" in markdown(shown)
 
@@ -226,28 +207,21 @@ def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
     asked = made()
     found = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
     assert [row.rate for row in found[0].rows] == [1.0, 1.0]
-    assert math.isinf(found[0].rows[0].behind[-1][1].mean)
+    assert math.isinf(found[0].rows[0].behind.mean)
     assert picture(found, "none of it").startswith(b"\x89PNG")
 
 
-def test_the_names_say_what_is_published_and_what_is_ours() -> None:
+def test_the_names_say_what_is_published_what_is_ours_and_what_is_the_users_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = parse_schemes("dense,bf16,topk,micro,micro.published,diloco,oracle", 0.01, ORACLE)
     assert [kind(choice, OURS) for choice in asked] == [
         *("baseline", "baseline", "published", "ours", "published", "published", "limit")
     ]
-
-
-def test_a_scheme_of_a_file_a_module_or_another_package_is_the_users_own_and_not_published(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sparsync.base.registry.installed", lambda kind: {"theirs": "helpers.third_party:Scaled"})
     monkeypatch.setattr("sparsync.base.registry.installed", lambda kind: {"theirs": "helpers.third_party:Scaled"})
     file = LINE_FIT.removesuffix(":LineFit")
-    asked = parse_schemes(
-        f"{file}:Scaled:factor=0.5,helpers.third_party:Scaled,theirs,local_steps(every=2)/theirs", 0.01
-    )
-    assert [kind(choice, OURS) for choice in asked] == ["your own"] * 4
-    assert kind(asked[2], ("theirs",)) == "ours"
+    schemes = f"{file}:Scaled:factor=0.5,helpers.third_party:Scaled,theirs,local_steps(every=2)/theirs"
+    assert [kind(choice, OURS) for choice in parse_schemes(schemes, 0.01)] == ["your own"] * 4
 
 
 @pytest.mark.parametrize(
@@ -257,7 +231,7 @@ def test_a_scheme_of_a_file_a_module_or_another_package_is_the_users_own_and_not
         ({"ranks": (3,)}, "cannot be split evenly over 3 ranks"),
         ({"rates_seed": 5}, "--rates-seed must be one of the seeds 0"),
         ({"rates": (1.0, 2.0)}, "LineFit has no rate to scale"),
-        ({"schemes": "dense,dense"}, "names one twice"),
+        ({"schemes": "dense,local_steps(every=4:fragments=3)/dense"}, "cannot train this job: fragments"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_is_trained(
@@ -283,7 +257,7 @@ def test_a_training_that_fails_is_told_and_the_others_go_on(tmp_path: Path, caps
     assert "a method failed or exchanged nothing" in printed.err
     said = " ".join(printed.out.split())
     assert said.count("!!! local_steps(every=1)/dense FAILED: the last 5 exchanges were dropped") == 2
-    assert re.search(r" local_steps/dense .* failed +- ", printed.out)
+    assert re.search(r" local_steps/dense .* failed +-\n", printed.out)
     # What failed is tried again the next time, as it was perhaps the machine that failed.
     assert not any("local_steps" in key.method for key in runs.read(tmp_path))
     assert len(runs.read(tmp_path)) == 2
@@ -297,13 +271,6 @@ def test_local_steps_that_end_before_an_exchange_is_due_exchanged_nothing(every:
     assert done.trained.exchanges == exchanges
     assert done.trained.nbytes > 0  # the one at the end
     assert choice.never_due(4) == (not exchanges)
-
-
-def test_steps_that_cannot_train_the_model_of_the_job_are_refused_before_anything_is_trained() -> None:
-    with pytest.raises(
-        ValueError, match=r"'local_steps\(every=4:fragments=3\)/dense' cannot train this job: fragments"
-    ):
-        made("dense,local_steps(every=4:fragments=3)/dense", rates=(1.0,)).check()
 
 
 def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from sparsync.base import registry
@@ -15,10 +15,8 @@ from sparsync_lab.scheme_choice import LAB_SCHEMES, SchemeChoice
 Kind = Literal["baseline", "published", "ours", "your own", "limit"]
 
 BASELINES = ("dense", "bf16", LAB_SCHEMES["laprop"])
-LOSSES = {
-    "perplexity": "nats",
-    "bits per byte": "bits per byte",
-}  # metric -> unit of the loss: ln(perplexity), or itself
+# metric -> unit of the loss: ln(perplexity), or the metric itself
+LOSSES = {"perplexity": "nats", "bits per byte": "bits per byte"}
 OURS = ("two_shot", "in_turn", "micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
 
 _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -35,7 +33,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, and half the width of its 95 % interval by Student's t distribution; None where there is none, as of one seed."""
+    """A mean over seeds, and half the width of its 95 % interval by Student's t distribution; None with one seed."""
 
     mean: float
     half: float | None
@@ -43,7 +41,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One method at its best rate. Traffic is that of one rank in a step, over all seeds."""
+    """One method at its best rate. Traffic is what one rank sends in a step, over all seeds."""
 
     label: str
     kind: Kind
@@ -56,9 +54,7 @@ class MethodRow:
     union: float
     end: Mean  # quality
     error: float | None  # the largest over seeds of its standard error over the validation data, where the job knows it
-    behind: tuple[
-        tuple[int, Mean], ...
-    ]  # after how many steps, and percent behind dense at its best rate, seed by seed
+    behind: Mean  # percent behind dense at its best rate, seed by seed, at the end
     broken: str = ""  # why it is no result: "exchanged nothing", or "failed: " and the cause
     loss: float | None = None  # in the unit of `LOSSES`; None for another metric
     loss_behind: Interval | None = None  # more than dense's, seed by seed
@@ -77,30 +73,63 @@ class Panel:
 
 
 def panels(
-    study: FrontierStudy,
-    finished: Mapping[Key, Finished],
-    lower: bool,
-    ours: Sequence[str] = OURS,
-    metric: str = "",
+    study: FrontierStudy, finished: Mapping[Key, Finished], lower: bool, ours: Sequence[str] = OURS, metric: str = ""
 ) -> tuple[Panel, ...]:
     """Return the numbers of a complete study. `metric`: of the job; where it is one of `LOSSES`, losses are compared too."""
-    found: list[Panel] = []
-    for ranks in study.ranks:
-        for steps in study.steps:
-            best = {choice.label: _best(study, finished, choice.label, ranks, steps, lower) for choice in study.schemes}
-            ends = {label: [each.end for each in trained] for label, (*_, trained) in best.items()}
-            laprops = [each.label for each in study.schemes if _is_laprop(each)]
-            first = _first(ends, ["dense", *laprops], lower)
-            rows: list[MethodRow] = []
-            for choice in study.schemes:
-                row = _row(study, choice, *best[choice.label], best["dense"][-1], lower, ours)
-                if laprops:
-                    pairs = zip(ends[choice.label], ends[first], strict=True)
-                    row = replace(row, behind_best=_mean([behind(*pair, lower) for pair in pairs]).mean)
-                rows.append(_with_losses(row, ends[choice.label], ends["dense"], metric))
-            rows.sort(key=lambda row: (row.bits, row.behind[-1][1].mean))
-            found.append(Panel(ranks, steps, len(study.seeds), tuple(rows), _deviation(ends["dense"], metric)))
-    return tuple(found)
+    return tuple(
+        _panel(study, finished, ranks, steps, lower, ours, metric) for ranks in study.ranks for steps in study.steps
+    )
+
+
+def _panel(
+    study: FrontierStudy,
+    finished: Mapping[Key, Finished],
+    ranks: int,
+    steps: int,
+    lower: bool,
+    ours: Sequence[str],
+    metric: str,
+) -> Panel:
+    rates: dict[str, tuple[float, bool]] = {}  # the best one, and whether it is the lowest or the highest of several
+    trainings: dict[str, list[Finished]] = {}  # at the best rate
+    for choice in study.schemes:
+        tried, rate = study.tried(finished, choice.label, ranks, steps, lower)
+        assert rate is not None  # the study is complete
+        rates[choice.label] = rate, len(tried) > 1 and rate in (tried[0], tried[-1])
+        keys = [study.key(choice.label, ranks, steps, seed, rate) for seed in study.seeds]
+        trainings[choice.label] = [finished[key] for key in keys]
+    ends = {label: [each.end for each in trained] for label, trained in trainings.items()}
+    laprops = [each.label for each in study.schemes if each.local is None and each.name == LAB_SCHEMES["laprop"]]
+    best = _first(ends, ["dense", *laprops], lower)
+    losses = {label: _losses(values, metric) for label, values in ends.items()} if metric in LOSSES else {}
+
+    def percent(label: str, base: str) -> Mean:
+        return _mean([behind(*pair, lower) for pair in zip(ends[label], ends[base], strict=True)])
+
+    def row(choice: SchemeChoice) -> MethodRow:
+        label, trained = choice.label, trainings[choice.label]
+        return MethodRow(
+            label,
+            kind(choice, ours),
+            *rates[label],
+            study.optimizers[label],
+            bits=statistics.fmean(each.bits for each in trained),
+            nbytes=statistics.fmean(each.trained.nbytes for each in trained),
+            rounds=statistics.fmean(each.trained.rounds for each in trained),
+            union=statistics.fmean(each.trained.union for each in trained),
+            end=_mean(ends[label]),
+            error=max((each.trained.quality_error or 0.0 for each in trained), default=0.0) or None,
+            behind=percent(label, "dense"),
+            broken=_broken(trained),
+            loss=statistics.fmean(losses[label]) if losses else None,
+            loss_behind=interval(_gaps(losses[label], losses["dense"])) if losses else None,
+            behind_best=percent(label, best).mean if laprops else None,
+        )
+
+    rows = sorted(map(row, study.schemes), key=lambda row: (row.bits, row.behind.mean))
+    dense = losses.get("dense", [])
+    deviation = statistics.stdev(dense) if len(dense) > 1 and all(map(math.isfinite, dense)) else None
+    return Panel(ranks, steps, len(study.seeds), tuple(rows), deviation)
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -128,77 +157,21 @@ def _first(ends: Mapping[str, Sequence[float]], labels: Sequence[str], lower: bo
     return (min if lower else max)(labels, key=lambda label: worst if math.isnan(means[label]) else means[label])
 
 
-def _with_losses(row: MethodRow, ends: Sequence[float], dense: Sequence[float], metric: str) -> MethodRow:
-    if metric not in LOSSES:
-        return row
-    own, beside = _losses(ends, metric), _losses(dense, metric)
-    gaps = [
+def _gaps(losses: Sequence[float], dense: Sequence[float]) -> list[float]:
+    return [
         one - other if math.isfinite(other) and not math.isnan(one) else math.nan
-        for one, other in zip(own, beside, strict=True)
+        for one, other in zip(losses, dense, strict=True)
     ]
-    return replace(row, loss=statistics.fmean(own), loss_behind=interval(gaps))
-
-
-def _deviation(dense: Sequence[float], metric: str) -> float | None:
-    losses = _losses(dense, metric) if metric in LOSSES else []
-    return statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else None
 
 
 def _losses(ends: Sequence[float], metric: str) -> list[float]:
     return [math.log(each) if metric == "perplexity" and each > 0 else each for each in ends]
 
 
-def _best(
-    study: FrontierStudy, finished: Mapping[Key, Finished], label: str, ranks: int, steps: int, lower: bool
-) -> tuple[float, bool, list[Finished]]:
-    """Return the best rate, whether it is the lowest or the highest of several, and the trainings at it."""
-    rates, rate = study.tried(finished, label, ranks, steps, lower)
-    assert rate is not None  # the study is complete
-    edge = len(rates) > 1 and rate in (rates[0], rates[-1])
-    return rate, edge, [finished[study.key(label, ranks, steps, seed, rate)] for seed in study.seeds]
-
-
-def _row(
-    study: FrontierStudy,
-    choice: SchemeChoice,
-    rate: float,
-    edge: bool,
-    trained: Sequence[Finished],
-    dense: Sequence[Finished],
-    lower: bool,
-    ours: Sequence[str],
-) -> MethodRow:
-    curves = [dict(each.trained.quality) for each in trained]
-    beside = [dict(each.trained.quality) for each in dense]
-    gaps = [
-        (step, _mean([behind(one[step], other[step], lower) for one, other in zip(curves, beside, strict=True)]))
-        for step in curves[0]
-    ]
-    return MethodRow(
-        label=choice.label,
-        kind=kind(choice, ours),
-        rate=rate,
-        edge=edge,
-        optimizer=study.optimizers[choice.label],
-        bits=statistics.fmean(each.bits for each in trained),
-        nbytes=statistics.fmean(each.trained.nbytes for each in trained),
-        rounds=statistics.fmean(each.trained.rounds for each in trained),
-        union=statistics.fmean(each.trained.union for each in trained),
-        end=_mean([each.end for each in trained]),
-        error=max((error for each in trained if (error := each.trained.quality_error) is not None), default=None),
-        behind=tuple(gaps),
-        broken=_broken(trained),
-    )
-
-
 def _broken(trained: Sequence[Finished]) -> str:
     failed = [f"failed: {each.failed}" for each in trained if each.failed]
     nothing = ["exchanged nothing" for each in trained if each.trained.exchanges == 0]
     return (failed + nothing + [""])[0]
-
-
-def _is_laprop(choice: SchemeChoice) -> bool:
-    return choice.local is None and choice.name == LAB_SCHEMES["laprop"]
 
 
 def kind(choice: SchemeChoice, ours: Sequence[str]) -> Kind:

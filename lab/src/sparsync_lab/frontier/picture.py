@@ -65,7 +65,7 @@ def _listed(panels: Sequence[Panel]) -> list[MethodRow]:
 
 
 def _drawn(row: MethodRow) -> bool:
-    return row.bits > 0 and not row.broken and math.isfinite(row.behind[-1][1].mean)
+    return row.bits > 0 and not row.broken and math.isfinite(row.behind.mean)
 
 
 def _draw(axes: Axes, panel: Panel, numbers: dict[str, int]) -> None:
@@ -77,7 +77,7 @@ def _draw(axes: Axes, panel: Panel, numbers: dict[str, int]) -> None:
     # The best quality for the bits.
     axes.plot(*_undercut(rows), drawstyle="steps-post", color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1.5)
     for row in rows:
-        last, hue = row.behind[-1][1], _HUES[row.kind]
+        last, hue = row.behind, _HUES[row.kind]
         if last.high > last.low:
             axes.plot([row.bits] * 2, [last.low, last.high], color=hue, linewidth=1.2, alpha=0.6, zorder=2)
         face, ink = ("white", hue) if row.kind == "published" else (hue, "white")
@@ -88,8 +88,8 @@ def _draw(axes: Axes, panel: Panel, numbers: dict[str, int]) -> None:
             str(numbers[row.label]), (row.bits, last.mean), ha="center", va="center_baseline", fontsize=7, color=ink,
             weight="bold", zorder=4,
         )  # fmt: skip
-    low = min((row.behind[-1][1].low for row in rows), default=0.0)
-    high = max((row.behind[-1][1].high for row in rows), default=1.0)
+    low = min((row.behind.low for row in rows), default=0.0)
+    high = max((row.behind.high for row in rows), default=1.0)
     ticks = [tick for tick in _TICKS if low - 1 <= tick <= 2 * max(high, 1)]
     axes.set_ylim(min(low, 0) - 0.7, 1.35 * max(high, 1))
     axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
@@ -103,8 +103,8 @@ def _undercut(rows: Sequence[MethodRow]) -> tuple[list[float], list[float]]:
     """Return the line through the methods that no other beats in both bits and quality."""
     bits: list[float] = []
     gaps: list[float] = []
-    for row in sorted(rows, key=lambda row: (row.bits, row.behind[-1][1].mean)):
-        gap = row.behind[-1][1].mean
+    for row in sorted(rows, key=lambda row: (row.bits, row.behind.mean)):
+        gap = row.behind.mean
         if not gaps or gap < gaps[-1]:
             bits.append(row.bits)
             gaps.append(gap)

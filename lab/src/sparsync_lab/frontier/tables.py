@@ -1,71 +1,50 @@
 """The tables of a study: on a terminal, and as Markdown."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from sparsync_lab.frontier.figures import LOSSES, Interval, Mean, MethodRow, Panel
+from sparsync_lab.frontier.figures import LOSSES, Interval, MethodRow, Panel
 from sparsync_lab.report.format import behind_text, significant
 from sparsync_lab.terminal import NOTHING, Table
 
-_LOSS = "{}\nat the end"
-_LESS = (
-    "\nunion",
-    "kB\nper step",
-    "\nrate",
-    "\noptimizer",
-    "\nkind",
-    *(_LOSS.format(unit) for metric, unit in LOSSES.items() if unit != metric),
-)  # of the columns, where there is little room
+# A heading, the cell of a row under it, whether it needs a result, and whether a page has room for it.
+Column = tuple[str, Callable[[MethodRow], str], bool, bool]
 
 
 def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
     """Return the table of one panel, those that send least first; `names`: what stands for each label."""
-    *parts, _ = [step for step, _ in panel.rows[0].behind]
-    several, beside_laprop = _several(panel), panel.rows[0].behind_best is not None
     unit = LOSSES.get(metric, "")
-    own_loss = unit not in ("", metric)  # the loss is not the metric
-    heads = [
-        "method",
-        "\nkind",
-        "bits per\nparameter\nper step",
-        "kB\nper step",
-        "message\nrounds",
-        "\nunion",
-        "\nrate",
-        *["\noptimizer"] * several,
-        f"{metric}\nat the end",
-        *[_LOSS.format(unit)] * own_loss,
-        *[f"{unit}\nbehind dense"] * bool(unit),
-        "% behind\ndense",
-        *["% behind\ndense or laprop"] * beside_laprop,
-        *[f"\nat {step}" for step in parts],
+    columns: list[Column] = [
+        ("method", lambda row: names[row.label], False, True),
+        ("\nkind", lambda row: row.kind, False, False),
+        ("bits per\nparameter\nper step", lambda row: significant(row.bits) if row.bits else NOTHING, False, True),
+        ("kB\nper step", lambda row: significant(row.nbytes / 1e3) if row.bits else NOTHING, False, False),
+        ("message\nrounds", lambda row: significant(row.rounds, 2) if row.bits else NOTHING, False, True),
+        ("\nunion", lambda row: significant(row.union), False, False),
+        ("\nrate", lambda row: f"{row.rate:g}{'!' if row.edge else ''}", False, False),
     ]
-    rows = [
-        (
-            names[row.label],
-            row.kind,
-            significant(row.bits) if row.bits else NOTHING,
-            significant(row.nbytes / 1e3) if row.bits else NOTHING,
-            significant(row.rounds, 2) if row.bits else NOTHING,
-            significant(row.union),
-            f"{row.rate:g}{'!' if row.edge else ''}",
-            *[row.optimizer] * several,
-            row.broken.partition(":")[0].replace(" ", "\n") or significant(row.end.mean, 4),
-            *[NOTHING if row.broken else significant(row.loss or 0.0, 4)] * own_loss,
-            *[NOTHING if row.broken else interval_text(row.loss_behind)] * bool(unit),
-            NOTHING if row.broken else _range(row),
-            *[NOTHING if row.broken or row.behind_best is None else behind_text(row.behind_best)] * beside_laprop,
-            *[NOTHING if row.broken else behind_text(mean.mean) for _, mean in row.behind[:-1]],
-        )
-        for row in panel.rows
-    ]
-    seeds = "" if panel.seeds == 1 else f", means over {panel.seeds} seeds, (lowest to highest)"
-    if unit and panel.seeds > 1:
-        seeds += ", +- 95 % interval"
+    if _several(panel):
+        columns.append(("\noptimizer", lambda row: row.optimizer, False, False))
+    columns.append((f"{metric}\nat the end", _end, False, True))
+    if unit not in ("", metric):  # the loss is not the metric
+        columns.append((f"{unit}\nat the end", lambda row: significant(row.loss or 0.0, 4), True, False))
+    if unit:
+        columns.append((f"{unit}\nbehind dense", lambda row: interval_text(row.loss_behind), True, True))
+    columns.append(("% behind\ndense", _range, True, True))
+    if panel.rows[0].behind_best is not None:
+        columns.append(("% behind\ndense or laprop", lambda row: behind_text(row.behind_best or 0.0), True, True))
+    rows = tuple(
+        tuple(NOTHING if row.broken and result else cell(row) for _, cell, result, _ in columns) for row in panel.rows
+    )
+    title = f"{panel.ranks} ranks, {panel.steps} steps"
+    if panel.seeds > 1:
+        title += f", means over {panel.seeds} seeds, (lowest to highest){', +- 95 % interval' if unit else ''}"
     if panel.dense_deviation is not None:
-        seeds += f"; dense's standard deviation {significant(panel.dense_deviation, 2)} {unit}"
-    less = (*(f"\nat {step}" for step in reversed(parts)), *(head for head in _LESS if head in heads))
-    return Table(f"{panel.ranks} ranks, {panel.steps} steps{seeds}", tuple(heads), tuple(rows), less)
+        title += f"; dense's standard deviation {significant(panel.dense_deviation, 2)} {unit}"
+    less = {head for head, *_, on_page in columns if not on_page}
+    order = ("\nunion", "kB\nper step", "\nrate", "\noptimizer", "\nkind")
+    first = [head for head in order if head in less]
+    return Table(title, tuple(head for head, *_ in columns), rows, (*first, *sorted(less - {*first})))
 
 
 def brief(shown: Table) -> Table:
@@ -139,7 +118,10 @@ def interval_text(found: Interval | None) -> str:
     return f"{mean} +- {found.half:.3f}"
 
 
+def _end(row: MethodRow) -> str:
+    return row.broken.partition(":")[0].replace(" ", "\n") or significant(row.end.mean, 4)
+
+
 def _range(row: MethodRow) -> str:
-    last: Mean = row.behind[-1][1]
-    middle = behind_text(last.mean)
-    return middle if last.low == last.high else f"{middle} ({behind_text(last.low)} to {behind_text(last.high)})"
+    low, middle, high = (behind_text(each) for each in (row.behind.low, row.behind.mean, row.behind.high))
+    return middle if row.behind.low == row.behind.high else f"{middle} ({low} to {high})"
