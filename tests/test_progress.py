@@ -3,8 +3,10 @@
 import pytest
 
 from sparsync_lab import progress as module
-from sparsync_lab.compare import progress as comparison
+from sparsync_lab.compare.comparison import ComparisonDisplay
+from sparsync_lab.compare.settings import CompareSettings
 from sparsync_lab.progress import progress
+from sparsync_lab.scheme_choice import parse_schemes
 
 
 class Clock:
@@ -48,15 +50,15 @@ def test_what_takes_less_than_two_seconds_prints_nothing_unless_it_is_announced(
 def test_a_comparison_prints_a_line_for_each_evaluation_and_counts_the_steps_of_all_trainings(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with comparison.shown(["topk", "dense"], 1, 4, "perplexity") as display:
-        clock.now += 3.0
-        display.update({"kind": "alive"})
-        display.update({"kind": "scheme", "scheme": "topk"})
-        display.update({"kind": "progress", "step": 4, "loss": 1.5})
-        display.update({"kind": "quality", "scheme": "topk", "step": 4, "value": 7.25, "seconds": 2.0})
-        display.update({"kind": "scheme", "scheme": "dense"})
-        clock.now += 6.0
-        display.update({"kind": "progress", "step": 2, "loss": 1.5})
+    display = ComparisonDisplay(CompareSettings(parse_schemes("topk,dense", 0.01), steps=4), "perplexity")
+    clock.now += 3.0
+    display.update({"kind": "alive"})
+    display.update({"kind": "scheme", "scheme": "topk"})
+    display.update({"kind": "progress", "step": 4, "loss": 1.5})
+    display.update({"kind": "quality", "scheme": "topk", "step": 4, "value": 7.25, "seconds": 2.0})
+    display.update({"kind": "scheme", "scheme": "dense"})
+    clock.now += 6.0
+    display.update({"kind": "progress", "step": 2, "loss": 1.5})
     assert capsys.readouterr().err.splitlines() == [
         "starting the ranks",
         "steps of all trainings: 0/8  1/2 computing alone",

@@ -387,19 +387,10 @@ def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
 def _settings(options: argparse.Namespace) -> "CompareSettings":
     from sparsync_lab.compare.settings import CompareSettings
 
+    same = ("link", "up", "down", "delay", "jitter", "density", "target", "eval_every", "bucket_mb")
+    given = {name: getattr(options, name) for name in same}
     return CompareSettings(
-        schemes=_choices(options, (options.ranks,)),
-        **_training(options),
-        link=options.link,
-        up=options.up,
-        down=options.down,
-        delay=options.delay,
-        jitter=options.jitter,
-        density=options.density,
-        target=options.target,
-        eval_every=options.eval_every,
-        bucket_mb=options.bucket_mb,
-        timeout_s=options.timeout,
+        schemes=_choices(options, (options.ranks,)), **_training(options), **given, timeout_s=options.timeout
     )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -9,9 +10,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sparsync_lab import environment
-from sparsync_lab.compare import progress
 from sparsync_lab.compare.settings import CompareSettings
-from sparsync_lab.progress import progress as waiting
+from sparsync_lab.labels import short_labels
+from sparsync_lab.progress import Progress, progress
 from sparsync_lab.report import results
 from sparsync_lab.report.format import links_text
 from sparsync_lab.workers.group import Here
@@ -38,7 +39,7 @@ def compare(
     Raises ValueError for settings that cannot run or that differ between ranks, and RuntimeError when the network cannot be built, a rank
     ends early or replicas differ; what was recorded until then stays. No process and no network is left afterwards, whatever ends it.
     """
-    with waiting("checking the schemes and reading the data", announced=True):
+    with progress("checking the schemes and reading the data", announced=True):
         workload = settings.check()
     with where as ranks:
         ranks.agree(_identity(settings, workload, ranks.device))
@@ -46,7 +47,8 @@ def compare(
             ranks.run(TASK, asdict(settings), lambda message: None)
             return False
         run = _run_record(settings, workload, command, ranks.network, ranks.device)
-        with _recorded(run, out) as records, _display(settings, workload) as display:
+        display = ComparisonDisplay(settings, workload.metric)
+        with _recorded(run, out) as records:
 
             def take(message: Message) -> None:
                 display.update(message)
@@ -58,9 +60,32 @@ def compare(
     return True
 
 
-def _display(settings: CompareSettings, workload: Workload) -> AbstractContextManager[progress.ComparisonDisplay]:
-    labels = [choice.label for choice in settings.schemes]
-    return progress.shown(labels, len(settings.seeds), settings.steps, workload.metric)
+class ComparisonDisplay:
+    """How far all trainings are, and a line for each evaluation, on standard error."""
+
+    def __init__(self, settings: CompareSettings, metric: str) -> None:
+        self.names = short_labels([choice.label for choice in settings.schemes])
+        self.trainings, self.steps = len(settings.schemes) * len(settings.seeds), settings.steps
+        self.metric, self.number, self.name = metric, 0, ""
+        print("starting the ranks", file=sys.stderr, flush=True)
+        self.bar = Progress("steps of all trainings", self.trainings * self.steps)
+
+    def update(self, message: Message) -> None:
+        """Show a message; all of a comparison come here in order."""
+        kind, before = message["kind"], max(0, self.number - 1) * self.steps
+        if kind == "scheme":
+            self.number, self.name = self.number + 1, self.names[message["scheme"]]
+        elif kind == "alive":  # before each training a copy of the model computes by itself
+            self.bar.at(self.number * self.steps, f"{self.number + 1}/{self.trainings} computing alone")
+        elif kind == "progress":
+            self.bar.at(before + message["step"], f"{self.number}/{self.trainings} {self.name}")
+        elif kind == "quality":
+            print(
+                f"[{self.number}/{self.trainings}] {self.name}  step {message['step']}/{self.steps}  {self.metric} "
+                f"{message['value']:.2f}  {message['seconds']:.1f} s trained",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 @dataclass

@@ -23,20 +23,11 @@ _ALT = {
 _METHOD = (
     f"The choice is the fastest of the schemes at most {WITHIN:g} % behind dense's quality: by the time to the target where any scheme "
     "reached it with every seed, else by the time of a step. It must be faster than the plain all-reduce (the faster of bf16 and dense) "
-    "with every seed, and by more than the noise: the difference between computing steps of the run, and at least 3 %. Schemes that "
-    "did not finish do not count.",
-    "All schemes of a run start from the same weights and see the same batches in the same order. Training time is the sum "
-    "of the steps, a mean over the ranks; evaluations, start-up and the exchange of measurements do not count.",
-    "A target counts as reached at the first evaluation at or beyond it; the time is interpolated linearly between that "
-    "evaluation and the one before. Speed-up is the baseline's time to the target over the scheme's. "
-    "If one of the two did not reach the target, its whole training time bounds the ratio from one side (< or >).",
-    "Compute is the median step of a copy of the model that does not communicate, measured in the same run, a mean over the ranks. "
-    "Communicate is the time inside the communicator, waiting for slower ranks included; scheme is the rest of the reduction. Where the "
-    "three add up to more than the step, reduction and computing overlapped, and the difference is what was hidden; where they add "
-    "up to less, it is other. The limit in the last column is the computing step of the slowest rank, for which all others wait.",
-    "Bits per parameter per step are the payload that a rank sends in a step x 8 / parameters of the model. "
-    "Payload counts the bytes that the communicator was given to send; interface counts those that left the rank's network "
-    "interface, framing and acknowledgements included. The least time of a link is payload x 8 / rate.",
+    "with every seed, and by more than the noise.",
+    "Training time is the sum of the steps, a mean over the ranks, without evaluations and start-up. A target counts as reached on the "
+    "straight line between two evaluations. If only one of two schemes reached it, the other's training time bounds the speed-up (< or >).",
+    "Communicate is the time inside the communicator, waiting for slower ranks included; scheme is the rest of the reduction. What these "
+    "and compute are above the step was hidden; what they are below it is other. docs/compare.md has the rest.",
 )
 
 
@@ -119,17 +110,14 @@ def _newest(results: Results) -> RunSummary:
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
-    written = []
-    for name, content in contents.items():
-        path = folder / name
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot write {path}: {error.strerror}; make the folder writable, or copy results.jsonl to one that is"
-            ) from error
-        written.append(path)
-    return tuple(written)
+    try:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot write {folder / name}: {error.strerror}; make the folder writable, or copy results.jsonl to one that is"
+        ) from error
+    return tuple(folder / name for name in contents)
 
 
 def _settings(summary: RunSummary) -> str:
