@@ -51,15 +51,15 @@ def test_each_setting_of_each_group_is_compared(setting: str, value: Any) -> Non
     ]
 
 
-def test_a_rate_in_a_tensor_that_is_written_to_is_compared_by_its_value() -> None:
+def test_equal_numbers_of_other_types_and_what_an_optimizer_learns_are_no_difference() -> None:
+    changed = told(
+        lambda groups: groups[0].update(weight_decay=0, betas=[0.5, 0], d=0.5, k=3, initial_lr=0.1),
+        weight_decay=0.0,
+        betas=(0.5, 0.0),
+    )
+    assert changed == []
     changed = told(lambda groups: groups[0]["lr"].fill_(0.25), lr=torch.tensor(0.5))
     assert changed == [f"lr=0.25 in parameter group {group} of AdamW" for group in (0, 1)]  # the same tensor in both
-
-
-def test_equal_numbers_of_other_types_are_no_difference() -> None:
-    assert (
-        told(lambda groups: groups[0].update(weight_decay=0, betas=[0.5, 0]), weight_decay=0.0, betas=(0.5, 0.0)) == []
-    )
 
 
 def test_parameters_that_are_in_another_group_are_named() -> None:
@@ -85,10 +85,6 @@ def test_a_parameter_that_is_frozen_is_named_and_one_that_is_trained_again_is_no
     assert [line.removesuffix(", frozen") for line in changed] == lines  # each in its place
     model[1].requires_grad_(True)
     assert settings.read() == (trained, lines)
-
-
-def test_what_an_optimizer_learns_and_keeps_in_its_groups_is_no_setting() -> None:
-    assert told(lambda groups: groups[0].update(d=0.5, k=3, initial_lr=0.1, params_seen=7)) == []
 
 
 class Readymade(torch.optim.Optimizer):
@@ -120,13 +116,6 @@ def test_rates_of_optimizers_that_take_no_arguments_or_wrap_another_one_are_comp
         (Wrapped(plain), "momentum=0.25 in parameter group 0 of SGD"),
     ):
         assert wanted in OptimizerSettings([optimizer], names_of(model)).read()[1]
-
-
-def test_parameters_without_a_name_are_told_by_their_shapes() -> None:
-    _, lines = OptimizerSettings([torch.optim.SGD(layers().parameters())], {}).read()
-    assert [line for line in lines if line.startswith("a parameter")] == [
-        f"a parameter of {shape} in parameter group 0 of SGD" for shape in ([3, 3], [3, 3], [3], [3])
-    ]
 
 
 def weights_of(compared: Compared) -> list[str]:

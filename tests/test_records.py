@@ -116,24 +116,17 @@ def test_entries_are_listed_by_ranks_and_what_is_not_alike_is_another_entry(tmp_
         ({"job": JOB | {"options": JOB["options"] | {"dropout": 0.1}}}, "job.options.dropout = None, and not 0.1, is"),
         ({"job": JOB | {"data": JOB["data"] | {"sha256": "abd"}}}, "job.data.sha256 = '93d1.*', and not 'abd', is"),
         ({"job": JOB | {"parameters": 999}}, "job.parameters = 107584, and not 999, is fixed"),
-        ({"job": {}}, "job.data = .*, and not None, is fixed"),
         ({"job": {name: value for name, value in JOB.items() if name != "parameters"}}, "job.parameters = 107584, and"),
         ({"steps": 0, "tokens": 0}, "steps must be at least 1, got 0"),
-        ({"steps": 10**400}, "int too large"),
         ({"ranks": 1}, "ranks must be at least 2, got 1"),
-        ({"ranks": 0}, "ranks must be at least 2, got 0"),
-        ({"bytes": 0.0, "bits": 0.0}, "bytes must be at least 1, got 0"),
         ({"bytes": -1.0}, "bytes must be at least 1, got -1"),
         ({"bytes": RING, "bits": 4.8}, r"bytes must be 6.45504e\+06 after 10 steps, got 645504"),
         ({"tokens": 10240}, "tokens must be 5120 after 10 steps, got 10240"),
         ({"bits": 1.6}, "bits must be 48 after 10 steps, got 1.6"),
         ({"curve": [[10, 1.5, 10 * RING]]}, r"curve must ascend, and end with \[10, 2.02, 6455040.0\]"),
-        ({"curve": [[5, 3.0, 11 * RING], [10, 2.02, 10 * RING]]}, "curve must ascend"),
         ({"curve": [[5, 3.0, -1.0], [10, 2.02, 10 * RING]]}, "curve must ascend"),
-        ({"curve": []}, "curve must ascend"),
         ({"seed": 2}, "dense has two runs with seed 2"),
         ({"date": "24.11.2026"}, "date must be as 2026-01-31"),
-        ({"date": "20261124"}, "date must be as 2026-01-31"),
         ({"loss": float("nan")}, "loss: "),
         ({"note": "best"}, "note: Unexpected"),
     ],
@@ -143,20 +136,6 @@ def test_a_run_that_breaks_a_rule_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(ValueError, match=rf"records.jsonl, line 4: .*{message}"):
         read(tmp_path, [*GOOD, row(3, 2.02) | changed])
-
-
-@pytest.mark.parametrize("line", ['{"track"', "[]", "1", "{}", "[" * 100_000])
-def test_a_line_that_is_no_row_is_refused(line: str, tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").write_text(line)
-    with pytest.raises(ValueError, match="line 1"):
-        records.read(tmp_path / "records.jsonl")
-
-
-def test_the_first_run_does_not_set_the_rules(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"line 1: tokens must be 5120 after 10 steps, got 2560"):
-        read(tmp_path, [row(0, 2.0, tokens=2560)])
-    with pytest.raises(ValueError, match=r"line 1: job.options.width = 64, and not 32, is fixed"):
-        read(tmp_path, [row(0, 2.0, job=JOB | {"options": JOB["options"] | {"width": 32}})])
 
 
 def test_only_the_data_of_a_track_that_pins_none_are_those_of_its_first_run(
@@ -208,7 +187,7 @@ def test_runs_that_do_not_show_a_record_are_refused(
 
 @pytest.mark.parametrize(
     ("freedom", "t"),
-    [(1, 31.8205), (2, 6.96456), (3, 4.54070), (4, 3.74695), (9, 2.82144), (10, 2.76377), (29, 2.46202)],
+    [(1, 31.8205), (2, 6.96456), (29, 2.46202)],
 )
 def test_the_p_value_is_that_of_the_tables_of_student(freedom: int, t: float) -> None:
     n = freedom + 1

@@ -21,14 +21,6 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_held_out_words_are_the_last_twentieth_and_the_rest_is_trained_on() -> None:
-    words = shakespeare_text.corpus("", 500)
-    whole = words.training.numel() + words.held_out.numel()
-    assert words.held_out.numel() == whole // 20
-    assert torch.unique(words.training).tolist() == list(range(500))
-
-
-@pytest.mark.slow
 def test_a_folder_with_the_packages_texts_is_the_same_corpus(tmp_path: Path) -> None:
     texts = shakespeare_text.package_works(shakespeare_text.package())
     for number, text in enumerate(texts.values()):
@@ -37,6 +29,8 @@ def test_a_folder_with_the_packages_texts_is_the_same_corpus(tmp_path: Path) -> 
     (tmp_path / "metadata.txt").write_text("nor does this")
     (tmp_path / "notes.md").write_text("nor this")
     package, folder = shakespeare_text.corpus("", 500), shakespeare_text.corpus(str(tmp_path), 500)
+    assert package.held_out.numel() == (package.training.numel() + package.held_out.numel()) // 20
+    assert torch.unique(package.training).tolist() == list(range(500))
     assert folder.sha256 == package.sha256
     assert torch.equal(folder.training, package.training)
     assert torch.equal(folder.held_out, package.held_out)
