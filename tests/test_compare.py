@@ -85,14 +85,12 @@ LOCAL = "local_steps(every=2:keep=0.0)/dense"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "seeds"), [((LOCAL,), (3,)), ((LOCAL, "topk:density=0.25", "dgc:density=0.25"), (3, 4))]
-)
 def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas_and_a_report(
-    more: tuple[str, ...], seeds: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a job and a scheme in a file outside the package, which every worker process has to find for itself."""
-    schemes = ("dense", f"{THIRD_PARTY}:Scaled:factor=0.5", *more)
+    seeds = (3, 4)
+    schemes = ("dense", f"{THIRD_PARTY}:Scaled:factor=0.5", LOCAL, "topk:density=0.25", "dgc:density=0.25")
     # Wider than what DistributedDataParallel's buckets are sent whole below.
     size = f"--workload {THIRD_PARTY}:LineFit --option width=2000 --ranks 2 --link none"
     size = [*size.split(), "--steps", "3", "--eval-every", "2", "--seed", ",".join(map(str, seeds))]
@@ -113,8 +111,7 @@ def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas
     assert lines[0]["versions"]["kernels"] == environment.kernels()
     printed = capsys.readouterr().out
     assert "prove nothing" in printed
-    if "dgc:density=0.25" in more:
-        assert "because the scheme has its own momentum: dgc:density=0.25 by SGD." in " ".join(printed.split())
+    assert "because the scheme has its own momentum: dgc:density=0.25 by SGD." in " ".join(printed.split())
     assert "prove nothing" in (tmp_path / "report.html").read_text()
 
     for name in ("report.html", "quality_over_time.png", "quality_over_steps.png"):
@@ -164,8 +161,6 @@ def test_a_killed_rank_is_named_and_nothing_is_left(play: Path, tmp_path: Path, 
     ("link", "sign"),
     [
         ("none", signal.SIGINT),
-        ("none", signal.SIGKILL),
-        ("100mbit", signal.SIGINT),
         ("100mbit", signal.SIGTERM),
         ("100mbit", signal.SIGKILL),
     ],
@@ -227,27 +222,10 @@ def test_an_installed_job_is_listed_and_runs_by_its_name(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_an_error_of_a_job_on_one_rank_ends_all_and_is_told_with_its_place(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        compare_job(f"{PLAIN_JOBS}:Unreadable", tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        wait_for(lambda: len(workers(process.pid)) == 2)
-        started = children(process.pid)
-        _, said = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    error = next(line for line in said.splitlines() if line.startswith("sparsync: error: "))
-    told = r"rank 1 failed: Unreadable.batch failed \(step 5, rank 1 of 2\): OSError: no sample 5 \(.*plain_jobs.py, line \d+\)"
-    assert re.fullmatch(f"sparsync: error: {told}", error)
-    wait_for(lambda: gone(started))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "told"),
     [
+        ("Unreadable", "rank 1 failed: Unreadable.batch failed (step 5, rank 1 of 2): OSError: no sample 5 ("),
         ("Leaving", "rank 1 ended with exit status 0 before its task was done: something in it has ended the process"),
         (
             "Hanging",
@@ -255,7 +233,7 @@ def test_an_error_of_a_job_on_one_rank_ends_all_and_is_told_with_its_place(tmp_p
         ),
     ],
 )
-def test_a_rank_that_leaves_or_hangs_is_named_and_not_the_one_that_waits_for_it(
+def test_a_rank_that_fails_leaves_or_hangs_is_named_and_not_the_one_that_waits_for_it(
     tmp_path: Path, job: str, told: str
 ) -> None:
     done = run(compare_job(f"{PLAIN_JOBS}:{job}", tmp_path, "--timeout", "15"))
@@ -329,23 +307,17 @@ def test_a_job_may_leave_parameters_out_but_not_reach_into_the_model(
     [
         (["--schemes", "skip_reduce:skip=5"], "skip must be in [0, 1] for 2 ranks, got 5"),
         (["--schemes", "topk", "--density", "0"], "density must be in (0, 1]"),
-        (["--schemes", "topk", "--density", "1.5"], "density must be in (0, 1]"),
-        (["--schemes", "tpok"], "did you mean 'topk'?"),
         (["--schemes", "topk:densty=0.1"], "did you mean 'density'?"),
         (["--schemes", "dense,dense"], "names one twice"),
         (["--workload", "shakespear"], "did you mean 'shakespeare'?"),
-        (["--workload", "nowhere.py:Job"], "no file nowhere.py for the workload"),
         (["--ranks", "3"], "cannot be split evenly over 3 ranks"),
         (["--ranks", "0"], "argument --ranks: takes a whole number above 0, got '0'"),
-        (["--link", "fast"], "fast"),
         (["--timeout", "inf"], "argument --timeout: takes a finite number above 0, got 'inf'"),
-        (["--target", "nan"], "argument --target: takes a finite number, got 'nan'"),
         (
             ["--seeds", "0,a"],
             "argument --seed/--seeds: takes whole numbers, with commas between several, such as 0,1,2, got 'a'",
         ),
         (["--option", "width"], "--option takes KEY=VALUE"),
-        (["--option", "widht=3"], "did you mean 'width'?"),
     ],
 )
 def test_settings_that_cannot_run_are_refused_before_anything_is_written(
