@@ -224,7 +224,7 @@ def _set_limits(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
 
 
 def _ticks_of_log(axis: Any) -> None:  # Any: an axis of matplotlib, which has no common type
-    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 2.5, 3, 4, 5, 7)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_locator(NullLocator())
 

@@ -82,7 +82,7 @@ def as_text(summary: RunSummary, width: int = WIDTH, colour: bool = False, ascii
     above = warnings(summary)
     below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
     first, *others = sentences(summary)
-    said = [(first, "bold"), *([(" ".join(others), "")] if others else []), ("\n", "")]
+    said = [(first, "bold"), *([(" ".join(others), "")] if others else []), ("", "")]
     return lines_of(tables(summary), [*above, *said], [*below, *above], width, colour, ascii_only)
 
 
