@@ -15,6 +15,7 @@ from sparsync_lab import cli
 from sparsync_lab.frontier import runs, study
 from sparsync_lab.frontier.figures import OURS, kind, panels
 from sparsync_lab.frontier.oracle import Oracle
+from sparsync_lab.frontier.picture import picture
 from sparsync_lab.frontier.runs import Finished, Key
 from sparsync_lab.frontier.study import ORACLE, FrontierStudy, complete
 from sparsync_lab.frontier.tables import brief, remarks, table
@@ -194,10 +195,26 @@ def test_with_laprop_each_method_is_compared_with_the_better_one_of_dense_and_la
     assert "% behind\ndense or laprop" not in table(panel, "error", {row.label: "" for row in panel.rows}).heads
 
 
+def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    def quality(choice: SchemeChoice, key: Key) -> float:
+        if choice.label != "dense":
+            return math.inf
+        return math.nan if key.rate == 0.5 else 10.0
+
+    monkeypatch.setattr(study, "train", pretended(quality))
+    asked = made()
+    found = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
+    assert [row.rate for row in found[0].rows] == [1.0, 1.0]
+    assert math.isinf(found[0].rows[0].behind.mean)
+    assert picture(found, "none of it").startswith(b"\x89PNG")
+
+
 def test_the_names_say_what_is_published_what_is_ours_and_what_is_the_users_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = parse_schemes("dense,bf16,topk,micro,micro.published,diloco,oracle", 0.01, ORACLE)
+    asked = parse_schemes("dense,bf16,topk,exact_micro,micro,diloco,oracle", 0.01, ORACLE)
     assert [kind(choice, OURS) for choice in asked] == [
         *("baseline", "baseline", "published", "ours", "published", "published", "limit")
     ]
