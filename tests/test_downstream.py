@@ -56,7 +56,7 @@ def test_the_text_is_numbered_as_for_the_pre_training_without_speakers_and_line_
     job = Gpt(data=str(tmp_path))
     number = downstream._numbers(tmp_path)
     text = next(iter(tmp_path.iterdir())).read_text()
-    assert [number[each] for each in text[:64]] == job._corpus().training[:64].tolist()
+    assert [number[each] for each in text[:64]] == job.text().training[:64].tolist()
     assert downstream._numbered(["BERNARDO.\nWho's\n  there?\n[Exit]\n"], number).tolist() == [
         number[each] for each in "Who's there?"
     ]

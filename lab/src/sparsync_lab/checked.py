@@ -36,7 +36,7 @@ def checked(kind: "type[Made] | Any", content: object, where: str = "") -> Made:
 
 
 def _no_text(value: object) -> dict[str, str]:
-    """Return what stands for a value that JSON has not, such as a date: nothing that a text or a number is."""
+    """Stand in for a value that JSON does not have, such as a date, by something that is neither text nor number."""
     return {type(value).__name__: str(value)}
 
 

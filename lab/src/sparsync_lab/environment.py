@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:  # Any: JSON
 
 
 def identity(device: str) -> dict[str, str]:
-    """Return what hosts must have in common: the versions of torch and sparsync, its code file by file, and kernels that are compiled."""
+    """Describe what hosts must have in common: the versions of torch and sparsync, its code file by file, and kernels that are compiled."""
     root = Path(sparsync.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):

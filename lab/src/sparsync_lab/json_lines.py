@@ -12,7 +12,7 @@ Made = TypeVar("Made")
 def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # Any: what JSON holds
     """Return what `made` makes of each line; nothing where there is no file. A last line that breaks off is left out.
 
-    Raises ValueError for a file that cannot be read and, with its number, for any other line of which `made` makes no `what`.
+    Raises ValueError for a file that cannot be read and, with its number, for any other line that is no `what`.
     """
     try:
         lines = path.read_text("utf-8").splitlines()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be fetched or made again: sparsync under XDG_CACHE_HOME, or under ~/.cache where that is not set."""
+    """Return the folder of what can be fetched or made again: sparsync under XDG_CACHE_HOME, or under ~/.cache without it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
 
 

@@ -19,8 +19,8 @@ class CompareSettings:
     options: dict[str, Any] = field(default_factory=dict)  # Any: options of the workload, checked by its constructor
     ranks: int = 4
     link: str = "100mbit"  # each way, of every rank; "none": loopback without limits
-    up: str | None = None  # what a rank sends at, where that is not `link`
-    down: str | None = None  # what it receives at
+    up: str | None = None  # the rate at which a rank sends, if it is not `link`
+    down: str | None = None  # the rate at which it receives
     delay: str | None = None  # one way between any two ranks
     jitter: str | None = None  # of the delay
     density: float = 0.01  # for the schemes that take one

@@ -321,7 +321,7 @@ def _digest_of(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _described(choice: SchemeChoice, workload: Workload) -> dict[str, Any]:  # Any: JSON
-    """Return what the records say of a scheme."""
+    """Describe a scheme for the records."""
     scheme = choice.make()
     local = {} if choice.local is None else {choice.steps: choice.local}
     replaces = choice.local is None and (scheme.has_momentum or isinstance(scheme, LaProp))

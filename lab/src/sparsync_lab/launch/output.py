@@ -40,7 +40,7 @@ class Output:
         return os.get_terminal_size(2).columns if os.isatty(2) else WIDTH
 
     def lines(self, descriptor: int, rank: int, ranks: int) -> Callable[[bytes], None]:
-        """Return what takes the content of one stream of a rank, and writes its lines behind their prefix."""
+        """Return the function that takes the content of one stream of a rank and writes its lines behind their prefix."""
         lines = Lines(f"[rank {rank:>{len(str(ranks - 1))}}] ".encode())
         return lambda content: self.write(descriptor, lines.cut(content))
 

@@ -110,7 +110,7 @@ class Meter:
 
 
 def _scheme(settings: LaunchSettings, readers: Sequence[int], ranks: int) -> list[str]:
-    """Return the scheme in words, and which ranks took it where that is not all; [] without a scheme."""
+    """Return the scheme in words, and which ranks took it unless all did; [] without a scheme."""
     if settings.scheme is None:
         return []
     some = f" on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"

@@ -40,7 +40,7 @@ def choose(summary: RunSummary) -> Choice:
 
 
 def is_near(scheme: SchemeFigures) -> bool:
-    """Return whether its quality is at most WITHIN percent behind dense's; False where that is unknown."""
+    """Return whether its quality is at most WITHIN percent behind dense's; False if it is unknown."""
     gap = scheme.behind_dense
     return scheme.label == "dense" or (gap is not None and gap.median <= WITHIN)
 
@@ -52,7 +52,7 @@ def speed_baseline(summary: RunSummary) -> str:
 
 
 def sentences(summary: RunSummary) -> tuple[str, ...]:
-    """Return what to use in one sentence, with its speed and its quality, and what qualifies that in at most four more."""
+    """Say what to use in one sentence, with its speed and its quality, and qualify it in at most four more."""
     found = choose(summary)
     chosen, plain, fastest = found.chosen, found.plain, found.fastest
     if why := _no_choice(summary, found):

@@ -115,7 +115,7 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
             (folder / name).write_bytes(content)
     except OSError as error:
         raise RuntimeError(
-            f"cannot write {folder / name}: {error.strerror}; make the folder writable, or copy results.jsonl to one that is"
+            f"cannot write {error.filename}: {error.strerror}; make the folder writable, or copy results.jsonl to one that is"
         ) from error
     return tuple(folder / name for name in contents)
 

@@ -120,7 +120,7 @@ def _picture(summary: RunSummary, draw: Callable[[RunSummary, Figure], None]) ->
 
 
 def _origin(summary: RunSummary) -> dict[str, Any]:  # Any: JSON
-    """Return what a picture shows: its caption, the command, and of each scheme the quality at the end and the seconds to the target."""
+    """Describe a picture: its caption, the command, and for each scheme the quality at the end and the seconds to the target."""
     run = summary.run
     return {
         "caption": f"{quality_axis(run)} over training time; {place_text(run)}",
@@ -290,6 +290,6 @@ def _name_with_gap(scheme: SchemeFigures) -> str:
 
 
 def _band(summary: RunSummary) -> str:
-    """Return what the bands of the curves are, where there are any."""
+    """Explain the bands of the curves, if there are any."""
     several = any(len(scheme.seeds) > 1 for scheme in summary.schemes)
     return "; medians over the seeds, lowest to highest shaded" if several else ""

@@ -254,7 +254,7 @@ def behind(value: float, dense: float, lower_is_better: bool) -> float:
 def reaching(quality: Sequence[Quality], target: float | None, lower_is_better: bool) -> float | None:
     """Return the seconds at which the target is first reached, interpolated between two evaluations; None if never.
 
-    Where the evaluation before is not finite there is nothing to interpolate from: the time is that of the evaluation.
+    If the evaluation before is not finite, nothing is interpolated: the time is the evaluation's.
     """
     if target is None:
         return None

@@ -142,7 +142,7 @@ def _speedup(scheme: SchemeFigures, baseline: str) -> str:
 
 
 def _end(summary: RunSummary, scheme: SchemeFigures) -> str:
-    """Return the quality at the end, or why there is none where that is so with a seed."""
+    """Return the quality at the end, or why some seed has none."""
     if scheme.exchanged_nothing:
         return "exchanged\nnothing"
     broken = next((seed.status.partition(":")[0] for seed in scheme.seeds if not seed.finished), "")

@@ -83,7 +83,7 @@ def beta2_of_steps(given: float | None, adamw: float) -> float:
 
 
 def beta2_described(given: float | None) -> float | str:
-    """Return what decides the beta2 of exchanged steps with any AdamW: the number, or the rule."""
+    """Describe the beta2 of exchanged steps with any AdamW: the number, or the rule."""
     return f"at least {beta2_of_steps(None, 0.0)}" if given is None else float(given)
 
 

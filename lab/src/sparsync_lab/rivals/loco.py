@@ -31,7 +31,7 @@ class LoCo(ErrorFeedbackScheme):
     """
 
     beta: float = 0.2  # share of a step's error in the average
-    reset_every: int = 1024  # steps after which the average is cleared, on all ranks alike
+    reset_every: int = 1024  # steps after which the average is cleared, on all ranks
     values: Values = "int4"  # to owners
     values_down: Values = "bfloat16"  # to all
     residuals: Residuals = "float32"

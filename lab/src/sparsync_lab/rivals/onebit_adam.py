@@ -112,7 +112,7 @@ def _stay(bucket: Bucket) -> None:
 
 
 class _WholeSteps(State):
-    """A state that counts every step whole: the step is in the momentum, of which the residual is a part, and comes with it."""
+    """A state that counts every step whole: the step is in the momentum, which holds the residual, and comes with it."""
 
     def weighed(self, factors: Mapping[str, float]) -> Mapping[str, float]:
         steps = self.common("steps")

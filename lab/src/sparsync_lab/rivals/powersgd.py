@@ -181,6 +181,6 @@ def _flat(stack: Tensor) -> Tensor:
 
 
 def _like(stacks: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Return what `_flat` has made of matrices of the shapes of `stacks`."""
+    """Undo `_flat` for matrices of the shapes of `stacks`."""
     parts = flat.split([stack.numel() for stack in stacks])
     return [part.view(stack.mT.shape).mT for part, stack in zip(parts, stacks, strict=True)]

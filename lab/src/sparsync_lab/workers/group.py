@@ -134,7 +134,7 @@ class Here:
                 take(message)
 
     def forwarded(self) -> Forwarded | None:
-        """Return what the program that delays packets has carried and cost."""
+        """Return the traffic and the cost of the program that delays packets."""
         return self.links.forwarded()
 
 

@@ -136,7 +136,7 @@ def _hosts(rank: int, ranks: int, interface: str, timeout_s: float, backend: Bac
 
 
 def _stack() -> str:
-    """Return what is the same for all processes with this network stack, and differs elsewhere."""
+    """Return a text that all processes with this network stack share, and no others."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"

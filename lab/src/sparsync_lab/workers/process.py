@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 PREFIX = "sparsync-lab-"  # of the name of a folder that the program makes for its ranks
-Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" and "done" are taken
+Message = dict[str, Any]  # Any: JSON; its "kind" is a string; "error" and "done" are taken
 Emit = Callable[[Message], None]
 """Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done."""
 

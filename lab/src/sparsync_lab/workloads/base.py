@@ -119,7 +119,7 @@ class Workload(ABC):
         """Return the quality in `unit` from the sums and counts of all ranks."""
 
     def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
-        """Return the quality over all validation data, and its standard error over them; None where that is not known."""
+        """Return the quality over all validation data, and its standard error over them, None if it is not known."""
         return self.quality(*self.evaluate(model, 0, 1)), None
 
     def describe(self) -> dict[str, Any]:  # Any: nested dicts of numbers and strings, as JSON takes them

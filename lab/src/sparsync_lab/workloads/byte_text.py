@@ -38,7 +38,7 @@ def is_held_out(name: str, one_of: int) -> bool:
 
 
 def split(files: Mapping[str, bytes], source: str, one_of: int) -> ByteText:
-    """Return the text of `files`, one after the other in the order of their names, of which about one of `one_of` is held out."""
+    """Return the text of `files`, one after the other in the order of their names, about one in `one_of` held out."""
     header, parts = _header_and_parts(files, source, one_of)
     whole = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8) if any(parts) else torch.empty(0).byte()
     return _cut(whole, header)
@@ -76,7 +76,7 @@ def read(path: Path) -> ByteText:
             own = header.pop(OWN_DIGEST)
             size, expected = sum(header["bytes"][part] for part in PARTS), header["sha256"]
         except (ValueError, TypeError, LookupError, AttributeError):
-            raise ValueError(f"{path} is no text that was prepared here: its first line does not describe it") from None
+            raise ValueError(f"{path} was not prepared here: its first line does not describe a text") from None
         if _digest_of(header) != own:
             raise ValueError(f"the first line of {path} is not as it was written; delete the file")
         digest, found = hashlib.sha256(), 0
@@ -92,7 +92,7 @@ def read(path: Path) -> ByteText:
 
 
 def _header_and_parts(files: Mapping[str, bytes], source: str, one_of: int) -> tuple[dict[str, Any], list[bytes]]:
-    """Return what describes a text, and its files: those trained on, then those held out."""
+    """Describe a text, and return its files: the training files, then the held-out ones."""
     held_out = {name: is_held_out(name, one_of) for name in files}
     names = {part: [name for name in sorted(files) if held_out[name] == (part == "held_out")] for part in PARTS}
     parts = [files[name] for part in PARTS for name in names[part]]

@@ -27,7 +27,7 @@ class TransformerBlock(nn.Module):
     """Attention and a perceptron, each added to what it was given and normalised before it."""
 
     def __init__(self, width: int, heads: int, deviation: float) -> None:
-        """Draw the weights; `deviation` is that of the two that end a residual branch."""
+        """Draw the weights; `deviation` is for the two that end a residual branch."""
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)

@@ -141,7 +141,7 @@ def windows(text: Integer[Tensor, " n"], start: Int[Tensor, " windows"], length:
 def standard_error(x: Float[Tensor, " windows"]) -> float | None:
     """Return the standard error of the mean of `x`, sd / sqrt(windows); None for fewer than two windows, or with NaN or Inf.
 
-    That is how far the mean may be from the whole text's, of which the windows are a sample. Windows must not overlap.
+    The windows are a sample: the whole text's mean may differ by so much. Windows must not overlap.
     """
     return _finite(float(x.std()) / math.sqrt(len(x))) if len(x) > 1 else None
 

@@ -1,7 +1,7 @@
 """The training of several ranks in one process, without links: what a scheme does to the quality, and what a rank would send.
 
 A scheme that reduces gradients needs one model: the gradients of all ranks are computed one after the other on the same weights. With local
-steps each rank has its own weights and optimizer, and is a thread of a LocalWorld, of which one runs at a time.
+steps each rank has its own weights and optimizer, and is a thread of a LocalWorld, and one thread runs at a time.
 """
 
 import statistics
@@ -152,7 +152,7 @@ def train_with_scheme(
     finished: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
 ) -> Trained:
-    """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a state of the scheme that `make` makes.
+    """Train with a scheme that reduces the gradients of `ranks` ranks, each with a state of the scheme that `make` makes.
 
     The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. Residuals follow the
     learning rate if the scheme wants it. The model is on `device`, as what schemes keep is.

@@ -109,7 +109,7 @@ class PlainJob(Workload):
 
     @property
     def find_unused_parameters(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return what DistributedDataParallel is given of this name."""
+        """Return the argument of this name for DistributedDataParallel."""
         return bool(getattr(self.job, "find_unused_parameters", False))
 
     def job_class(self) -> type:
@@ -253,7 +253,7 @@ def _written_as(method: str) -> str:
 
 
 def _taken(job: Any, method: str) -> frozenset[str]:  # Any: a job or its class
-    """Return what the method takes by name."""
+    """Return the parameters that the method takes by name."""
     parameters = inspect.signature(getattr(job, method)).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset(METHODS[method][1])
