@@ -128,7 +128,7 @@ def _recorded(run: results.Run, out: Path) -> Iterator[_Records]:
 
 
 def _identity(settings: CompareSettings, workload: Workload, device: str) -> Mapping[str, str]:
-    """Describe the settings that must be the same on all ranks. The place of the data may differ; their content is in the workload's text."""
+    """Describe the settings that must be the same on all ranks. The place of the data may differ, not their content."""
     plain = asdict(settings)
     plain["options"] = {key: value for key, value in settings.options.items() if key != "data"}
     described = dict(workload.describe())
