@@ -18,15 +18,15 @@ from triton.runtime.jit import JITFunction
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cuda
 from sparsync.kernels.codec_reference import PositionCodec, size_of
-from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, positions, scatter, steps, values
-from sparsync.kernels.value_reference import TERNARY, values_nbytes
+from sparsync.kernels.cuda import launch, many_tensors, passes, positions, scatter, steps, sums, values, windows
+from sparsync.kernels.value_reference import values_nbytes
 from sparsync.selection.exclusive import BlockCyclic
 
 HOPPER = GPUTarget("cuda", 90, 32)
-WIDTHS = (8, 4, 3, 1, TERNARY)
+WIDTHS = (8, 4, 3, 1)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 TYPES |= {torch.float16: "fp16", torch.bool: "i1", torch.float64: "fp64"}
-MODULES = (exact_top_k, many_tensors, passes, positions, scatter, steps, values)
+MODULES = (many_tensors, passes, positions, scatter, steps, sums, values, windows)
 seen: set[str] = set()
 
 
@@ -82,6 +82,7 @@ def every_call(n: int) -> list[Callable[[], object]]:
             lambda grad=grad: cuda.accumulate(x, grad, out),
             lambda grad=grad: cuda.all_finite(grad),
             lambda grad=grad: cuda.accumulate_top_k(x, grad, 5, out),
+            lambda grad=grad: cuda.accumulate_select_ge(x, grad, 1.0, out, Span(1, 9)),
             lambda grad=grad: cuda.put_(grad, index, part.value),
             lambda grad=grad: cuda.clear_(grad, index.long()),
             lambda grad=grad: cuda.gather(grad, index),
@@ -113,8 +114,8 @@ def every_call(n: int) -> list[Callable[[], object]]:
         *(call for bits in WIDTHS for call in mean_of(x, packet, bits)),
         *(call for grad in (x.half(), x.bfloat16()) for call in mean_of(grad, packet, 3)),
         *(
-            lambda bits=bits, P=P: cuda.reduce_shares_(x, [packet[: values_nbytes(n, bits)]], bits, P, max(bits, 1))
-            for bits, P in zip(WIDTHS, (4, 4, 3, 4, 3), strict=True)
+            lambda bits=bits, P=P: cuda.reduce_shares_(x, [packet[: values_nbytes(n, bits)]], bits, P, bits)
+            for bits, P in zip(WIDTHS, (4, 4, 3, 4), strict=True)
         ),
         lambda: cuda.reduce_shares_(x, [packet[: values_nbytes(n, 3)]], 3, 4, 3, torch.zeros(1)),
     ]

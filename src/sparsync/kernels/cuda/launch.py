@@ -19,7 +19,6 @@ BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
 WARPS = 8  # of such a program: 8 elements a thread, so few that four programs share a processor, and some load while others wait
 R = TypeVar("R")
 PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # how such programs are launched
-INFINITY, ANY = 0x7F800000, 0x7FFFFFFF  # magnitudes as the bits of a float32; above infinity there is NaN
 
 FLOAT32 = frozenset({torch.float32})
 GRADIENT = frozenset({torch.float32, torch.bfloat16, torch.float16})
