@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 from unittest import mock
@@ -15,13 +14,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from helpers.distributed import case, join_again, run
-from helpers.known_gradients import FEW, row, schemes, whole_numbers
-from invariants.world import flat_residual, layout, same_bits
-from sparsync import Bucket
-from sparsync.comm import Cost, GroupComm, LocalWorld, MeteredComm, group, lane
+from helpers.known_gradients import whole_numbers
+from invariants.world import same_bits
+from sparsync.comm import GroupComm, LocalWorld, group, lane
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told
 from sparsync.comm.lane import Lane
-from sparsync.core import Comm, ParameterSpan, generator
+from sparsync.core import Comm
 
 pytestmark = pytest.mark.distributed
 
@@ -161,16 +159,6 @@ def test_traffic_of_the_user_on_the_group_itself_does_not_mix_with_a_private_one
     run(beside_other_traffic, 2)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """What a scheme made of one bucket on one rank."""
-
-    grad: Tensor
-    residual: Tensor
-    cost: Cost
-    counted: Cost
-
-
 def call(comm: Comm, operation: str) -> None:
     """Call the operation with 1000 numbers, in a ring or with all ranks."""
     x, P = torch.ones(1000), comm.size
@@ -293,43 +281,6 @@ def one_connects_late() -> None:
 
 def test_no_rank_goes_on_and_may_close_while_others_still_connect() -> None:
     run(one_connects_late, 2)
-
-
-def traced(comm: Comm, id: str, whole: bool) -> list[Traced]:
-    """What the scheme of that row makes of 3 steps of some buckets each: of whole numbers, or of some that every addition rounds."""
-    scheme, watched, found = row(id).make().start(), MeteredComm(comm), []
-    for step in range(3):
-        for key, n in (("bucket0", 97), ("bucket1", 3), ("bucket2", 0), ("bucket3", 1000)):
-            slots = tuple(ParameterSpan(f"{key}.{slot.name}", slot.span) for slot in layout(n))
-            real = torch.randn(n, generator=generator(comm.rank, key, step))
-            bucket = Bucket(key, whole_numbers(n, comm.rank, step, key) if whole else real, step, slots)
-            report = scheme.reduce(bucket, watched)
-            residual = flat_residual(scheme, slots, bucket.grad)
-            found.append(Traced(bucket.grad, residual, report.cost, watched.take()[0]))
-    return found
-
-
-def all_traced(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
-    comm = GroupComm.private(timeout_s=120)
-    traces = {}
-    for id in ids:
-        for whole in (True, False):
-            with case(f"{id}, {whole=}"):
-                traces[id, whole] = traced(comm, id, whole)
-    return traces
-
-
-@pytest.mark.parametrize("P", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(P: int) -> None:
-    traces = run(all_traced, P, ids=schemes(4) if P == 4 else [*FEW, "micro-0.1", "oktopk-int8"])
-    for id, whole in traces[0]:
-        wanted = LocalWorld(P).run(lambda comm, id=id, whole=whole: traced(comm, id, whole))
-        with case(f"{id}, {whole=}"):
-            for rank in range(P):
-                for found, due in zip(traces[rank][id, whole], wanted[rank], strict=True):
-                    assert (found.cost, found.counted) == (due.cost, due.counted)
-                    assert same_bits(found.grad, due.grad)
-                    assert same_bits(found.residual, due.residual)
 
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
