@@ -12,7 +12,7 @@ from invariants.table import ROWS
 from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run, started
 from sparsync.schemes import AutoProtect, SkipReduce, State
 from sparsync.schemes.skip_reduce import Form
-from sparsync.testing.invariants import SIZES, check_layouts, reduce_by_name
+from sparsync.testing.layouts import SIZES, check_layouts, reduce_by_name
 
 Layout = list[list[str]]  # names, in the order of their buckets
 

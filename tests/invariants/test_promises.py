@@ -5,7 +5,7 @@ from torch import Tensor
 
 from invariants.table import Row, cases, rows
 from invariants.world import COUNT, integer_sum, integers, marked, run, same_bits
-from sparsync.testing.invariants import silence
+from sparsync.testing.checks import silence
 
 
 def contributors(row: Row, P: int) -> list[Tensor]:

@@ -133,7 +133,7 @@ class Channels:
                 posted.append(_Posted(room, self.receive(room, source, tag)))
 
     def _room_after(self, nbytes: int, sized: bool) -> int:
-        """Return how much both sides post ahead after a message of so many bytes: less if there are many ranks."""
+        """Return how much both sides post ahead after a message of `nbytes` bytes: less if there are many ranks."""
         most = min(MOST_AHEAD, 4 * MOST_AHEAD // self.group.size())
         return min(max(_FIRST, nbytes + nbytes // 4) if sized else nbytes, most)
 
@@ -194,7 +194,7 @@ class _Arriving:
         self._rest = channels.receive(whole[here:], self.message.source, self._tag + _REST)
 
     def _complete(self, here: Tensor, nbytes: int) -> Tensor:
-        """Return the message, of which `here` is the beginning, or all."""
+        """Return the message; `here` is its beginning, or all of it."""
         whole = self._whole if self._whole is not None else self.message.into
         if whole is None:
             return here[:nbytes]
@@ -244,7 +244,7 @@ def wait_for(work: dist.Work, who: str) -> None:
         raise RuntimeError(f"waiting for {who}: {error}") from error
 
 
-def abort(group: Any) -> None:  # Any: a process group, also one of gloo's by itself, of which torch's stubs know little
+def abort(group: Any) -> None:  # Any: a process group, or a gloo group by itself, which torch's stubs hardly know
     """Close the connections of `group`, and make everything that waits on them fail, on any thread."""
     with suppress(RuntimeError):
         group.abort()

@@ -1,4 +1,4 @@
-"""The scheme that is tested, with what its author promises about it."""
+"""The scheme under test, with the promises of its author."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from sparsync.base.scheme import Scheme
 from sparsync.base.state import State
 from sparsync.testing.world import COUNT, Step, integers, reals, run, started
 
-# By published rules that are sound otherwise. The others are what integrations rely on. A rule without "nonfinite" hides NaN and Inf from
-# loss scalers, and one without "values" moves parameters whose gradient is zero.
+# Published rules that are otherwise sound break these. Integrations rely on the others. A rule without "nonfinite" hides NaN and Inf from
+# loss scalers, and a rule without "values" moves parameters whose gradient is zero.
 MAY_BE_LEFT_OUT = ("examination", "scale", "balance", "values", "nonfinite")
 _DENSITIES = ("density", "density_down")
 

@@ -94,7 +94,7 @@ def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> 
 def top_k_of_each(
     x: Tensor, regions: Sequence[Rows], counts: Sequence[int], bounds: Sequence[float | None] = ()
 ) -> Any:
-    """Return the `top_k_of_rows` of each region, of which elements outside of `x` count as zero."""
+    """Return the `top_k_of_rows` of each region; elements outside `x` count as zero."""
     return _of_each(x, regions, counts) if _taken(x, regions, counts) else NotImplemented
 
 

@@ -47,7 +47,7 @@ def finite_each(parts: Sequence[Sparse], times: int) -> Any:
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def added(residual: Tensor, grad: Tensor, out: Tensor) -> Any:
-    """Write residual + grad to `out` [n], and return whether something of it is not finite: a number [1] on the device."""
+    """Write residual + grad to `out` [n], and return whether any of it is not finite: a number [1] on the device."""
     n = residual.numel()
     bad = torch.zeros(1, dtype=torch.int32, device=residual.device)
     if n:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes
 from sparsync.kernels.value_reference import BLOCK, TERNARY, values_nbytes
 
-BLOCKS = 4  # of 256 values, that one program works on
+BLOCKS = 4  # of 256 values, for one program
 SIZES = {"BLOCKS": BLOCKS, "BLOCK": BLOCK}
 ROUNDED = {**SIZES, "enable_fp_fusion": False}  # each operation is rounded, as in torch
 FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
@@ -76,9 +76,9 @@ def _reduce_shares(
 
 @triton.jit
 def places(k, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where this program's blocks of `k` values begin, how many of their values are there, and which each is, [BLOCKS, BLOCK].
+    """Return where this program's blocks of `k` values begin, how many values they have, and the place of each, [BLOCKS, BLOCK].
 
-    The last are of 32 bits: addresses are then a number for all and a small one for each, which takes far fewer registers.
+    Places have 32 bits: an address is then one number for all and a small one for each, which takes far fewer registers.
     """
     first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     left = tl.maximum(tl.minimum(k - first, BLOCKS * BLOCK), 0).to(tl.int32)
@@ -113,7 +113,7 @@ def fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr):
 
 @triton.jit
 def _mean(number, count, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mean of `count` numbers of each block, of which the others are zero, [BLOCKS, 1]."""
+    """Return the mean of the first `count` numbers of each block, [BLOCKS, 1]; the others are zero."""
     return fold(number.to(tl.float64), BLOCKS, BLOCK, 8) / count.to(tl.float64)
 
 
@@ -155,7 +155,7 @@ def scales_and_codes(x, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what codes stand for, float32."""
+    """Return the values of codes, float32."""
     if BITS == 1:
         # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
         value = (tl.broadcast_to(upper << 16, (BLOCKS, BLOCK)) ^ code << 31).to(tl.float32, bitcast=True)
@@ -166,14 +166,14 @@ def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def share(acc, left, P: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the scales and the codes of acc / P, and what P times these lack of it."""
+    """Return the scales and the codes of acc / P, and what P times the decoded values lack of acc."""
     times = tl.full((BLOCKS, BLOCK), P, tl.float32)
     part = acc * (1.0 / P) if P & (P - 1) == 0 else tl.div_rn(acc, times)  # the reciprocal of a power of two is exact
     upper, code = scales_and_codes(part, left, BITS, BLOCKS, BLOCK)
     received = _values(upper, code, BITS, BLOCKS, BLOCK)
     error = acc - P * received
     if tl.max(magnitude(error)) >= INFINITE:
-        # Where P times what was received is beyond float32, the difference may still be inside.
+        # P times the received value may be beyond float32 although the difference is not.
         wide = (acc.to(tl.float64) - P * received.to(tl.float64)).to(tl.float32)
         error = tl.where(magnitude(error) < INFINITE, error, wide)
     return upper, code, error
