@@ -210,6 +210,7 @@ def test_steps_in_other_layouts_and_orders_are_done_by_the_reference() -> None:
 
 def test_steps_packets_and_bits_that_do_not_fit_are_refused() -> None:
     outside: dict[str, Any] = {"gradients": [torch.ones(2)], "starts": [299], "factors": [1.0]}
+    few: dict[str, Any] = {"ratio": torch.ones(1)}
     x, packet = torch.ones(300), values_encode(torch.ones(300), 4)
     none: list[Any] = [[], [], [], None, None, 1, [], [], 0]
     for call, message in (
@@ -218,7 +219,7 @@ def test_steps_packets_and_bits_that_do_not_fit_are_refused() -> None:
             r"2 elements from 299 on do not lie in \[0, 300\)",
         ),
         (
-            lambda: operations.make_steps_(torch.zeros(300), **steps_of(torch.float32) | {"ratio": torch.ones(1)}),
+            lambda: operations.make_steps_(torch.zeros(300), **steps_of(torch.float32) | few),
             "300 elements do not lie in 1 blocks of 64",
         ),
         (
