@@ -14,10 +14,10 @@ from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
-from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.exact_exdyna import ExactExDyna
+from sparsync.schemes.exact_micro import ExactMiCRO
+from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.in_turn import InTurn
-from sparsync.schemes.micro import MiCRO
-from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.skip_reduce import Form, SkipReduce
 from sparsync.schemes.topk_allgather import TopK
 from sparsync.schemes.two_shot import TwoShot
@@ -33,8 +33,8 @@ MOST: dict[Values, float] = {"float32": 7.0, "bfloat16": 4.0, "float16": 4.0, "i
 
 
 @pytest.mark.parametrize("values", MOST)
-@pytest.mark.parametrize("kind", [MiCRO, ExDyna])
-def test_an_element_of_the_union_takes_few_bytes(kind: type[MiCRO | ExDyna], values: Values) -> None:
+@pytest.mark.parametrize("kind", [ExactMiCRO, ExactExDyna])
+def test_an_element_of_the_union_takes_few_bytes(kind: type[ExactMiCRO | ExactExDyna], values: Values) -> None:
     """At 1 %: 3/4 of 8.6 bits of position, 2 * 3/4 of a value, of its share of a scale, and what schemes agree with first."""
     P, n = 4, 200_000
     for seen in run(lambda: kind(density=0.01, values=values), P, [whole_numbers(n, P, 0)]):
@@ -67,8 +67,8 @@ def test_all_ranks_get_the_same_mean_and_errors_make_up_for_what_it_lacks(values
     assert torch.equal(P * results[0][0].double() + total, torch.stack(given).double().sum(0))
 
 
-@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk])
-def test_signs_lose_no_mass(kind: type[TopK | MiCRO | ExDyna | OkTopk]) -> None:
+@pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactExDyna, ExactOkTopk])
+def test_signs_lose_no_mass(kind: type[TopK | ExactMiCRO | ExactExDyna | ExactOkTopk]) -> None:
     """What is written times P, and the residuals, are together what came in; up to the rounding of a residual to float32."""
     P, n = 4, 400
     steps = [whole_numbers(n, P, seed) for seed in range(3)]
@@ -83,7 +83,7 @@ def test_signs_lose_no_mass(kind: type[TopK | MiCRO | ExDyna | OkTopk]) -> None:
 
 
 @pytest.mark.parametrize("values", ["bfloat16", "float16", "int4", "int8", "int3", "ternary", "sign"])
-@pytest.mark.parametrize("kind", [TopK, MiCRO, OkTopk, TwoShot])
+@pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactOkTopk, TwoShot])
 def test_the_largest_numbers_leave_no_infinity_in_a_residual(kind: Callable[..., Scheme], values: Values) -> None:
     """Ranks whose largest numbers cancel: the mean is finite, where P times what is decoded of one of them is not."""
     P, n, largest = 2, 64, 3.4e38
@@ -98,9 +98,9 @@ def test_the_largest_numbers_leave_no_infinity_in_a_residual(kind: Callable[...,
 
 FEEDBACK: dict[str, Callable[[], Scheme]] = {
     "topk": partial(TopK, 0.1),
-    "micro": partial(MiCRO, 0.1),
-    "exdyna": partial(ExDyna, 0.1),
-    "oktopk": partial(OkTopk, 0.1, dense_steps=1),
+    "exact_micro": partial(ExactMiCRO, 0.1),
+    "exact_exdyna": partial(ExactExDyna, 0.1),
+    "exact_oktopk": partial(ExactOkTopk, 0.1, dense_steps=1),
     "two_shot": partial(TwoShot, 0.1, "float32"),
     "in_turn": partial(InTurn, 3, "float32", "float32"),
     "dgc": partial(DGC, 0.1, momentum=0.0, warmup_steps=0),
