@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsync.base.state import State
 from sparsync.testing.subject import SchemeUnderTest
-from sparsync.testing.world import Step, fail, integer_sum, run, same_bits
+from sparsync.testing.world import Step, fail, integer_sum, same_bits
 
 _SCALE = 2.0**-16
 
@@ -178,19 +177,6 @@ def check_nothing_lost(step: Step, before: Tensor) -> None:
     rolled_back = before + integer_sum(step.grads)
     left = torch.where(after == rolled_back, before, after)
     check_equal(step.where(), "the sum of the residuals after a step with NaN or Inf", left, "before it", before)
-
-
-def silence(states: Sequence[State], n: int, first_step: int, at_most: int) -> list[Step]:
-    """Return the steps of zero gradients after which no residual is left. Raises AssertionError after `at_most`."""
-    steps: list[Step] = []
-    while not steps or any(residual.any() for residual in steps[-1].residuals):
-        if len(steps) >= at_most:
-            left = integer_sum([residual.abs() for residual in steps[-1].residuals])
-            place = f"after {at_most} steps without gradients"
-            fail(steps[-1].where(), f"{place} the residuals are {left.tolist()}, they must be 0")
-        nothing = [torch.zeros(n) for _ in states]
-        steps += run(states, [nothing] * min(4, at_most - len(steps)), first_step=first_step + len(steps))
-    return steps
 
 
 def _check_bits(where: str, what: str, x: Tensor, reference: str, y: Tensor) -> None:

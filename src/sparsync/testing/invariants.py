@@ -26,7 +26,6 @@ from sparsync.testing.checks import (
     check_step_invariants,
     check_traffic,
     conserved,
-    silence,
 )
 from sparsync.testing.fairness import balance, examination, scale, shares
 from sparsync.testing.layouts import SIZES, check_layouts
@@ -243,22 +242,6 @@ def reset(subject: SchemeUnderTest) -> None:
     check_step_invariants(subject, steps, integer_sum(last.residuals))
 
 
-def delivery(subject: SchemeUnderTest) -> str | None:
-    """Check that the residual is sent once gradients are zero: at least one element at each step."""
-    if not subject.has_residual or not subject.delivers:
-        return "the scheme does not promise it: delivers=False" if subject.has_residual else subject.unaccounted
-    if subject.decay != 1.0:
-        return "the residual decays"
-    P = subject.world(4)
-    states = subject.start(P)
-    steps = run(states, integers(P, SMALL, subject.warmup + 1))
-    steps += silence(states, SMALL, first_step=len(steps), at_most=P * SMALL)
-    written = integer_sum([step.written[0] for step in steps])
-    came_in = torch.stack([integer_sum(step.grads) for step in steps]).sum(dim=0)
-    check_equal(steps[-1].where(), "P x all that was written", P * written, "all that came in", came_in)
-    return None
-
-
 def sizes(subject: SchemeUnderTest) -> None:
     """Check buckets of any number of elements: one, fewer than ranks, fewer than 1/density, many, and none, which sends no message."""
     P = subject.world(5)
@@ -345,7 +328,6 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
         rollback,
         clipping,
         reset,
-        delivery,
         sizes,
         values,
         types,

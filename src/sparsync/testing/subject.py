@@ -30,7 +30,6 @@ class SchemeUnderTest:
     tolerance: float = 0.0  # of conservation, relative to the largest gradient; above 0 only where no type is exact
     warmup: int = 0  # steps before the scheme starts to leave anything out
     skips_ranks: bool = False  # it leaves out whole ranks, whose NaN and Inf need not show in the result
-    delivers: bool = False  # without new gradients, it sends at least one element of the residual at each step
     # What is written is the mean of what left the residuals; False for rules that change it on its way, such as momentum.
     conserves: bool = True
     # The share of the elements that is sent in a step; None: the smallest `density` or `density_down` of the scheme and of those that it
