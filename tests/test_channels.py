@@ -25,7 +25,7 @@ def announced(comm: GroupComm, step: int, number: int = 0, what: str = "the same
 
 
 def message(source: int, to: int, step: int, n: int) -> Tensor:
-    """What one rank sends to another in a step, [n]."""
+    """Return the message from one rank to another in a step, [n]."""
     return torch.arange(n, dtype=torch.float32) + 1000 * source + 100 * to + step
 
 

@@ -36,7 +36,7 @@ ADDED = (
 )
 MOVED = (*ADDED, torch.bool, torch.complex64, torch.float8_e4m3fn)
 LENGTHS = (0, 1, 5, 97)
-TIMEOUT_S = 3.0  # for ranks that wait in vain; in it, ranks that are not in vain must meet, also on a busy machine
+TIMEOUT_S = 3.0  # for ranks that nobody joins; other ranks must meet within it, even on a busy machine
 
 
 def values(dtype: torch.dtype, n: int, rank: int) -> Tensor:
@@ -180,7 +180,7 @@ def error_of(comm: Comm, operation: str) -> str:
     return message
 
 
-def waiting_in_vain() -> None:
+def waiting_for_nobody() -> None:
     for operation in OPERATIONS:
         comm = GroupComm.private(timeout_s=TIMEOUT_S)
         with case(operation):
@@ -196,7 +196,7 @@ def waiting_in_vain() -> None:
 
 
 def test_a_peer_that_never_comes_is_an_error_that_names_ranks() -> None:
-    run(waiting_in_vain, 3)
+    run(waiting_for_nobody, 3)
 
 
 def ranks_disagree() -> None:

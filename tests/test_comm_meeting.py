@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def together(*calls: Callable[[], Result]) -> list[Result | str]:
-    """What the calls return, each on a thread of its own, or the message of what they raise."""
+    """Make the calls on a thread each, and return their results, or the messages of their errors."""
     results: list[Result | str] = [""] * len(calls)
 
     def run(place: int) -> None:
@@ -41,7 +41,7 @@ def meetings(store: Store, size: int) -> list[Meeting]:
     return [Meeting(store, "here", rank, size) for rank in range(size)]
 
 
-def test_ranks_that_tried_in_vain_a_different_number_of_times_meet_under_new_names() -> None:
+def test_ranks_that_failed_a_different_number_of_times_meet_under_new_names() -> None:
     first, second = meetings(HashStore(), 2)
     for _ in range(3):
         with pytest.raises(

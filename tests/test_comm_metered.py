@@ -26,7 +26,7 @@ def pass_round(comm: MeteredComm, parts: list[Tensor], first: int, steps: int) -
 
 
 def measured(P: int, body: Callable[[MeteredComm], object]) -> list[Cost]:
-    """What `body(comm)` sent from each rank."""
+    """Return the cost of `body(comm)` on each rank."""
 
     def run(comm: LocalComm) -> Cost:
         meter = MeteredComm(comm)

@@ -36,7 +36,7 @@ from studies import __main__ as studies
 DOCS = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-# Those that a reader meets first; the others are in the slow tests, each page in an interpreter of its own.
+# The pages that a reader meets first; the others are in the slow tests, each in another interpreter.
 FIRST = (
     "docs/quickstart.md",
     "docs/own_scheme.md",
@@ -146,7 +146,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why() -> None:
 def commands(page: str) -> Iterator[list[str]]:
     """Yield the commands of `sparsync`, `python -m studies` and `make` in the blocks and the running text of a page, as lists of words.
 
-    What commands print ("sparsync launch: ...") is none.
+    Output of commands ("sparsync launch: ...") does not count.
     """
     text = (ROOT / page).read_text("utf-8")
     lines = [
@@ -198,7 +198,7 @@ def _check_target(arguments: list[str]) -> None:
 
 
 def _check_command(arguments: list[str]) -> None:
-    """Parse a command, its schemes and its job; raise SystemExit or ValueError where that cannot be done.
+    """Parse a command, its schemes and its job; raise SystemExit or ValueError if that fails.
 
     JOB and C stand for any job and number.
     """
@@ -246,7 +246,7 @@ def test_links_lead_to_files_and_headings_that_are_there(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # which has earlier names too
 def test_calls_in_running_text_are_of_what_import_sparsync_gives(page: str) -> None:
     for name, rest in CALL.findall(FENCE.sub("", (ROOT / page).read_text("utf-8"))):
-        # Not what another test has imported: submodules come with an import of their own.
+        # Not the modules that another test has imported.
         assert name in sparsync.__all__, f"{page}: import sparsync does not give sparsync.{name}{rest}()"
         assert callable(attrgetter(f"{name}{rest}")(sparsync)), page
 

@@ -51,7 +51,7 @@ def test_an_operation_on_a_long_vector_is_its_specification(operation: str, n: i
 
 
 def taken(operation: str, *arguments: Any) -> Any:  # Any: as for `dispatch.run`
-    """Return what the C++ backend itself returns: the reference would agree with itself."""
+    """Call the C++ backend itself: the reference would agree with itself."""
     result = getattr(dispatch._cpu, operation)(*arguments)
     assert result is not NotImplemented
     return result

@@ -1,4 +1,4 @@
-"""Rounded values: bytes an element of the union takes, and the mean that lacks exactly what the errors of all ranks add up to."""
+"""Rounded values: the bytes of an element of the union, and a mean whose error is exactly the sum of all ranks' errors."""
 
 from collections.abc import Callable
 from dataclasses import astuple
@@ -69,7 +69,7 @@ def test_all_ranks_get_the_same_mean_and_errors_make_up_for_what_it_lacks(values
 
 @pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactExDyna, ExactOkTopk])
 def test_signs_lose_no_mass(kind: type[TopK | ExactMiCRO | ExactExDyna | ExactOkTopk]) -> None:
-    """What is written times P, and the residuals, are together what came in; up to the rounding of a residual to float32."""
+    """P times the written mean plus the residuals is what came in, up to the rounding of a residual to float32."""
     P, n = 4, 400
     steps = [whole_numbers(n, P, seed) for seed in range(3)]
     ranks = run(lambda: kind(density=0.1, values="sign"), P, steps)

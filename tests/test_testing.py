@@ -83,7 +83,7 @@ class Alternating(Scheme):
 
 
 class AddsItsLastMean(Alternating):
-    """A momentum, of which the optimizer knows nothing."""
+    """A momentum that the optimizer does not know."""
 
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         report, last = super().reduce(state, bucket, comm), state.common_vector("last", bucket)
@@ -111,7 +111,7 @@ class RoundsItsResidual(Alternating):
 class DiffersBetweenRanks(Alternating):
     def sum_over_ranks(self, x: Tensor, comm: Comm) -> Tensor:
         parts = comm.all_gather(x, [x.numel()] * comm.size)
-        mine = [*parts[comm.rank :], *parts[: comm.rank]]  # each rank adds in an order of its own
+        mine = [*parts[comm.rank :], *parts[: comm.rank]]  # each rank adds in another order
         return sum(mine[1:], start=mine[0])
 
 

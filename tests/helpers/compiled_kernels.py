@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for a GPU that need not be there, as the library would launch it, and prints one JSON line for each.
 
-A program of its own, because where Triton's interpreter is on there is no compiler. Nothing is run: what functions return is worthless.
+A separate program, because Triton's interpreter turns the compiler off. Nothing is run, so results mean nothing.
 """
 
 import json
