@@ -187,16 +187,19 @@ class GroupComm:
             doing = f"rank {self.rank} of {self.size} waits for its GPU"
             within(FINISH_S, partial(torch.cuda.synchronize, torch.cuda.current_device()), doing)
 
-    def close(self) -> None:
+    def close(self, for_good: bool = False) -> None:
         """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout.
 
-        It does nothing in a fork, which shares its parent's sockets.
+        It does nothing in a fork, which shares its parent's sockets. `for_good`: forget the group that `private` was given, too, whose
+        threads and connections end when nothing refers to it.
         """
         assert self._base is not None or self.group is None, "only a private communicator can be closed"
         if not self.origin.is_here:
             return
         # At once, because two threads may close, and to destroy no group is to destroy the world.
         group, self.group = self.group, None
+        if for_good:
+            self._base = None
         if group is None:
             return
         with suppress(ValueError):  # destroyed already, with the world
@@ -207,11 +210,6 @@ class GroupComm:
             each.works.clear()
         self._unsettled.clear()
         self._announcements = self._channels = None
-
-    def close_for_good(self) -> None:
-        """Close, and forget the group that `private` was given, whose threads and connections end when nothing refers to it."""
-        self.close()
-        self._base = None
 
     def close_and_report(self, cause: str, within_s: float | None = None) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
