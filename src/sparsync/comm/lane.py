@@ -149,22 +149,21 @@ class Lane:
         self, parts: Sequence[Tensor], counts: Sequence[int] | None, into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Send `parts[r]` to rank r, and return what each rank sent here. Without `counts`, each message brings its length."""
-        dtype, sized = parts[0].dtype, counts is None
+        dtype, sized, received = parts[0].dtype, counts is None, [parts[self.rank]] * self.size
         incoming, outgoing = list[Incoming](), list[Outgoing]()
         for source in self._sources:
             tag = self._tag(self._arrived, source, sized)
+            if counts is not None and not counts[source]:
+                received[source] = parts[0].new_empty(0)
+                continue
             nbytes = None if counts is None else counts[source] * dtype.itemsize
-            room = None if into is None else into[source].view(torch.uint8)
-            if nbytes != 0:
-                incoming.append(Incoming(source, tag, nbytes, room))
+            incoming.append(Incoming(source, tag, nbytes, None if into is None else into[source].view(torch.uint8)))
         for to in self._targets:
             tag = self._tag(self._sent, to, sized)
             if sized or parts[to].numel():
                 outgoing.append(Outgoing(to, tag, parts[to].view(torch.uint8), sized))
-        received = [parts[0].new_empty(0)] * self.size
-        received[self.rank] = parts[self.rank]
         for each, arrived in zip(incoming, self._through_channels(incoming, outgoing), strict=True):
-            aligned = arrived if arrived.storage_offset() % dtype.itemsize == 0 else arrived.clone()
+            aligned = arrived.clone() if sized and arrived.storage_offset() % dtype.itemsize else arrived
             received[each.source] = aligned.view(dtype)
         return received
 
