@@ -14,9 +14,8 @@ from sparsync.kernels.cuda.launch import lanes, loaded, local, magnitude, rank_k
 BINS: tl.constexpr = tl.constexpr(65536)  # parts of a window: 2^31 keys take two rounds
 LARGEST: tl.constexpr = tl.constexpr(0x7F800000)  # the rank key of infinity and NaN
 ROW: tl.constexpr = tl.constexpr(11)  # numbers that describe a region
-STATE: tl.constexpr = tl.constexpr(
-    3
-)  # the lowest key, how many keys, and how many elements are above the only key; -1: not known
+# The lowest key of a window, how many keys it has, and how many elements are above its only key; -1: not known.
+STATE: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
