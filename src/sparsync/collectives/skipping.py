@@ -71,6 +71,22 @@ def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
     return tuple(Chunk(first, rest) for first, rest in zip(parts[::2], parts[1::2], strict=True))
 
 
+@lru_cache(maxsize=256)
+def by_chunk(dense: SpanSet, skipping: SpanSet, node_size: int, nodes: int) -> SpanSet:
+    """Return all elements in the order of the chunks: the share of each in `dense`, then that in `skipping`, so that a message is one span.
+
+    Each of both is cut as a separate vector: first for the ranks of a node, then for the nodes.
+    """
+    found: list[Span] = []
+    for place in range(node_size):
+        for node in range(nodes):
+            for each in (dense, skipping):
+                outer = spans(len(each), node_size)[place]
+                inner = spans(len(outer), nodes)[node]
+                found += each.part(Span(outer.start + inner.start, outer.start + inner.stop))
+    return SpanSet.joined(found)
+
+
 def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
     """Return how many of P ranks each chunk loses: `skip` itself, or, given as a fraction, that share of P rounded down.
 

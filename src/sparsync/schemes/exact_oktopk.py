@@ -23,12 +23,9 @@ from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.base.state import State
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import details
-from sparsync.comm.metered import MeteredComm
 from sparsync.core import (
     Bucket,
     Comm,
-    Detail,
-    Report,
     Span,
     Sparse,
     check_density,
@@ -39,7 +36,7 @@ from sparsync.core import (
 )
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.rounding import lacking, rounded
+from sparsync.kernels.rounding import lacking
 from sparsync.selection.shares import (
     Profile,
     before_blocks,
@@ -81,6 +78,8 @@ class ExactOkTopk(ErrorFeedbackScheme):
             raise ValueError(f"dense_steps must be at least 0, got {self.dense_steps}")
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
+        from sparsync.schemes.sharded import OkTopkReduceScatter
+
         return OkTopkReduceScatter(self)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
@@ -159,59 +158,3 @@ def _survived(mine: Sparse, mean: Sparse, outgoing: Sequence[int], whole: Sequen
 
 def _positions(span: Span, like: Tensor) -> Tensor:
     return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
-
-
-@dataclass(frozen=True)
-class OkTopkReduceScatter(ReduceScatterScheme):
-    """Split-and-reduce only, with the chunks as regions: each rank sends its k (P-1)/P largest elements outside its own.
-
-    Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
-    the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
-    """
-
-    config: ExactOkTopk
-    name = "exact_oktopk"
-
-    @property
-    def residuals(self) -> Residuals:
-        """The precision of the residual."""
-        return self.config.residuals
-
-    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
-        n, P, m = bucket.grad.numel(), comm.size, out.numel()
-        acc = state.accumulate(bucket)
-        chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
-        own, codec = chunks[comm.rank], Elements(self.config.values)
-        density = 1.0 if bucket.step < self.config.dense_steps else self.config.density
-        k = count_for(density, n)
-        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
-        if not acc.finite:
-            mine = _nan_for_each_owner(acc.values, own)
-        region = own.of(acc.values).clone()
-        comm = MeteredComm(comm)
-        reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
-        share = P if average else 1
-        out.copy_(rounded(region / exact_divisor(region, share), out.dtype))
-        if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
-            return self.found_inf(bucket, out, comm.sent)
-        with phase("apply"):
-            acc.keep()
-            own.of(acc.residual).zero_()
-            kernels.clear_(acc.residual, mine.index)
-            if reduced.error is not None:
-                kernels.scatter_add_(acc.residual, Sparse(mine.index, reduced.error, n))
-            if out.dtype != region.dtype:
-                # What rounding to its type drops.
-                own.of(acc.residual).copy_(lacking(region, out, share))
-        sent = mine.index.numel()
-        received = sum(reduced.incoming) - reduced.incoming[comm.rank]
-        found: dict[str, Detail] = {"sent_count": sent, "received_count": received, "overflow": False}
-        return Report(self.name, bucket.key, bucket.step, n, sent + m, n, comm.sent, details=found)
-
-
-def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
-    """Return a NaN for each other rank, in place of what was selected: so all of them learn of it without another message."""
-    n, m = acc.numel(), len(own)
-    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
-    index = first[first != own.start]
-    return Sparse(index, acc.new_full(index.shape, torch.nan), n)
