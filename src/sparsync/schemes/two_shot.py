@@ -93,11 +93,8 @@ class TwoShot(ErrorFeedbackScheme):
         if not self.leaves_out:
             mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values), ValueCodec(self._down[1]))
             return DenseUpdate(mean, acc.values, bucket.grad.numel(), bucket.grad.numel())
-        n, rank = bucket.grad.numel(), comm.rank
-        up, down = (
-            _regions_of(n, comm.size, *each, acc.residual.device, acc.dtype)
-            for each in ((self.density, self.values), self._down)
-        )
+        n, rank, both = bucket.grad.numel(), comm.rank, ((self.density, self.values), self._down)
+        up, down = (_regions_of(n, comm.size, *each, acc.residual.device, acc.dtype) for each in both)
         packets, kept = scatter_top_k(acc, up, comm)
         # With density 1 everybody contributes.
         senders = torch.ones_like(acc.values) if self.divide_by == "contributors" and self.density < 1 else None
@@ -179,7 +176,8 @@ def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list
 def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int, senders: Tensor | None) -> None:
     """Add what other ranks sent of this rank's region to `values` [n], and one to `senders` [n], if given, where each did."""
     codec, sent = regions.codec, [packet for source, packet in enumerate(packets) if source != rank]
-    counts, lengths, rows = ([each[rank]] * len(sent) for each in (regions.counts, regions.lengths, regions.rows))
+    counts, lengths = [regions.counts[rank]] * len(sent), [regions.lengths[rank]] * len(sent)
+    rows = [regions.rows[rank]] * len(sent)
     with phase("decode"):
         codec.add_each_(values, sent, counts, lengths, rows)
         if senders is not None:
