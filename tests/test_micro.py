@@ -14,9 +14,10 @@ from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.schemes.exact_exdyna import ExactExDyna
-from sparsync.schemes.exact_micro import ExactMiCRO
+from sparsync.schemes.exact_micro import ROW, ExactMiCRO
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO, ThresholdScaling
+from sparsync.selection.exclusive import BlockCyclic
 
 KINDS = {
     "exact_micro": ExactMiCRO,
@@ -101,6 +102,17 @@ def test_exactly_as_many_elements_as_asked_are_sent_at_any_scale(kind: str, P: i
         counts = [shown.report.union for shown in each]
         ends = [known_up_to(0.01, n, step) for step in range(len(scales) + 1)]
         assert counts == [max(1, stop - start) for start, stop in pairwise(ends)]
+
+
+def test_the_rank_whose_partition_holds_what_is_large_sends_the_most() -> None:
+    """Rank 0 examines partition 1 at step 1, and has sent a sketch of it at step 0."""
+    P, n = 4, 4000
+    grad = torch.full((n,), 1e-3)
+    partition = BlockCyclic(n, P, ROW)
+    grad[partition.positions(1, torch.arange(partition.lengths()[1]))] = 1.0
+    seen = run(lambda: ExactMiCRO(density=0.01), P, [[grad] * P] * 2)
+    assert [each[0].report.selected for each in seen] == [10] * 4
+    assert seen[0][1].report.selected > 30
 
 
 @pytest.mark.parametrize("bug_compatible", [False, True])
