@@ -1,7 +1,7 @@
 """All-reduces that may leave ranks out of chunks: SkipReduce (doi 10.1145/3725843.3756092) as a ring, directly, and in two levels.
 
 A vector of n elements is cut into P chunks. Chunk c belongs to position o(c) = (c - shift) mod P, which ends up with its sum. With the
-set of offsets S, position o + i is left out of that sum for each i in S. Elements of which nobody is left out (`always` of them) lie first
+set of offsets S, position o + i is left out of that sum for each i in S. Elements that all ranks contribute to (`always` of them) lie first
 in their chunks and ride along in the messages of the others, so there are never more rounds than without skipping; that is ours.
 
     ring            S = {1, ..., s}: the reduce-scatter starts s steps late
@@ -59,7 +59,7 @@ class Chunk:
         return Span(self.always.start, self.others.stop)
 
     def sent(self, skipping: bool) -> Span:
-        """Return what of the chunk travels in a step, which may be one that is skipped."""
+        """Return the part of the chunk that travels in a step, which may be a skipped one."""
         return self.always if skipping else self.span
 
 

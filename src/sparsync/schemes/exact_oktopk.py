@@ -14,6 +14,7 @@ Differs from the paper, so that traffic has a bound, nothing drifts, and a step 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,10 +89,13 @@ class ExactOkTopk(ErrorFeedbackScheme):
         if bucket.step < self.dense_steps:
             return replace(everything(acc, comm), commit=control.advance)
         regions, profile = control.regions(n, P), state.shared_state("profile", Profile, bucket, P)
+        # 1: the largest elements outside this rank's region; all of its own region counts, at no cost
         own, shares = regions[rank], equal_shares([len(region) for region in regions], k, control.t)
         mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
-        region = own.of(acc.values)  # all of this rank's own region counts, at no cost
+        region = own.of(acc.values)
+        # 2: owners add up what they receive
         reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, codec, undoable=True)
+        # 3: the largest sums of each region survive; the region's own values come back
         sums = acc.top_k_nonzero_of(region, shares[rank], "sums")
         with phase("select"):
             assert reduced.before is not None
@@ -99,17 +103,18 @@ class ExactOkTopk(ErrorFeedbackScheme):
             # NaN and Inf are the largest.
             finite = acc.is_finite & sums.value.isfinite().all()
             note = or_found_inf(levels_of(smallest_of(sums.value), _LEVEL_BITS), finite)
+        # 4: all ranks gather the survivors of all regions
         share = replace(sums, value=sums.value / exact_divisor(sums.value, P))
         least = smallest_of(mine.value)
         gathered = sparse_allreduce.gather_survivors(share, note, regions, n, comm, codec, least)
         parts, levels = gathered.parts, gathered.notes
         held = [part.index.numel() for part in parts]
-        # Where all non-zero sums of a region survive, the others are zero, which is what is written.
-        whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
         mean = Sparse(torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts]), n)
-        at = _survived(mine, mean, reduced.outgoing, whole)
-        left = torch.where(at, 0.0 if reduced.error is None else reduced.error, mine.value)
-        cleared = _positions(own, mine.index) if whole[rank] else parts[rank].index
+        # 5: what survivors consist of leaves the residuals. Where all non-zero sums of a region survive, so do those that are zero
+        whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
+        kept = replace(mine, value=_kept(mine, mean, reduced, whole))
+        everywhere = partial(torch.arange, own.start, own.stop, dtype=mine.index.dtype, device=mine.index.device)
+        cleared = everywhere() if whole[rank] else parts[rank].index
         errors = [] if codec.exact else [Sparse(parts[rank].index, lacking(sums.value, gathered.decoded, P), n)]
 
         def commit() -> None:
@@ -125,8 +130,7 @@ class ExactOkTopk(ErrorFeedbackScheme):
         smallest = min((level for level, count in zip(levels, held, strict=True) if count), default=0)
         thresholds = gathered.beside, magnitude_of(smallest, _LEVEL_BITS)
         found = details(mine, thresholds, held, held, reduced.incoming, rank)
-        kept = [replace(mine, value=left)]
-        return Update(mean, cleared, mine.index.numel() + held[rank], errors, found, commit, replaced=kept)
+        return Update(mean, cleared, mine.index.numel() + held[rank], errors, found, commit, replaced=[kept])
 
 
 @dataclass
@@ -145,16 +149,12 @@ class Control:
         self.t += 1
 
 
-def _survived(mine: Sparse, mean: Sparse, outgoing: Sequence[int], whole: Sequence[bool]) -> Tensor:
-    """Return which of `mine` this rank gave to survivors, or to a region whose `whole` sums were sent: bool [k]."""
+def _kept(mine: Sparse, mean: Sparse, reduced: sparse_allreduce.Reduced, whole: Sequence[bool]) -> Tensor:
+    """Return what stays of `mine` in the residual, [k]: rounding errors of what survived or lies in a `whole` region, all of the rest."""
     survived = kernels.isin(mine.index, mean.index)
     start = 0
-    for count, all_sent in zip(outgoing, whole, strict=True):
+    for count, all_sent in zip(reduced.outgoing, whole, strict=True):
         if all_sent:
             survived[start : start + count] = True
         start += count
-    return survived
-
-
-def _positions(span: Span, like: Tensor) -> Tensor:
-    return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
+    return torch.where(survived, 0.0 if reduced.error is None else reduced.error, mine.value)
