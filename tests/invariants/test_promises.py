@@ -32,12 +32,6 @@ def test_the_report_counts_exactly_the_elements_each_rank_put_in(row: Row, P: in
         assert {report.elements for report in step.reports} == {COUNT}
 
 
-@rows()
-def test_the_density_of_a_report_is_the_share_of_its_union(row: Row) -> None:
-    for step in row.subject.trace(row.subject.world(4)):
-        assert all(report.density == report.union / COUNT for report in step.reports)
-
-
 @rows(lambda row: row.has_residual and row.id.startswith("skip") and "naive" not in row.id)
 def test_what_skipping_left_out_arrives_within_two_rounds(row: Row) -> None:
     """Random shifts reach every chunk within two rounds of P steps."""
