@@ -1,17 +1,16 @@
-"""Tables and text for a terminal of any width; without one, lines have 120 columns, or COLUMNS."""
+"""Tables and text for a terminal of any width, drawn by rich; without one, lines have 120 columns, or COLUMNS."""
 
+import io
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 WIDTH = 120  # columns, where there is no terminal, and of the longest line of text
 NOTHING = "-"
 _NAME = 0.4  # of the width: what a name may take on one line
-_STYLES = {"bold": "1", "dim": "2", "yellow": "33", "black on yellow": "30;43", "bold white on red": "1;37;41"}
 
 
 @dataclass(frozen=True)
@@ -49,57 +48,55 @@ def lines_of(
     Columns that do not fit are left out, and named below their table. Names break between words, and only where they take much of the
     width.
     """
-    lines: list[str] = []
+    from rich import box
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
-    def write(text: str, style: str) -> None:
-        for line in (part for whole in text.split("\n") for part in _filled(whole, min(width, WIDTH)).split("\n")):
-            lines.append(f"\x1b[{_STYLES[style]}m{line}\x1b[0m" if colour and style and line else line)
+    lines = io.StringIO()
+    console = Console(file=lines, width=width, force_terminal=colour, highlight=False, markup=False, emoji=False)
+    unlimited = console.options.update(width=10_000)
 
-    for text, style in above:
-        write(text, style)
+    def drawn(table: Table, kept: Sequence[int], name: int) -> RichTable:
+        frame = box.ASCII if ascii_only else box.SIMPLE_HEAD
+        made = RichTable(box=frame, padding=(0, 1, 0, 0))
+        for place in kept:
+            # Names break between words, and numbers nowhere.
+            justify, limit = ("right", None) if place else ("left", name)
+            made.add_column(table.heads[place], justify=justify, overflow="fold", no_wrap=place > 0, max_width=limit)
+        for row in table.rows:
+            made.add_row(*(Text(row[place]) for place in kept))
+        return made
+
+    def fits(table: Table, kept: Sequence[int], name: int) -> bool:
+        return Measurement.get(console, unlimited, drawn(table, kept, name)).maximum <= width
+
+    def write(texts: Sequence[tuple[str, str]]) -> None:
+        for text, style in texts:
+            console.print(text, style=style, width=min(width, WIDTH))
+
+    write(above)
     for table in tables:
-        write(table.title, "bold")
-        kept, drawn = _fitted(table, width, "-" if ascii_only else "\u2500")
-        lines += [*([""] if table.title else []), *drawn, ""]
-        if left_out := [_one_line(head) for place, head in enumerate(table.heads) if place not in kept]:
-            write(f" no room for: {', '.join(left_out)}\n", "dim")
-    for text, style in below:
-        write(text, style)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _fitted(table: Table, width: int, rule: str) -> tuple[list[int], list[str]]:
-    """Return the columns for which there is room, and the lines of the table with them."""
-    kept, spare = list(range(len(table.heads))), [table.heads.index(head) for head in table.less]
-    word = max((len(word) for row in table.rows for word in row[0].split()), default=1)
-    whole, name = max(len(row[0]) for row in [table.heads, *table.rows]), max(word, int(_NAME * width))
-
-    def drawn(name: int) -> list[str]:
-        lines = _drawn(table, kept, name, rule)
-        return lines if len(lines[0]) <= width else []
-
-    while spare and not drawn(name):
-        kept.remove(spare.pop(0))
-    while len(kept) > 2 and not drawn(word):
-        kept.pop()
-    return kept, drawn(whole) or drawn(name) or _drawn(table, kept, word, rule)
-
-
-def _drawn(table: Table, kept: Sequence[int], name: int, rule: str) -> list[str]:
-    """Return the lines of a table: heads, a rule, rows. Names stand to the left and are at most `name` wide, numbers to the right."""
-
-    def cut(row: tuple[str, ...]) -> list[list[str]]:
-        return [(row[place] if place else _filled(row[0], name)).split("\n") for place in kept]
-
-    cells = [cut(row) for row in [table.heads, *table.rows]]
-    sizes = [max(len(line) for row in cells for line in row[at]) for at in range(len(kept))]
-    lines = [
-        "".join(f" {text:{'>' if at else '<'}{sizes[at]}} " for at, text in enumerate(texts))
-        for row in cells
-        for texts in zip_longest(*row, fillvalue="")
-    ]
-    lines.insert(max(map(len, cells[0])), rule * len(lines[0]))
-    return lines
+        kept, out = list(range(len(table.heads))), list[int]()
+        word = max((len(word) for row in table.rows for word in row[0].split()), default=1)
+        name = max(word, int(_NAME * width))
+        spare = [table.heads.index(head) for head in table.less]
+        while spare and not fits(table, kept, name):
+            out.append(spare.pop(0))
+            kept.remove(out[-1])
+        if not fits(table, kept, name):
+            name = word
+        while len(kept) > 2 and not fits(table, kept, name):
+            out.append(kept.pop())
+        if table.title:
+            console.print(table.title, style="bold", width=min(width, WIDTH))
+        console.print(drawn(table, kept, width if fits(table, kept, width) else name))
+        if out:
+            names = [_one_line(table.heads[place]) for place in sorted(out)]
+            write([(f" no room for: {', '.join(names)}\n", "dim")])
+    write(below)
+    return "\n".join(line.rstrip() for line in lines.getvalue().splitlines())
 
 
 def wrapped(text: str, error: bool = False) -> str:
