@@ -17,7 +17,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, Span, digest, laid_out
-from sparsync.exchanges.block_ratios import BlockRatios
+from sparsync.exchanges.measured import BlockRatios
 from sparsync.kernels.step_reference import signs
 from sparsync.schemes import Dense, MiCRO, OkTopk, PerParameter, SkipReduce, TopK, TwoShot
 

@@ -18,7 +18,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
-from sparsync.exchanges.sender import MeanOfSketches
+from sparsync.exchanges.measured import MeanOfSketches
 from sparsync.schemes import Dense, TopK, TwoShot
 
 pytestmark = pytest.mark.distributed

@@ -35,22 +35,21 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges import own_weights
+from sparsync.exchanges.measured import Gradients, Measurement, Pending, Skip, fit
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.rules import ParameterGroups, exchangeable
 from sparsync.exchanges.scheme_steps import SchemeMean
-from sparsync.exchanges.sender import Gradients, Measurement, Pending, Sender, Skip, StepsToMake, fit
+from sparsync.exchanges.sender import Sender, StepsToMake, WholeStep
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.steps_state import StepsState
-from sparsync.exchanges.taken_optimizer import TakenOptimizer
-from sparsync.exchanges.training_loop import GradientDivisor, Replica
-from sparsync.exchanges.whole_steps import WholeMean, WholeStep
+from sparsync.exchanges.training_loop import GradientDivisor, Replica, TakenOptimizer
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 from sparsync.runtime.step_in_flight import reduce_together
 
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
 
-Mean = WholeMean | SchemeMean
+Mean = WholeStep | SchemeMean
 
 
 class AdamWSteps(StepsState):
@@ -229,7 +228,8 @@ class AdamWSteps(StepsState):
             # After an overflow it has returned already, see Rollback. With `takes_back` it depends on whether others have applied the step.
             returns = self.state.has_residual and not _overflow(reports) and not self._rescaler.takes_back
             for each in means if returns else ():
-                each.rollback()
+                if each.bucket is not None:
+                    each.rollback(each.bucket)
             raise
         return reports, None if _overflow(reports) else means
 
@@ -253,14 +253,15 @@ class AdamWSteps(StepsState):
             return None if gradients is None else sender.steps_to_make(place, gradients[place], self._comm.size)
 
         for place, bucket in enumerate(buckets):
-            square, form = sender.vectors["square"][place], None
+            form = None
             if not sender.idle and bucket.dtype == torch.float32:
-                form = state.whole_form(bucket.bucket(square, self._step))
+                like = sender.vectors["square"][place]  # of which only the size and type are read
+                form = state.whole_form(bucket.bucket(like, self._step))
             if form is not None:
                 values, residual = form
-                step = WholeStep(state.name, values, steps(place), skip)
-                means.append(mean := WholeMean(bucket.bucket(residual, self._step), step))
-                pairs.append((mean.bucket, step))
+                mean = WholeStep(state.name, bucket.bucket(residual, self._step), values, steps(place), skip)
+                means.append(mean)
+                pairs.append((mean.bucket, mean))
             else:
                 means.append(mean := SchemeMean(state, bucket.part(sender.idle), bucket.elements))
                 by_scheme += [(place, mean)] if mean.part.layout else []
@@ -303,8 +304,8 @@ class AdamWSteps(StepsState):
             mean = left.pop(0)  # writing own weights takes the same memory
             if self._callbacks and moves and (whole := mean.whole()) is not None:
                 self._note_move([whole], place=place, idle=sorted(self._sender.idle))
-            if (arrived := mean.arrived()) is not None:
-                self._sender.move(place, arrived, skip)
+            if mean.mean is not None:
+                self._sender.move(place, mean.mean, skip)
         self._write_own()
 
     def _adopt(self) -> list[str]:

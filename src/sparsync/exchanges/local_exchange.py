@@ -15,7 +15,7 @@ from sparsync.base.state import State, overflowed
 from sparsync.comm.group import GroupComm, Origin
 from sparsync.core import Bucket, Comm, Cost, Report, exact_divisor
 from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
-from sparsync.exchanges.local_options import LocalSteps, MakeOptimizer
+from sparsync.exchanges.steps_options import LocalSteps, MakeOptimizer
 from sparsync.exchanges.weights import WeightBucket, Weights, copied_by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection

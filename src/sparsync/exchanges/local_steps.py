@@ -19,10 +19,10 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
-from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
 from sparsync.exchanges.step_method import StepMethod
+from sparsync.exchanges.steps_options import LocalSteps
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
 from sparsync.runtime.snapshot import Part, Snapshot

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sparsync.base.state import State, overflowed
 from sparsync.core import Bucket, Comm, Report
-from sparsync.exchanges.sender import Skip, StepsToMake
+from sparsync.exchanges.measured import Skip
+from sparsync.exchanges.sender import StepsToMake
 from sparsync.exchanges.weights import Part
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection, Reduction
@@ -36,13 +37,13 @@ class SchemeMean:
     n: int
     bucket: Bucket | None = None  # None: nothing was reduced
 
-    def arrived(self) -> Tensor | None:
-        """Return what moves the weights; None where nothing does."""
-        return self.whole()
+    @property
+    def mean(self) -> Tensor | None:
+        """The mean as a vector, [n]; None where nothing was reduced."""
+        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
 
     def whole(self) -> Tensor | None:
-        """Return it as a vector, [n]; None where nothing was reduced."""
-        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
+        return self.mean
 
     def reduce(
         self,
@@ -75,10 +76,9 @@ class SchemeMean:
         self.bucket = held[0] if held else sent
         return replace(report, details={**report.details, "overflow": overflowed(report, sent.grad)})
 
-    def rollback(self) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         """Return to the residual what was sent."""
-        if self.bucket is not None:
-            self.state.rollback(self.bucket)
+        self.state.rollback(bucket)
 
 
 @dataclass(eq=False)

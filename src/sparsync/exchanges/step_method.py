@@ -5,18 +5,19 @@ and when. The model is never wrapped.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
-from sparsync.exchanges.moved_weights import MovedWeights
 from sparsync.exchanges.own_weights import ShownWeights
 from sparsync.exchanges.steps_options import StepOptions
 from sparsync.exchanges.training_loop import Replica
@@ -24,9 +25,80 @@ from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.runtime.between_steps import Loads
 from sparsync.runtime.driven import check_undriven, drive
 from sparsync.runtime.findings import check_scheme
+from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler
 from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.snapshot import Part, Snapshot
 from sparsync.runtime.state_checks import SavedState
+
+
+class MovedWeights(Handle):
+    """A handle that moves common weights itself, and tells of each move."""
+
+    _weights: Weights
+    _callbacks: list[Callable[[Part | None], None]]  # see `on_move`
+
+    def snapshot(self, *, shared: bool = True) -> Snapshot:
+        found = super().snapshot(shared=shared)
+        if found.shared is None:
+            return found
+        moved, rest = self._parts(found.shared[self.integration])
+        return found._replace(moved=moved, shared={**found.shared, self.integration: rest})
+
+    @abstractmethod
+    def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what moves with the common weights, and the rest, without what is a rank's own."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot; see Handle. With `moved` alone this is a beginning for `moves`, and nothing to train with."""
+        with torch.no_grad():
+            for move in snapshot.moves:
+                self._replay(move)
+        if snapshot.moved is not None and snapshot.shared is None:
+            self._start_from(snapshot.moved)
+        super().restore(snapshot)
+
+    @abstractmethod
+    def _start_from(self, moved: SavedState) -> None:
+        """Take what moves with the common weights of another rank."""
+
+    @abstractmethod
+    def _replay(self, move: Part) -> None:
+        """Move the common weights as another rank has moved its own."""
+
+    def on_move(self, callback: Callable[[Part | None], None]) -> Callable[[], None]:
+        def end() -> None:
+            self._callbacks = [each for each in self._callbacks if each is not callback]
+
+        self._callbacks.append(callback)
+        return end
+
+    def _note_move(self, means: Sequence[Tensor], **more: Any) -> None:  # Any: numbers, names and settings
+        """Tell of what moves the common weights now: `means` [n] and what else `_replay` needs."""
+        for each in self._callbacks:
+            each({"means": means, "groups": self._settings(), **more})
+
+    def _settings(self) -> list[dict[str, Any]]:  # Any: settings
+        """Return the settings of the optimizer of the common weights, by group."""
+        return [_settings(group) for each in self._movers() for group in each.param_groups]
+
+    def _take_settings(self, found: Sequence[Mapping[str, Any]]) -> None:  # Any: settings
+        groups = [group for each in self._movers() for group in each.param_groups]
+        for group, settings in zip(groups, found, strict=True):
+            group.update(settings)
+
+    @abstractmethod
+    def _movers(self) -> Sequence[Optimizer]:
+        """Return the optimizers whose settings say how the common weights move."""
+
+    def _take_common(self, common: Sequence[Tensor]) -> None:
+        for bucket, weights in zip(self._weights.buckets, common, strict=True):
+            bucket.put_common(weights)
+        self._note_other_move()
+
+    def _note_other_move(self) -> None:
+        for each in self._callbacks:
+            each(None)
 
 
 class StepMethod(MovedWeights):
@@ -247,3 +319,7 @@ def _model_lines(model: nn.Module) -> list[str]:
         for name, each in tensors
     ]
     return [f"a model of {sum(each.numel() for each in model.parameters())} parameters", *layout]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:  # Any: settings
+    return {key: deepcopy(value) for key, value in group.items() if key != "params"}
