@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges import own_weights
-from sparsync.exchanges.measured import Gradients, Measurement, Pending, Skip, fit
+from sparsync.exchanges.measured import Gradients, Measurement, Pending, Skip, fit, host_is_ahead
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.rules import ParameterGroups, exchangeable
 from sparsync.exchanges.scheme_steps import SchemeMean
@@ -271,7 +271,10 @@ class AdamWSteps(StepsState):
                 empty = buckets[place].empty()
                 reports.append(mean.reduce(self._connection, empty, steps(place), self._step, skip, len(buckets) == 1))
 
-        reports[at:at] = reduce_together(self._connection, pairs, reduce_by_scheme if by_scheme else None)
+        if by_scheme or len(pairs) > 1:
+            reports[at:at] = reduce_together(self._connection, pairs, reduce_by_scheme if by_scheme else None)
+        elif pairs:
+            reports.append(self._connection.reduce(*pairs[0]))
 
     def _found_finite(self, gradients: Sequence[Gradients], measures: bool) -> bool:
         """Return whether the gradients are finite, as far as the host knows; False also where squares overflow."""
@@ -393,8 +396,3 @@ class AdamWSteps(StepsState):
 
 def _overflow(reports: Sequence[Report]) -> bool:
     return any(bool(each.details["overflow"]) for each in reports)
-
-
-def host_is_ahead(device: torch.device) -> bool:
-    """Return whether the host may go on before what it asked of a device is done."""
-    return device.type == "cuda"

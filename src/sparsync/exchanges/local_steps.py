@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
-from sparsync.exchanges.agreement import BUFFERS, Agreement
+from sparsync.exchanges.agreement import Agreement
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
@@ -115,8 +115,8 @@ class LocalTraining(StepMethod):
         steps made since. The own weights become S - u; with `mixing` m, m W(t + delay) + (1 - m) S, as in Streaming DiLoCo (2501.18512).
         Differs from the paper: all of u is in what is sent next, and nothing is sent twice, whatever `mixing` is.
         A parameter that is frozen, or has changed on no rank, is not exchanged: it stays, and what is unsent of it waits.
-        NaN or Inf in any rank's weights, or in buffers that were finite at the start, drops the exchange, with a warning: all ranks return
-        to the weights after the last one, and that rank resets non-finite optimizer state. 5 drops in a row raise RuntimeError.
+        NaN or Inf in any rank's weights drops the exchange, with a warning: all ranks return to the weights after the last one, and
+        that rank resets its buffers and non-finite optimizer state. 5 drops in a row raise RuntimeError.
         A failed exchange raises on all ranks, with `delay` when it is due. Weights stay, and the next one sends what it did not. After an
         error while a rank applies it, all ranks raise from the next exchange on, until a checkpoint is loaded on all of them.
         Raises RuntimeError, on all ranks, where ranks have made different numbers of steps; and where the optimizers' own `step` counts.
@@ -163,7 +163,8 @@ class LocalTraining(StepMethod):
         return reports
 
     def close(self) -> None:
-        self._exchanger.stop()
+        if self._exchanger.worker is not None:
+            self._exchanger.worker.stop()  # after the pending exchanges, without waiting for them
         self._watched.release()
         super().close()
         # What a state is to have from here on: nothing that was learnt since the last exchange.
@@ -228,7 +229,7 @@ class LocalTraining(StepMethod):
     def _regrouped(self, comm: Comm) -> None:
         super()._regrouped(comm)
         self._failed = True  # the next exchange compares the weights
-        self._exchanger.regrouped(comm)
+        self._exchanger.comm = comm
 
     def snapshot(self, *, shared: bool = True) -> Snapshot:
         self._check_own()
@@ -303,13 +304,6 @@ class LocalTraining(StepMethod):
     def _check(self, state: SavedState) -> None:
         super()._check(state)
         saved = state[self.integration]
-        groups = [each["param_groups"] for each in saved["optimizers"]], [each.param_groups for each in self.optimizers]
-        then, now = ([[len(one["params"]) for one in each] for each in optimizers] for optimizers in groups)
-        if then != now:
-            raise ValueError(
-                f"this state was saved with optimizers whose groups have {then} parameters, and now they have {now}; pass as many "
-                "optimizers, with the same groups"
-            )
         self._exchanger.check(saved)
 
     def _load(self, state: SavedState) -> None:
@@ -347,8 +341,6 @@ class LocalTraining(StepMethod):
         applied, first = self._exchanger.applied[fragment], fragment == 0
         finite, parameters = exchange.take(applied)
         buffers = list(self.model.buffers()) if first else []  # once per round
-        if buffers and any(self._exchanger.buffers.bad()):
-            finite = min(finite, BUFFERS)
         exchange.agreement = Agreement(self._step, applied, finite, parameters, buffers)
         done = self._step + 1
         # Read now, on this thread: schedules go on during the exchange.
@@ -468,7 +460,8 @@ def _restart(optimizers: Sequence[Optimizer]) -> None:
 
 def _tell_drop(exchange: PendingExchange, times: int) -> None:
     """Warn of a dropped exchange, the last of `times` in a row, or raise where these are too many. The same on all ranks."""
-    found = exchange.described_drop()
+    ranks = exchange.not_finite
+    found = f"the weights of ranks {ranks} hold NaN or Inf" if ranks else "the mean over ranks holds NaN or Inf"
     if times == _MOST_DROPPED:
         raise RuntimeError(
             f"the last {times} exchanges were dropped, and all ranks are back at the weights before them: {found}; lower the learning "

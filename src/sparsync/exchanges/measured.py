@@ -39,6 +39,11 @@ def fit(gradients: Iterable[Gradients]) -> bool | Tensor:
     return kernels.squares_fit(tensors, factors, torch.finfo(torch.float32).max)
 
 
+def host_is_ahead(device: torch.device) -> bool:
+    """Return whether the host may go on before what it asked of a device is done."""
+    return device.type == "cuda"
+
+
 class Skip:
     """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
 
