@@ -1,4 +1,4 @@
-"""What ranks tell each other besides steps and weights: their step, what has changed, whether it is finite, buffers, and numbers."""
+"""Messages besides steps and weights: step numbers, changed parameters, whether they are finite, buffers, and a few numbers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What is measured of a step's gradients: whether they are finite, so that ranks skip the step together, and the ratio.
+"""Measure a step's gradients: whether they are finite, so that all ranks skip the same steps, and the ratio.
 
 The ratio says how much longer a rank's own gradient is than the mean one, for each block of adjacent elements. Steps are divided by the
 second moments of the own gradient; the ratio brings these down to those of the mean one.
@@ -24,7 +24,7 @@ _SEED = 0xFFFFFFFF  # of the signs of a sketch
 
 @dataclass(frozen=True)
 class Gradients:
-    """This rank's gradients of a bucket, where they lie: each from an element on, and times a factor."""
+    """This rank's gradients of a bucket, in the loop's memory: the first element and a factor of each."""
 
     tensors: Sequence[Tensor]
     starts: Sequence[int]
@@ -45,7 +45,7 @@ def host_is_ahead(device: torch.device) -> bool:
 
 
 class Skip:
-    """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
+    """Whether all ranks skip a step, as a number on a device. The host reads it one step later, without waiting."""
 
     def __init__(self, fits: Tensor) -> None:
         """Skip if not `fits` [], on this rank; see `agree`."""
@@ -61,18 +61,18 @@ class Skip:
         return self.flag
 
     def send_to_host(self) -> None:
-        """Begin to copy it to this machine's memory, after the step."""
+        """Begin to copy the flag to host memory, after the step."""
         self._arriving = Arriving(self.flag)
 
     @property
     def seen(self) -> bool:
-        """Return what came to the host."""
+        """Whether the step was skipped, as copied to the host."""
         return bool(self._arriving)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A step of which a device knows whether it was skipped, and the host counts as if it was not."""
+    """A step that the host counts as taken until the device tells whether it was skipped."""
 
     skip: Skip
     counted: Collection[str]  # parameters that took part
@@ -125,12 +125,12 @@ class BlockRatios:
         return found
 
     def settle(self) -> None:
-        """Learn what the last measurement has come to, where it was made on a device."""
+        """Read the result of the last measurement, if a device made it."""
         if self._arriving is not None:
             self._sums, self._arriving = self._arriving.read(), None
 
     def forget_last(self) -> None:
-        """Count the last measurement no longer, which has changed nothing."""
+        """No longer count the last measurement, which changed nothing."""
         self.measured -= 1
 
     def _totals(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A rank's own weights, of forms below 4 bits and of local steps: which weights a pass uses, and what goes wrong with them.
+"""A rank's own weights, in forms below 4 bits and in local steps: which weights a pass uses, and errors that follow from them.
 
 With `Steps(keep=0.0)` nothing here is called: parameters are the common weights.
 """

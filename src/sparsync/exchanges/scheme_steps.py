@@ -1,4 +1,4 @@
-"""Steps that go through a scheme: where it leaves elements out, and in buckets of which some parameters take no part in a step."""
+"""Steps that a scheme reduces: schemes that leave elements out, and buckets with parameters that take no part in a step."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from sparsync.runtime.connection import Connection, Reduction
 
 
 class FewNonzero(Bucket):
-    """A bucket of which the elements that are not zero are kept. Reading `grad` makes the vector."""
+    """A bucket that keeps only its nonzero elements. Reading `grad` makes the whole vector."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
@@ -30,7 +30,7 @@ class FewNonzero(Bucket):
 
 @dataclass
 class SchemeMean:
-    """The mean step of a bucket of `n` elements: of the part that takes part, and zero elsewhere."""
+    """The mean step of a bucket of `n` elements, zero for parameters that take no part."""
 
     state: State
     part: Part

@@ -32,7 +32,7 @@ COUNTS = ("applied", "seen")  # steps that moved a parameter; gradients of it in
 
 @dataclass(frozen=True)
 class StepsToMake:
-    """What this rank's gradients become steps by; see `kernels.make_steps_`."""
+    """Gradients and the numbers that make steps of them; see `kernels.make_steps_`."""
 
     gradients: Gradients
     square: Tensor
@@ -46,7 +46,7 @@ class StepsToMake:
         return self._made(self.numbers, out, skip)
 
     def again(self) -> Tensor:
-        """Return what `make` wrote, from second moments that have these gradients."""
+        """Return what `make` wrote, now that the second moments contain these gradients."""
         return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
 
     def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
@@ -89,7 +89,7 @@ class Sender:
         return Gradients(tensors, starts, factors)
 
     def steps_to_make(self, place: int, gradients: Gradients, P: int) -> StepsToMake:
-        """Count a gradient of each parameter of bucket `place` that takes part, and return what makes steps of them."""
+        """Count a gradient of each participating parameter of bucket `place`, and return what makes steps of the gradients."""
 
         def made(rule: Rule, entry: ParameterSpan, t: int) -> Spread:
             beta2 = self.beta2(rule)
@@ -139,7 +139,7 @@ class Sender:
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self.groups.rules))
 
     def uncount(self, names: Iterable[str]) -> None:
-        """Count the last step of these parameters no longer."""
+        """Undo the count of the last step of these parameters."""
         for name in names:
             for each in self.counts.values():
                 each[name] -= 1

@@ -1,7 +1,7 @@
-"""The base of all step methods, which exchange what optimizers do to the weights: AdamWSteps and LocalTraining.
+"""The base of AdamWSteps and LocalTraining, which exchange what optimizers do to the weights.
 
-Here: common weights, clipping, weights that are set from outside, failures, and what all of them save. A method decides what is exchanged
-and when. The model is never wrapped.
+MovedWeights lets ranks that join or have failed follow the others: by snapshots, and by each move since. StepMethod has the common weights,
+weights set from outside, failures, and the saved state. A subclass decides what is exchanged and when. The model is never wrapped.
 """
 
 from abc import abstractmethod
@@ -33,7 +33,7 @@ from sparsync.runtime.state_checks import SavedState
 
 
 class MovedWeights(Handle):
-    """A handle that moves common weights itself, and tells of each move."""
+    """A handle that moves the common weights itself, and reports each move."""
 
     _weights: Weights
     _callbacks: list[Callable[[Part | None], None]]  # see `on_move`
@@ -47,7 +47,7 @@ class MovedWeights(Handle):
 
     @abstractmethod
     def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what moves with the common weights, and the rest, without what is a rank's own."""
+        """Split a saved state: return the part that moves with the common weights, and the rest without this rank's own part."""
 
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot; see Handle. With `moved` alone this is a beginning for `moves`, and nothing to train with."""
@@ -74,7 +74,7 @@ class MovedWeights(Handle):
         return end
 
     def _note_move(self, means: Sequence[Tensor], **more: Any) -> None:  # Any: numbers, names and settings
-        """Tell of what moves the common weights now: `means` [n] and what else `_replay` needs."""
+        """Report a move of the common weights: `means` [n] and whatever else `_replay` needs."""
         for each in self._callbacks:
             each({"means": means, "groups": self._settings(), **more})
 
@@ -102,7 +102,7 @@ class MovedWeights(Handle):
 
 
 class StepMethod(MovedWeights):
-    """A model and its optimizers, where each rank's weights are the common ones, or these less what it has not sent.
+    """A model and its optimizers. A rank's weights are the common ones, or these less a share of what the rank has not sent.
 
     Making one is collective over the ranks of `group`, or of `comm`: it compares settings, and copies parameters and buffers of rank 0.
     """
@@ -151,10 +151,10 @@ class StepMethod(MovedWeights):
 
     @abstractmethod
     def step(self) -> list[Report]:
-        """Count a step, and exchange what is due; return the reports of it. Call it on every rank."""
+        """Count a step, exchange what is due, and return the reports. Call it on every rank."""
 
     def _settle(self) -> None:
-        """Learn what the host does not know yet of the last step."""
+        """Read what the device knows of the last step and the host does not."""
         return
 
     @property
@@ -268,7 +268,7 @@ class StepMethod(MovedWeights):
 
     @abstractmethod
     def _adopt(self) -> list[str]:
-        """Take weights that were set from outside for the common ones, and return their names."""
+        """Make weights that were set from outside the common ones, and return their names."""
 
     def _take_from_model(self, names: Sequence[str]) -> None:
         """Make the model's present values of these parameters the common weights."""
@@ -301,7 +301,7 @@ class StepMethod(MovedWeights):
 
     @contextmanager
     def _applying(self) -> Iterator[None]:
-        """Have an error inside leave this rank with a step that was applied in part."""
+        """Mark the step as applied in part if the block raises."""
         try:
             yield
         except BaseException as error:

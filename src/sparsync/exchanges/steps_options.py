@@ -1,4 +1,4 @@
-"""The options of exchanges at every step and every few steps: Steps, LocalSteps and DiLoCo's outer optimizer."""
+"""The options of `attach(exchange=...)`: Steps, LocalSteps and DiLoCo's outer optimizer."""
 
 import math
 from collections.abc import Callable

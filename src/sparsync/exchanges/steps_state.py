@@ -1,4 +1,4 @@
-"""What a handle of exchanged steps saves, loads, and gives ranks that follow; and how it changes: own weights, and other bits."""
+"""The state of AdamWSteps: saving, loading, following other ranks, own weights, and the choice of bits."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence

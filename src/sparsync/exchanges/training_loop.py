@@ -269,7 +269,7 @@ _TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
 
 @cache
 def _look_at_steps() -> None:
-    """Look at the steps of all optimizers from here on: once, for torch iterates over its hooks while a handle may be collected."""
+    """Watch the steps of all optimizers from here on. Once per process: torch iterates over its hooks while a handle may be collected."""
     look: Any = torch.compiler.disable(_refuse_another)  # Any: as in TakenOptimizer
     register_optimizer_step_pre_hook(look)
 
@@ -298,7 +298,7 @@ def supports_scaling(optimizer: Optimizer) -> bool:
 
 
 def hide_gradients(optimizer: Optimizer) -> Hidden:
-    """Take the gradients of an optimizer's parameters away, so that its step moves none of them; return what `put_back` takes."""
+    """Remove the gradients of an optimizer's parameters, so that its step moves nothing; return the argument of `put_back`."""
     hidden = [(each, each.grad) for each in _parameters(optimizer) if each.grad is not None]
     for parameter, _ in hidden:
         parameter.grad = None
