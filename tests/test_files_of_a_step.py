@@ -19,7 +19,7 @@ TWO_SHOT = "two_shot:density=0.05:values=int4"
 # An optimizer and a scheme, None for the recipe, and at most how many files a step visits; all of `kernels` counts as one.
 MOST_FILES: dict[tuple[type[torch.optim.Optimizer], str | None], int] = {
     (torch.optim.SGD, TWO_SHOT): 20,
-    (torch.optim.SGD, "oktopk"): 22,
+    (torch.optim.SGD, "exact_oktopk"): 22,
     (torch.optim.SGD, "skip_reduce"): 17,
     (torch.optim.AdamW, TWO_SHOT): 26,
     (torch.optim.AdamW, None): 24,
@@ -72,7 +72,7 @@ def test_a_settled_step_visits_few_files() -> None:
     too_many = {each: sorted(files) for each, files in found.items() if len(files) > MOST_FILES[each]}
     assert not too_many
     assert all(
-        {"kernels", "core.py"} <= found[torch.optim.SGD, scheme] for scheme in (TWO_SHOT, "oktopk")
+        {"kernels", "core.py"} <= found[torch.optim.SGD, scheme] for scheme in (TWO_SHOT, "exact_oktopk")
     )  # it has watched
     default = found[torch.optim.AdamW, None]
     assert not default & {f"exchanges/{each}.py" for each in ("own_weights", "scheme_steps", "steps_state")}
