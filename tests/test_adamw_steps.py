@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, Span, digest, laid_out
-from sparsync.exchanges.block_ratios import BlockRatios
+from sparsync.exchanges.measured import BlockRatios
 from sparsync.kernels.step_reference import signs
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, PerParameter, SkipReduce, TopK, TwoShot
 
@@ -236,61 +236,6 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
     assert name == "dense" or bool(held.any())
 
 
-def idle_for_a_while(comm: LocalComm, name: str, resumed_at: int = -1) -> list[list[Tensor]]:
-    """Train 12 steps; from the 4th to the 8th the first weight is frozen, and the last bias has no gradient on any rank.
-
-    Return own weights and common ones after each step.
-    """
-
-    def made() -> AdamWSteps:
-        steps = start(comm, SCHEMES[name](), decays=(0.125, 0.125), keep=0.5, bucket_mb=2e-4)
-        assert len(steps._weights.buckets) > 1
-        return steps
-
-    def state(steps: AdamWSteps) -> list[dict[str, Tensor]]:
-        saved = steps.state_dict()
-        return [saved["adamw_steps"]["square"], saved["adamw_steps"]["momentum"], saved["scheme"].get("residual", {})]
-
-    steps, seen = made(), []
-    for step in range(12):
-        if step == resumed_at:
-            before, steps = steps, made()
-            steps.load_state_dict(before.state_dict())
-        idle = step in range(4, 9)
-        frozen, missing = steps.model.get_parameter("0.weight"), steps.model.get_parameter("1.bias")
-        frozen.requires_grad_(not idle)
-        learn(steps.model, comm.rank, step)
-        if idle:
-            missing.grad = None
-        last, held = [each.detach().clone() for each in (frozen, missing)], state(steps)
-        steps.step()
-        if idle:
-            for each, name_of in ((last[0], "0.weight"), (last[1], "1.bias")):
-                assert torch.equal(each, steps.model.get_parameter(name_of))
-                for before, after in zip(held, state(steps), strict=True):
-                    assert torch.equal(before.get(name_of, torch.zeros(0)), after.get(name_of, torch.zeros(0)))
-            assert torch.equal(common(steps)[:48], seen[3][1][:48])
-            assert torch.equal(common(steps)[-3:], seen[3][1][-3:])
-        seen.append([flat(steps.model.parameters()), common(steps)])
-    assert not torch.equal(seen[-1][1][:48], seen[3][1][:48])
-    return seen
-
-
-@pytest.mark.parametrize("name", one_in(4, SCHEMES))
-def test_what_is_frozen_or_has_no_gradient_on_any_rank_neither_moves_nor_decays_and_what_is_unsent_of_it_waits(
-    name: str,
-) -> None:
-    ranks = LocalWorld(P).run(partial(idle_for_a_while, name=name))
-    for seen in ranks:
-        assert all(torch.equal(ours[1], first[1]) for ours, first in zip(seen, ranks[0], strict=True))
-    if name == "two_shot":
-        resumed = LocalWorld(P).run(partial(idle_for_a_while, name=name, resumed_at=6))
-        for ours, wanted in zip(resumed, ranks, strict=True):
-            assert all(
-                torch.equal(*each) for pair in zip(ours, wanted, strict=True) for each in zip(*pair, strict=True)
-            )
-
-
 @pytest.mark.parametrize("share", [0.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.0))])
 def test_the_ratio_is_1_for_alike_gradients_a_quarter_for_the_noise_of_4_ranks_and_between_for_a_mixture(
     share: float,
@@ -369,40 +314,6 @@ def test_elements_without_gradient_stay_and_the_first_gradient_of_a_rare_row_mak
         assert float(steps._sender.ratios.ratio(0, P)[2]) == 1
 
     LocalWorld(P).run(body)
-
-
-def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
-    def body(comm: LocalComm) -> list[Tensor]:
-        convolution = nn.Conv2d(2, 3, 3)
-        convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
-        made = nn.ModuleList(
-            [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).double(), convolution]
-        )
-        made[1].weight = made[0].weight
-        frozen = made[1].bias
-        assert isinstance(frozen, nn.Parameter)
-        frozen.requires_grad_(False)
-        with torch.no_grad():
-            for each in made.parameters():
-                each.fill_(1.0 + comm.rank)  # rank 0's are copied to all
-        steps = AdamWSteps(made, torch.optim.AdamW(made.parameters()), TopK(0.5), keep=0.0, comm=comm, block=5)
-        assert all(bool((each == 1).all()) for each in made.parameters())
-        reports = []
-        for step in range(3):
-            learn(made, comm.rank, step)
-            frozen.grad = None
-            reports = steps.step()
-        assert [report.key for report in reports] == ["ratio", "float32/cpu/0", "float64/cpu/0"]
-        assert [each.dtype for each in steps._sender.vectors["square"]] == [torch.float32, torch.float64]
-        assert torch.equal(frozen, torch.ones(4))
-        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        frozen.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"1\.bias was frozen, missing or of another type"):
-            steps.step()
-        return list(made.state_dict().values())
-
-    first, second = LocalWorld(2).run(body)
-    assert all(map(torch.equal, first, second))
 
 
 def test_steps_too_short_for_16_bits_add_up_in_the_common_weights() -> None:

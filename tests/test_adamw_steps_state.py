@@ -1,6 +1,6 @@
 """Exchanged steps that are skipped, fail, or go on from a state: nothing is lost, and ranks stay the same."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -210,77 +210,6 @@ def test_a_run_that_is_resumed_at_any_step_has_the_same_bits_also_where_steps_ar
         for ours, theirs in zip(LocalWorld(2).run(partial(broken, at=at)), wanted, strict=True):
             assert all(map(torch.equal, ours, theirs)), at
     assert torch.equal(wanted[0][-1], wanted[1][-1])
-
-
-def test_other_blocks_or_buckets_measure_the_ratio_anew() -> None:
-    def body(comm: LocalComm) -> None:
-        before = normed(comm)
-        fit(before, range(9))
-        state = before.state_dict()
-        for settings in ({"block": 4}, {"bucket_mb": 25.0}):
-            after = normed(comm, **settings)
-            after.load_state_dict(state)
-            assert torch.equal(common(after), common(before))
-            assert after.clip_factor == 1
-            again = normed(comm, **settings)
-            fit(after, range(9, 11))
-            again.load_state_dict(after.state_dict())
-            saved, loaded = (each.state_dict()["adamw_steps"] for each in (after, again))
-            assert all(saved[key] == loaded[key] for key in ("measured", "measure_until", "applied", "seen"))
-            for steps in (after, again):
-                fit(steps, range(11, 19))
-            measured = [report.step for report in after.reports() if report.key == "ratio"]
-            assert measured == [*range(9, 17), 18]
-            assert torch.equal(common(after), common(again))
-
-    LocalWorld(2).run(body)
-
-
-@pytest.mark.parametrize("now", [2, 6])
-def test_another_number_of_ranks_continues_from_the_common_weights_and_loses_no_residual(now: int) -> None:
-    def save(comm: LocalComm) -> tuple[dict[str, Any], Tensor]:
-        steps = start(comm, TopK(0.25))
-        train(steps, range(9))
-        return steps.state_dict(), common(steps)
-
-    saved = LocalWorld(P).run(save)
-    states = [state for state, _ in saved]
-
-    def load(comm: LocalComm) -> dict[str, Any]:
-        steps = start(comm, TopK(0.25))
-        steps.load_state_dict(steps.resized(states))
-        assert torch.equal(common(steps), saved[0][1])
-        state = steps.state_dict()
-        assert all(map(torch.equal, state["adamw_steps"]["square"].values(), _squares(states[comm.rank % P])))
-        seen = train(steps, range(9, 19))
-        assert [report.step for report in steps.reports() if report.key == "ratio"] == [*range(9, 17), 18]
-        return {**state, "seen": seen}
-
-    ranks = LocalWorld(now).run(load)
-    for rank in ranks:
-        assert all(map(torch.equal, rank["seen"], ranks[0]["seen"]))
-    for name in states[0]["scheme"]["residual"]:
-        before = torch.stack([state["scheme"]["residual"][name] for state in states]).mean(0)
-        after = torch.stack([rank["scheme"]["residual"].get(name, torch.zeros_like(before)) for rank in ranks]).mean(0)
-        assert torch.allclose(before, after, atol=1e-6)
-
-
-def _squares(state: dict[str, Any]) -> Iterable[Tensor]:
-    return state["adamw_steps"]["square"].values()
-
-
-def test_a_state_of_another_model_changes_nothing() -> None:
-    def body(comm: LocalComm) -> None:
-        steps = start(comm, TopK(0.25))
-        train(steps, range(3))
-        made = nn.Linear(2, 2)
-        other = AdamWSteps(made, torch.optim.AdamW(made.parameters()), TopK(0.25), comm=comm)
-        before = flat(made.parameters())
-        with pytest.raises(ValueError, match=r"it has a parameter .*, which this model has not"):
-            other.load_state_dict(steps.state_dict())
-        assert torch.equal(flat(made.parameters()), before)
-
-    LocalWorld(1).run(body)
 
 
 def test_buffers_are_a_ranks_own_and_own_weights_are_back_after_an_evaluation() -> None:

@@ -1,10 +1,8 @@
 """`attach` with local steps: the loop of plain torch, under DistributedDataParallel and without it, gives the same bits."""
 
-import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
-from sparsync import Gradients, LocalSteps, OuterSGD
+from sparsync import LocalSteps, OuterSGD
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import Dense, TopK, TwoShot
@@ -139,18 +137,6 @@ def evaluated_and_saved() -> None:
         training.step(number)
     common, own = training.common(), training.own()
     assert not same(common, own)
-    with case("state_dict has the common weights"):
-        saved = training.model.state_dict()
-        assert same(common, [saved[f"module.{name}"] for name, _ in training.bare.named_parameters()])
-        assert same(own, training.own())
-    with case("evaluation has them too, and training its own ones afterwards"):
-        training.model.eval()
-        with torch.no_grad():
-            training.model(batch(0, 0)[0])
-        assert same(common, training.own())
-        training.model.train()
-        training.model(batch(0, 0)[0])
-        assert same(own, training.own())
     with case("an optimizer steps its own weights after an evaluation"):
         whole = Training(wrapped=False)
         for number in range(EVERY + 1):
@@ -168,19 +154,6 @@ def evaluated_and_saved() -> None:
         training.bare.load_state_dict(training.bare.state_dict())
         assert same(common, training.common())
         training.step(EVERY + 2)
-    with case("what is loaded during evaluation is what is trained"):
-        training.model.eval()
-        with torch.no_grad():
-            training.model(batch(0, 0)[0])
-        loaded = {name: each + 1 for name, each in training.bare.state_dict().items()}
-        training.bare.load_state_dict(loaded)
-        wanted = [loaded[name] for name, _ in training.bare.named_parameters()]
-        assert same(training.common(), wanted)
-        training.model.train()
-        training.model(batch(0, 0)[0])
-        assert same(training.own(), wanted)
-        for number in range(EVERY):
-            training.step(number)
     with case("detaching leaves the common weights"):
         common = training.common()
         training.step(0)
@@ -232,29 +205,6 @@ def loss_scaled() -> None:
 
 def test_a_step_that_a_loss_scaler_skips_on_one_rank_counts_there_too() -> None:
     run(loss_scaled, P)
-
-
-def resumed(folder: Path) -> None:
-    for name, settings in SETTINGS.items():
-        with case(name):
-            whole, first, second = (Training(wrapped, **settings) for wrapped in (True, True, False))
-            for number in range(STEPS):
-                whole.step(number)
-            for number in range(5):
-                first.step(number)
-            sparsync.checkpoint.save(first.handle, folder / name)
-            dist.barrier()
-            second.bare.load_state_dict(first.bare.state_dict())
-            second.schedule.load_state_dict(first.schedule.state_dict())
-            sparsync.checkpoint.load(second.handle, folder / name)
-            for number in range(5, STEPS):
-                second.step(number)
-            assert same(whole.own(), second.own()) and same(whole.common(), second.common())
-
-
-@pytest.mark.slow
-def test_a_training_that_is_resumed_without_ddp_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    run(resumed, P, folder=tmp_path)
 
 
 def several_optimizers() -> None:
@@ -312,38 +262,12 @@ def test_a_step_of_several_optimizers_counts_once() -> None:
     run(several_optimizers, P)
 
 
-def compiled_model() -> None:
-    plain, compiled = Training(wrapped=True), Training(wrapped=True)
-    compiled.model = torch.compile(compiled.model, backend="eager")
-    for number in range(EVERY + 1):
-        assert plain.step(number) == compiled.step(number)
-    compiled.model.eval()
-    with torch.no_grad():
-        compiled.model(batch(0, 0)[0])
-    assert same(compiled.own(), plain.common())
-
-
-@pytest.mark.slow  # importing what compiles takes seconds of processor time in each rank
-def test_a_compiled_model_takes_the_steps_of_the_model() -> None:
-    run(compiled_model, P)
-
-
 def refused() -> None:
-    model, exchange = bare_model(), LocalSteps(every=2)
+    exchange = LocalSteps(every=2)
     with case("a step by hand, too"):
         training = Training(wrapped=False)
         with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) counts the steps of this handle"):
             training.handle.step()
-    with (
-        case("no optimizer"),
-        pytest.raises(ValueError, match=r"each rank steps its own optimizer.* pass it, or several: attach\(model"),
-    ):
-        sparsync.attach(model, TopK(0.1), exchange=exchange)
-    with (
-        case("no optimizer of torch's"),
-        pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or a list of them, got \[\]"),
-    ):
-        sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=[])
     with case("FSDP2"):
         sharded: Any = fully_shard(bare_model())
         with pytest.raises(ValueError, match=r"whole model on each rank, and FSDP2 shards it; exchange steps"):
@@ -365,21 +289,6 @@ def refused() -> None:
             handle.step()
         assert handle.stats()["steps"] == 2 * EVERY
         assert handle.stats()["exchanges"] == 2 * EVERY // exchange.every
-    with case("closed, and not detached"):
-        training = Training(wrapped=True)
-        training.handle.close()
-        with pytest.raises(RuntimeError, match=r"this handle was closed.*call detach\(\) instead"):
-            training.model(batch(0, 0)[0]).sum().backward()
-    with case("the log says what is exchanged"):
-        told: list[str] = []
-        logger, watch = logging.getLogger("sparsync"), logging.Handler()
-        watch.emit = lambda record: told.append(record.getMessage())
-        logger.setLevel(logging.INFO)
-        logger.addHandler(watch)
-        Training(wrapped=False)
-        logger.removeHandler(watch)
-        assert told[0].startswith("the weight changes of AdamW are exchanged by TwoShot(")
-        assert "LocalSteps(" in told[0] and "every=3" in told[0]
 
 
 def test_what_local_steps_cannot_do_is_refused_with_what_can_be_done() -> None:
@@ -431,33 +340,3 @@ def no_traffic_between_exchanges() -> None:
 
 def test_under_ddp_nothing_is_sent_between_two_exchanges() -> None:
     run(no_traffic_between_exchanges, P, within_s=60)
-
-
-def bare_gradients() -> None:
-    def trained(wrapped: bool) -> list[Tensor]:
-        bare = nn.Sequential(nn.Linear(20, 33), nn.Linear(33, 7))
-        nn.utils.vector_to_parameters(torch.linspace(-1, 1, 931), bare.parameters())
-        model: Any = DistributedDataParallel(bare) if wrapped else bare
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle: Any = sparsync.attach(model, Dense(), exchange=Gradients(), optimizer=optimizer)
-        for number in range(3):
-            optimizer.zero_grad()
-            x, y = batch(dist.get_rank(), number)
-            (model(x) - y).square().mean().backward()
-            if not wrapped:
-                handle.reduce()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-        handle.detach()
-        optimizer.step()
-        return [each.detach() for each in bare.parameters()]
-
-    for one, other in zip(trained(True), trained(False), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
-    with pytest.warns(UserWarning, match=r"gradients stay as they are; wrap it; or call handle\.reduce\(\)"):
-        sparsync.attach(bare_model(), TopK(0.1))
-    dist.barrier()  # a process that ends while another one still connects would be missed
-
-
-def test_gradients_of_a_bare_module_are_reduced_by_a_call_as_under_ddp() -> None:
-    run(bare_gradients, P)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -226,21 +225,13 @@ def test_behind_every_wrapper_steps_are_those_of_the_bare_module_and_go_on_with_
 
 def reduced_whole() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
-    with case("replicate, which is DDP"):
-        net = replicate(Net())
-        adamw = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad])
-        with pytest.raises(TypeError, match="wrapped by DDPNet, which reduces gradients at every step"):
-            sparsync.attach(net, TwoShot(density=0.1), optimizer=adamw)
-        with pytest.raises(TypeError, match="DDPNet already reduces this model's gradients"):
-            sparsync.GradientReducer(net, TwoShot(density=0.1))
-    with case("replicate, which is FSDP2"):
-        net = Net()
-        replicate_with_fsdp(net, mesh=mesh)
-        adamw = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad])
-        with pytest.raises(RuntimeError, match=r"replicate\(\) all-reduces gradients in full.*use fully_shard"):
-            sparsync.attach(net, TwoShot(density=0.1), optimizer=adamw, options=sparsync.Options(replicate=mesh))
+    net = Net()
+    replicate_with_fsdp(net, mesh=mesh)
+    adamw = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad])
+    with pytest.raises(RuntimeError, match=r"replicate\(\) all-reduces gradients in full.*use fully_shard"):
+        sparsync.attach(net, TwoShot(density=0.1), optimizer=adamw, options=sparsync.Options(replicate=mesh))
 
 
 @pytest.mark.slow
-def test_models_that_torchs_replicate_reduces_are_refused_with_what_to_do() -> None:
+def test_a_model_that_fsdp2s_replicate_reduces_is_refused_with_what_to_do() -> None:
     run(reduced_whole, 2)

@@ -221,37 +221,6 @@ def held(steps: LocalTraining) -> list[Tensor]:
     return [*(each.detach().clone() for each in (*steps.model.parameters(), *steps.model.buffers())), common(steps)]
 
 
-def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
-    def body(comm: LocalComm) -> list[Tensor]:
-        convolution = nn.Conv2d(2, 3, 3)
-        convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
-        made = nn.ModuleList(
-            [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).double(), convolution]
-        )
-        made[1].weight = made[0].weight
-        frozen = made[1].bias
-        assert isinstance(frozen, nn.Parameter)
-        frozen.requires_grad_(False)
-        with torch.no_grad():
-            for each in made.parameters():
-                each.fill_(1.0 + comm.rank)  # rank 0's are copied to all
-        trained = [each for each in made.parameters() if each.requires_grad]
-        steps = LocalTraining(made, torch.optim.SGD(trained, 1.0), Dense(), every=1, comm=comm)
-        assert all(bool((each == 1).all()) for each in made.parameters())
-        reports = []
-        for step in range(3):
-            learn(made, comm.rank, step)
-            steps.optimizers[0].step()
-            reports = steps.step()
-        assert [report.key for report in reports] == ["float32/cpu/0", "float64/cpu/0"]
-        assert torch.equal(frozen, torch.ones(4))
-        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        return list(made.state_dict().values())
-
-    first, second = LocalWorld(2).run(body)
-    assert all(map(torch.equal, first, second))
-
-
 class Counting(nn.Module):
     """A model with a floating and a counting buffer."""
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import sparsync
 from helpers.distributed import HANG_S, case, run
@@ -249,36 +248,6 @@ steps.step()
 def test_a_process_ends_while_an_exchange_is_on_its_way() -> None:
     done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "waits\n", done.stderr
-
-
-def refusals() -> None:
-    def make(model: nn.Module, scheme: Any = None, **settings: Any) -> LocalTraining:
-        optimizer = settings.pop("optimizer", None) or torch.optim.SGD(nn.Linear(2, 2).parameters(), 1.0)
-        return LocalTraining(model, optimizer, scheme or Dense(), timeout_s=120.0, **{"every": 4, **settings})
-
-    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    cases: list[tuple[Any, str]] = [
-        (wrapped, "DistributedDataParallel"),
-        (nn.Sequential(wrapped), "DistributedDataParallel"),
-        (fully_shard(nn.Linear(2, 2)), "FSDPLinear"),
-    ]
-    for model, kind in cases:
-        with pytest.raises(TypeError, match=f"wrapped by {kind}.*pass the bare module"):
-            make(model)
-    with pytest.raises(TypeError, match="scheme must be an instance"):
-        make(nn.Linear(2, 2), "topk")
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer"):
-        make(nn.Linear(2, 2), optimizer="adam")
-    with pytest.raises(TypeError, match="it made a int"):
-        make(nn.Linear(2, 2), outer=len)
-    with pytest.raises(RuntimeError, match=r"ranks must agree.*keep=0\.0"):
-        make(nn.Linear(2, 2), keep=0.5 * dist.get_rank())
-    with pytest.raises(RuntimeError, match=r"ranks must agree.*rank 0 has parameter 'weight' of"):
-        make(nn.Linear(2, 2 + dist.get_rank()))
-
-
-def test_what_cannot_be_trained_by_local_steps_is_refused_on_all_ranks() -> None:
-    run(refusals, 2)
 
 
 def uneven() -> str:

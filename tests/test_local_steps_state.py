@@ -157,48 +157,6 @@ def test_a_mean_that_overflows_is_dropped_too_and_what_a_residual_scheme_had_sen
     assert not ranks[0][1].any()
 
 
-class Masked(nn.Module):
-    """A model with a causal mask and a mean as buffers."""
-
-    mask: Tensor
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
-        self.register_buffer("mean", torch.zeros(3))
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_buffer_that_was_not_finite_when_training_began_is_no_fault() -> None:
-    def body(comm: LocalComm) -> None:
-        made = Masked()
-        mask = made.mask.clone()
-        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, comm=comm)
-        for _ in range(4):
-            made.weight.grad = torch.full((2,), -1.0)
-            steps.optimizers[0].step()
-            steps.step()
-        assert made.weight.tolist() == [4.0, 4.0]
-        assert (steps.stats()["exchanges"], steps.stats()["dropped"]) == (2, 0)
-        assert torch.equal(made.mask, mask)
-
-    LocalWorld(2).run(body)
-
-
-def test_a_buffer_that_comes_to_hold_nan_is_named_as_such_and_becomes_the_common_one_again() -> None:
-    def body(comm: LocalComm) -> list[float]:
-        made = Masked()
-        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=1, comm=comm)
-        made.mean.fill_(torch.nan if comm.rank == 1 else 2.0)
-        steps.step()
-        return made.mean.tolist()
-
-    with pytest.warns(UserWarning, match=r"was dropped, the buffers of ranks \[1\] hold NaN or Inf"):
-        assert LocalWorld(2).run(body) == [[2.0] * 3, [0.0] * 3]
-
-
 @pytest.mark.filterwarnings("ignore:the exchange before step")
 @pytest.mark.parametrize("settings", [{}, {"fragments": 2, "delay": 1}])
 def test_after_five_drops_in_a_row_all_ranks_raise(settings: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
 from helpers.third_party import LineFit
 from sparsync import Scheme
@@ -128,19 +128,3 @@ def test_the_jobs_schedule_sets_the_rate_after_a_state_was_loaded_too(scheme: Sc
     second.step()
     schedule.step()
     assert second.param_groups[0]["lr"] == 0.45
-
-
-def test_schedules_of_the_job_go_on_without_a_warning() -> None:
-    class ScheduledFit(LineFit):
-        def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-            made = AdamW(model.parameters(), lr=1.0)
-            return made, SequentialLR(made, [ExponentialLR(made, 0.5), ExponentialLR(made, 0.25)], [2])
-
-    model = ScheduledFit().model(0)
-    optimizer, schedule = optimizer_for(DeMo(), ScheduledFit(), model, 4)
-    rates: list[float] = []
-    for _ in range(4):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == [1.0, 0.5, 1.0, 0.25]

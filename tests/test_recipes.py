@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Muon
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Bucket, Gradients, LocalSteps, Options, Steps
-from sparsync.attached.fsdp2_units import units_of
+from sparsync import Gradients, LocalSteps, Options, Steps
 from sparsync.base.scheme_text import VARIABLE
-from sparsync.comm import LocalWorld
 from sparsync.exchanges.choice import Choice, choose, family_of, method_of
 from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
 from sparsync.schemes import Dense, TopK, TwoShot
@@ -55,19 +51,6 @@ def test_the_bits_of_other_numbers_of_ranks_follow_from_those_of_four() -> None:
     for each in TABLE:
         for ranks in (2, 8, 16) if each.most_ranks > 4 else ():
             assert each.bits_with(ranks) == pytest.approx(planned_bits(each, ranks), abs=0.06)
-
-
-def test_a_scheme_of_the_table_sends_what_its_row_says() -> None:
-    scheme_text = recipe("steps", 4).text.partition("/")[2]
-
-    def body(comm: Any) -> int:
-        bucket = Bucket("0", torch.randn(N, generator=torch.Generator().manual_seed(comm.rank)), 0)
-        metered = sparsync.comm.MeteredComm(comm)
-        sparsync.schemes.from_text(scheme_text).start().reduce(bucket, metered)
-        return metered.sent.nbytes
-
-    for nbytes in LocalWorld(4).run(body):
-        assert round(8 * nbytes / N, 1) == recipe("steps", 4).bits
 
 
 def test_the_first_row_of_a_family_is_its_default_and_none_is_as_large_by_mistake() -> None:
@@ -156,7 +139,9 @@ def test_gradients_alone_take_a_recipe_for_these_and_steps_alone_need_a_scheme()
         TwoShot(density=1.0, values="int4"), Gradients(), recipe("other", 4)
     )
     for exchange in (Steps(), LocalSteps(every=2)):
-        with pytest.raises(ValueError, match=r"goes with a scheme; pass one, such as sparsync\.Dense\(\), or leave"):
+        with pytest.raises(
+            ValueError, match=r"goes with a scheme; pass one, such as sparsync\.schemes\.Dense\(\), or leave"
+        ):
             choose(None, None, exchange, adamw)
 
 
@@ -260,25 +245,6 @@ def attached() -> dict[str, Any]:
                     handle.load_state_dict(saved)
             told = [str(each.message) for each in caught]
             found[name] = (handle.recipe and handle.recipe.bits, handle.exchange, state["recipe"], said, told)
-    sharded: Any = fully_shard(nn.Linear(64, 8), mesh=init_device_mesh("cpu", (2,)))
-    with sparsync.attach(sharded, optimizer=AdamW(sharded.parameters())) as handle:
-        gathers = type(units_of(sharded)[0].all_gather).__module__
-        found["shards"] = (handle.recipe and handle.recipe.bits, handle.exchange, gathers)
-    alone = DistributedDataParallel(nn.Linear(64, 8))
-    with pytest.warns(
-        UserWarning, match=r"no optimizer was given, so gradients .* at 6\.1 bits .*; attach\(model, optim"
-    ):
-        sparsync.attach(alone).detach()
-    (finding,) = sparsync.doctor(alone)
-    assert "no optimizer was given" in str(finding)
-    amsgrad = AdamW(alone.parameters(), amsgrad=True)
-    (finding,) = sparsync.doctor(alone, optimizer=amsgrad)
-    assert str(finding).startswith("exchanged steps support neither amsgrad nor maximize, so gradients are exchanged")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sparsync.attach(alone, exchange=Gradients()).detach()
-        assert sparsync.doctor(alone, optimizer=amsgrad, exchange=Gradients()) == []
-        assert sparsync.doctor(alone, optimizer=AdamW(alone.parameters())) == []
     return found
 
 
@@ -304,7 +270,6 @@ def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another(
         assert "this handle has a scheme that was given; attach with bits=0.8" in found["other scheme"][4][0]
         assert found["gradients"][:3] == (6.1, Gradients(), "bits=6.1")
         assert found["gradients"][4] == []
-        assert found["shards"] == (6.1, Gradients(), "sparsync.attached.fsdp2_units")  # parameters too
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from helpers.quick import one_in
 from sparsync.base.scheme import Scheme
 from sparsync.base.state import Rollback
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import Bucket, generator, laid_out
+from sparsync.core import Bucket, laid_out
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection
 from sparsync.schemes.dense import Dense
@@ -161,30 +161,6 @@ def test_the_host_warns_of_a_step_that_a_device_found_not_finite_when_the_next_o
         warnings.simplefilter("error")
         step(4, 1.2)
     assert told == ["rolled back"] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_infinities_at_random_steps_for_ten_thousand_steps_leave_no_trace() -> None:
-    """On either rank, in a tenth of the steps."""
-    P, steps, keys = 2, 10_000, KEYS[:1]
-    draws = torch.randint(0, 10 * P * len(keys), (steps,), generator=generator(0, "overflow", 0)).tolist()
-
-    def overflow(step: int) -> tuple[int, str] | None:
-        draw = draws[step]
-        return (draw % P, keys[draw // P]) if draw < P * len(keys) else None
-
-    ranks = LocalWorld(P).run(partial(train, make=MAKES["topk"], steps=steps, overflow=overflow, keys=keys))
-    overflowing = {(step, place[1]) for step in range(steps) if (place := overflow(step))}
-    assert len(overflowing) > steps / 20
-    for number, key in enumerate(keys):
-        came = torch.zeros(N, dtype=torch.float64)
-        for step in range(steps):
-            if (step, key) not in overflowing:
-                came += torch.stack(whole_numbers(N, P, 10 * step + number)).double().sum(0)
-        kept = torch.stack([residual[key] for _, residual in ranks]).sum(0)
-        assert torch.equal((P * ranks[0][0][key] + kept).double(), came)
-        assert kept.abs().max() < 1e4
 
 
 def test_part_of_a_bucket_that_overflows_takes_the_other_parts_along() -> None:

@@ -15,8 +15,8 @@ from sparsync.core import Bucket as Bucket
 from sparsync.core import Comm as Comm
 from sparsync.core import Report as Report
 from sparsync.exchanges.adamw_steps import AdamWSteps as AdamWSteps
-from sparsync.exchanges.local_options import LocalSteps as LocalSteps
-from sparsync.exchanges.local_options import OuterSGD as OuterSGD
+from sparsync.exchanges.steps_options import LocalSteps as LocalSteps
+from sparsync.exchanges.steps_options import OuterSGD as OuterSGD
 from sparsync.exchanges.steps_options import Steps as Steps
 from sparsync.runtime.handle import Gradients as Gradients
 from sparsync.runtime.handle import Handle as Handle

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.attached.ddp import DdpHandle, HookState, ignored, registered_hook
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Choice, Exchange, Optimizers, choose, optimizer_findings, recipe_findings
-from sparsync.exchanges.local_options import LocalSteps
-from sparsync.exchanges.steps_options import Steps
+from sparsync.exchanges.steps_options import LocalSteps, Steps
 from sparsync.exchanges.training_loop import check_bare
 from sparsync.recipes import Bits
 from sparsync.runtime import findings

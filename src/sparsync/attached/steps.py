@@ -15,11 +15,10 @@ from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, regi
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Optimizers
-from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.exchanges.steps_options import Steps
+from sparsync.exchanges.steps_options import LocalSteps, Steps
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
 from sparsync.runtime.options import Options

@@ -11,8 +11,9 @@ enlarges what was dropped. Here ranks send steps instead, learning rate included
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
 The default form sends every element in int3 and keeps nothing: `keep` is 0, so W = A, and of the scheme only the formats are used.
-`optimizer.step()` calls `_take_step` by a hook; `WholeStep` makes, encodes, exchanges and decodes x in passes over memory, and `_apply`
-moves the weights. The rest of this file is for measuring the ratio, failed and skipped steps, and forms below 4 bits.
+`optimizer.step()` calls `_take_step` by a hook. `_read_loop` takes what the loop has changed, `_exchanged` makes and exchanges x by one
+`WholeStep` per bucket, and `_apply` moves the weights. The other branches measure the ratio, skip steps, undo failed ones, and serve the
+forms below 4 bits.
 
 ratio: of the squares of the mean gradient to those of the local one in earlier steps, see BlockRatios. A local gradient has P times the
 variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
@@ -35,22 +36,21 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges import own_weights
+from sparsync.exchanges.measured import Gradients, Measurement, Pending, Skip, fit, host_is_ahead
 from sparsync.exchanges.moments import Moments
 from sparsync.exchanges.rules import ParameterGroups, exchangeable
 from sparsync.exchanges.scheme_steps import SchemeMean
-from sparsync.exchanges.sender import Gradients, Measurement, Pending, Sender, Skip, StepsToMake, fit
+from sparsync.exchanges.sender import Sender, StepsToMake, WholeStep
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.steps_state import StepsState
-from sparsync.exchanges.taken_optimizer import TakenOptimizer
-from sparsync.exchanges.training_loop import GradientDivisor, Replica
-from sparsync.exchanges.whole_steps import WholeMean, WholeStep
+from sparsync.exchanges.training_loop import GradientDivisor, Replica, TakenOptimizer
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward, warn_of
 from sparsync.runtime.step_in_flight import reduce_together
 
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
 
-Mean = WholeMean | SchemeMean
+Mean = WholeStep | SchemeMean
 
 
 class AdamWSteps(StepsState):
@@ -172,7 +172,7 @@ class AdamWSteps(StepsState):
         return reports
 
     def _read_loop(self) -> None:
-        """Take what the loop has done since the last step: weights, moments and settings that it has set, and the gradients."""
+        """Take what the loop has changed since the last step: weights, moments, settings and gradients."""
         weights, sender = self._weights, self._sender
         weights.check_compared()
         later = host_is_ahead(weights.buckets[0].device) and not weights.was_written()
@@ -191,7 +191,7 @@ class AdamWSteps(StepsState):
         sender.groups.read()
         if self._rescaler.takes_back:
             self._rescaler.hold()
-        # Those that are frozen, or have a gradient on no rank.
+        # Idle parameters are frozen, or have a gradient on no rank.
         trained = [name for name, each in weights.trained.items() if each.requires_grad]
         mine = [name for name in trained if weights.trained[name].grad is not None]
         sender.idle = frozenset(weights.trained) - self._connection.any_of(mine, trained, self._step)
@@ -216,8 +216,8 @@ class AdamWSteps(StepsState):
         sketch = Measurement(sender.ratios, sender.keys, self._step, finite, gradients, skip) if measures else None
         first = sketch is not None and sender.ratios.measured == 0
         try:
-            # The first time before the steps, for which there is no ratio yet; later beside them, for the next ones. What is exchanged is
-            # the same, because after a failure only some ranks may have measured it.
+            # The first measurement comes before the steps, which need a ratio. Later ones travel beside the steps and serve the next ones.
+            # Both exchange the same, because after a failure only some ranks may have measured.
             if sketch is not None and first:
                 reports.append(self._connection.reduce(*sketch.reduction))
                 self._observe(sketch, reports[0])
@@ -229,7 +229,8 @@ class AdamWSteps(StepsState):
             # After an overflow it has returned already, see Rollback. With `takes_back` it depends on whether others have applied the step.
             returns = self.state.has_residual and not _overflow(reports) and not self._rescaler.takes_back
             for each in means if returns else ():
-                each.rollback()
+                if each.bucket is not None:
+                    each.rollback(each.bucket)
             raise
         return reports, None if _overflow(reports) else means
 
@@ -241,10 +242,10 @@ class AdamWSteps(StepsState):
         reports: list[Report],
         skip: Skip | None,
     ) -> None:
-        """Reduce this rank's step of each bucket to the mean over ranks, which goes to `means`, and what is reduced `beside` it.
+        """Reduce this rank's step of each bucket to the mean over ranks, appended to `means`, and the pairs `beside` it.
 
-        Where every element is sent in few bits, that takes one pass, see WholeStep; else the scheme reduces. Without `gradients`, which are
-        not finite, NaN is sent.
+        A bucket whose elements are all sent in few bits takes WholeStep; the scheme reduces the others. `gradients` None: they are not
+        finite, and NaN is sent.
         """
         sender, buckets, state, pairs = self._sender, self._weights.buckets, self.state, list(beside)
         by_scheme, at = list[tuple[int, SchemeMean]](), len(reports)
@@ -253,14 +254,15 @@ class AdamWSteps(StepsState):
             return None if gradients is None else sender.steps_to_make(place, gradients[place], self._comm.size)
 
         for place, bucket in enumerate(buckets):
-            square, form = sender.vectors["square"][place], None
+            form = None
             if not sender.idle and bucket.dtype == torch.float32:
-                form = state.whole_form(bucket.bucket(square, self._step))
+                like = sender.vectors["square"][place]  # of which only the size and type are read
+                form = state.whole_form(bucket.bucket(like, self._step))
             if form is not None:
                 values, residual = form
-                step = WholeStep(state.name, values, steps(place), skip)
-                means.append(mean := WholeMean(bucket.bucket(residual, self._step), step))
-                pairs.append((mean.bucket, step))
+                mean = WholeStep(state.name, bucket.bucket(residual, self._step), values, steps(place), skip)
+                means.append(mean)
+                pairs.append((mean.bucket, mean))
             else:
                 means.append(mean := SchemeMean(state, bucket.part(sender.idle), bucket.elements))
                 by_scheme += [(place, mean)] if mean.part.layout else []
@@ -270,12 +272,15 @@ class AdamWSteps(StepsState):
                 empty = buckets[place].empty()
                 reports.append(mean.reduce(self._connection, empty, steps(place), self._step, skip, len(buckets) == 1))
 
-        reports[at:at] = reduce_together(self._connection, pairs, reduce_by_scheme if by_scheme else None)
+        if by_scheme or len(pairs) > 1:
+            reports[at:at] = reduce_together(self._connection, pairs, reduce_by_scheme if by_scheme else None)
+        elif pairs:
+            reports.append(self._connection.reduce(*pairs[0]))
 
     def _found_finite(self, gradients: Sequence[Gradients], measures: bool) -> bool:
         """Return whether the gradients are finite, as far as the host knows; False also where squares overflow."""
         finite, device = fit(gradients), self._weights.buckets[0].device
-        # Not by what was found alone: a rank without gradients has found no tensor, and others have.
+        # The device decides too: a rank without gradients finds no tensor, while others do.
         later = isinstance(finite, Tensor) or host_is_ahead(device)
         alone = type(self._replica).agreed is Replica.agreed
         depends = self._sender.idle or self._rescaler.takes_back or self._of_mean
@@ -296,14 +301,14 @@ class AdamWSteps(StepsState):
             self._of_mean = False
 
     def _apply(self, means: Sequence[Mean]) -> None:
-        """Move the common weights, and write this rank's: after a skipped step too, for its residual may have changed."""
+        """Move the common weights and write the own ones, also after a skipped step, which may have changed the residual."""
         skip, left = None if self._pending is None else self._pending.skip.flag, list(means)
         moves = skip is None or not self._callbacks or not skip  # a host sync where somebody listens
         for place in range(len(left)):
             mean = left.pop(0)  # writing own weights takes the same memory
             if self._callbacks and moves and (whole := mean.whole()) is not None:
                 self._note_move([whole], place=place, idle=sorted(self._sender.idle))
-            if (arrived := mean.arrived()) is not None:
+            if (arrived := mean.mean) is not None:  # read once: it may be made here
                 self._sender.move(place, arrived, skip)
         self._write_own()
 
@@ -342,7 +347,7 @@ class AdamWSteps(StepsState):
             self._tell_skipped(skipped)
 
     def _settle(self) -> None:
-        """Learn whether the last step was skipped, where only a device knew: then it does not count."""
+        """Learn from the device whether the last step was skipped, and if so, no longer count it."""
         pending, self._pending = self._pending, None
         if pending is None or self._applied != self._step:  # the step has failed
             return
@@ -354,7 +359,7 @@ class AdamWSteps(StepsState):
         self._tell_skipped(skipped)
 
     def _tell_skipped(self, skipped: bool) -> None:
-        """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks."""
+        """Warn of the first skipped step in a row, and raise if there are too many: the same on all ranks."""
         self._totals["skipped"] += skipped
         self._skipped = self._skipped + 1 if skipped else 0
         found = "the gradient of a rank holds NaN or Inf, or is too long for its squares to be summed"
@@ -392,8 +397,3 @@ class AdamWSteps(StepsState):
 
 def _overflow(reports: Sequence[Report]) -> bool:
     return any(bool(each.details["overflow"]) for each in reports)
-
-
-def host_is_ahead(device: torch.device) -> bool:
-    """Return whether the host may go on before what it asked of a device is done."""
-    return device.type == "cuda"

@@ -1,4 +1,4 @@
-"""What ranks tell each other besides steps and weights: their step, what has changed, whether it is finite, buffers, and numbers."""
+"""Messages besides steps and weights: step numbers, changed parameters, whether they are finite, buffers, and a few numbers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,6 @@ from sparsync.exchanges.weights import copy_bytes_, flat_bytes
 from sparsync.runtime.connection import Reduction
 
 KEY = "agreement"
-FINITE, WEIGHTS, BUFFERS = 1, 0, -1  # nothing, the weights or the buffers of a rank hold NaN or Inf
 IDLE, CHANGED, FROZEN = 0, 1, 2  # what a parameter is on a rank
 _PACKED = 24  # parameters in a number: 2 bits each, of the 53 that float64 holds exactly
 
@@ -24,13 +23,6 @@ class CommonBuffers:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.values = [each.detach().clone() for each in model.buffers()]
-        # A buffer that starts with Inf, such as a mask of -inf, is not watched.
-        self._watched = [bool(each.isfinite().all()) for each in self.values]
-
-    def bad(self) -> list[bool]:
-        """Return for each buffer of the model whether it has come to hold NaN or Inf."""
-        pairs = zip(self._watched, self.model.buffers(), strict=True)
-        return [watched and not bool(each.isfinite().all()) for watched, each in pairs]
 
     def take(self, values: Iterable[Tensor]) -> None:
         """Make these values the common ones."""
@@ -39,12 +31,6 @@ class CommonBuffers:
     def show(self) -> None:
         """Write the common values into the model."""
         _copy_all_(self.model.buffers(), self.values)
-
-    def recover(self) -> None:
-        """Write the common values into the model where it holds NaN or Inf."""
-        for each, value, bad in zip(self.model.buffers(), self.values, self.bad(), strict=True):
-            if bad:
-                each.detach().copy_(value)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -60,8 +46,9 @@ class CommonBuffers:
 class Agreement(Reduction):
     """One message of a few numbers from every rank to every other, and then the buffers of rank 0, if any.
 
-    `finite` is FINITE, WEIGHTS or BUFFERS; `parameters` has IDLE, CHANGED or FROZEN of each parameter, by name. `reduce` sets `not_finite`,
-    by rank; `idle`, the parameters that are frozen or changed on no rank; and `buffers`, the common ones, if all ranks are finite.
+    `finite`: this rank's weights are; `parameters` has IDLE, CHANGED or FROZEN of each parameter, by name. `reduce` sets `not_finite`, the
+    ranks whose weights are not; `idle`, the parameters that are frozen or changed on no rank; and `buffers`, the common ones, if all ranks
+    are finite.
     Raises RuntimeError, on all ranks, when ranks are at different steps, have applied different exchanges, or have frozen other parameters.
     """
 
@@ -71,13 +58,13 @@ class Agreement(Reduction):
         self,
         step: int,
         applied: int,
-        finite: int,
+        finite: bool,
         parameters: Mapping[str, int],
         buffers: Iterable[Tensor] = (),
     ) -> None:
-        self.own, self.parameters = (step, applied, finite), parameters
+        self.own, self.parameters = (step, applied, int(finite)), parameters
         self.buffers = [each.detach().clone() for each in buffers]
-        self.not_finite: dict[int, int] = {}
+        self.not_finite: list[int] = []
         self.idle: frozenset[str] = frozenset()
 
     def bucket(self, step: int, device: torch.device) -> Bucket:
@@ -96,7 +83,7 @@ class Agreement(Reduction):
                     f"{rank} at step {step} after {applied}; call step() equally often on all ranks, attach with scaler= "
                     "where a GradScaler skips steps, or load one checkpoint on all ranks"
                 )
-        self.not_finite = {rank: row[2] for rank, row in enumerate(rows) if row[2] != FINITE}
+        self.not_finite = [rank for rank, row in enumerate(rows) if not row[2]]
         self.idle = self._idle([_unpacked(row[len(self.own) :], len(self.parameters)) for row in rows])
         if self.buffers and not self.not_finite:
             copy_bytes_(self.buffers, broadcast(flat_bytes(self.buffers), comm))

@@ -10,9 +10,8 @@ from torch.optim import LBFGS, SGD, Adam, Muon, Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.base.scheme_text import of_variable, scheme_of, taken_apart, text_of_environment
-from sparsync.exchanges.local_options import LocalSteps, OuterSGD
 from sparsync.exchanges.rules import MuonRule, exchangeable, optimizers_of, rules_of
-from sparsync.exchanges.steps_options import Steps
+from sparsync.exchanges.steps_options import LocalSteps, OuterSGD, Steps
 from sparsync.recipes import Bits, Family, Recipe, bits_of, candidates, recipe
 from sparsync.runtime.findings import Finding, check_optimizer, check_scheme, innermost
 from sparsync.runtime.handle import Gradients

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sparsync.base.state import State, overflowed
 from sparsync.comm.group import GroupComm, Origin
 from sparsync.core import Bucket, Comm, Cost, Report, exact_divisor
-from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
-from sparsync.exchanges.local_options import LocalSteps, MakeOptimizer
+from sparsync.exchanges.agreement import CHANGED, FROZEN, IDLE, Agreement, CommonBuffers
+from sparsync.exchanges.steps_options import LocalSteps, MakeOptimizer
 from sparsync.exchanges.weights import WeightBucket, Weights, copied_by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection
@@ -35,7 +35,7 @@ class PendingExchange:
     # What stays in the own weights of what was not sent; None: nothing.
     held: list[Tensor | None] = field(default_factory=list)
     dropped: bool = False  # NaN or Inf somewhere
-    not_finite: dict[int, int] = field(default_factory=dict)  # WEIGHTS or BUFFERS, by rank
+    not_finite: list[int] = field(default_factory=list)  # ranks whose weights hold NaN or Inf
     idle: frozenset[str] = frozenset()  # parameters that were not exchanged: frozen, or changed on no rank
     buffers: list[Tensor] = field(default_factory=list)  # the common ones, if they were exchanged
     reports: list[Report] = field(default_factory=list)
@@ -60,13 +60,13 @@ class PendingExchange:
         self.ended = {}
         return ""
 
-    def take(self, number: int) -> tuple[int, dict[str, int]]:
+    def take(self, number: int) -> tuple[bool, dict[str, int]]:
         """Take what this rank has learnt, to send it as exchange `number` of its fragment; return what `Agreement` is told of it."""
         with torch.no_grad():
             self.own = [each.own() for each in self.buckets]
             pairs = zip(self.buckets, self.own, strict=True)
             self.changes = [each.bucket(each.start - now, number) for each, now in pairs]
-        finite = FINITE if all(kernels.all_finite(each.grad) for each in self.changes) else WEIGHTS
+        finite = all(kernels.all_finite(each.grad) for each in self.changes)
         pairs = zip(self.buckets, self.changes, strict=True)
         return finite, {name: state for bucket, change in pairs for name, state in _states(bucket, change)}
 
@@ -91,21 +91,12 @@ class PendingExchange:
                 weights = bucket.idle_from(bucket.start, weights.clone(), self.idle)
             bucket.start = bucket.write(weights)
 
-    def described_drop(self) -> str:
-        """Return which ranks have NaN or Inf, and in what."""
-        told = [
-            f"the {name} of ranks {ranks} hold NaN or Inf"
-            for what, name in ((WEIGHTS, "weights"), (BUFFERS, "buffers"))
-            if (ranks := [rank for rank, each in self.not_finite.items() if each == what])
-        ]
-        return " and ".join(told) or "the mean over ranks holds NaN or Inf"
-
     def state_dict(self) -> dict[str, Any]:  # Any: tensors, numbers and names
         """Return what to save of an exchange that has ended and was not applied."""
         return {
             "due": self.due,
             "dropped": self.dropped,
-            "not_finite": [list(each) for each in self.not_finite.items()],
+            "not_finite": list(self.not_finite),
             "idle": sorted(self.idle),
             "mean": copied_by_name(self.buckets, [each.grad for each in self.changes]),
             "own": copied_by_name(self.buckets, self.own),
@@ -166,22 +157,22 @@ class Exchanger:
         weights: Weights,
         model: nn.Module,
     ) -> None:
-        self._connection, self._state, self._comm, self._options = connection, state, comm, options
+        self._connection, self._state, self.comm, self._options = connection, state, comm, options
         self._weights, self.buffers = weights, CommonBuffers(model)
         self.applied = [0] * options.fragments  # exchanges of each, dropped ones too; schemes draw by it
         self.pending: dict[int, PendingExchange] = {}  # by fragment, in the order of sending
         self.outer = None if options.outer is None else OuterOptimizer(options.outer, weights)
         # A LocalWorld has one thread for each rank.
-        self._worker = Worker() if options.delay > 0 and isinstance(comm, GroupComm) else None
-        if self._worker is not None:
-            weakref.finalize(self, self._worker.stop)
+        self.worker = Worker() if options.delay > 0 and isinstance(comm, GroupComm) else None
+        if self.worker is not None:
+            weakref.finalize(self, self.worker.stop)
 
     def start(self, exchange: PendingExchange, step: int) -> None:
         """Make the exchange, on the thread if it is one for the background: then return at once.
 
         `step` goes into the reports. After an error here call `fail`; an error on the thread is returned by `PendingExchange.wait`.
         """
-        if self._worker is None or not exchange.background:
+        if self.worker is None or not exchange.background:
             self._reduce(exchange, step)
             return
         devices = {each.grad.device for each in exchange.changes if each.grad.is_cuda}
@@ -191,30 +182,25 @@ class Exchanger:
             failure = self._connection.attempt(lambda: self._reduce_on_streams(exchange, step, ready))
             return failure and f"the exchange of step {step} failed: {failure}"
 
-        exchange.job = self._worker.submit(job)
+        exchange.job = self.worker.submit(job)
 
     def fail(self, exchange: PendingExchange, step: int, error: BaseException) -> None:
         """Close the connection, after the pending exchanges, because `error` on this thread has prevented `exchange`.
 
         Raises `error`, unless the other ranks notice only when the exchange is due: then it fails here at that time, too.
         """
-        if self._worker is not None and exchange.background and isinstance(error, Exception):
+        if self.worker is not None and exchange.background and isinstance(error, Exception):
             failure = f"{type(error).__name__}: {error}"  # not the error: its traceback would keep connections open
-            exchange.job = self._worker.submit(
+            exchange.job = self.worker.submit(
                 lambda: f"the exchange of step {step} failed: {failure}{self._connection.close(failure)}"
             )
             return
         self._connection.fail(error)
         raise error
 
-    def stop(self) -> None:
-        """End the thread after the pending exchanges, without waiting for them."""
-        if self._worker is not None:
-            self._worker.stop()
-
     def held(self, bucket: WeightBucket, idle: Collection[str] = ()) -> Tensor | None:
         """Return `keep` times what this rank has not sent of a bucket, [n], zero for idle parameters; None where that is nothing."""
-        unsent = bucket.unsent(self._state, self._comm, idle) if self._options.keep else None
+        unsent = bucket.unsent(self._state, self.comm, idle) if self._options.keep else None
         return None if unsent is None else unsent * self._options.keep
 
     def apply(self, exchange: PendingExchange, fragment: int) -> None:
@@ -237,16 +223,12 @@ class Exchanger:
         self.pending.clear()
 
     def recover(self) -> None:
-        """Forget what this rank has learnt since the last exchanges."""
+        """Forget what this rank has learnt since the last exchanges, and what its buffers have counted."""
         for bucket in self._weights.buckets:
             bucket.start = bucket.write(bucket.start)
         for each in self.pending.values():
             each.own = [bucket.own() for bucket in each.buckets]
-        self.buffers.recover()
-
-    def regrouped(self, comm: Comm) -> None:
-        """Exchange with other ranks from here on."""
-        self._comm = comm
+        self.buffers.show()
 
     def apply_to_common(self, exchange: PendingExchange) -> None:
         """Move the common weights by the mean changes of an exchange."""
@@ -311,7 +293,7 @@ class Exchanger:
         exchange.changes = [each.bucket(each.from_names(saved["mean"]), number) for each in buckets]
         # A state of another number of ranks has no own weights.
         exchange.own = [each.from_names(saved["own"]) if saved["own"] else each.own() for each in buckets]
-        exchange.not_finite, exchange.idle = dict(saved["not_finite"]), frozenset(saved["idle"])
+        exchange.not_finite, exchange.idle = list(saved["not_finite"]), frozenset(saved["idle"])
         exchange.buffers = [each.clone() for each in saved["buffers"]]
         exchange.held = [self.held(bucket, exchange.idle) for bucket in buckets]
         return exchange

@@ -6,7 +6,6 @@ sparse exchange with error feedback (2508.15706). The bytes of an exchange are t
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,16 +16,14 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
-from sparsync.exchanges.agreement import BUFFERS, Agreement
-from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
-from sparsync.exchanges.local_options import LocalSteps
+from sparsync.exchanges.agreement import Agreement
+from sparsync.exchanges.local_exchange import Exchanger, PendingExchange
+from sparsync.exchanges.local_state import LocalState
 from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.own_weights import ShownWeights
-from sparsync.exchanges.step_method import StepMethod
+from sparsync.exchanges.steps_options import LocalSteps
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
-from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import SavedState
 
 _CURE = (
     "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, let a "
@@ -36,7 +33,7 @@ _CURE = (
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
 
-class LocalTraining(StepMethod):
+class LocalTraining(LocalState):
     """Let each rank train `model` with its own `optimizer`, and exchange what was learnt with `scheme` every `every` steps.
 
         D = start - W                   the change of a rank's own weights W since the last exchange, with the sign of a gradient
@@ -95,7 +92,6 @@ class LocalTraining(StepMethod):
         self._exchanger = Exchanger(self._connection, self.state, self._comm, given, self._weights, model)
         self._comparison.compare(self._weights.common, _CURE)
         self._drops = [0] * given.fragments  # of each, since its last exchange that was not dropped
-        self._failed = False  # an exchange, of which the next one is to compare the weights
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}
         self._watched = OwnOptimizers(
             self.optimizers, self._before_optimizer, self._after_optimizers, scaled=scaler is not None
@@ -115,8 +111,8 @@ class LocalTraining(StepMethod):
         steps made since. The own weights become S - u; with `mixing` m, m W(t + delay) + (1 - m) S, as in Streaming DiLoCo (2501.18512).
         Differs from the paper: all of u is in what is sent next, and nothing is sent twice, whatever `mixing` is.
         A parameter that is frozen, or has changed on no rank, is not exchanged: it stays, and what is unsent of it waits.
-        NaN or Inf in any rank's weights, or in buffers that were finite at the start, drops the exchange, with a warning: all ranks return
-        to the weights after the last one, and that rank resets non-finite optimizer state. 5 drops in a row raise RuntimeError.
+        NaN or Inf in any rank's weights drops the exchange, with a warning: all ranks return to the weights after the last one, and
+        that rank resets its buffers and non-finite optimizer state. 5 drops in a row raise RuntimeError.
         A failed exchange raises on all ranks, with `delay` when it is due. Weights stay, and the next one sends what it did not. After an
         error while a rank applies it, all ranks raise from the next exchange on, until a checkpoint is loaded on all of them.
         Raises RuntimeError, on all ranks, where ranks have made different numbers of steps; and where the optimizers' own `step` counts.
@@ -163,7 +159,8 @@ class LocalTraining(StepMethod):
         return reports
 
     def close(self) -> None:
-        self._exchanger.stop()
+        if self._exchanger.worker is not None:
+            self._exchanger.worker.stop()  # after the pending exchanges, without waiting for them
         self._watched.release()
         super().close()
         # What a state is to have from here on: nothing that was learnt since the last exchange.
@@ -203,126 +200,6 @@ class LocalTraining(StepMethod):
         with super().averaged(), self._exchanger.buffers.in_model():
             yield
 
-    def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        return {**self._exchanger.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
-
-    def resized(self, states: Sequence[SavedState]) -> dict[str, Any]:  # Any: as Handle
-        """Return a state for this rank, made from those of all ranks of another number, in rank order.
-
-        The mean of what the ranks have learnt since the last exchange moves the common weights; optimizers are those of old ranks, in turn.
-        """
-        saved = [each[self.integration] for each in states]
-        more = {"optimizers": saved[self.place[0] % len(saved)]["optimizers"]}
-        return {**super().resized(states), self.integration: {**merged(saved), **more}}
-
-    @property
-    def done(self) -> int:
-        """The number of steps that this rank has taken."""
-        return self._step + 1
-
-    @property
-    def exchanged(self) -> int:
-        """The number of exchanges that were applied, of all fragments."""
-        return sum(self._exchanger.applied)
-
-    def _regrouped(self, comm: Comm) -> None:
-        super()._regrouped(comm)
-        self._failed = True  # the next exchange compares the weights
-        self._exchanger.regrouped(comm)
-
-    def snapshot(self, *, shared: bool = True) -> Snapshot:
-        self._check_own()
-        return super().snapshot(shared=shared)
-
-    def _own(self, scheme: Part) -> dict[str, Any]:  # Any: as Snapshot.own
-        learnt = self._weights.saved(each.start - each.own() for each in self._weights.buckets)
-        return {**super()._own(scheme), "learnt": learnt}
-
-    def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
-        # Copied, because optimizers change these in place.
-        moved = {
-            "common": state["common"],
-            "outer": deepcopy(state["outer"]),
-            "optimizers": deepcopy(state["optimizers"]),
-        }
-        settings = [{**each, "state": {}} for each in moved["optimizers"]]
-        rest = {key: value for key, value in state.items() if key not in moved}
-        return moved, {**rest, "start": {}, "own": {}, "optimizers": settings}
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check_own()
-        follows, own, buckets = snapshot.shared is not None, snapshot.own or {}, self._weights.buckets
-        saved = own.get("learnt", self._own({})["learnt"] if follows else {})
-        learnt = self._weights.from_saved(saved) if saved else []
-        super().restore(snapshot)
-        self._failed |= follows  # the next exchange compares the weights
-        for bucket, change in zip(buckets, learnt, strict=bool(learnt)):
-            now = bucket.own()
-            if not change.isfinite().all() or torch.equal(change, bucket.start - now):
-                continue
-            if follows:
-                bucket.write(bucket.start - change)
-            else:
-                bucket.start = now + change
-        if follows:
-            self._note_written()
-
-    def _joined(self, snapshot: Snapshot, mine: SavedState) -> dict[str, Any]:  # Any: as Handle.state_dict
-        joined, own = super()._joined(snapshot, mine), mine[self.integration]
-        rest = joined[self.integration]
-        theirs = {**rest, **(snapshot.moved or {key: own[key] for key in ("common", "outer")})}
-        if (
-            mine["step"] >= 0 or snapshot.moved is None
-        ):  # moments are a rank's own, but rates and other settings are the same on all
-            pairs = zip(own["optimizers"], rest["optimizers"], strict=True)
-            theirs["optimizers"] = [{**one, "param_groups": other["param_groups"]} for one, other in pairs]
-        return {**joined, self.integration: theirs}
-
-    def _start_from(self, moved: SavedState) -> None:
-        self._check_own()
-        for bucket in self._weights.buckets:
-            # What was learnt since the last exchange is the difference to these.
-            bucket.start = bucket.start.clone() if bucket.start is bucket.common else bucket.start
-        self._take_common(self._weights.from_saved(moved["common"]))
-        if self._exchanger.outer is not None:
-            self._exchanger.outer.optimizer.load_state_dict(moved["outer"])
-        for optimizer, one in zip(self.optimizers, moved["optimizers"], strict=True) if self._step < 0 else ():
-            optimizer.load_state_dict(one)
-
-    def _replay(self, move: Part) -> None:
-        self._take_settings(move["groups"])
-        buckets = self._weights.fragments[move["fragment"]]
-        exchange = PendingExchange(buckets, 0, background=False, idle=frozenset(move["idle"]))
-        pairs = zip(buckets, move["means"], strict=True)
-        exchange.changes = [bucket.bucket(mean.to(bucket.common.device), 0) for bucket, mean in pairs]
-        self._exchanger.apply_to_common(exchange)
-
-    def _movers(self) -> Sequence[Optimizer]:
-        return [] if self._exchanger.outer is None else [self._exchanger.outer.optimizer]
-
-    def _check(self, state: SavedState) -> None:
-        super()._check(state)
-        saved = state[self.integration]
-        groups = [each["param_groups"] for each in saved["optimizers"]], [each.param_groups for each in self.optimizers]
-        then, now = ([[len(one["params"]) for one in each] for each in optimizers] for optimizers in groups)
-        if then != now:
-            raise ValueError(
-                f"this state was saved with optimizers whose groups have {then} parameters, and now they have {now}; pass as many "
-                "optimizers, with the same groups"
-            )
-        self._exchanger.check(saved)
-
-    def _load(self, state: SavedState) -> None:
-        for exchange in self._exchanger.pending.values():
-            exchange.wait()  # its outcome does not matter any more
-        super()._load(state)
-        self._failed = False
-        for optimizer, one in zip(self.optimizers, state[self.integration]["optimizers"], strict=True):
-            # A copy: an optimizer keeps the tensors that it loads, which may be mapped from a file.
-            optimizer.load_state_dict(deepcopy(one))
-        self._exchanger.load_state_dict(state[self.integration])
-        self._note_written()
-
     def _is_time_of(self, fragment: int, done: int) -> bool:
         """Return whether a fragment is sent after `done` steps."""
         every = self.options.every
@@ -347,8 +224,6 @@ class LocalTraining(StepMethod):
         applied, first = self._exchanger.applied[fragment], fragment == 0
         finite, parameters = exchange.take(applied)
         buffers = list(self.model.buffers()) if first else []  # once per round
-        if buffers and any(self._exchanger.buffers.bad()):
-            finite = min(finite, BUFFERS)
         exchange.agreement = Agreement(self._step, applied, finite, parameters, buffers)
         done = self._step + 1
         # Read now, on this thread: schedules go on during the exchange.
@@ -468,7 +343,8 @@ def _restart(optimizers: Sequence[Optimizer]) -> None:
 
 def _tell_drop(exchange: PendingExchange, times: int) -> None:
     """Warn of a dropped exchange, the last of `times` in a row, or raise where these are too many. The same on all ranks."""
-    found = exchange.described_drop()
+    ranks = exchange.not_finite
+    found = f"the weights of ranks {ranks} hold NaN or Inf" if ranks else "the mean over ranks holds NaN or Inf"
     if times == _MOST_DROPPED:
         raise RuntimeError(
             f"the last {times} exchanges were dropped, and all ranks are back at the weights before them: {found}; lower the learning "

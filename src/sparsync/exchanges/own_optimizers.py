@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sparsync.exchanges.taken_optimizer import (
+from sparsync.exchanges.training_loop import (
     Arguments,
     Hidden,
     closure_of,

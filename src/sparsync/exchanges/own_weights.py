@@ -1,4 +1,4 @@
-"""A rank's own weights, of forms below 4 bits and of local steps: which weights a pass uses, and what goes wrong with them.
+"""A rank's own weights, in forms below 4 bits and in local steps: which weights a pass uses, and errors that follow from them.
 
 With `Steps(keep=0.0)` nothing here is called: parameters are the common weights.
 """
@@ -54,11 +54,11 @@ class ShownWeights:
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
         self._hooks = [
             *(
-                each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
+                each.register_forward_pre_hook(_Hook(self, "before_forward"), prepend=True)  # before FSDP2 gathers
                 for each in replica.called
             ),
-            *(each.register_forward_hook(_AfterForward(self)) for each in replica.bodies),
-            *(each.register_state_dict_post_hook(_AfterStateDict(self)) for each in replica.bodies),
+            *(each.register_forward_hook(_Hook(self, "after_forward")) for each in replica.bodies),
+            *(each.register_state_dict_post_hook(_Hook(self, "put_common")) for each in replica.bodies),
         ]
 
     @property
@@ -76,21 +76,33 @@ class ShownWeights:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the common weights into the model, and the own ones back afterwards."""
+        """Put the common weights into the model, and the own ones back afterwards, with the same bits. Call `check` before.
+
+        Raises RuntimeError where the block has changed the weights, which would be lost.
+        """
+        self.show(common=True)
         self._averaging = True
         try:
-            with _common_in_model(self._weights):
-                yield
+            yield
+            if changed := self._weights.changed():
+                raise RuntimeError(
+                    f"{', '.join(changed[:3])} got other values inside averaged(), which ends with a rank's own weights and would lose "
+                    "them; load weights outside of it, or put the old ones back inside; call requires_grad_(False) before attach on what "
+                    f"is not trained, such as an average (EMA) of the weights, and it keeps its values; or {WITHOUT}"
+                )
         finally:
             self._averaging = False
+            self._put(common=False)
+
+    def show(self, common: bool) -> None:
+        """Have the common weights in the model, or the own ones."""
+        if common != self.common and not self._averaging:
+            self._take_set()
+            self._put(common)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def show(self, common: bool) -> None:
-        """Have the common weights in the model, or the own ones."""
-        if common == self.common or self._averaging:
-            return
-        self._take_set()
+    def _put(self, common: bool) -> None:
         buckets = self._weights.buckets
         if common:
             self._own = [each.own() for each in buckets]
@@ -127,7 +139,7 @@ class ShownWeights:
         own = self._own
         return list(names) if own is None else [each for each in names if not self._weights.shows(each, own)]
 
-    def _before_forward(self, module: nn.Module) -> None:
+    def _before_forward(self, module: nn.Module, _: object) -> None:
         """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
         if not any(module is each for each in self._replica.called):
             return
@@ -141,14 +153,16 @@ class ShownWeights:
         elif not self.common and not self._averaging and not self._set_outside():
             self.show(common=True)
 
-    def after_forward(self, output: object) -> None:
+    def after_forward(self, _: nn.Module, __: object, output: object) -> None:
         """Have the backward pass of `output` raise if the model has the common weights by then: checkpointing would compute with them."""
         if _records() and not self.common and not self._averaging:
             for each in _tensors(output):
                 if each.grad_fn is not None:
                     each.register_hook(partial(_refuse_common, weakref.ref(self)))
 
-    def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
+    def put_common(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
+    ) -> None:  # Any: as `state_dict` has it
         """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
         if not any(module is each for each in self._replica.bodies) or self._averaging:
             return
@@ -201,33 +215,18 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 class _Hook:
-    """Refers to its `shown` weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+    """Calls a method of `shown`, to which it refers weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
 
-    def __init__(self, shown: ShownWeights | None = None) -> None:
+    def __init__(self, shown: ShownWeights | None = None, method: str = "") -> None:
         self._shown: Callable[[], ShownWeights | None] = (lambda: None) if shown is None else weakref.ref(shown)
+        self._method = method
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
-
-class _BeforeForward(_Hook):
-    def __call__(self, module: nn.Module, _: object) -> None:
+    def __call__(self, *arguments: Any) -> None:  # Any: as torch calls its hooks
         if (shown := self._shown()) is not None:
-            shown.before_forward(module)
-
-
-class _AfterForward(_Hook):
-    def __call__(self, _: nn.Module, __: object, output: object) -> None:
-        if (shown := self._shown()) is not None:
-            shown.after_forward(output)
-
-
-class _AfterStateDict(_Hook):
-    def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
-    ) -> None:  # Any: as `state_dict` has it
-        if (shown := self._shown()) is not None:
-            shown.put_common(module, state, prefix)
+            getattr(shown, self._method)(*arguments)
 
 
 def shown_from_here(
@@ -275,27 +274,3 @@ def compared(replica: Replica, weights: Weights) -> list[tuple[str, Tensor]]:
     shapes = {(name.rpartition(".")[2], each.shape) for name, each in replica.owned.items()}
     buffers = ((plain_name(name), each) for name, each in replica.module.named_buffers() if each.is_floating_point())
     return [*weights.common(), *replica.frozen(), *((name, each) for name, each in buffers if copies_one(name, each))]
-
-
-@contextmanager
-def _common_in_model(weights: Weights) -> Iterator[None]:
-    """Put the common weights into the model, and the own ones back afterwards, with the same bits.
-
-    Raises RuntimeError where the block has changed the weights, which would be lost.
-    """
-    own = [each.own() for each in weights.buckets]
-    try:
-        for bucket in weights.buckets:
-            bucket.write(bucket.common)
-        weights.note_written()
-        yield
-        if changed := weights.changed():
-            raise RuntimeError(
-                f"{', '.join(changed[:3])} got other values inside averaged(), which ends with a rank's own weights and would lose "
-                "them; load weights outside of it, or put the old ones back inside; call requires_grad_(False) before attach on what "
-                f"is not trained, such as an average (EMA) of the weights, and it keeps its values; or {WITHOUT}"
-            )
-    finally:
-        for bucket, held in zip(weights.buckets, own, strict=True):
-            bucket.write(held)
-        weights.note_written()

@@ -1,4 +1,4 @@
-"""Steps that go through a scheme: where it leaves elements out, and in buckets of which some parameters take no part in a step."""
+"""Steps that a scheme reduces: schemes that leave elements out, and buckets with parameters that take no part in a step."""
 
 from dataclasses import dataclass, replace
 
@@ -7,14 +7,15 @@ from torch import Tensor
 
 from sparsync.base.state import State, overflowed
 from sparsync.core import Bucket, Comm, Report
-from sparsync.exchanges.sender import Skip, StepsToMake
+from sparsync.exchanges.measured import Skip
+from sparsync.exchanges.sender import StepsToMake
 from sparsync.exchanges.weights import Part
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection, Reduction
 
 
 class FewNonzero(Bucket):
-    """A bucket of which the elements that are not zero are kept. Reading `grad` makes the vector."""
+    """A bucket that keeps only its nonzero elements. Reading `grad` makes the whole vector."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
@@ -29,20 +30,20 @@ class FewNonzero(Bucket):
 
 @dataclass
 class SchemeMean:
-    """The mean step of a bucket of `n` elements: of the part that takes part, and zero elsewhere."""
+    """The mean step of a bucket of `n` elements, zero for parameters that take no part."""
 
     state: State
     part: Part
     n: int
     bucket: Bucket | None = None  # None: nothing was reduced
 
-    def arrived(self) -> Tensor | None:
-        """Return what moves the weights; None where nothing does."""
-        return self.whole()
+    @property
+    def mean(self) -> Tensor | None:
+        """The mean as a vector, [n]; None where nothing was reduced."""
+        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
 
     def whole(self) -> Tensor | None:
-        """Return it as a vector, [n]; None where nothing was reduced."""
-        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
+        return self.mean
 
     def reduce(
         self,
@@ -75,10 +76,9 @@ class SchemeMean:
         self.bucket = held[0] if held else sent
         return replace(report, details={**report.details, "overflow": overflowed(report, sent.grad)})
 
-    def rollback(self) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         """Return to the residual what was sent."""
-        if self.bucket is not None:
-            self.state.rollback(self.bucket)
+        self.state.rollback(bucket)
 
 
 @dataclass(eq=False)

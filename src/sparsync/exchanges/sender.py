@@ -1,10 +1,12 @@
-"""What a rank sends of its gradients, and how the mean of what all ranks have sent moves the weights: in the numbers of three passes.
+"""What a rank sends of its gradients, and how the mean of what all ranks have sent moves the weights.
 
-The passes themselves are kernels: see `sparsync.kernels.step_reference`.
+`StepsToMake` makes steps of gradients, `WholeStep` exchanges those that every element is sent of in few bits, and `Sender` moves the
+weights: three passes over memory, which are kernels, see `sparsync.kernels.step_reference`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,33 +14,25 @@ from torch import Tensor
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
-from sparsync.exchanges.block_ratios import BlockRatios
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, phase, spans
+from sparsync.exchanges.measured import BlockRatios, Gradients, Skip
 from sparsync.exchanges.rules import MuonRule, ParameterGroups, Rule, Value, move_matrices_
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import GradientDivisor
 from sparsync.exchanges.weights import Weights
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.step_reference import Move, Spread
+from sparsync.kernels.value_reference import nan_packet
 from sparsync.runtime.connection import Reduction
+from sparsync.wire import ValueCodec, Values
 
 VECTORS = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
-_SEED = 0xFFFFFFFF  # of the signs of a sketch
 COUNTS = ("applied", "seen")  # steps that moved a parameter; gradients of it in the second moments
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """This rank's gradients of a bucket, where they lie: each from an element on, and times a factor."""
-
-    tensors: Sequence[Tensor]
-    starts: Sequence[int]
-    factors: Sequence[float]
-
-
-@dataclass(frozen=True)
 class StepsToMake:
-    """What this rank's gradients become steps by; see `kernels.make_steps_`."""
+    """Gradients and the numbers that make steps of them; see `kernels.make_steps_`."""
 
     gradients: Gradients
     square: Tensor
@@ -52,7 +46,7 @@ class StepsToMake:
         return self._made(self.numbers, out, skip)
 
     def again(self) -> Tensor:
-        """Return what `make` wrote, from second moments that have these gradients."""
+        """Return what `make` wrote, now that the second moments contain these gradients."""
         return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
 
     def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
@@ -66,41 +60,6 @@ class StepsToMake:
         moments = self.square, self.ratio, self.block, self.spans, numbers
         kernels.make_steps_(out, given.tensors, given.starts, given.factors, *moments, skip)
         return out
-
-
-class Skip:
-    """Whether all ranks skip a step, on a device: nobody waits for it but who asks, one step later."""
-
-    def __init__(self, fits: Tensor) -> None:
-        """Skip if not `fits` [], on this rank; see `agree`."""
-        # [1], not zero where it is to be skipped
-        self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
-        self._agreed = False
-
-    def agree(self, comm: Comm) -> Tensor:
-        """Skip if any rank does, and return the flag: 4 bytes, before the first bucket."""
-        if not self._agreed and comm.size > 1:
-            self.flag = comm.all_reduce(self.flag)
-        self._agreed = True
-        return self.flag
-
-    def send_to_host(self) -> None:
-        """Begin to copy it to this machine's memory, after the step."""
-        self._arriving = Arriving(self.flag)
-
-    @property
-    def seen(self) -> bool:
-        """Return what came to the host."""
-        return bool(self._arriving)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step of which a device knows whether it was skipped, and the host counts as if it was not."""
-
-    skip: Skip
-    counted: Collection[str]  # parameters that took part
-    measured: bool
 
 
 class Sender:
@@ -130,7 +89,7 @@ class Sender:
         return Gradients(tensors, starts, factors)
 
     def steps_to_make(self, place: int, gradients: Gradients, P: int) -> StepsToMake:
-        """Count a gradient of each parameter of bucket `place` that takes part, and return what makes steps of them."""
+        """Count a gradient of each participating parameter of bucket `place`, and return what makes steps of the gradients."""
 
         def made(rule: Rule, entry: ParameterSpan, t: int) -> Spread:
             beta2 = self.beta2(rule)
@@ -180,7 +139,7 @@ class Sender:
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self.groups.rules))
 
     def uncount(self, names: Iterable[str]) -> None:
-        """Count the last step of these parameters no longer."""
+        """Undo the count of the last step of these parameters."""
         for name in names:
             for each in self.counts.values():
                 each[name] -= 1
@@ -198,65 +157,101 @@ class Sender:
         return self.groups.counted((key, place), self.taking(place), self.counts[key], value_of)
 
 
-class MeanOfSketches(Reduction):
-    """The squares of the mean over ranks, which is sent in bfloat16.
+@dataclass(eq=False)
+class WholeStep(Reduction):
+    """The exchange of one bucket's step, of which every element is sent in few bits. Only the residual is kept between two steps.
 
-    The report's "overflow" says whether they hold NaN or Inf; not with `skip`, where it is found out on the device.
+    The packets are those of `quantized_all_reduce_`, and so are the bits of the mean. `steps` None: this rank's gradient is not finite, and
+    it sends NaN. With `skip` the device decides: nothing changes there if a rank's gradient is not finite, and the host does not know.
     """
 
-    name = "bf16"
-
-    def __init__(self, skip: Skip | None = None) -> None:
-        self._skip = skip
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        comm = MeteredComm(comm)
-        if self._skip is not None:
-            self._skip.agree(comm)
-        total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
-        total.div_(exact_divisor(total, comm.size)).square_()
-        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
-
-
-class Measurement:
-    """A measurement of the ratio in one step. `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN."""
-
-    def __init__(
-        self,
-        ratios: BlockRatios,
-        keys: Sequence[str],
-        step: int,
-        finite: bool,
-        gradients: Sequence[Gradients],
-        skip: Skip | None = None,
-    ) -> None:
-        self._ratios, self._own, self._skip, found = ratios, list[Tensor](), skip, list[Tensor]()
-        for key, like, given in zip(keys, ratios.like, gradients, strict=True):
-            seed = digest(f"ratio/{key}/{step}") & _SEED
-            sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
-            found.append(sums.to(found[0].device) if found else sums)
-            self._own.append(own)
-        sums = torch.cat(found) if len(found) > 1 else found[0]
-        self._bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
+    name: str  # of the scheme
+    bucket: Bucket  # of the residual, which keeps what is not sent
+    values: tuple[Values, Values]  # up and down
+    steps: StepsToMake | None
+    skip: Skip | None = None
+    mean: QuantizedMean | None = field(default=None, init=False)  # that has arrived, unless it is to be skipped
+    # Partials rather than bound methods: a cycle with this object would keep gradients alive.
+    _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     @property
-    def reduction(self) -> tuple[Bucket, MeanOfSketches]:
-        """What is to be reduced: the sums of all blocks, which become the squares of their means; and how."""
-        return self._bucket, MeanOfSketches(self._skip)
+    def has_residual(self) -> bool:
+        return True
 
-    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
-        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket.
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        """Exchange the step of `bucket`, the one with the residual. The residual is as it was if the report has "overflow"."""
+        comm, rank, P, residual, n = MeteredComm(comm), comm.rank, comm.size, bucket.grad, bucket.grad.numel()
+        up, down = map(ValueCodec, self.values)
+        chunks, dtype = spans(n, P), residual.dtype
+        sizes = [up.nbytes(len(chunk), dtype) * (owner != rank) for owner, chunk in enumerate(chunks)]
+        mine, bits, bits_down = chunks[rank], up.kernel_bits, down.kernel_bits
+        assert bits is not None and bits_down is not None
+        flag = None if self.skip is None else self.skip.agree(comm)
+        with phase("encode"):
+            if self.steps is None:
+                lengths = [len(chunk) for owner, chunk in enumerate(chunks) if owner != rank]
+                sent = [nan_packet(length, bits, residual.device) for length in lengths]
+                sent.insert(rank, residual.new_empty(0, dtype=torch.uint8))
+            else:
+                sent = list(self.steps.encode(residual, rank, P, bits, flag).split(sizes))
+                self._undo.append(partial(_take_back, residual, chunks, rank, sent, up))
+        try:
+            size = up.nbytes(len(mine), dtype)
+            received = comm.all_to_all(sent, [size * (source != rank) for source in range(P)])
+            with phase("decode"):
+                others = [packet for source, packet in enumerate(received) if source != rank]
+                if self.steps is None or (
+                    flag is None and not kernels.packets_fit(others, [len(mine)] * len(others), bits, P)
+                ):
+                    packet = nan_packet(len(mine), bits_down, residual.device)
+                else:
+                    packet = kernels.reduce_shares_(mine.of(residual), others, bits, P, bits_down, flag)
+                    self._undo.append(partial(_take_sum_back, mine.of(residual), packet, others, up, down, P))
+            mean = QuantizedMean(
+                comm.all_gather(packet, [down.nbytes(len(chunk), dtype) for chunk in chunks]), down, n, dtype
+            )
+            overflow = flag is None and not mean.fits(P)
+        except BaseException:
+            if self.skip is None:  # else the connection is lost, and with it whether there is anything to return
+                self._forget(bucket)
+            raise
+        if overflow:
+            self._forget(bucket)
+        else:
+            self.mean = mean
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
-        With `skip` it may hold them, and is taken in unless the step is skipped.
-        """
-        flag = None if self._skip is None else self._skip.flag
-        self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)
+    def whole(self) -> Tensor | None:
+        """Return the mean as a vector, [n]; None if the step is skipped."""
+        return None if self.mean is None else self.mean.decoded()
+
+    def rollback(self, bucket: Bucket) -> None:
+        """Return to the residual what was sent. A step that a device skips returns nothing, because its packets hold NaN."""
+        self.mean = None
+        before = None if self.skip is None or not self._undo else bucket.grad.clone()
+        while self._undo:
+            self._undo.pop()()
+        if before is not None and self.skip is not None:
+            bucket.grad.copy_(torch.where(self.skip.flag == 0, bucket.grad, before))
+
+    def _forget(self, bucket: Bucket) -> None:
+        """Make the residual what it was before the step, up to rounding."""
+        made = bool(self._undo)
+        self.rollback(bucket)
+        if made and self.steps is not None:
+            bucket.grad.sub_(self.steps.again())
 
 
-def fit(gradients: Iterable[Gradients]) -> bool | Tensor:
-    """Return whether the sum of the squares of all gradients is finite; on a GPU a tensor [] that says so."""
-    given = list(gradients)
-    tensors = [each for one in given for each in one.tensors]
-    factors = [each for one in given for each in one.factors]
-    return kernels.squares_fit(tensors, factors, torch.finfo(torch.float32).max)
+def _take_back(residual: Tensor, chunks: Sequence[Span], rank: int, sent: Sequence[Tensor], codec: ValueCodec) -> None:
+    for owner, (chunk, packet) in enumerate(zip(chunks, sent, strict=True)):
+        if owner != rank:
+            chunk.of(residual).add_(codec.decode(packet, len(chunk), residual.dtype), alpha=len(chunks))
+
+
+def _take_sum_back(
+    own: Tensor, packet: Tensor, others: Sequence[Tensor], up: ValueCodec, down: ValueCodec, P: int
+) -> None:
+    total = own.double().add_(down.decode(packet, len(own), own.dtype), alpha=P)
+    for each in others:
+        total.sub_(up.decode(each, len(own), own.dtype), alpha=P)
+    own.copy_(total)

@@ -1,22 +1,23 @@
-"""The base of all step methods, which exchange what optimizers do to the weights: AdamWSteps and LocalTraining.
+"""The base of AdamWSteps and LocalTraining, which exchange what optimizers do to the weights.
 
-Here: common weights, clipping, weights that are set from outside, failures, and what all of them save. A method decides what is exchanged
-and when. The model is never wrapped.
+MovedWeights lets ranks that join or have failed follow the others: by snapshots, and by each move since. StepMethod has the common weights,
+weights set from outside, failures, and the saved state. A subclass decides what is exchanged and when. The model is never wrapped.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
-from sparsync.exchanges.moved_weights import MovedWeights
 from sparsync.exchanges.own_weights import ShownWeights
 from sparsync.exchanges.steps_options import StepOptions
 from sparsync.exchanges.training_loop import Replica
@@ -24,13 +25,84 @@ from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.runtime.between_steps import Loads
 from sparsync.runtime.driven import check_undriven, drive
 from sparsync.runtime.findings import check_scheme
+from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import Comparison, ResidualRescaler
 from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.snapshot import Part, Snapshot
 from sparsync.runtime.state_checks import SavedState
 
 
+class MovedWeights(Handle):
+    """A handle that moves the common weights itself, and reports each move."""
+
+    _weights: Weights
+    _callbacks: list[Callable[[Part | None], None]]  # see `on_move`
+
+    def snapshot(self, *, shared: bool = True) -> Snapshot:
+        found = super().snapshot(shared=shared)
+        if found.shared is None:
+            return found
+        moved, rest = self._parts(found.shared[self.integration])
+        return found._replace(moved=moved, shared={**found.shared, self.integration: rest})
+
+    @abstractmethod
+    def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split a saved state: return the part that moves with the common weights, and the rest without this rank's own part."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot; see Handle. With `moved` alone this is a beginning for `moves`, and nothing to train with."""
+        with torch.no_grad():
+            for move in snapshot.moves:
+                self._replay(move)
+        if snapshot.moved is not None and snapshot.shared is None:
+            self._start_from(snapshot.moved)
+        super().restore(snapshot)
+
+    @abstractmethod
+    def _start_from(self, moved: SavedState) -> None:
+        """Take what moves with the common weights of another rank."""
+
+    @abstractmethod
+    def _replay(self, move: Part) -> None:
+        """Move the common weights as another rank has moved its own."""
+
+    def on_move(self, callback: Callable[[Part | None], None]) -> Callable[[], None]:
+        def end() -> None:
+            self._callbacks = [each for each in self._callbacks if each is not callback]
+
+        self._callbacks.append(callback)
+        return end
+
+    def _note_move(self, means: Sequence[Tensor], **more: Any) -> None:  # Any: numbers, names and settings
+        """Report a move of the common weights: `means` [n] and whatever else `_replay` needs."""
+        for each in self._callbacks:
+            each({"means": means, "groups": self._settings(), **more})
+
+    def _settings(self) -> list[dict[str, Any]]:  # Any: settings
+        """Return the settings of the optimizer of the common weights, by group."""
+        return [_settings(group) for each in self._movers() for group in each.param_groups]
+
+    def _take_settings(self, found: Sequence[Mapping[str, Any]]) -> None:  # Any: settings
+        groups = [group for each in self._movers() for group in each.param_groups]
+        for group, settings in zip(groups, found, strict=True):
+            group.update(settings)
+
+    @abstractmethod
+    def _movers(self) -> Sequence[Optimizer]:
+        """Return the optimizers whose settings say how the common weights move."""
+
+    def _take_common(self, common: Sequence[Tensor]) -> None:
+        for bucket, weights in zip(self._weights.buckets, common, strict=True):
+            bucket.put_common(weights)
+        self._note_other_move()
+
+    def _note_other_move(self) -> None:
+        for each in self._callbacks:
+            each(None)
+
+
 class StepMethod(MovedWeights):
-    """A model and its optimizers, where each rank's weights are the common ones, or these less what it has not sent.
+    """A model and its optimizers. A rank's weights are the common ones, or these less a share of what the rank has not sent.
 
     Making one is collective over the ranks of `group`, or of `comm`: it compares settings, and copies parameters and buffers of rank 0.
     """
@@ -79,10 +151,10 @@ class StepMethod(MovedWeights):
 
     @abstractmethod
     def step(self) -> list[Report]:
-        """Count a step, and exchange what is due; return the reports of it. Call it on every rank."""
+        """Count a step, exchange what is due, and return the reports. Call it on every rank."""
 
     def _settle(self) -> None:
-        """Learn what the host does not know yet of the last step."""
+        """Read what the device knows of the last step and the host does not."""
         return
 
     @property
@@ -196,7 +268,7 @@ class StepMethod(MovedWeights):
 
     @abstractmethod
     def _adopt(self) -> list[str]:
-        """Take weights that were set from outside for the common ones, and return their names."""
+        """Make weights that were set from outside the common ones, and return their names."""
 
     def _take_from_model(self, names: Sequence[str]) -> None:
         """Make the model's present values of these parameters the common weights."""
@@ -229,7 +301,7 @@ class StepMethod(MovedWeights):
 
     @contextmanager
     def _applying(self) -> Iterator[None]:
-        """Have an error inside leave this rank with a step that was applied in part."""
+        """Mark the step as applied in part if the block raises."""
         try:
             yield
         except BaseException as error:
@@ -247,3 +319,7 @@ def _model_lines(model: nn.Module) -> list[str]:
         for name, each in tensors
     ]
     return [f"a model of {sum(each.numel() for each in model.parameters())} parameters", *layout]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:  # Any: settings
+    return {key: deepcopy(value) for key, value in group.items() if key != "params"}

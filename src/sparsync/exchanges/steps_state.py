@@ -1,4 +1,4 @@
-"""What a handle of exchanged steps saves, loads, and gives ranks that follow; and how it changes: own weights, and other bits."""
+"""The state of AdamWSteps: saving, loading, following other ranks, own weights, and the choice of bits."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -17,12 +17,12 @@ from sparsync.core import Bucket, Comm, Report
 from sparsync.exchanges import own_weights
 from sparsync.exchanges.agreement import FirstRanks, Gathered
 from sparsync.exchanges.auto_bits import STEPS, Choosing
+from sparsync.exchanges.measured import Pending
 from sparsync.exchanges.moments import Moments
-from sparsync.exchanges.sender import COUNTS, VECTORS, Pending, Sender
+from sparsync.exchanges.sender import COUNTS, VECTORS, Sender
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.steps_options import Steps
-from sparsync.exchanges.taken_optimizer import TakenOptimizer
-from sparsync.exchanges.training_loop import GradientDivisor
+from sparsync.exchanges.training_loop import GradientDivisor, TakenOptimizer
 from sparsync.recipes import Recipe
 from sparsync.runtime.findings import warn_of
 from sparsync.runtime.snapshot import Part, Snapshot

@@ -1,4 +1,4 @@
-"""What lets a training loop stay as it is: the copy of the model that is trained, and its gradients.
+"""What lets a training loop stay as it is: the copy of the model that is trained, its gradients, and `optimizer.step()`.
 
 The loop calls the model, the backward pass and `optimizer.step()`. The gradients that it sees have the norm of the mean one. In front of
 the optimizer's own step, those of all ranks become one step of the weights; then the optimizer finds no gradient.
@@ -6,10 +6,16 @@ the optimizer's own step, those of all ranks become one step of the weights; the
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sparsync.exchanges.rules import optimizers_of
 from sparsync.runtime.between_steps import BackwardPasses
 from sparsync.runtime.findings import (
     check_model,
@@ -19,6 +25,13 @@ from sparsync.runtime.findings import (
     warn_or_raise,
 )
 from sparsync.runtime.parameter_names import named_parameters, trained
+
+# Torch's name: a scaler then calls `step` also where it found NaN or Inf.
+_SUPPORTS_SCALING = "_step_supports_amp_scaling"
+
+Hidden = list[tuple[nn.Parameter, Tensor]]
+# Any: as torch's hooks have the arguments of `optimizer.step`, itself the first.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Replica:
@@ -134,6 +147,212 @@ def _divided(owner: "weakref.ref[GradientDivisor]", name: str, gradient: Tensor)
 def _accumulated(owner: "weakref.ref[GradientDivisor]", _: Tensor) -> None:
     if (divisor := owner()) is not None:
         divisor.accumulated()
+
+
+class TakenOptimizer:
+    """Calls `take_step` ahead of the `step` of these optimizers, which then finds no gradients and moves nothing, until `release`.
+
+    With several optimizers, the first to step takes the step of all. `take_step` returns whether all ranks skipped the step: a tensor, not
+    zero if so, where only a device knows. `scaler` is the one that scales the loss, if any: it learns what other ranks found.
+    Step hooks of the loop see all parameters and their gradients, whenever they were registered: except a hook before the step that was
+    registered later than this, which comes too late in its first step. Another optimizer that steps a parameter of these raises.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], take_step: Callable[[], bool | Tensor], scaler: GradScaler | None = None
+    ) -> None:
+        self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
+        self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
+        self._taken = list[
+            tuple[Tensor, int]
+        ]()  # gradients, and how often each had changed, while optimizers are still to step
+        self._hidden: Hidden = []
+        self._ours: dict[int, tuple[Any, Any]] = {}  # Any: torch's handles of hooks, before and after the step
+        # Any: torch types what it returns as a function of named arguments
+        before: Any = torch.compiler.disable(self._before)
+        after: Any = torch.compiler.disable(self._after)
+        for each in optimizers:
+            self._ours[id(each)] = ours = each.register_step_pre_hook(before), each.register_step_post_hook(after)
+            # HACK: torch has no public function for this. Price: a name that may change with torch; a test has hooks on both sides of ours.
+            hooks: Any = each._optimizer_step_post_hooks  # Any: an ordered dict, which torch types as a plain one
+            hooks.move_to_end(ours[1].id, last=False)
+        self._scaling = step_whatever_is_found(optimizers if scaler is not None else ())
+        self._caller: str | None = None
+        _look_at_steps()
+        _TAKEN.add(self)
+
+    def forget_step(self) -> None:
+        """Forget a step that has failed, also that the scaler has unscaled its gradients."""
+        self._called.clear()
+        if self._scaler is not None:
+            # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
+            self._scaler._per_optimizer_states.clear()
+
+    def release(self) -> None:
+        """Let the optimizers take their own steps from here on."""
+        _TAKEN.discard(self)
+        for pair in self._ours.values():
+            for hook in pair:
+                hook.remove()
+        self._scaling()
+
+    def check_caller(self, caller: str) -> None:
+        """Raise RuntimeError where a loop has stepped in another way before: it would take two steps with the same gradients."""
+        if self._caller not in (None, caller):
+            raise RuntimeError(
+                f"this loop has called {self._caller} before, and {caller} would take a second step with the same gradients; call one of "
+                "them"
+            )
+        self._caller = caller
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError where this is another optimizer and steps a parameter of these: ranks would part."""
+        if id(optimizer) in self._ours or all(id(each) in self._ours for each in optimizers_of(optimizer)):
+            return
+        own = {id(each) for one in self._optimizers for each in _parameters(one)}
+        if any(each.grad is not None and id(each) in own for each in _parameters(optimizer)):
+            raise RuntimeError(
+                f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would "
+                "exchange that; call detach() on the handle, and attach with this optimizer"
+            )
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        args, kwargs = _with_closure_called(args, kwargs)
+        if not self._called or id(optimizer) in self._called:
+            self._called.clear()
+            self.check_caller("optimizer.step()")
+            self._unscale(optimizer)
+            skipped = self._take_step()
+            self._taken = [found for each in self._optimizers for found in _gradients(each)]
+            if skipped is not False and self._scaler is not None and self._scaler.is_enabled():
+                self._tell_scaler(self._scaler, optimizer, skipped)
+        elif not all(any(one is each and t == then for each, then in self._taken) for one, t in _gradients(optimizer)):
+            raise RuntimeError(
+                f"the gradients of this {type(optimizer).__name__} have changed since another optimizer has taken the step of all "
+                "parameters: step all optimizers after the backward passes and the clipping of a step, one after the other; or attach each "
+                "part of the model with its own optimizer"
+            )
+        self._called.add(id(optimizer))
+        if len(self._called) == len(self._optimizers):
+            self._called.clear()
+            self._taken.clear()
+        self._hidden = hide_gradients(optimizer)
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        put_back(self._hidden)
+        self._hidden = []
+        # For the next step: hooks that were registered after ours are to see the gradients too. HACK: as above.
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(self._ours[id(optimizer)][0].id)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""
+        if not hasattr(optimizer, "found_inf"):
+            return
+        if self._scaler is None:
+            raise RuntimeError(
+                "a GradScaler calls this optimizer, and each rank's has found its own NaN and Inf; pass it, so that they agree: "
+                "sparsync.attach(..., scaler=scaler)"
+            )
+        unscale_(optimizer)
+
+    def _tell_scaler(self, scaler: GradScaler, optimizer: Optimizer, skipped: bool | Tensor) -> None:
+        """Have the scaler lower its scale on all ranks, also where this rank's gradient was finite."""
+        # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            found.copy_(torch.maximum(found, torch.as_tensor(skipped).to(found).view(found.shape)))
+
+
+_TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
+
+
+@cache
+def _look_at_steps() -> None:
+    """Watch the steps of all optimizers from here on. Once per process: torch iterates over its hooks while a handle may be collected."""
+    look: Any = torch.compiler.disable(_refuse_another)  # Any: as in TakenOptimizer
+    register_optimizer_step_pre_hook(look)
+
+
+def _refuse_another(optimizer: Optimizer, *_: object) -> None:
+    for each in list(_TAKEN):
+        each.refuse(optimizer)
+
+
+def step_whatever_is_found(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
+    """Have a loss scaler call the `step` of these optimizers also where it found NaN or Inf on this rank; return what undoes that."""
+    marked = [each for each in optimizers if not supports_scaling(each)]
+    for each in marked:
+        setattr(each, _SUPPORTS_SCALING, True)
+
+    def undo() -> None:
+        for each in marked:
+            vars(each).pop(_SUPPORTS_SCALING, None)
+
+    return undo
+
+
+def supports_scaling(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer divides its gradients by the loss scale in its step."""
+    return getattr(optimizer, _SUPPORTS_SCALING, False)
+
+
+def hide_gradients(optimizer: Optimizer) -> Hidden:
+    """Remove the gradients of an optimizer's parameters, so that its step moves nothing; return the argument of `put_back`."""
+    hidden = [(each, each.grad) for each in _parameters(optimizer) if each.grad is not None]
+    for parameter, _ in hidden:
+        parameter.grad = None
+    return hidden
+
+
+def put_back(hidden: Hidden) -> None:
+    """Give parameters their gradients again."""
+    for parameter, gradient in hidden:
+        parameter.grad = gradient
+
+
+def unscale_(optimizer: Optimizer) -> None:
+    """Divide the gradients by the loss scale that a scaler has left with the optimizer, if any."""
+    if (scale := getattr(optimizer, "grad_scale", None)) is None:
+        return
+    for parameter in _parameters(optimizer):
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.double().reciprocal().to(parameter.grad))
+
+
+def closure_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:  # Any: see Arguments; the loss
+    """Return the closure among the arguments of `step`, which makes the gradients, if there is one."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> Arguments:  # Any: as in `closure_of`
+    """Return the arguments of `step` with another closure."""
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
+
+
+def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:  # Any: see Arguments
+    """Call the closure among the arguments of `step`, which makes the gradients, and put one that returns its loss in its place."""
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return with_closure(args, kwargs, lambda: loss)
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _gradients(optimizer: Optimizer) -> list[tuple[Tensor, int]]:
+    """Return the gradients that there are, and how often each was changed."""
+    return [(each.grad, each.grad._version) for each in _parameters(optimizer) if each.grad is not None]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,25 +1,88 @@
-"""How much longer a rank's own gradient is than the mean one, measured for each block of adjacent elements, and how that is sent.
+"""Measure a step's gradients: whether they are finite, so that all ranks skip the same steps, and the ratio.
 
-Steps are divided by the second moments of the own gradient; the ratio brings these down to those of the mean one.
+The ratio says how much longer a rank's own gradient is than the mean one, for each block of adjacent elements. Steps are divided by the
+second moments of the own gradient; the ratio brings these down to those of the mean one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsync.core import Arriving, ParameterSpan, Span, exact_divisor
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
+from sparsync.kernels import operations as kernels
+from sparsync.runtime.connection import Reduction
 
 FIRST = 8  # steps that all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
 _SHARED = 16  # measurements of a block that count as much as those of its whole parameter
+_SEED = 0xFFFFFFFF  # of the signs of a sketch
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """This rank's gradients of a bucket, in the loop's memory: the first element and a factor of each."""
+
+    tensors: Sequence[Tensor]
+    starts: Sequence[int]
+    factors: Sequence[float]
+
+
+def fit(gradients: Iterable[Gradients]) -> bool | Tensor:
+    """Return whether the sum of the squares of all gradients is finite; on a GPU a tensor [] that says so."""
+    given = list(gradients)
+    tensors = [each for one in given for each in one.tensors]
+    factors = [each for one in given for each in one.factors]
+    return kernels.squares_fit(tensors, factors, torch.finfo(torch.float32).max)
+
+
+def host_is_ahead(device: torch.device) -> bool:
+    """Return whether the host may go on before what it asked of a device is done."""
+    return device.type == "cuda"
+
+
+class Skip:
+    """Whether all ranks skip a step, as a number on a device. The host reads it one step later, without waiting."""
+
+    def __init__(self, fits: Tensor) -> None:
+        """Skip if not `fits` [], on this rank; see `agree`."""
+        # [1], not zero where it is to be skipped
+        self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
+        self._agreed = False
+
+    def agree(self, comm: Comm) -> Tensor:
+        """Skip if any rank does, and return the flag: 4 bytes, before the first bucket."""
+        if not self._agreed and comm.size > 1:
+            self.flag = comm.all_reduce(self.flag)
+        self._agreed = True
+        return self.flag
+
+    def send_to_host(self) -> None:
+        """Begin to copy the flag to host memory, after the step."""
+        self._arriving = Arriving(self.flag)
+
+    @property
+    def seen(self) -> bool:
+        """Whether the step was skipped, as copied to the host."""
+        return bool(self._arriving)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that the host counts as taken until the device tells whether it was skipped."""
+
+    skip: Skip
+    counted: Collection[str]  # parameters that took part
+    measured: bool
 
 
 class BlockRatios:
     """The square norms of each block of adjacent elements, of the mean and of the local gradient, for all vectors of `like`.
 
-    That of the mean gradient is estimated by a sketch of each block, a sum with random signs; see `sparsync.exchanges.sketch`.
+    That of the mean gradient is estimated by a sketch of each block, a sum with random signs.
     `layouts`: the parameters in each vector, which lie one after the other; a block belongs to the one that its first element is of.
     """
 
@@ -62,12 +125,12 @@ class BlockRatios:
         return found
 
     def settle(self) -> None:
-        """Learn what the last measurement has come to, where it was made on a device."""
+        """Read the result of the last measurement, if a device made it."""
         if self._arriving is not None:
             self._sums, self._arriving = self._arriving.read(), None
 
     def forget_last(self) -> None:
-        """Count the last measurement no longer, which has changed nothing."""
+        """No longer count the last measurement, which changed nothing."""
         self.measured -= 1
 
     def _totals(self) -> Tensor:
@@ -157,3 +220,59 @@ class BlockRatios:
         if fits:
             self._sums = [float(one["known"][place]) for place in (0, 1) for one in known]
             self._arriving = Arriving(self._totals())
+
+
+class MeanOfSketches(Reduction):
+    """The squares of the mean over ranks, which is sent in bfloat16.
+
+    The report's "overflow" says whether they hold NaN or Inf; not with `skip`, where it is found out on the device.
+    """
+
+    name = "bf16"
+
+    def __init__(self, skip: Skip | None = None) -> None:
+        self._skip = skip
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm = MeteredComm(comm)
+        if self._skip is not None:
+            self._skip.agree(comm)
+        total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
+        total.div_(exact_divisor(total, comm.size)).square_()
+        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
+
+
+class Measurement:
+    """A measurement of the ratio in one step. `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN."""
+
+    def __init__(
+        self,
+        ratios: BlockRatios,
+        keys: Sequence[str],
+        step: int,
+        finite: bool,
+        gradients: Sequence[Gradients],
+        skip: Skip | None = None,
+    ) -> None:
+        self._ratios, self._own, self._skip, found = ratios, list[Tensor](), skip, list[Tensor]()
+        for key, like, given in zip(keys, ratios.like, gradients, strict=True):
+            seed = digest(f"ratio/{key}/{step}") & _SEED
+            sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
+            found.append(sums.to(found[0].device) if found else sums)
+            self._own.append(own)
+        sums = torch.cat(found) if len(found) > 1 else found[0]
+        self._bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
+
+    @property
+    def reduction(self) -> tuple[Bucket, MeanOfSketches]:
+        """What is to be reduced: the sums of all blocks, which become the squares of their means; and how."""
+        return self._bucket, MeanOfSketches(self._skip)
+
+    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
+        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket.
+
+        With `skip` it may hold them, and is taken in unless the step is skipped.
+        """
+        flag = None if self._skip is None else self._skip.flag
+        self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)
