@@ -19,8 +19,9 @@ from helpers.fsdp_training import Net, inputs, made, same
 from sparsync import GradientReducer
 from sparsync.comm import LocalWorld
 from sparsync.core import Comm, generator
+from sparsync.runtime.comparison import Comparison
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import Clipping, Comparison, ResidualRescaler, UsualShare, _norms
+from sparsync.runtime.rescaling import Clipping, ResidualRescaler, UsualShare, _norms
 
 P, SHAPES = 2, {"bias": (20,), "head": (40,), "weight": (30, 20)}  # a ParameterDict sorts its names
 N = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -266,17 +267,6 @@ def test_a_training_that_is_resumed_after_a_spike_goes_on_to_the_same_bits(schem
     LocalWorld(P).run(body)
 
 
-def test_one_bit_adam_keeps_what_rounding_dropped_of_its_momentum_whatever_is_cut() -> None:
-    def body(comm: Comm) -> None:
-        follows, ignores = (Reducer(comm, "onebit_adam:warmup_steps=2", follows=each) for each in (True, False))
-        for step in range(5):
-            for each in (follows, ignores):
-                each.train(drawn(comm.rank, step), times(1.0 if step % 2 else 0.25))
-        assert torch.equal(follows.residual, ignores.residual)
-
-    LocalWorld(P).run(body)
-
-
 def test_a_gradient_that_is_reduced_twice_before_a_step_counts_as_one() -> None:
     """As under DDP without no_sync: the second time the gradient has the first mean in it."""
 
@@ -381,13 +371,6 @@ def test_the_share_is_what_clipping_has_left_of_the_norm(dtype: torch.dtype) -> 
     assert watched.share() == 0.5
 
 
-def test_a_norm_beyond_16_bits_has_a_share() -> None:
-    watched = Watched([4], torch.float16)
-    watched.write([torch.full((4,), 60000.0, dtype=torch.float16)])
-    times(0.5)(watched.parameters)
-    assert watched.share() == 0.5
-
-
 def test_clipping_of_a_spike_whose_norm_overflows_applies_nothing() -> None:
     watched = Watched()
     watched.write([torch.full((6,), 1e38), torch.ones(3)])
@@ -452,22 +435,6 @@ def test_a_step_with_a_closure_is_measured_when_the_closure_has_clipped(by_name:
     found = watched.clipping.take()
     assert found is not None
     assert found[1] == 0.5
-
-
-class Outer(Optimizer):
-    """An optimizer around another one, as Accelerate has it: without hooks of its own."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.optimizer.step()
-
-
-def test_an_optimizer_within_another_one_is_watched() -> None:
-    watched = Watched(make=lambda parameters, lr: Outer(SGD(parameters, lr=lr)))
-    times(0.5)(watched.parameters)
-    assert watched.share() == 0.5
 
 
 def test_a_fused_optimizer_that_unscales_by_itself_counts_without_the_scale() -> None:

@@ -125,22 +125,11 @@ def residuals_on_the_shard_axis() -> None:
         assert float(report.details["sent_count"]) <= report.elements - report.elements // 4
 
 
-def left_out() -> None:
-    """A parameter that no rank uses counts as zero."""
-    for scheme in (SkipReduce(skip=1), OkTopk(density=1.0)):
-        net = made()
-        on(net, scheme)
-        found = backward(net, inputs(0, leave_out="middle.weight"))
-        assert not found["middle.weight"].any()
-        assert found["middle.bias"].any()
-
-
 def shard_axis() -> None:
     for part in (
         exact_on_the_shard_axis,
         skipping_on_the_shard_axis,
         residuals_on_the_shard_axis,
-        left_out,
     ):
         with case(part.__name__):
             part()

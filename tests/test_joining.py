@@ -102,19 +102,6 @@ def test_under_ddp_joined_buckets_give_the_same_mean_in_one_reduction() -> None:
         assert torch.equal(apart, together)
 
 
-def refused() -> str:
-    try:
-        train(-1.0)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.distributed
-def test_a_limit_below_zero_is_refused() -> None:
-    assert "join_mb and dense_below must be at least 0" in run(refused, 1)[0]
-
-
 def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
     """Train with almost nothing sent, then with everything."""
     torch.manual_seed(0)

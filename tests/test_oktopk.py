@@ -13,7 +13,7 @@ from sparsync import Bucket, Report
 from sparsync.base.state import State
 from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import Cost, generator
-from sparsync.runtime.optimizers import ResidualRescaler
+from sparsync.runtime.rescaling import ResidualRescaler
 from sparsync.schemes.oktopk import OkTopk
 
 Make = Callable[[], OkTopk]

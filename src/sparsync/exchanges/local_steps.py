@@ -25,8 +25,7 @@ from sparsync.exchanges.own_weights import ShownWeights
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward, warn_of
-from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import SavedState
+from sparsync.runtime.restorable import Part, SavedState, Snapshot
 
 _CURE = (
     "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, let a "

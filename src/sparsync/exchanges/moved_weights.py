@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from sparsync.exchanges.weights import Weights
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import SavedState
+from sparsync.runtime.restorable import Part, SavedState, Snapshot
 
 
 class MovedWeights(Handle):

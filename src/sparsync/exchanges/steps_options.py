@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from sparsync.base.scheme import Scheme
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.comparison import CHECK_WEIGHTS_EVERY
 
 _BUCKET_MB = 25.0
 _FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out

@@ -25,8 +25,7 @@ from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.training_loop import GradientDivisor
 from sparsync.recipes import Recipe
 from sparsync.runtime.findings import warn_of
-from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import SavedState, check_fingerprint
+from sparsync.runtime.restorable import Part, SavedState, Snapshot, check_fingerprint
 
 
 class StepsState(StepMethod):

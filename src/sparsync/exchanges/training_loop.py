@@ -10,7 +10,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from sparsync.runtime.between_steps import BackwardPasses
 from sparsync.runtime.findings import (
     check_model,
     is_fsdp2,
@@ -18,7 +17,8 @@ from sparsync.runtime.findings import (
     reducing_wrappers,
     warn_or_raise,
 )
-from sparsync.runtime.parameter_names import named_parameters, trained
+from sparsync.runtime.parameters import named_parameters, trained
+from sparsync.runtime.rescaling import BackwardPasses
 
 
 class Replica:
