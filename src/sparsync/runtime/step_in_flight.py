@@ -259,6 +259,7 @@ class StepInFlight:
         with self._turns.taken(number):
             if submitted.begins_step:
                 self._failure = ""  # of the step before
+                connection.end_step()  # also where this one fails before it begins
             if self._error is not None or self._failure:
                 return None
             try:
