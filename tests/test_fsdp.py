@@ -266,19 +266,11 @@ def refusals() -> None:
     on(net, Dense())
     with pytest.raises(ValueError, match="call detach"):
         on(net, Dense())
-    (bare,) = sparsync.doctor(nn.Linear(2, 2), Dense())
-    assert bare.refused is None and "gradients stay as they are; wrap it; or call handle.reduce()" in str(bare)
-    with pytest.raises(TypeError, match=r"wrapped by FSDP.*pass the bare module"):
-        sparsync.doctor(nn.Sequential(net), Dense())
-    with pytest.warns(UserWarning, match=r"protect='\*\.bais' matches no parameter"):
-        on(made(), SkipReduce(protect=["*.bais"]))
     apart = made(mesh["shard"])
     with torch.no_grad():
         next(apart.parameters()).to_local()[0, 0] += dist.get_rank()  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has weights 'scale' .*same checkpoint"):
         on(apart, TopK(), replicate=mesh["replicate"])
-    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has SkipReduce\(skip="):
-        on(made(), SkipReduce(skip=dist.get_rank()))
 
 
 def pair() -> None:

@@ -31,8 +31,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float64)
 Weights = dict[str, Tensor]
 
 
-@pytest.mark.parametrize("P", [1, 2, 5])
-def test_all_ranks_hold_the_same_bits_and_what_stands_still_becomes_exact(P: int) -> None:
+def test_all_ranks_hold_the_same_bits_and_what_stands_still_becomes_exact() -> None:
+    P = 3
     m = 300  # a block of 256 and a part of one
 
     def program(comm: MeteredComm) -> list[Tensor]:

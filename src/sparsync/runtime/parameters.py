@@ -1,5 +1,6 @@
 """The parameters of a model: their names, whatever wraps the model, and the handle that trains them, one at a time."""
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -56,18 +57,26 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 
 def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "") -> None:
     """Raise ValueError if a handle drives one of these parameters. Two axes of an FSDP2 model may have a handle each."""
-    for name, parameter in parameters:
+    named = list(parameters)
+    if _driven(named, axis):
+        gc.collect()  # a handle that is gone may wait in a cycle
+    if found := _driven(named, axis):
+        name, driver = found
+        end = "call detach() or close() on its handle" if driver.origin == "sparsync.attach" else "call close() on it"
+        raise ValueError(
+            f"{driver.origin} trains {name!r} of this model already, and two would each reduce its gradients or move its weights; "
+            f"{end} first"
+        )
+
+
+def _driven(named: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Driver] | None:
+    """Return the first of these parameters whose driver excludes another one on `axis`, and that driver."""
+    for name, parameter in named:
         for other, reference in _drivers.get(parameter, {}).items():
             driver: Driver | None = reference()
-            if driver is None or driver.closed or (axis and other and axis != other):
-                continue
-            end = (
-                "call detach() or close() on its handle" if driver.origin == "sparsync.attach" else "call close() on it"
-            )
-            raise ValueError(
-                f"{driver.origin} trains {name!r} of this model already, and two would each reduce its gradients or move its weights; "
-                f"{end} first"
-            )
+            if driver is not None and not driver.closed and (not axis or not other or axis == other):
+                return name, driver
+    return None
 
 
 def drive(parameters: Iterable[tuple[str, nn.Parameter]], driver: Driver, axis: str = "") -> None:
