@@ -416,7 +416,7 @@ def opened(times: int, how: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", *(pytest.param(how, marks=pytest.mark.slow) for how in ("with", "gone"))])
+@pytest.mark.parametrize("how", ["ddp", "with", "gone"])
 def test_models_that_are_gone_leave_no_connections_behind(how: str) -> None:
     for before, after in run(opened, 2, times=6, how=how):
         assert after <= before + 2
