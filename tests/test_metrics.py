@@ -15,7 +15,7 @@ from helpers.distributed import run
 from sparsync import Report
 from sparsync.adapters.metrics import TensorBoard, Wandb, numbers
 from sparsync.comm import Cost
-from sparsync.schemes import MiCRO, TopK
+from sparsync.schemes import ExactMiCRO, TopK
 
 STEPS = [[100, 20], [60, 20]]  # bytes of two buckets in two steps
 FOUND = {
@@ -32,7 +32,7 @@ def reports() -> list[Report]:
     """Two steps of two buckets; the second step overflows in one of them."""
     return [
         Report(
-            scheme="micro",
+            scheme="exact_micro",
             key=f"bucket{number}",
             step=step,
             elements=100,
@@ -104,7 +104,7 @@ def test_wandb_gets_the_same_names_over_an_axis_of_their_steps() -> None:
 def named(of_hook: bool) -> set[str]:
     """The ranges a profiler sees in one step: of the hook's thread if asked to look at all threads, else of this one."""
     every = _ExperimentalConfig(profile_all_threads=True)
-    training = AttachedTraining(MiCRO(density=0.1), buckets=2)
+    training = AttachedTraining(ExactMiCRO(density=0.1), buckets=2)
     training.step()
     model, scheme = nn.Linear(9, 9), TopK(0.5)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=every if of_hook else None) as seen:
