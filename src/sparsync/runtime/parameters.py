@@ -69,7 +69,7 @@ def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "
         )
 
 
-def _driven(named: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Driver] | None:
+def _driven(named: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Any] | None:  # Any: a Driver
     """Return the first of these parameters whose driver excludes another one on `axis`, and that driver."""
     for name, parameter in named:
         for other, reference in _drivers.get(parameter, {}).items():

@@ -79,9 +79,8 @@ class BackwardPasses:
             return False
         self._task = task
         thrown_away = self.gone()
-        if gradient is not None and gradient.is_sparse:
-            gradient = gradient._values()
-        self._nonzero = None if gradient is None else gradient.any()  # no host sync here
+        values = gradient._values() if gradient is not None and gradient.is_sparse else gradient
+        self._nonzero = None if values is None else values.any()  # no host sync here
         return thrown_away
 
     def gone(self) -> bool:
@@ -263,11 +262,9 @@ class ResidualRescaler:
             # The optimizer gets gradients without the loss scale.
             factor = self.units.usual_share(number).weigh(share * (self.units.scale or 1.0))
             factors |= dict.fromkeys(names, factor)
-        if not factors:
-            return
         if cut := {name: factor for name, factor in factors.items() if factor < 1.0}:
             self._state.weigh(cut)
-        self._held = None
+        self._held = None if factors else self._held
 
     def restart(self) -> None:
         """Begin with the units of the next step, because there is no residual any more. Whether any step was cut stays known."""
@@ -294,8 +291,9 @@ class ResidualRescaler:
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # a host sync on CUDA
         before, self.units.scale = self.units.scale or scale, scale
         changed = dict.fromkeys(self.names.values(), scale / before) if before != scale else {}
-        optimizers = [found for each in self._optimizers if (found := each()) is not None]
-        for group in (group for each in optimizers for group in each.param_groups):
+        for group in (
+            group for each in self._optimizers if (found := each()) is not None for group in found.param_groups
+        ):
             rate = float(group["lr"])
             for name in (self.names[id(each)] for each in group["params"] if id(each) in self.names):
                 factor = self.units.follow(name, rate)
@@ -349,7 +347,7 @@ class Clipping:
         if not self._applied:
             return None
         names = list(self._applied)
-        applied, written = _values(self._applied.values()), _values(self._written[name] for name in names)
+        applied, written = _values([*self._applied.values()]), _values([self._written[name] for name in names])
         scale = float(self._loss_scale)
         self.forget()
         # A parameter that no rank used keeps a gradient of zero, whatever was written for it.
@@ -396,7 +394,6 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors, 2, torch.float64 if wide else torch.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _values(norms: Iterable[Tensor]) -> list[float]:
+def _values(norms: list[Tensor]) -> list[float]:
     """Return numbers: a host sync on CUDA."""
-    known = list(norms)
-    return torch.stack([each.to(known[0].device) for each in known]).tolist()
+    return torch.stack([each.to(norms[0].device) for each in norms]).tolist()
