@@ -153,7 +153,7 @@ class State(Tables):
     @property
     def interleaves(self) -> bool:
         """Whether a bucket may be reduced while another one waits for other ranks."""
-        return self.scheme.interleaves and all(each.interleaves for each in self.scheme.inner.values())
+        return self.scheme.interleaves and all(each.interleaves for each in self.inner.values())
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` [n] by the scheme's estimate of the mean gradient. See `Scheme.reduce`."""
