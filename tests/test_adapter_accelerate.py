@@ -10,7 +10,7 @@ from torch import nn
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
 from sparsync import Options, attach, checkpoint
-from sparsync.schemes import ExactMiCRO, TwoShot
+from sparsync.schemes import ExactMiCRO
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -79,20 +79,3 @@ def with_torchs_hook() -> None:
 
 def test_a_model_with_a_hook_of_torch_is_refused_and_the_option_named() -> None:
     run(with_torchs_hook, 2)
-
-
-def two_models() -> None:
-    as_torchrun()
-    accelerator = Accelerator(cpu=True)
-    models = [network(), network()]
-    both = torch.optim.AdamW([each for model in models for each in model.parameters()])
-    *prepared, both = accelerator.prepare(*models, both)
-    handle = attach(prepared, TwoShot(density=1.0, values="sign"), optimizer=both)
-    accelerator.backward(sum(model(torch.ones(1, 20)).sum() for model in prepared))
-    both.step()
-    assert handle.summary().steps == 1
-    assert handle.summary().parameters == sum(each.numel() for model in models for each in model.parameters())
-
-
-def test_two_models_are_attached_together() -> None:
-    run(two_models, 2)

@@ -1,4 +1,4 @@
-"""Trainers whose AdamW steps are exchanged: resumed trainings have the same bits, and what is evaluated or saved is common to all ranks."""
+"""Trainers that exchange steps or weight changes: resumed trainings have the same bits, and what is evaluated or saved is common."""
 # pyright: reportMissingImports=false
 
 import os
@@ -13,45 +13,46 @@ from torch import Tensor, nn
 
 from helpers.adapter_training import as_torchrun, examples, lightning_module, network
 from helpers.distributed import run
-from sparsync import Options, Steps, attach, checkpoint
-from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync import LocalSteps, Options, Scheme, attach, checkpoint
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
-STEPS, HALF, ACCUMULATED = 6, 3, 2
-Found = dict[str, Tensor]
+STEPS, HALF, ACCUMULATED = 10, 5, 2  # local steps are exchanged every two steps: saved between two
+Found = tuple[dict[str, Tensor], dict[str, Tensor]]
+EXCHANGED: dict[str, tuple[Scheme, Any]] = {
+    "steps": (TwoShot(density=0.1, values="sign"), None),
+    "weight changes": (TwoShot(density=0.1, values="int4"), LocalSteps(every=2)),
+}
 
 
-def scheme() -> TwoShot:
-    return TwoShot(density=0.1, values="sign")
+def given(what: str) -> dict[str, Any]:
+    scheme, exchange = EXCHANGED[what]
+    return {"scheme": scheme, "exchange": exchange, "options": Options(timeout_s=120)}
 
 
 def seen(model: nn.Module, handle: object) -> Found:
-    """Return the saved weights and what the model says in evaluation mode, as a rank sees them when the steps were exchanged."""
-    assert isinstance(handle, AdamWSteps)
-    assert handle.exchange == Steps()
-    assert handle.stats()["drift"] > 0
-    assert handle.stats()["bits"] < 6  # with 600 elements in a bucket, most of it are headers
-    saved = {name: each.clone() for name, each in model.state_dict().items()}
-    model.eval()
-    with torch.no_grad():
-        saved["said"] = model(torch.ones(3, 20))
+    """Return what is common to all ranks, saved weights and what the model says in evaluation mode, and this rank's own weights."""
+    assert isinstance(handle, StepMethod) and handle.stats()["steps"] > 0
     model.train()
-    return saved
+    own = {name: each.detach().clone() for name, each in model.named_parameters()}
+    common = {name: each.clone() for name, each in model.state_dict().items()}
+    if isinstance(model, nn.Sequential):
+        model.eval()
+        with torch.no_grad():
+            common["said"] = model(torch.ones(3, 20))
+        model.train()
+    return common, own
 
 
-def same(one: Found, other: Found) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def by_accelerate(folder: Path) -> tuple[Found, Found]:
+def by_accelerate(folder: Path, what: str) -> tuple[Found, Found]:
     from accelerate import Accelerator
 
     def trained(steps: range, save: bool = False, load: bool = False) -> Found:
         accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED), network()
         adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
         prepared, optimizer, loader = accelerator.prepare(model, adamw, examples(STEPS * ACCUMULATED))
-        handle = attach(prepared, scheme(), optimizer=optimizer, options=Options(timeout_s=120))
+        handle = attach(prepared, optimizer=optimizer, **given(what))
         if load:
             accelerator.load_state(str(folder))
             checkpoint.load(handle, folder)
@@ -68,13 +69,12 @@ def by_accelerate(folder: Path) -> tuple[Found, Found]:
             checkpoint.save(handle, folder)
         return seen(accelerator.unwrap_model(prepared), handle)
 
-    as_torchrun()
     whole = trained(range(STEPS))
     trained(range(HALF), save=True)
     return whole, trained(range(HALF, STEPS), load=True)
 
 
-def by_lightning(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]:  # Any: a text that Lightning knows
+def by_lightning(folder: Path, what: str, precision: Any = "32-true") -> tuple[Found, Found]:  # Any: Lightning's text
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
@@ -82,7 +82,7 @@ def by_lightning(folder: Path, precision: Any = "32-true") -> tuple[Found, Found
     from sparsync.adapters.lightning import Sparsync
 
     def trained(epochs: int, goes_on_from: Path | None = None) -> Found:
-        callback, module = Sparsync(scheme(), options=Options(timeout_s=120)), lightning_module(HALF)
+        callback, module = Sparsync(**given(what)), lightning_module(HALF)
         trainer = Trainer(
             max_epochs=epochs,
             accelerator="cpu",
@@ -99,36 +99,30 @@ def by_lightning(folder: Path, precision: Any = "32-true") -> tuple[Found, Found
         )
         trainer.fit(module, ckpt_path=goes_on_from)
         trainer.save_checkpoint(folder / f"{epochs}.ckpt")
-        found = seen(module, callback.handle)
-        assert all(torch.equal(each, found[f"network.{name}"]) for name, each in module.network.state_dict().items())
-        return found
+        return seen(module, callback.handle)
 
-    as_torchrun()
     whole = trained(2)
     trained(1)
     return whole, trained(2, folder / "1.ckpt")
 
 
-def by_fabric(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]:  # Any: a text that Fabric knows
+def by_fabric(folder: Path, what: str, precision: Any = "32-true") -> tuple[Found, Found]:  # Any: Fabric's text
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy
 
     def trained(steps: range, save: bool = False, load: bool = False) -> Found:
-        fabric = Fabric(
-            accelerator="cpu",
-            devices=2,
-            precision=precision,
-            strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
-        )
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
+        fabric = Fabric(accelerator="cpu", devices=2, precision=precision, strategy=strategy)
         fabric.launch()
         module = network()
         model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
         if load:
             module.load_state_dict(torch.load(folder / "model.pt"))
-        handle = attach(model, scheme(), optimizer=optimizer, options=Options(timeout_s=120))
+        handle = attach(model, optimizer=optimizer, **given(what))
         if load:
             checkpoint.load(handle, folder)
+            optimizer.load_state_dict(torch.load(folder / f"optimizer{os.environ['RANK']}.pt"))
         for number, (x, y) in enumerate(fabric.setup_dataloaders(examples(STEPS))):
             if number in steps:
                 fabric.backward(nn.functional.mse_loss(model(x), y))
@@ -137,34 +131,55 @@ def by_fabric(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]: 
                 optimizer.zero_grad()
         if save:
             checkpoint.save(handle, folder)
+            torch.save(optimizer.state_dict(), folder / f"optimizer{os.environ['RANK']}.pt")
             if os.environ["RANK"] == "0":
                 torch.save(module.state_dict(), folder / "model.pt")
             fabric.barrier()
         return seen(module, handle)
 
-    as_torchrun()
     whole = trained(range(STEPS))
     trained(range(HALF), save=True)
     return whole, trained(range(HALF, STEPS), load=True)
 
 
+def by_transformers(folder: Path, what: str) -> tuple[Found, Found]:
+    from sparsync.adapters.trainer import attach as attach_trainer
+    from test_adapter_trainer import trainer_of
+
+    def trained(where: Path, goes_on_from: str | None = None) -> Found:
+        trainer = trainer_of(where)
+        callback = attach_trainer(trainer, resume_from=goes_on_from, **given(what))
+        trainer.train(resume_from_checkpoint=goes_on_from)
+        assert trainer.model is not None
+        return seen(trainer.model, callback.handle)
+
+    return trained(folder / "whole"), trained(folder / "again", str(folder / "whole" / "checkpoint-3"))
+
+
+def under_torchrun(train: Callable[..., tuple[Found, Found]], folder: Path, what: str) -> tuple[Found, Found]:
+    as_torchrun()
+    return train(folder, what)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("package", "train"),
+    ("package", "train", "what"),
     [
-        ("accelerate", by_accelerate),
-        ("lightning", by_lightning),
-        ("lightning", by_fabric),
-        # Trainers clip in these 16 bits only where no loss scaler is thought of.
-        ("lightning", partial(by_lightning, precision="bf16-mixed")),
-        ("lightning", partial(by_fabric, precision="bf16-mixed")),
+        ("accelerate", by_accelerate, "steps"),
+        ("lightning", by_lightning, "steps"),
+        ("lightning", by_fabric, "steps"),
+        # Trainers clip in these 16 bits only if there is no loss scaler.
+        ("lightning", partial(by_lightning, precision="bf16-mixed"), "steps"),
+        ("lightning", partial(by_fabric, precision="bf16-mixed"), "steps"),
+        ("accelerate", by_accelerate, "weight changes"),
+        ("lightning", by_lightning, "weight changes"),
+        ("lightning", by_fabric, "weight changes"),
+        ("transformers", by_transformers, "weight changes"),
     ],
 )
-def test_a_trainer_exchanges_the_steps_of_adamw_and_goes_on_to_the_same_bits(
-    package: str, train: Callable[[Path], tuple[Found, Found]], tmp_path: Path
-) -> None:
+def test_a_trainer_goes_on_to_the_same_bits(package: str, train: Callable[..., Any], what: str, tmp_path: Path) -> None:
     pytest.importorskip(package)
-    (whole, again), (other, other_again) = run(train, 2, folder=tmp_path)
-    assert same(whole, other)
-    assert same(again, other_again)
-    assert same(whole, again)
+    ranks = run(under_torchrun, 2, train=train, folder=tmp_path, what=what)
+    for (common, own), (common_again, own_again) in ranks:
+        for one, other in ((common, ranks[0][0][0]), (common, common_again), (own, own_again)):
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -187,6 +187,7 @@ def fine_tuned(folder: Path) -> list[dict[str, Tensor]]:
     return [weights(), weights(folder / f"checkpoint-{STEPS // 2}")]
 
 
+@pytest.mark.slow
 def test_the_sft_trainer_of_trl_exchanges_steps_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     whole, *others = (each for rank in run(fine_tuned, 2, folder=tmp_path) for each in rank)

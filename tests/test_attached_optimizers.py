@@ -113,30 +113,6 @@ def test_a_loss_scaler_is_stepped_as_ever_and_all_ranks_skip_the_step_that_one_o
     run(loss_scaled, P)
 
 
-def with_closures() -> None:
-    plain, closed = Training(wrapped=True), Training(wrapped=True)
-    for number in range(3):
-        x, y = batch(dist.get_rank(), number)
-
-        def closure(training: Training, x: Tensor = x, y: Tensor = y) -> Tensor:
-            training.optimizer.zero_grad()
-            loss = (training.model(x) - y).square().mean()
-            loss.backward()
-            return loss
-
-        loss = closure(plain)
-        plain.optimizer.step()
-        given = closed.optimizer.step(lambda training=closed: closure(training))
-        assert given is not None
-        assert float(given) == float(loss)
-    assert same(plain.common(), closed.common())
-
-
-@pytest.mark.slow
-def test_an_optimizer_whose_step_takes_a_closure_makes_the_same_steps() -> None:
-    run(with_closures, P)
-
-
 def hooked(scaler: GradScaler, by_closure: bool) -> None:
     """Train with step hooks that were registered before and after `attach`, one of which averages the weights."""
     model, seen = bare_model(), list[str]()
@@ -267,6 +243,13 @@ class Cautious(torch.optim.AdamW):
         raise NotImplementedError
 
 
+class OwnMuon(torch.optim.Muon):
+    """Has another step than Muon."""
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
 class Renamed(torch.optim.AdamW):
     """Has AdamW's step."""
 
@@ -281,8 +264,9 @@ def test_a_trainers_wrapper_of_adamw_counts_as_adamw_and_another_step_does_not()
         (Cautious(parameters), Gradients()),
     ]:
         assert choose(sign, None, None, optimizer).exchange == wanted, optimizer
-    with pytest.raises(TypeError, match="Cautious has a `step` that is not AdamW's"):
-        rules_of([Cautious(parameters)])
+    for kind, of, given in ((Cautious, "AdamW", parameters), (OwnMuon, "Muon", parameters[:1])):
+        with pytest.raises(TypeError, match=f"{kind.__name__} has a `step` that is not {of}'s"):
+            rules_of([kind(given)])
 
 
 def test_a_gradient_that_the_loop_itself_sets_is_not_taken_for_a_shortened_one() -> None:

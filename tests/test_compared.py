@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsync.runtime.optimizers import Compared, Comparison, OptimizerSettings, weight_lines
+from sparsync.runtime.comparison import Compared, Comparison, OptimizerSettings, weight_lines
 
 
 def layers() -> nn.Sequential:

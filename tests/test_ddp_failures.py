@@ -6,23 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-import sparsync
-from helpers.ddp_training import NAMES, TIMEOUT_S, AttachedTraining, N, known, total
-from helpers.distributed import HANG_S, case, run
-from helpers.known_gradients import KnownGradients
+from helpers.ddp_training import NAMES, TIMEOUT_S, AttachedTraining, known, total
+from helpers.distributed import HANG_S, run
 from sparsync import Bucket, Report
-from sparsync.attached.ddp import DdpHandle
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.schemes import Dense, State, TopK
@@ -224,79 +219,6 @@ def test_after_a_failure_that_one_rank_did_not_see_every_step_says_that_a_checkp
         assert "load a checkpoint on all ranks" in str(behind.errors[step])
     assert behind.right == [True, True, False, False, False, False]
     assert ahead.right == [True, True, True, False, False, False]
-
-
-class NoBucket:
-    """What DDP never hands over: the first bucket of a step, without a gradient."""
-
-    def index(self) -> int:
-        return 0
-
-    def parameters(self) -> list[Tensor]:
-        raise ValueError("there is no gradient")
-
-
-def hand_over_nothing() -> None:
-    """The hook itself never raises, but the future it returns does."""
-    training = AttachedTraining("dense")
-    assert isinstance(training.handle, DdpHandle)
-    promised = training.handle.submit(NoBucket())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RuntimeError, match="ValueError: there is no gradient"):
-        promised.wait()
-    training.step()
-    assert torch.equal(training.model.gradients(), mean(0, 2))
-
-
-class Rescaled(TopK):
-    """Cannot follow a learning rate."""
-
-    def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
-        raise ValueError(f"cannot rescale {len(factors)} parameters")
-
-
-def change_the_rate() -> None:
-    """A residual that cannot be rescaled fails the step, and not the thread."""
-    model = KnownGradients(4, N)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sparsync.attach(ddp, Rescaled(), optimizer=optimizer, options=sparsync.Options(timeout_s=TIMEOUT_S))
-    for step in range(3):
-        optimizer.param_groups[0]["lr"] = 0.5 if step else 1.0
-        with pytest.raises(RuntimeError, match="cannot rescale 4 parameters") if step == 1 else nullcontext():
-            ddp(model.inputs(dist.get_rank(), step)).backward()
-
-
-def refusals() -> None:
-    """attach refuses what it cannot serve, and says why."""
-    plain = nn.Linear(3, 3)
-    ddp = DistributedDataParallel(plain)
-    with pytest.raises(TypeError, match=r"wrapped by DistributedDataParallel, which .* pass the bare module"):
-        sparsync.attach(nn.Sequential(ddp), Dense())
-    with pytest.raises(
-        TypeError, match=r"scheme must be an instance of sparsync\.Scheme such as TopK\(density=0\.01\), got 'topk'"
-    ):
-        sparsync.attach(ddp, "topk")  # pyright: ignore[reportArgumentType]
-
-
-def state_of_another_scheme() -> None:
-    """A state that does not fit is refused, and changes nothing."""
-    training = AttachedTraining("topk-0.1")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for place in ({"rank": rank + 1}, {"ranks": ranks + 1}):  # a residual loaded twice would count twice
-        with pytest.raises(ValueError, match="load each rank's own"):
-            training.handle.load_state_dict({**training.handle.state_dict(), **place})
-    training.step()
-    assert training.handle.state_dict()["step"] == 0
-
-
-def one_after_the_other() -> None:
-    for body in (hand_over_nothing, change_the_rate, refusals, state_of_another_scheme):
-        with case(body.__name__):
-            body()
-
-
-def test_errors_outside_schemes_and_what_is_refused() -> None:
-    run(one_after_the_other, 2)
 
 
 PROGRAM = """

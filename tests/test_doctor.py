@@ -1,6 +1,5 @@
 """What cannot work together is named before training starts, with its cure."""
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -62,9 +61,6 @@ def warned() -> None:
         assert word in str(finding)
     with pytest.warns(UserWarning, match="matches no parameter"):
         sparsync.attach(plain, ExactMiCRO(dense=("norm.*",)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sparsync.attach(DistributedDataParallel(nn.Linear(3, 3)), SkipReduce(protect=("bias",)))
 
 
 def optimizers() -> None:
@@ -101,10 +97,6 @@ def optimizers() -> None:
         ):
             with pytest.raises((TypeError, ValueError), match=reason):
                 make(optimizer=optimizer)
-    for kind in (torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop):
-        words = said(TopK(0.01), kind(parameters(), lr=0.1))
-        assert f"TopK leaves elements out, and {kind.__name__} is no SGD" in words
-        assert words.endswith("use TwoShot(density=1.0, values='int4')")
     lion = type("Lion", (Optimizer,), {})(parameters(), {"lr": 0.1})  # as another package has one
     assert "and Lion is no SGD" in said(TopK(0.01), lion)
     assert said(Dense(), lion) == ""
@@ -130,10 +122,6 @@ def optimizers() -> None:
             words = f"{name} has the momentum itself, and {own} adds its own; use torch.optim.SGD without momentum"
             assert said(scheme, optimizer) == words
     assert said(DGC(momentum=0.0), momentum) == ""
-    for wrapped in (ddp, nn.Linear(3, 3)):
-        own = AdamW(wrapped.parameters())
-        with pytest.warns(UserWarning, match="TopK leaves elements out, and AdamW is no SGD"):
-            sparsync.attach(wrapped, TopK(0.01), optimizer=own, exchange=Gradients()).close()
 
 
 class InnerOptimizer(Optimizer):

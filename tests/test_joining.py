@@ -38,6 +38,8 @@ def test_joins_until_there_are_enough_bytes_and_at_the_end_of_a_step() -> None:
     recorded = Submitted()
     joining = Joining(recorded.submit, 100)
     joining.begin_step(lambda: None)
+    joining.submit(bucket("of a failed step", 3), last=False)
+    joining.begin_step(lambda: None)
     given = [bucket(str(i), n) for i, n in enumerate((10, 10, 10, 30, 5, 6))]
     futures = [joining.submit(each, last=each is given[-1]) for each in given]
     assert [(each.key, each.grad.numel()) for each, _ in recorded.submitted] == [("0-2", 30), ("3", 30), ("4-5", 11)]
@@ -48,15 +50,17 @@ def test_joins_until_there_are_enough_bytes_and_at_the_end_of_a_step() -> None:
         assert torch.equal(future.wait(), 2 * torch.arange(each.grad.numel()).float())
 
 
-def test_types_are_not_mixed() -> None:
-    recorded = Submitted()
-    joining = Joining(recorded.submit, 1000)
+def test_an_error_reaches_every_bucket_and_types_are_not_mixed() -> None:
+    waiting = Joining(Submitted().submit, 1000)
+    future = waiting.submit(bucket("a", 3), last=False)
+    waiting.abandon(ValueError("the last bucket is complex"))
+    with pytest.raises(RuntimeError, match="the last bucket is complex"):
+        future.wait()
+    typed = Submitted()
+    joining = Joining(typed.submit, 1000)
     for each in (bucket("a", 3), bucket("b", 4, torch.float64), bucket("c", 4, torch.float64)):
         joining.submit(each, last=each.key == "c")
-    assert [each.key for each, _ in recorded.submitted] == ["a", "b-c"]
-
-
-def test_an_error_reaches_every_bucket() -> None:
+    assert [each.key for each, _ in typed.submitted] == ["a", "b-c"]
     recorded = Submitted()
     joining = Joining(recorded.submit, 1000)
     futures = [joining.submit(bucket(key, 3), last=key == "b") for key in "ab"]
@@ -64,17 +68,6 @@ def test_an_error_reaches_every_bucket() -> None:
     for future in futures:
         with pytest.raises(RuntimeError, match="the link is down"):
             future.wait()
-
-
-def test_what_a_failed_step_left_is_forgotten() -> None:
-    recorded = Submitted()
-    joining = Joining(recorded.submit, 1000)
-    joining.begin_step(lambda: None)
-    joining.submit(bucket("a", 3), last=False)
-    joining.begin_step(lambda: None)
-    joining.submit(bucket("a", 3), last=False)
-    joining.submit(bucket("b", 3), last=True)
-    assert [each.grad.numel() for each, _ in recorded.submitted] == [6]
 
 
 def train(join_mb: float) -> tuple[list[str], Tensor]:
@@ -100,19 +93,6 @@ def test_under_ddp_joined_buckets_give_the_same_mean_in_one_reduction() -> None:
         assert len(single) > 2
         assert joined == [f"bucket0-bucket{len(single) - 1}"]
         assert torch.equal(apart, together)
-
-
-def refused() -> str:
-    try:
-        train(-1.0)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.distributed
-def test_a_limit_below_zero_is_refused() -> None:
-    assert "join_mb and dense_below must be at least 0" in run(refused, 1)[0]
 
 
 def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
@@ -161,11 +141,3 @@ def reduced_by_its_own() -> list[str]:
 @pytest.mark.distributed
 def test_a_class_with_its_own_reduce_has_it_called_for_small_buckets_too() -> None:
     assert run(reduced_by_its_own, 2, fresh=True) == [["bucket0"]] * 2
-
-
-def test_what_waits_is_failed_when_its_step_is_abandoned() -> None:
-    joining = Joining(Submitted().submit, 1000)
-    future = joining.submit(bucket("a", 3), last=False)
-    joining.abandon(ValueError("the last bucket is complex"))
-    with pytest.raises(RuntimeError, match="the last bucket is complex"):
-        future.wait()

@@ -106,17 +106,6 @@ def steps() -> None:
                     match=r"rank 1 has 1 backward pass before step 4 whose gradients were thrown away.*clip_grad_norm_",
                 ):
                     training.step(SPIKE + 1, own_norm=True)
-    with case("the norm"):
-        training = Training("dense", Steps(), "bare")
-        for number in range(3):
-            training.step(number)
-        training.backward(3)
-        own = nn.utils.get_total_norm([each.grad for each in training.bare.parameters() if each.grad is not None])
-        norm = training.handle.clip_grad_norm_(2.0**-6)
-        expected = torch.tensor(of_all_ranks(float(own))).square().mean().sqrt()
-        assert float(norm) == pytest.approx(float(expected))
-        clipped = nn.utils.get_total_norm([each.grad for each in training.bare.parameters() if each.grad is not None])
-        assert float(clipped) == pytest.approx(float(own * 2.0**-6 / norm), rel=1e-4)
     with case("accumulation, of other lengths"):
         training = Training("two_shot:density=0.1:values=sign", Steps(), "ddp")
         for number in range(4):
@@ -280,15 +269,6 @@ def accumulated() -> None:
                     training.optimizer.step()
                 training.optimizer.zero_grad()
         assert same(watched, alone)
-    with case("an optimizer that never steps"):
-        given = Training("topk:density=0.05", Gradients(), "bare")
-        alone = Training("topk:density=0.05", Gradients(), "bare", optimizer=None)
-        for training in (given, alone):
-            for number in range(4):
-                training.backward(number + 5)
-                training.reduce()
-                training.model.zero_grad()
-        assert same(given, alone)
 
 
 def test_gradients_that_accumulate_or_are_used_otherwise_leave_residuals_alone() -> None:

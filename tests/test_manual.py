@@ -1,5 +1,6 @@
 """One call after the backward pass: the same gradients as the scheme gives by itself, in any loop."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -8,88 +9,21 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import run
 from sparsync import Bucket, GradientReducer, Options, Report
-from sparsync.comm import LocalWorld
-from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
-from sparsync.schemes import Dense, ExactMiCRO, State, TopK
+from sparsync.schemes import Dense, State, TopK
 
 pytestmark = pytest.mark.distributed
 STEPS = 4
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(2, 3, 3)
-    convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
-    made = nn.Sequential(nn.Linear(6, 8), convolution, nn.Linear(8, 2).bfloat16())
-    made[0].bias.requires_grad_(False)
-    return made
-
-
 def gradient(parameter: nn.Parameter, rank: int, step: int) -> torch.Tensor:
-    """Small whole numbers, in the parameter's own memory format."""
     generator = torch.Generator().manual_seed(100 * rank + step + parameter.numel())
-    drawn = torch.randint(-8, 9, parameter.shape, generator=generator).to(parameter.dtype)
-    return torch.empty_like(parameter).copy_(drawn).detach()
-
-
-def trained() -> list[dict[str, torch.Tensor]]:
-    made = model()
-    reducer, found = GradientReducer(made, ExactMiCRO(0.25)), []
-    for step in range(STEPS):
-        for name, parameter in made.named_parameters():
-            parameter.grad = None if name == "0.bias" else gradient(parameter, dist.get_rank(), step)
-        reports = reducer.reduce()
-        assert [report.sent == report.cost for report in reports] == [True, True]  # float32 and bfloat16
-        assert [report.step for report in reports] == [step, step]
-        assert made[0].bias.grad is None
-        found.append({name: each.grad.clone() for name, each in made.named_parameters() if each.grad is not None})
-    return found
-
-
-def test_gradients_become_what_the_scheme_makes_of_them_in_every_type_and_memory_format() -> None:
-    ranks = run(trained, 2)
-    parameters = {name: each for name, each in model().named_parameters() if name != "0.bias"}
-    for dtype in (torch.float32, torch.bfloat16):
-        mine = {name: each for name, each in parameters.items() if each.dtype == dtype}
-
-        def reduce(comm: LocalComm, mine: dict[str, nn.Parameter] = mine) -> list[torch.Tensor]:
-            scheme, written = ExactMiCRO(0.25).start(), []
-            for step in range(STEPS):
-                flat = torch.cat([gradient(each, comm.rank, step).flatten() for each in mine.values()])
-                scheme.reduce(bucket := Bucket("any", flat, step), comm)
-                written.append(bucket.grad)
-            return written
-
-        for step, wanted in enumerate(LocalWorld(2).run(reduce)[0]):
-            for rank in ranks:
-                assert torch.equal(torch.cat([rank[step][name].flatten() for name in mine]), wanted)
-
-
-def in_part() -> None:
-    made, rank = nn.ModuleDict({"a": nn.Linear(3, 1, bias=False), "b": nn.Linear(3, 1, bias=False)}), dist.get_rank()
-    made["ab"[rank]].weight.grad = torch.full((1, 3), 4.0)  # each rank uses one of the two
-    GradientReducer(made, Dense()).reduce()
-    for each in made.parameters():
-        assert each.grad is not None
-        assert torch.equal(each.grad, torch.full((1, 3), 2.0))
-
-
-def test_a_parameter_without_gradient_counts_as_zero_and_gets_the_mean() -> None:
-    run(in_part, 2)
-
-
-def refused() -> None:
-    with pytest.raises(RuntimeError, match="density"):
-        GradientReducer(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
-
-
-def test_ranks_with_different_schemes_are_refused() -> None:
-    run(refused, 2)
+    return torch.randint(-8, 9, parameter.shape, generator=generator).to(parameter.dtype)
 
 
 def resumed(folder: Path) -> None:
@@ -153,40 +87,6 @@ def test_steps_are_counted_unless_their_number_is_given() -> None:
     assert run(numbered, 2) == [[0, 1, 7, 8, 7]] * 2
 
 
-class FailsOnce(TopK):
-    """One rank fails before its first message."""
-
-    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
-        if bucket.step == 1 and comm.rank == 0:
-            _FAILED.append(True)
-            if len(_FAILED) == 1:
-                raise MemoryError("no memory")
-        return super().reduce(state, bucket, comm)
-
-
-_FAILED: list[bool] = []
-
-
-def failing() -> list[float]:
-    model, rank = nn.Linear(2, 1, bias=False), dist.get_rank()
-    reducer, seen = GradientReducer(model, FailsOnce(1.0), options=Options(timeout_s=120)), []
-    for step in range(4):
-        model.weight.grad = torch.full((1, 2), 10.0 * step + rank)
-        try:
-            reducer.reduce()
-            seen.append(float(model.weight.grad[0, 0]))
-        except (MemoryError, RuntimeError) as error:
-            assert isinstance(error, MemoryError) or "(rank 0 reports MemoryError: no memory)" in str(error)
-            seen.append(-1.0)
-    return seen
-
-
-def test_when_one_rank_fails_all_do_and_the_next_call_works() -> None:
-    first, second = run(failing, 2, fresh=True)
-    assert first == second
-    assert first == [0.5, -1.0, 20.5, 30.5]
-
-
 class FailsLate(TopK):
     """One rank fails after its last message, so the other does not notice before the next call."""
 
@@ -239,3 +139,20 @@ def test_parameters_on_other_devices_are_another_bucket() -> None:
             reducer.model = nn.ParameterList([torch.empty(2, device=device) for device in devices])
         found = {key: list(parameters) for key, parameters in reducer._buckets().items()}
         assert found == {"float32": ["0", "2"], "float32/1": ["1"]}
+
+
+def wrapped_and_sparse() -> None:
+    model = nn.Linear(3, 3)
+    reducer, copied = GradientReducer(model, Dense()), copy.deepcopy(model)
+    DistributedDataParallel(copied)(torch.ones(1, 3))
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match="was put around a model that is attached bare"):
+        ddp(torch.ones(1, 3))
+    reducer.close()
+    ddp(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="'words' has sparse=True"):
+        GradientReducer(nn.ModuleDict({"words": nn.Embedding(3, 3, sparse=True)}), Dense())
+
+
+def test_ddp_around_an_attached_model_and_sparse_embeddings_are_refused() -> None:
+    run(wrapped_and_sparse, 1)

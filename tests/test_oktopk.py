@@ -15,7 +15,7 @@ from sparsync import Bucket, ErrorFeedbackScheme, Report
 from sparsync.base.state import State
 from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import generator
-from sparsync.runtime.optimizers import ResidualRescaler
+from sparsync.runtime.rescaling import ResidualRescaler
 from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.oktopk import OkTopk
 

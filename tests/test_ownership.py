@@ -15,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.distributed import case, run
 from sparsync import AdamWSteps, GradientReducer
-from sparsync.comm import LocalWorld
-from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.schemes import Dense, TopK
+from sparsync.schemes import Dense
 
 pytestmark = pytest.mark.distributed
 
@@ -96,17 +94,6 @@ def of_a_ddp_model_that_is_gone() -> None:
     assert handle.closed and not again.closed
 
 
-def the_optimizer_of_closed_steps() -> None:
-    model = bare()
-    optimizer = torch.optim.AdamW(model.parameters())
-    steps = AdamWSteps(model, optimizer, Dense())
-    optimizer.step()
-    assert steps.stats()["steps"] == 1
-    steps.close()
-    LocalTraining(model, optimizer, Dense(), every=2).step()
-    optimizer.step()
-
-
 def axes() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model: Any = fully_shard(bare(), mesh=mesh["shard"])
@@ -124,7 +111,6 @@ def pairs() -> None:
         each_pair,
         parts_of_one_model,
         of_a_ddp_model_that_is_gone,
-        the_optimizer_of_closed_steps,
     ):
         with case(part.__name__):
             part()
@@ -136,15 +122,3 @@ def test_a_model_is_trained_through_one_integration_until_that_is_closed_or_gone
 
 def test_both_axes_of_an_fsdp2_model_are_attached_to_but_nothing_else_trains_it_meanwhile() -> None:
     run(axes, 2)
-
-
-def test_each_rank_of_a_local_world_trains_a_model_of_its_own() -> None:
-    def body(comm: Comm) -> None:
-        model = bare()
-        steps = LocalTraining(model, torch.optim.SGD(model.parameters()), TopK(0.5), every=1, comm=comm)
-        with pytest.raises(ValueError, match=r"LocalTraining trains '0\.weight' of this model already"):
-            AdamWSteps(model, torch.optim.AdamW(model.parameters()), TopK(0.5), comm=comm)
-        steps.close()
-        AdamWSteps(model, torch.optim.AdamW(model.parameters()), TopK(0.5), comm=comm).step()
-
-    LocalWorld(2).run(body)

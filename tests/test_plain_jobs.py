@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler, StepLR
 
 from helpers import plain_jobs
 from helpers.plain_jobs import Least, Normalised
-from sparsync import AdamWSteps
-from sparsync.core import Comm
-from sparsync.schemes import Dense, TopK
+from sparsync.schemes import Dense
 from sparsync_lab import workloads
 from sparsync_lab.workloads import one_process
-from sparsync_lab.workloads.base import Batch, Workload, loss_of, moved
+from sparsync_lab.workloads.base import Workload, loss_of
 from sparsync_lab.workloads.job_errors import JobError, naming
 from sparsync_lab.workloads.plain import HELD_OUT, METHODS
 
@@ -123,17 +121,6 @@ def test_a_job_at_another_rate_has_it_from_its_field_or_its_optimizer() -> None:
     assert (optimizer.param_groups[0]["lr"], schedule.get_last_lr()) == (0.25e-3, [0.25e-3])
 
 
-class Scheduled(Least):
-    optimizer = Asking.optimizer
-    learning_rate = 0.5
-
-
-def test_a_rate_that_is_bound_to_its_schedule_cannot_be_scaled() -> None:
-    made = job(Scheduled).at_rate(2.0)
-    with pytest.raises(ValueError, match=r"write a method .def schedule\(self, opt"):
-        made.optimizer(made.model(0), 5)
-
-
 def test_the_held_out_loss_is_the_same_for_any_number_of_ranks_and_needs_the_steps_beyond_the_training() -> None:
     made = job(Least)
     model = made.model(0)
@@ -152,28 +139,6 @@ def test_an_evaluation_that_knows_no_rank_is_made_by_rank_0() -> None:
     found = [made.evaluate(model, rank, 3) for rank in range(3)]
     assert found == [(0.0, 1), (0.0, 0), (0.0, 0)]
     assert made.quality(4.0, 1) == 4.0
-
-
-def test_an_evaluation_leaves_the_mode_of_each_module() -> None:
-    made = job(Normalised)
-    model = made.model(0)
-    list(model.modules())[2].eval()
-    made.evaluate(model, 0, 1)
-    assert [module.training for module in model.modules()] == [True, True, False, True]
-
-
-class NamedInput(NamedTuple):
-    x: Tensor
-    name: str
-
-
-def test_batches_of_any_form_are_moved() -> None:
-    x = torch.zeros(1)
-    batch = {"list": [x, 3], "tuple": (x,), "pair": NamedInput(x, "a"), "batch": Batch(x, x), "none": None}
-    found = moved(batch, torch.device("meta"))
-    moving = [found["list"][0], found["tuple"][0], found["pair"].x, found["batch"].input, found["batch"].target]
-    assert all(each.is_meta for each in moving)
-    assert (found["list"][1], found["pair"].name, found["none"]) == (3, "a", None)
 
 
 # What is refused
@@ -272,21 +237,6 @@ def test_buffers_are_those_of_rank_0_for_any_number_of_ranks() -> None:
     alone, both = (one_process.train_with_scheme(job(Still), Dense, 0, 2, ranks, {1, 2}).quality for ranks in (1, 2))
     assert alone == both
     assert alone[0] != alone[1]
-
-
-def adamw_steps(model: nn.Module, optimizer: Optimizer, comm: Comm) -> AdamWSteps:
-    assert isinstance(optimizer, AdamW)
-    return AdamWSteps(model, optimizer, TopK(density=0.5), comm=comm)
-
-
-class ByAdam(Normalised):
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return AdamW(model.parameters(), lr=0.1)
-
-
-def test_steps_of_each_rank_train_and_evaluate_a_job_with_buffers() -> None:
-    trained = one_process.train_locally(job(ByAdam), adamw_steps, 0, 3, 2, {3})
-    assert trained.quality[-1][1] != 0.0
 
 
 class Frozen(Least):

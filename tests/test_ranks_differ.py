@@ -55,20 +55,6 @@ def error_of(reducer: GradientReducer, step: int | None = None) -> str:
     return "no error"
 
 
-def different_steps() -> list[str]:
-    found = []
-    for make in SCHEMES:
-        reducer = GradientReducer(model(20, 20), make(), options=Options(timeout_s=120))
-        assert error_of(reducer) == "no error"
-        found.append(error_of(reducer, step=5 + dist.get_rank()))
-    return found
-
-
-def test_ranks_at_different_steps_get_an_error_on_all_of_them_with_every_scheme() -> None:
-    for found in run(different_steps, 2):
-        assert all("rank 0 has step 5, rank 1 has step 6; all ranks must reduce" in each for each in found), found
-
-
 def changed_state() -> str:
     scheme = MiCRO(0.1)
     reducer = GradientReducer(model(20, 20), scheme, options=Options(timeout_s=120))
@@ -430,7 +416,7 @@ def opened(times: int, how: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", *(pytest.param(how, marks=pytest.mark.slow) for how in ("with", "gone"))])
+@pytest.mark.parametrize("how", ["ddp", "with", "gone"])
 def test_models_that_are_gone_leave_no_connections_behind(how: str) -> None:
     for before, after in run(opened, 2, times=6, how=how):
         assert after <= before + 2

@@ -1,9 +1,13 @@
 """Several buckets on their way at once: what one that fails means for those of its step, and for the next step."""
 
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.distributed import run
 from sparsync import Bucket, Report
@@ -30,11 +34,19 @@ class FirstFails(Scheme):
         return Dense().reduce(state, bucket, comm)
 
 
-def late_buckets(waits_s: list[float]) -> list[list[str]]:
-    """Train; where a bucket fails, the next ones of its step come so many seconds later on each rank. Return the errors of each step."""
-    comm, state = GroupComm.private(timeout_s=30), FirstFails().start()
+class NoStream(StepInFlight):
+    """Cannot enter the stream of the first bucket of one step on rank 1, as after a CUDA error."""
+
+    def _enter_stream(self, submitted: Any, stack: ExitStack) -> None:
+        if (submitted.bucket.step, submitted.bucket.key, dist.get_rank()) == (FAILS, "bucket0", 1):
+            raise RuntimeError("no luck today")
+
+
+def late_buckets(waits_s: list[float], scheme: Scheme, kind: type[StepInFlight] = StepInFlight) -> list[list[str]]:
+    """Train; after the bucket that fails, the next ones of its step come so many seconds later on each rank. Return errors by step."""
+    comm, state = GroupComm.private(timeout_s=30), scheme.start()
     reports: list[Report] = []
-    flight = StepInFlight(Connection(state, comm), reports.append)
+    flight = kind(Connection(state, comm), reports.append)
     errors = []
     for step in range(STEPS):
         submitted = []
@@ -55,9 +67,19 @@ def late_buckets(waits_s: list[float]) -> list[list[str]]:
 
 
 # A failure is told to the other ranks for up to 3 seconds, while the backward pass goes on.
-@pytest.mark.parametrize("waits_s", [[0.0, 0.0], [0.0, 0.8], [0.8, 0.02]])
-def test_buckets_that_come_while_a_failure_is_told_fail_with_it_and_the_next_step_works(waits_s: list[float]) -> None:
-    for errors in run(late_buckets, 2, waits_s=waits_s, within_s=60):
+@pytest.mark.parametrize(
+    ("waits_s", "how"),
+    [
+        ([0.0, 0.8], {"scheme": FirstFails()}),
+        ([0.8, 0.02], {"scheme": FirstFails()}),
+        ([0.0, 0.0], {"scheme": Dense(), "kind": NoStream}),  # before its turn
+    ],
+    ids=["late on rank 1", "late on rank 0", "no stream"],
+)
+def test_buckets_that_come_while_a_failure_is_told_fail_with_it_and_the_next_step_works(
+    waits_s: list[float], how: dict[str, Any]
+) -> None:
+    for errors in run(late_buckets, 2, waits_s=waits_s, **how, within_s=60):
         assert [len(each) for each in errors] == [BUCKETS if step == FAILS else 0 for step in range(STEPS)]
         assert all("no luck today" in each for each in errors[FAILS])
 
@@ -114,3 +136,27 @@ def test_a_failure_of_the_runtime_itself_reaches_whoever_waits() -> None:
         flight.stop()
 
     LocalWorld(1).run(broken)
+
+
+@dataclass(frozen=True)
+class Around(Scheme):
+    """A wrapper of a third party, which says nothing of its own about interleaving."""
+
+    inside: Scheme
+
+    name = "around"
+
+    @property
+    def inner(self) -> dict[str, Scheme]:
+        return {"": self.inside}
+
+    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
+        return state.inner[""].reduce(bucket, comm)
+
+
+class InOrder(Dense):
+    interleaves = False
+
+
+def test_a_wrapper_of_a_scheme_interleaves_only_if_the_scheme_inside_does() -> None:
+    assert Around(Dense()).start().interleaves and not Around(InOrder()).start().interleaves

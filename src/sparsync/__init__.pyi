@@ -21,7 +21,7 @@ from sparsync.exchanges.steps_options import Steps as Steps
 from sparsync.runtime.handle import Gradients as Gradients
 from sparsync.runtime.handle import Handle as Handle
 from sparsync.runtime.options import Options as Options
-from sparsync.runtime.snapshot import Snapshot as Snapshot
+from sparsync.runtime.restorable import Snapshot as Snapshot
 
 __version__: str
 __all__: list[str]

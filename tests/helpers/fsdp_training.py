@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import sparsync
 from helpers.known_gradients import whole_numbers
 from sparsync.base.scheme import Scheme
-from sparsync.runtime.handle import Handle
-from sparsync.runtime.step_in_flight import AttachedHandle
+from sparsync.runtime.handle import AttachedHandle, Handle
 
 TIMEOUT_S = 120.0  # longer than any step that works, also on a machine that does much else
 Inputs = Mapping[str, Tensor]

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from sparsync import Bucket
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, generator, laid_out
+from sparsync.runtime.comparison import Comparison
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import Comparison, ResidualRescaler
+from sparsync.runtime.rescaling import ResidualRescaler
 from sparsync.schemes import TopK
 
 SHAPES = {"weight": (4, 5), "bias": (5,)}

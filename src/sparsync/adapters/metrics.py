@@ -7,9 +7,6 @@ Nothing here communicates: bytes are those that this rank sent.
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
-
-from sparsync.base.state import State
 from sparsync.core import Report
 
 if TYPE_CHECKING:
@@ -41,12 +38,6 @@ def numbers(reports: Iterable[Report]) -> dict[str, float]:
         for name, value in added.items():
             found[name] = found.get(name, 0.0) + value
     return found | {"density": found["union"] / found["elements"] if found["elements"] else 1.0}
-
-
-def residual_norm(state: State) -> float:
-    """Return the Euclidean norm of this rank's residual; 0 where there is none. Call it between steps; copies the residual once."""
-    residuals = state.state_dict().get("residual", {}).values()
-    return float(torch.stack([each.double().square().sum() for each in residuals]).sum().sqrt()) if residuals else 0.0
 
 
 class TensorBoard:

@@ -13,7 +13,7 @@ from sparsync.recipes import Bits
 from sparsync.runtime.findings import check_scheme, warn_of
 from sparsync.runtime.handle import Gradients, Handle
 from sparsync.runtime.options import Options
-from sparsync.runtime.parameter_names import inside_wrappers
+from sparsync.runtime.parameters import inside_wrappers
 
 
 def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataParallel | None:

@@ -20,9 +20,8 @@ from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.steps_options import Steps
 from sparsync.recipes import Bits
 from sparsync.runtime.findings import is_fsdp2, warn_or_raise
-from sparsync.runtime.handle import Gradients
+from sparsync.runtime.handle import AttachedHandle, Gradients
 from sparsync.runtime.options import GradientOptions, Options
-from sparsync.runtime.step_in_flight import AttachedHandle
 
 _LOG = logging.getLogger("sparsync")
 Attached = AttachedHandle | AdamWSteps | LocalTraining | GradientReducer

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from sparsync.runtime import state_file
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.state_checks import SavedState, check_fingerprint
+from sparsync.runtime.restorable import SavedState, check_fingerprint
 
 _SUFFIX = ".pt"
 _STEM = re.compile(

@@ -16,11 +16,10 @@ from sparsync.attached.joining import Joining
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
-from sparsync.runtime.driven import check_undriven
+from sparsync.runtime.handle import AttachedHandle
 from sparsync.runtime.options import GradientOptions
-from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
-from sparsync.runtime.snapshot import Snapshot
-from sparsync.runtime.step_in_flight import AttachedHandle
+from sparsync.runtime.parameters import check_undriven, named_parameters, plain_name, trained
+from sparsync.runtime.restorable import Snapshot
 from sparsync.schemes.dense import Dense
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__

@@ -18,7 +18,7 @@ from sparsync.runtime import findings
 from sparsync.runtime.findings import Finding
 from sparsync.runtime.handle import Gradients
 from sparsync.runtime.options import Options
-from sparsync.runtime.parameter_names import inside_wrappers, named_parameters, trained
+from sparsync.runtime.parameters import inside_wrappers, named_parameters, trained
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,18 @@ def _of_model(model: nn.Module, choice: Choice, optimizer: Optimizers | None, op
             yield Finding(what, "step it after they are reduced", RuntimeError)
         yield from findings.not_floating(named_parameters(model))
         yield from findings.patterns([name for name, _ in named_parameters(model)], scheme)
-    yield from _embeddings(model, exchange)
+    if isinstance(exchange, Gradients):
+        yield from findings.sparse_embeddings(model)
     steps = isinstance(exchange, Steps)
+    if steps:
+        yield from _renormed_embeddings(model)
     yield from findings.unrelated(optimizer, _trained(model), refused=ValueError if steps else None)
 
 
-def _embeddings(model: nn.Module, exchange: Exchange) -> Iterator[Finding]:
+def _renormed_embeddings(model: nn.Module) -> Iterator[Finding]:
+    """Find embeddings that change their weights in forward passes, on each rank by its own inputs."""
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        if isinstance(exchange, Gradients) and module.sparse:
-            what = f"the embedding {name!r} has sparse=True, and only dense gradients are reduced"
-            yield Finding(what, "make it with sparse=False", ValueError)
-        if isinstance(exchange, Steps) and module.max_norm is not None:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             what = f"the embedding {name!r} has max_norm and changes its weights in forward passes, which would part ranks with own weights"
             yield Finding(what, "make it without max_norm, or pass exchange=sparsync.Gradients()", ValueError)
 

@@ -23,12 +23,11 @@ from sparsync.attached.fsdp2_units import (
 from sparsync.base.scheme import ReduceScatterScheme, Scheme, ShardState, own_shard_layout, shard_layout, shard_name
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
+from sparsync.runtime.comparison import weight_lines
 from sparsync.runtime.connection import Reduction
-from sparsync.runtime.driven import check_undriven
-from sparsync.runtime.optimizers import weight_lines
+from sparsync.runtime.handle import AttachedHandle
 from sparsync.runtime.options import GradientOptions
-from sparsync.runtime.parameter_names import trained
-from sparsync.runtime.step_in_flight import AttachedHandle
+from sparsync.runtime.parameters import check_undriven, trained
 from sparsync.wire import Values
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from sparsync.attached.fsdp2_units import replicate_axis, units_of
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, distinct
 from sparsync.runtime.findings import Axis
-from sparsync.runtime.parameter_names import named_parameters
+from sparsync.runtime.parameters import named_parameters
 
 
 class ShardedReplica(Replica):

@@ -22,7 +22,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding
 from sparsync.runtime.options import Options
-from sparsync.runtime.parameter_names import plain_name
+from sparsync.runtime.parameters import plain_name
 
 Exchange = Callable[
     [Tensor, Tensor, Any], None

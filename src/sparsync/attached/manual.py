@@ -1,19 +1,23 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
+import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.exchanges.choice import Optimizers, listed
-from sparsync.runtime.driven import check_undriven
+from sparsync.runtime.findings import sparse_embeddings, warn_or_raise
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import GradientOptions, Options
-from sparsync.runtime.parameter_names import named_parameters, trained
+from sparsync.runtime.parameters import check_undriven, named_parameters, trained
 
 
 class GradientReducer(Handle):
@@ -37,6 +41,7 @@ class GradientReducer(Handle):
     ) -> None:
         driven = trained(model)
         check_undriven(driven)
+        warn_or_raise(sparse_embeddings(model))
         names = {id(parameter): name for name, parameter in named_parameters(model)}
         given = GradientOptions(**vars(options), optimizers=listed(optimizer), scaler=scaler)
         self.model, self.group = model, group
@@ -44,6 +49,8 @@ class GradientReducer(Handle):
         comparison = given.comparison(names, partial(trained, model))
         comm = given.connected(group, repr(scheme))
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
+        refuse: Any = _RefuseDdp(weakref.ref(self))  # Any: torch types a hook as a function of named arguments
+        self._model_hooks.append(model.register_forward_pre_hook(refuse))
 
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
@@ -103,6 +110,26 @@ class GradientReducer(Handle):
                 else:
                     parameter.grad.copy_(mean)
         return report
+
+
+class _RefuseDdp:
+    """Raises in front of a forward pass of DistributedDataParallel around the model. A copy, with a copied model, raises nothing."""
+
+    def __init__(self, reducer: Callable[[], GradientReducer | None] = lambda: None) -> None:
+        self._reducer = reducer
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _RefuseDdp, ()
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, _: object) -> None:
+        # HACK: torch has no public name for this. Price: it may change with torch; a test wraps an attached model.
+        outside = DistributedDataParallel._active_ddp_module
+        if self._reducer() is not None and outside is not None and any(each is module for each in outside.modules()):
+            raise RuntimeError(
+                "DistributedDataParallel was put around a model that is attached bare, and would reduce its gradients densely besides; "
+                "wrap the model first, and attach what DistributedDataParallel returns"
+            )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

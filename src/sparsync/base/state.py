@@ -153,7 +153,7 @@ class State(Tables):
     @property
     def interleaves(self) -> bool:
         """Whether a bucket may be reduced while another one waits for other ranks."""
-        return self.scheme.interleaves
+        return self.scheme.interleaves and all(each.interleaves for each in self.inner.values())
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` [n] by the scheme's estimate of the mean gradient. See `Scheme.reduce`."""
@@ -279,7 +279,7 @@ class State(Tables):
         if not takes and self.vectors.hold_anything:
             raise ValueError(
                 f"{type(scheme).__name__} cannot take over what {type(self.scheme).__name__} holds back; assign TopK(density=1.0) to "
-                'handle.scheme and train one step, which sends all of it; then handle.switch(scheme, residual="drop") forgets what is left'
+                "handle.scheme and train one step, which sends all of it; then detach, and attach with the other scheme"
             )
         for new, old in zip(now, before, strict=True) if same else ():
             new.continue_from(old)

@@ -18,8 +18,8 @@ from sparsync.exchanges.agreement import CHANGED, FROZEN, IDLE, Agreement, Commo
 from sparsync.exchanges.steps_options import LocalSteps, MakeOptimizer
 from sparsync.exchanges.weights import WeightBucket, Weights, copied_by_name
 from sparsync.kernels import operations as kernels
+from sparsync.runtime.comparison import Compared
 from sparsync.runtime.connection import Connection
-from sparsync.runtime.optimizers import Compared
 from sparsync.runtime.step_in_flight import Worker
 
 

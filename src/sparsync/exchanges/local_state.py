@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from sparsync.core import Comm
 from sparsync.exchanges.local_exchange import Exchanger, PendingExchange, merged
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import SavedState
+from sparsync.runtime.restorable import Part, SavedState, Snapshot
 
 
 class LocalState(StepMethod):

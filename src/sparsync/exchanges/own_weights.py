@@ -20,7 +20,7 @@ from sparsync.core import Comm
 from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import WeightBucket, Weights
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.parameter_names import plain_name
+from sparsync.runtime.parameters import plain_name
 
 WITHOUT = "attach with bits=4.6, or with exchange=sparsync.Steps(keep=0.0), with which all ranks train the same weights"
 CURE = (

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Muon, Optimizer
+from torch.optim import Adam, AdamW, Muon, Optimizer
 
 from sparsync.core import ParameterSpan, Span
 from sparsync.kernels.step_reference import Move
@@ -252,19 +252,20 @@ def rules_of(optimizers: Iterable[Optimizer]) -> list[Rule]:
 
 
 def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: settings
-    if isinstance(optimizer, Muon):
-        return _muon_rule(optimizer, group)
-    if not isinstance(optimizer, Adam):
+    kind = next((each for each in (Muon, AdamW, Adam) if isinstance(optimizer, each)), None)
+    if kind is None:
         raise TypeError(
             f"only steps of torch.optim.AdamW, Adam and Muon can be exchanged, got {type(optimizer).__name__}; for others attach with "
             "exchange=sparsync.Gradients() or exchange=sparsync.LocalSteps(every=...)"
         )
     # Without torch's wrappers, one for each class that was made.
-    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step):
+    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):
         raise TypeError(
-            f"{type(optimizer).__name__} has a `step` that is not AdamW's, and only AdamW's would be exchanged; exchange what it changes, "
-            "with exchange=sparsync.LocalSteps(every=...), or gradients, with exchange=sparsync.Gradients()"
+            f"{type(optimizer).__name__} has a `step` that is not {kind.__name__}'s, and only that would be exchanged; exchange what it "
+            "changes, with exchange=sparsync.LocalSteps(every=...), or gradients, with exchange=sparsync.Gradients()"
         )
+    if isinstance(optimizer, Muon):
+        return _muon_rule(optimizer, group)
     if group.get("amsgrad") or group.get("maximize"):
         raise ValueError("exchanged steps support neither amsgrad nor maximize; make the optimizer without them")
     if group["weight_decay"] and not group.get("decoupled_weight_decay"):

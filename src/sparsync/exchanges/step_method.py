@@ -23,13 +23,12 @@ from sparsync.exchanges.steps_options import StepOptions
 from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.runtime.between_steps import Loads
-from sparsync.runtime.driven import check_undriven, drive
+from sparsync.runtime.comparison import Comparison
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import Comparison, ResidualRescaler
-from sparsync.runtime.parameter_names import trained
-from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import SavedState
+from sparsync.runtime.parameters import check_undriven, drive, trained
+from sparsync.runtime.rescaling import ResidualRescaler
+from sparsync.runtime.restorable import Part, SavedState, Snapshot
 
 
 class MovedWeights(Handle):

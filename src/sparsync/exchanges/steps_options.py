@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.comparison import CHECK_WEIGHTS_EVERY
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -25,8 +25,7 @@ from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import GradientDivisor, TakenOptimizer
 from sparsync.recipes import Recipe
 from sparsync.runtime.findings import warn_of
-from sparsync.runtime.snapshot import Part, Snapshot
-from sparsync.runtime.state_checks import SavedState, check_fingerprint
+from sparsync.runtime.restorable import Part, SavedState, Snapshot, check_fingerprint
 
 
 class StepsState(StepMethod):

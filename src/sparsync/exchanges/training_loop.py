@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.rules import optimizers_of
-from sparsync.runtime.between_steps import BackwardPasses
 from sparsync.runtime.findings import (
     check_model,
     is_fsdp2,
@@ -24,7 +23,8 @@ from sparsync.runtime.findings import (
     reducing_wrappers,
     warn_or_raise,
 )
-from sparsync.runtime.parameter_names import named_parameters, trained
+from sparsync.runtime.parameters import named_parameters, trained
+from sparsync.runtime.rescaling import BackwardPasses
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"

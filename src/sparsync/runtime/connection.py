@@ -16,8 +16,8 @@ from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
+from sparsync.runtime.comparison import Compared, Comparison
 from sparsync.runtime.findings import warn_of
-from sparsync.runtime.optimizers import Compared, Comparison
 
 _CURE = (
     "all ranks must reduce the same model at the same step, from the same checkpoint: reduce equally often on all of them, and load "

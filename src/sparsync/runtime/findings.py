@@ -118,6 +118,14 @@ def not_floating(named: Iterable[tuple[str, Tensor]]) -> Iterator[Finding]:
             yield Finding(f"{name} is {each.dtype}, and only floating parameters are exchanged", cure, TypeError)
 
 
+def sparse_embeddings(model: nn.Module) -> Iterator[Finding]:
+    """Find embeddings whose gradients are sparse tensors."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            what = f"the embedding {name!r} has sparse=True, and only dense gradients are reduced"
+            yield Finding(what, "make it with sparse=False", ValueError)
+
+
 def unrelated(
     optimizer: Optimizer | Sequence[Optimizer] | None, trained: Collection[int], refused: type[Exception] | None = None
 ) -> Iterator[Finding]:

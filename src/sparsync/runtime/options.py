@@ -8,8 +8,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.comm.group import GroupComm
+from sparsync.runtime.comparison import CHECK_WEIGHTS_EVERY, Comparison, Named
 from sparsync.runtime.findings import Axis
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler
+from sparsync.runtime.rescaling import ResidualRescaler
 from sparsync.wire import Values
 
 

@@ -1,8 +1,8 @@
 """The step on its way: its buckets are reduced on threads while the backward pass, or training itself, goes on.
 
-A bucket's exchanges are straight text on a thread. One thread computes at a time: that of the earliest bucket that can. While it waits for
-other ranks, the next one computes. So no other bucket interrupts what a scheme does between two exchanges. On GPUs, and where exchanges
-could mix, a bucket ends before the next one begins. Buckets begin and end in the order in which they were submitted.
+Each bucket runs from top to bottom on one thread, and one thread computes at a time: that of the earliest bucket that can. While it waits
+for other ranks, the next one computes, so nothing interrupts a scheme between two exchanges. On GPUs, and where exchanges could mix, a
+bucket ends before the next one begins. Buckets begin and end in the order in which they were submitted.
 """
 
 import atexit
@@ -10,11 +10,10 @@ import heapq
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ from torch.futures import Future
 from sparsync.comm.group import Origin
 from sparsync.core import Bucket, Report
 from sparsync.runtime.connection import Connection, Reducing, Reduction, described
-from sparsync.runtime.handle import Handle
 from sparsync.runtime.summary import Hidden
 
 MOST = 8  # buckets on their way at once
@@ -49,7 +47,7 @@ class Worker:
         """Start the thread if it does not run. Raises RuntimeError in a fork, and where the process may have no more threads."""
         self._origin.check()
         if self._thread is None:
-            thread = threading.Thread(target=_run, args=(self._jobs,), name="sparsync-worker", daemon=True)
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="sparsync-worker", daemon=True)
             thread.start()
             self._thread = thread
             atexit.register(_end, thread, self._jobs)
@@ -68,13 +66,14 @@ class Worker:
             self._thread = None
 
 
-def _run(jobs: _Jobs) -> None:
-    while _next(jobs):
+def _work(jobs: _Jobs) -> None:
+    """Do the jobs, one after the other, until there is None. The thread's body."""
+    while _do_next(jobs):
         pass
 
 
-def _next(jobs: _Jobs) -> bool:
-    """Wait for a job and do it; return False at the end. A separate frame, so that nothing of the model is held while waiting."""
+def _do_next(jobs: _Jobs) -> bool:
+    """Wait for a job and do it; return False at the end. A separate frame, which holds nothing of the model while it waits."""
     found = jobs.get()
     if found is None:
         return False
@@ -93,7 +92,7 @@ def _end(thread: threading.Thread, jobs: _Jobs) -> None:
 
 
 class Turns:
-    """One thread at a time has the turn: of those that want it, the one with the least number."""
+    """One thread at a time has the turn: the one with the smallest number among those that want it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -101,7 +100,7 @@ class Turns:
         self._wanted: list[int] = []  # a heap
 
     def want(self, number: int) -> None:
-        """Note that a thread will take its turn, which those with larger numbers wait for."""
+        """Announce that a thread will take its turn. Threads with larger numbers wait for it."""
         with self._changed:
             heapq.heappush(self._wanted, number)
 
@@ -137,11 +136,11 @@ class Turns:
 
 
 @dataclass(eq=False)
-class _Flight:
-    """A submitted bucket, the arguments of `submit`, and the future of its mean."""
+class _Submitted:
+    """A bucket on its way: the arguments of `submit`, and the future of its mean."""
 
     number: int
-    begins_after: int  # so many buckets have ended
+    begins_after: int  # the number of buckets that end first
     begins_step: bool
     bucket: Bucket
     scheme: Reduction
@@ -152,14 +151,14 @@ class _Flight:
     ready: Any  # an event of the gradient's stream, of which torch's stubs have two classes; None on a CPU
     submitted_s: float
     error: list[str] = field(default_factory=list)  # one message where it has failed
-    landed: threading.Event = field(default_factory=threading.Event)  # its exchanges have ended
+    exchanged: threading.Event = field(default_factory=threading.Event)  # its exchanges have ended
 
 
 class StepInFlight:
     """Reduces the buckets of a step over `connection` on threads, and passes each Report to `on_report` there, in order.
 
-    The first error of a step ends the waits of its other buckets. Once their exchanges have ended, the connection is closed, and those
-    buckets of the step that have not ended fail with the cause.
+    The first error of a step ends the waits of its other buckets. Once their exchanges have ended, the connection is closed, and all
+    unfinished buckets of the step fail with the cause.
     """
 
     def __init__(self, connection: Connection, on_report: Callable[[Report], None]) -> None:
@@ -169,10 +168,9 @@ class StepInFlight:
         self._turns, self._changed = Turns(), threading.Condition()
         self._step = -1
         self._first = self._next = self._ended = self._begins_after = 0  # numbers of buckets
-        self._in_air: list[_Flight] = []  # submitted and not ended
-        self._error: tuple[_Flight, BaseException] | None = (
-            None  # the first one of the step, until the connection is closed
-        )
+        self._unfinished: list[_Submitted] = []  # submitted and not ended
+        # The first error of the step, until the connection is closed.
+        self._error: tuple[_Submitted, BaseException] | None = None
         self._failure = ""  # what it was, once the connection is closed
         self.hidden = Hidden()
 
@@ -199,13 +197,13 @@ class StepInFlight:
             self._begins_after = number
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         given = (bucket, scheme, prepare, written, send_all, future_on(device), ready, time.perf_counter())
-        flight = _Flight(number, self._begins_after, begins, *given)
+        submitted = _Submitted(number, self._begins_after, begins, *given)
         self._next, self._begins_after = number + 1, self._begins_after if overlaps else number + 1
-        promised = promise(flight.done, flight.error)
+        promised = promise(submitted.done, submitted.error)
         with self._changed:
-            self._in_air.append(flight)
+            self._unfinished.append(submitted)
         self._turns.want(number)  # here, so that buckets begin in order
-        worker.submit(partial(self._fly, flight))
+        worker.submit(partial(self._reduce, submitted))
         return promised
 
     def flush(self) -> None:
@@ -230,97 +228,106 @@ class StepInFlight:
         finally:
             self.hidden.waited(time.perf_counter() - began)
 
-    def _fly(self, flight: _Flight) -> None:
+    def _reduce(self, submitted: _Submitted) -> None:
         """Reduce a bucket on its thread: exchange in turn with others, then end in order."""
-        self._wait_until_ended(flight.begins_after)
+        self._wait_until_ended(submitted.begins_after)
         try:
-            with nullcontext() if flight.ready is None else torch.cuda.stream(self._stream_after(flight)):
+            with ExitStack() as stack:
                 began_s = time.perf_counter()
-                reducing = self._exchange(flight)
-                flight.landed.set()
-                self._wait_until_ended(flight.number)
-                self._end(flight, reducing)
-                self.hidden.add(flight.bucket.step, flight.submitted_s, began_s, time.perf_counter())
-                flight.done.set_result(flight.bucket.grad)
-        except BaseException as unforeseen:  # the backward pass would wait for ever
-            self._fail(flight, f"bucket {flight.bucket.key!r} was not reduced: {described(unforeseen)}")
-            flight.done.set_exception(RuntimeError(flight.error[0]))
+                reducing = self._exchange(submitted, stack)
+                submitted.exchanged.set()
+                self._wait_until_ended(submitted.number)
+                self._end(submitted, reducing)
+                self.hidden.add(submitted.bucket.step, submitted.submitted_s, began_s, time.perf_counter())
+                submitted.done.set_result(submitted.bucket.grad)
+        except BaseException as unforeseen:  # the backward pass would wait forever
+            self._fail(submitted, f"bucket {submitted.bucket.key!r} was not reduced: {described(unforeseen)}")
+            submitted.done.set_exception(RuntimeError(submitted.error[0]))
         finally:
-            flight.landed.set()
+            submitted.exchanged.set()
             with self._changed:
-                self._in_air.remove(flight)
-                self._ended = flight.number + 1
+                self._unfinished.remove(submitted)
+                self._ended = submitted.number + 1
                 self._changed.notify_all()
 
-    def _exchange(self, flight: _Flight) -> Reducing | None:
-        """Begin a bucket and do its exchanges; return None where it, or one before, has failed. Errors are noted in its turn."""
-        connection, number = self._connection, flight.number
+    def _exchange(self, submitted: _Submitted, stack: ExitStack) -> Reducing | None:
+        """Begin a bucket on its stream, until `stack` ends, and do its exchanges; return None if it, or one before, has failed.
+
+        It takes its turn first, so that no error keeps the turn from later buckets.
+        """
+        connection, number = self._connection, submitted.number
         with self._turns.taken(number):
-            if flight.begins_step:
+            if submitted.begins_step:
                 self._failure = ""  # of the step before
+                connection.end_step()  # also where this one fails before it begins
             if self._error is not None or self._failure:
                 return None
             try:
+                self._enter_stream(submitted, stack)
                 waits = partial(self._turns.lent, number)
-                reducing = connection.begin(flight.bucket, flight.scheme, flight.prepare, flight.send_all, waits)
+                reducing = connection.begin(
+                    submitted.bucket, submitted.scheme, submitted.prepare, submitted.send_all, waits
+                )
                 connection.exchange(reducing)
                 return reducing
             except BaseException as error:
-                self._note(flight, error)
+                self._note(submitted, error)
                 return None
 
-    def _end(self, flight: _Flight, reducing: Reducing | None) -> None:
+    def _end(self, submitted: _Submitted, reducing: Reducing | None) -> None:
         """Report a bucket whose exchanges have ended, after those before; close the connection if it is the first to have failed."""
         if self._failure:
-            flight.error.append(f"bucket {flight.bucket.key!r} was not reduced: {self._failure}")
+            submitted.error.append(f"bucket {submitted.bucket.key!r} was not reduced: {self._failure}")
             return
         if reducing is not None:
             try:
-                self._on_report(self._connection.end(reducing, flight.written))
+                self._on_report(self._connection.end(reducing, submitted.written))
                 return
             except BaseException as error:
-                self._note(flight, error)
+                self._note(submitted, error)
         with self._changed:
-            others = list(self._in_air)
+            others = list(self._unfinished)
         for each in others:
-            if each.begins_after <= flight.number:  # it may have begun
-                each.landed.wait()
+            if each.begins_after <= submitted.number:  # it may have begun
+                each.exchanged.wait()
         assert self._error is not None
         first, cause = self._error
         what = f"bucket {first.bucket.key!r} at step {first.bucket.step}"
         told = f"{first.scheme.name} failed on {what}: {described(cause)}"
-        self._fail(flight, f"{told}{self._connection.close(cause)}")
+        self._fail(submitted, f"{told}{self._connection.close(cause)}")
         self._error = None  # not before, as no other bucket of the step may begin
 
-    def _note(self, flight: _Flight, error: BaseException) -> None:
-        """Note why a bucket failed, if it is the first one, and end the waits of the others."""
-        self._error = self._error or (flight, error)
+    def _note(self, submitted: _Submitted, error: BaseException) -> None:
+        """Note why a bucket failed, if it is the first of the step, and end the waits of the others."""
+        self._error = self._error or (submitted, error)
         self._connection.abort()
 
-    def _fail(self, flight: _Flight, why: str) -> None:
-        flight.error.append(why)
+    def _fail(self, submitted: _Submitted, why: str) -> None:
+        submitted.error.append(why)
         self._failure = why
 
     def _wait_until_ended(self, count: int) -> None:
-        """Wait until so many buckets have ended."""
+        """Wait until this number of buckets have ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended >= count)
 
-    def _stream_after(self, flight: _Flight) -> torch.cuda.Stream:
-        """Return this device's stream for reducing, which waits for the gradient."""
-        device = flight.bucket.grad.device
+    def _enter_stream(self, submitted: _Submitted, stack: ExitStack) -> None:
+        """Reduce on the stream of the gradient's device, which waits for the gradient, until `stack` ends. A CPU has none."""
+        if submitted.ready is None:
+            return
+        device = submitted.bucket.grad.device
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_event(flight.ready)
-        return stream
+        stream.wait_event(submitted.ready)
+        stack.enter_context(torch.cuda.stream(stream))
 
 
 def reduce_together(
     connection: Connection, pairs: Sequence[tuple[Bucket, Reduction]], others: Callable[[], None] | None = None
 ) -> list[Report]:
-    """Reduce buckets of one step, and do `others`, which reduces others of it, at once; return the reports of `pairs`.
+    """Reduce buckets of one step at once, and beside them call `others`, which reduces others of it; return the reports of `pairs`.
 
-    While one waits for other ranks the next one is computed. All begin first and end last. Where buckets cannot overlap, they are
-    reduced one after the other, and then `others`. Where one fails, `others` may have returned.
+    While one waits for other ranks the next one is computed. All begin first and end last. Buckets that cannot overlap are reduced one
+    after the other, and then `others`. If one fails, `others` may have returned.
     """
     turns, failed, rest = Turns(), list[BaseException](), [others] if others is not None else []
     if not pairs or not all(connection.overlaps(*each) for each in pairs):
@@ -373,26 +380,3 @@ def promise(done: Future, error: list[str]) -> Promised:
         return finished.value()
 
     return done.then(result)
-
-
-class AttachedHandle(Handle):
-    """The handle that `attach` returns. Buckets are reduced on threads, which end with the handle."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:  # Any: those of Handle
-        super().__init__(*args, **options)
-        self._flight = StepInFlight(self._connection, self._reports.append)
-        weakref.finalize(self, self._flight.stop)
-
-    def close(self) -> None:
-        self._flight.stop()
-        super().close()
-
-    def detach(self) -> None:
-        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps. Reports and state stay readable."""
-        raise NotImplementedError
-
-    def _hidden(self) -> Hidden:
-        return replace(self._flight.hidden)
-
-    def _flush(self) -> None:
-        self._flight.flush()

@@ -19,7 +19,7 @@ from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out
 from sparsync.exchanges import local_steps
-from sparsync.runtime.optimizers import ResidualUnits
+from sparsync.runtime.rescaling import ResidualUnits
 from sparsync.schemes import Dense
 from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
 from sparsync_lab.workloads.job_errors import naming
