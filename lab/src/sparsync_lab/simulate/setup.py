@@ -17,7 +17,6 @@ unit = "sequences"
 gbit_per_s = 25                 # of a link between nodes
 efficiency = 0.8                # the share of it that payload gets
 latency_us = 25
-per_message_us = 0
 ranks_per_node = 4
 links_per_node = 1
 inside_gbit_per_s = 100         # needed with several ranks on a node
@@ -87,17 +86,12 @@ class NetworkSettings(Checked):
     gbit_per_s: Positive
     efficiency: Annotated[float, Gt(0), Le(1)] = 1.0
     latency_us: Figure = 0.0
-    per_message_us: Figure = 0.0
     ranks_per_node: Count = 1
     links_per_node: Count = 1
     inside_gbit_per_s: Figure = 0.0
     inside_latency_us: Figure = 0.0
-    down_gbit_per_s: Figure = 0.0  # 0: as upwards
-    oversubscription: Annotated[float, Ge(1), Le(LARGEST)] = 1.0
-    ranks_per_leaf: Annotated[int, Ge(0), Le(LARGEST)] = 0  # of a fat tree; 0: one switch
     all_reduce: Literal["ring", "tree", "best"] = "ring"
     rings: tuple[Ring, ...] = ()
-    delays_per_round: Annotated[float, Ge(1), Le(LARGEST)] = 1.0  # one-way latencies of a dependent round; gloo: 2
 
 
 @dataclass(frozen=True)
@@ -195,11 +189,6 @@ def _check_together(found: SetUp, where: str) -> None:
     if network.ranks_per_node > 1 and not network.inside_gbit_per_s:
         raise ValueError(
             f"{where}network has {network.ranks_per_node} ranks on a node; give inside_gbit_per_s, their link"
-        )
-    if network.ranks_per_leaf and network.ranks_per_leaf <= network.ranks_per_node:
-        raise ValueError(
-            f"{where}network.ranks_per_leaf must be more than the {network.ranks_per_node} of a node, or 0 for one switch, "
-            f"got {network.ranks_per_leaf}"
         )
     labels = [entry.label for entry in entries]
     for entry in entries:
