@@ -271,7 +271,7 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
         options.schemes = advise.advised_schemes(family, probe.group.ranks)
     choices = _choices(options, (probe.group.ranks,))
     found = advise.advise(probe, probe.backward, choices, family)
-    print(advise.text(found, probe, probe.backward, choices, *terminal.manner()))
+    print(advise.text(found, probe, probe.backward, *terminal.manner()))
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
