@@ -106,7 +106,7 @@ class Given:
     def __post_init__(self) -> None:
         if self.n < 0 or not 1 <= self.P <= MOST_RANKS:
             raise ValueError(
-                f"a plan needs n >= 0 elements and at most {MOST_RANKS:,} ranks, got n = {self.n}, P = {self.P}"
+                f"a plan is for n >= 0 elements and at most {MOST_RANKS:,} ranks, got P = {self.P}, n = {self.n}"
             )
 
     @property
