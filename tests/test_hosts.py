@@ -19,9 +19,9 @@ THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
 ROUTES = """\
 Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
-ens4	00000000	0100000A	0003	0	0	0	00000000	0	0	0
 docker0	000011AC	00000000	0001	0	0	0	0000FFFF	0	0	0
 ib0	0000010A	00000000	0001	0	0	0	0000FFFF	0	0	0
+ens4	00000000	0100000A	0003	0	0	0	00000000	0	0	0
 down0	0001010A	00000000	0000	0	0	0	00FFFFFF	0	0	0
 """
 

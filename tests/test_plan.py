@@ -26,9 +26,9 @@ from sparsync_lab.traffic.stream import Synthetic
 
 # What settings alone determine.
 EXACT = (
-    "dense,dense:form=ring,dense:wire=float32,bf16,bf16:form=ring,topk,topk:density=0.3:values=int4,topk:density=1.0,two_shot,"
+    "two_shot:density=1.0:values=sign:values_down=int3,dense,dense:form=ring,dense:wire=float32,bf16,bf16:form=ring,topk,topk:density=0.3:values=int4,topk:density=1.0,two_shot,"
     "two_shot:density=0.3:values=float32,two_shot:density=0.5:values=sign:divide_by=contributors,two_shot:density=1.0,"
-    "two_shot:density=1.0:values=sign:values_down=int3,two_shot:density=0.1:values=sign:density_down=0.4,"
+    "two_shot:density=0.1:values=sign:density_down=0.4,"
     "two_shot:density=1.0:density_down=0.3,two_shot:density=0.2:density_down=1.0:values_down=float32,"
     "in_turn,in_turn:every=1,in_turn:every=3:values=float32:values_down=bfloat16,in_turn:every=16:values_down=sign,"
     "skip_reduce,skip_reduce:skip=1,skip_reduce:protect=*.bias,skip_reduce:form=direct:mode=naive,"

@@ -71,7 +71,6 @@ def test_shares_of_energy_and_errors_add_up(capsys: pytest.CaptureFixture[str]) 
     assert micro["staleness_max"] == max(each["staleness_max"] for each in settled) > 0
 
 
-@pytest.mark.slow
 def test_no_element_waits_longer_than_the_refresh_allows(capsys: pytest.CaptureFixture[str]) -> None:
     found = lines(capsys, "--scheme", "micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "55")
     assert found[-1]["after"] == 50

@@ -99,7 +99,6 @@ class Timeline:
 
     def _gradient_is_ready(self, number: int) -> None:
         if self._steps and self._steps[-1].forward_end is not None:
-            self._steps[-1].ready.pop(number, None)  # a parameter that is used twice is ready after the second time
             self._steps[-1].ready[number] = self._now()
 
     def _optimizer_begins(self, *_: object) -> None:
