@@ -72,7 +72,7 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     scheme: Any = (
-        sparsync.schemes.MiCRO(density=0.2)
+        sparsync.schemes.ExactMiCRO(density=0.2)
         if exchange == "gradients"
         else sparsync.schemes.TwoShot(density=0.2, values="sign")
     )

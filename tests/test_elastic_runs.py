@@ -75,7 +75,7 @@ def trained(port: int, exchange: str, wrapped: bool, killed: int, leaves: int, j
     scheme = (
         sparsync.schemes.TwoShot(density=0.2, values="sign")
         if exchange != "gradients"
-        else sparsync.schemes.MiCRO(density=0.2)
+        else sparsync.schemes.ExactMiCRO(density=0.2)
     )
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
     run.add(model, handle, optimizer, schedule)

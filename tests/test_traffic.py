@@ -17,7 +17,7 @@ from sparsync_lab.traffic.stream import OfJob, Synthetic, heavy_tailed, layers
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
-ALL = ",".join([*schemes.names(), "micro.published", "exdyna.published", "oktopk.published"])
+ALL = ",".join(schemes.names())
 SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
 
 
@@ -53,9 +53,9 @@ def test_counted_traffic_is_the_cost_that_the_scheme_reports(text: str) -> None:
 
 def test_shares_of_energy_and_errors_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Dense writes everything. micro writes the whole mean at its union, so that error squared and captured share the energy."""
-    *found, dense, micro = lines(capsys, "--scheme", "dense,micro", *SMALL)
+    *found, dense, micro = lines(capsys, "--scheme", "dense,exact_micro", *SMALL)
     assert [(each["step"], each["scheme"]) for each in found] == [
-        (s, name) for s in range(4) for name in ("dense", "micro")
+        (s, name) for s in range(4) for name in ("dense", "exact_micro")
     ]
     for each in found[::2]:
         assert each["error"] < 1e-6
@@ -72,7 +72,7 @@ def test_shares_of_energy_and_errors_add_up(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_no_element_waits_longer_than_the_refresh_allows(capsys: pytest.CaptureFixture[str]) -> None:
-    found = lines(capsys, "--scheme", "micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "55")
+    found = lines(capsys, "--scheme", "exact_micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "55")
     assert found[-1]["after"] == 50
     assert 0 < max(each["staleness_max"] for each in found[:-1]) <= 10
 
@@ -82,7 +82,7 @@ def test_a_file_gets_the_same_lines_each_time_beside_the_table(
 ) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for file in files:
-        cli.main(["traffic", "--scheme", "micro,oktopk.published", *SMALL, "--json", str(file)])
+        cli.main(["traffic", "--scheme", "exact_micro,oktopk", *SMALL, "--json", str(file)])
     assert files[0].read_bytes() == files[1].read_bytes()
     assert len(files[0].read_text().splitlines()) == 10
     said = capsys.readouterr().out

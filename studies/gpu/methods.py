@@ -21,7 +21,7 @@ from sparsync_lab.workloads.gpt import Decoder
 ADAMW, DDP = "fused AdamW", "DDP"
 INT4 = "two_shot:density=1.0:values=int4"
 SPARSE = "two_shot:density=0.05:values=int4"
-STEP = (ADAMW, "default", "bits=0.8", INT4, "skip_reduce", "micro", "exdyna", "oktopk", SPARSE)
+STEP = (ADAMW, "default", "bits=0.8", INT4, "skip_reduce", "exact_micro", "exact_exdyna", "exact_oktopk", SPARSE)
 WHOLE = (DDP, "bf16 hook", "powersgd 8", "powersgd 16", "default", "bits=0.8", INT4)
 VECTORS = 12  # bytes per parameter of weights, gradients, and those that are given
 MOMENTS = 8  # bytes per parameter of AdamW's state

@@ -34,7 +34,7 @@ def main(folder: Path, data: str, steps: int, killed: int) -> None:
     ddp = DistributedDataParallel(model, find_unused_parameters=True)  # buckets stay as they are from the first step on
     optimizer, schedule = workload.optimizer(model, steps)
     handle = sparsync.attach(
-        ddp, sparsync.schemes.MiCRO(0.05), optimizer=optimizer, options=sparsync.Options(timeout_s=120.0)
+        ddp, sparsync.schemes.ExactMiCRO(0.05), optimizer=optimizer, options=sparsync.Options(timeout_s=120.0)
     )
     first = int(last.read_text()) if (last := folder / "last").exists() else 0
     if first:

@@ -18,7 +18,7 @@ from sparsync_lab.workloads.base import Workload
 OTHERS = (
     "local_steps(every=4)/two_shot:density=1.0:values=int4",
     "topk:density=0.01:values=int8",
-    "oktopk:density=0.01:values=int8",
+    "exact_oktopk:density=0.01:values=int8",
 )
 _LITTLE = 0.1  # of a step: a shorter wait is not worth shortening
 HEADS = (

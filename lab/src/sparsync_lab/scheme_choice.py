@@ -1,4 +1,4 @@
-"""Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
+"""Schemes as a command names them: "topk", "exact_oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
 Any of them may follow "local_steps(every=4:keep=0.5)/": the ranks then train separately, and the scheme reduces the changes of their
 weights every few steps, as with `sparsync.LocalSteps`. Or "steps(keep=0.5)/": the scheme reduces the steps of the optimizer, as with
