@@ -13,7 +13,7 @@ import torch
 
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
-from sparsync_lab.traffic.observe import WORD_NBYTES, Observed
+from sparsync_lab.traffic.observe import Observed
 from sparsync_lab.traffic.stream import Synthetic
 from studies import parts
 
@@ -54,7 +54,7 @@ def counted(choice: SchemeChoice, P: int) -> tuple[float, float, float, float]:
     seen = [observed.reduce(step, stream.gradients(step)) for step in range(STEPS)][1:]
     rounds, nbytes = (fmean(number for record in seen for number in record[what]) for what in ("rounds", "bytes"))
     union = fmean(record["union"] for record in seen)
-    return rounds, nbytes / 1000, union, nbytes / WORD_NBYTES / union
+    return rounds, nbytes / 1000, union, nbytes / 4 / union  # words of 4 bytes
 
 
 def _shown(number: float) -> str:

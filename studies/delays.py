@@ -32,7 +32,6 @@ from sparsync.core import ParameterSpan, Span, generator
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.netlab import Delay, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.predict import plan
-from sparsync_lab.predict.network import GLOO_DELAYS_PER_ROUND
 from sparsync_lab.predict.plans import agreement
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import parse_schemes
@@ -135,12 +134,14 @@ def predicted(name: str, elements: int, P: int) -> float:
     if name in OWN:
         # Gloo posts the receives of its ring when a round begins, and has two threads for operations.
         return 2 * 2 * (P - 1) * max(1.0, buckets / 2)
+    if name == "powersgd":
+        return 4.0  # the means of two factors, two rounds each
     layout = (ParameterSpan("", Span(0, elements), (ROWS, elements // ROWS)),)
     scheme = _scheme(TWO_SHOT if name in EXCHANGES else GRADIENTS.get(name, "dense"))
     found = plan(scheme, elements, P, layout=layout)
     if name == "local_steps":
         found = agreement(P) + found
-    return GLOO_DELAYS_PER_ROUND * sum(float(each.rounds) for each in found.exchanges)
+    return sum(float(each.rounds) for each in found.exchanges)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsync_lab.predict.exchanges import Exchange
-from sparsync_lab.predict.network import AllReduce, Link, Tiers, flat_switch, nodes
+from sparsync_lab.predict.network import AllReduce, Link, Nodes
 from sparsync_lab.predict.step_time import even_backward, overlapped, periodic, serial
 from sparsync_lab.simulate.command import write
 from sparsync_lab.toml import tomllib
@@ -109,15 +109,15 @@ def network(
     inside: str = "",
     inside_gbit_per_s: Number = 0.0,
     all_reduce: AllReduce = "best",
-) -> Tiers:
+) -> Nodes:
     """Return the network of a row; NCCL's all_gather is a ring."""
     chosen = classes[link]
-    between = Link(gbit_per_s * 1e9, chosen.latency_s).derated(chosen.efficiency)
+    between = Link(gbit_per_s * 1e9, chosen.latency_s).times(chosen.efficiency)
     if ranks_per_node == 1:
-        return flat_switch(between, all_reduce=all_reduce, rings=("all_gather",))
+        return Nodes(between, all_reduce=all_reduce, rings=("all_gather",))
     near = classes[inside]
-    within = Link(inside_gbit_per_s * 1e9, near.latency_s).derated(near.efficiency)
-    return nodes(within, between, ranks_per_node, links_per_node, all_reduce, ("all_gather",))
+    within = Link(inside_gbit_per_s * 1e9, near.latency_s).times(near.efficiency)
+    return Nodes(between.times(links_per_node), ranks_per_node, within, all_reduce, ("all_gather",))
 
 
 def all_reduce(nbytes: Number, P: int) -> Exchange:

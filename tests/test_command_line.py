@@ -4,6 +4,8 @@ import csv
 import math
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from helpers import programs
 from helpers.made_results import BF16, DENSE, SPARSE, run, write
 from sparsync.kernels import dispatch
 from sparsync_lab import cli, environment
-from sparsync_lab.doctor import command, trial
+from sparsync_lab.doctor import command
 from sparsync_lab.report.page import report
 from sparsync_lab.slow_kernels import SLOW_KERNELS
 
@@ -203,39 +205,32 @@ if "stepping" in sys.argv:
 """
 
 
-@pytest.mark.parametrize(
-    ("argument", "scheme", "expected"),
-    [
-        pytest.param("stepping", "topk", trial.Result("", "DistributedDataParallel, 10 parameters", "AdamW", "topk"),
-                     marks=pytest.mark.slow),
-        pytest.param("own", "", trial.Result("", "DistributedDataParallel, 10 parameters", "the script's own"), marks=pytest.mark.slow),
-        pytest.param("failing", "", trial.Result("it ended with status 1 before its first optimizer step"), marks=pytest.mark.slow),
-        pytest.param("idle", "", trial.Result("it ended without a step of a torch optimizer, so there was nothing to look at"),
-                     marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_doctor_runs_a_script_up_to_its_first_step(
-    tmp_path: Path, argument: str, scheme: str, expected: trial.Result
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    found = trial.run(trial.TrialJob((str(script), argument), scheme=scheme))
-    assert (found.failure, found.model, found.optimizer) == (expected.failure, expected.model, expected.optimizer)
-    if argument == "stepping":
-        assert not found.findings  # steps are exchanged
-    assert found.scheme.startswith("TopK, by sparsync.attach in the script" if argument == "own" else expected.scheme)
-    assert any("OSError: no data" in line for line in found.output) == (argument == "failing")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("job", "failure"),
-    [("no_file.py:Job", "ValueError: no file no_file.py"), ("movielens-small", "")],
+    ("words", "said"),
+    [
+        (
+            "--scheme topk -- {script} stepping",
+            "optimizer AdamW scheme topk found nothing that would not work Nothing to do.",
+        ),
+        (
+            "-- {script} own",
+            "optimizer the script's own scheme TopK, by sparsync.attach in the script, which has checked it",
+        ),
+        ("-- {script} failing", "failed it ended with OSError: no data before its first optimizer step To do: 1."),
+        ("-- {script} idle", "failed it ended without a step of a torch optimizer, so there was nothing to look at"),
+        ("--scheme topk --workload movielens-small", "scheme topk found nothing that would not work Nothing to do."),
+        ("--workload no_file.py:Job", "ValueError: no file no_file.py"),
+    ],
 )
-def test_doctor_looks_at_a_job(job: str, failure: str) -> None:
-    found = trial.run(trial.TrialJob(workload=job, scheme="topk"))
-    assert found.failure.startswith(failure)
-    assert not found.findings  # the job trains with Adam, whose steps are exchanged
+def test_doctor_looks_at_a_script_up_to_its_first_step_and_at_a_job(tmp_path: Path, words: str, said: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    argv = [sys.executable, "-m", "sparsync_lab.cli", "doctor", *words.format(script=script).split()]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
+    assert said in " ".join(done.stdout.split()), done.stderr
+    assert ("OSError: no data" in done.stderr) == ("failing" in words)
+    assert done.returncode == (0 if "Nothing to do" in done.stdout else 1)
 
 
 def test_frontier_rows_are_those_of_its_file(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def probed(tmp_path: Path) -> Path:
     """The folder of a reader who has called `sparsync probe`."""
     group = probe_file.ProbedGroup(4, "gloo", 1, "made", "cpu", 2, "", "")
     operation = tuple(probe_file.Operation("all_reduce", nbytes, 1.0, 1.0, 1.0) for nbytes in (1, 2))
-    latency, memory = probe_file.Latency(0.0, 0.0, 0.0, 1.0, 0.0), probe_file.Memory(1.0)
+    latency, memory = probe_file.Latency(0.0), probe_file.Memory(1.0)
     made = probe_file.Probe(group, operation, latency, memory, (probe_file.Kernel("apply", 1.0, 0.0),))
     probe_file.write(made, tmp_path / "probe.toml")
     return tmp_path

@@ -19,64 +19,44 @@ THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
 ROUTES = """\
 Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
-ens4	00000000	0100000A	0003	0	0	0	00000000	0	0	0
 docker0	000011AC	00000000	0001	0	0	0	0000FFFF	0	0	0
 ib0	0000010A	00000000	0001	0	0	0	0000FFFF	0	0	0
+ens4	00000000	0100000A	0003	0	0	0	00000000	0	0	0
 down0	0001010A	00000000	0000	0	0	0	00FFFFFF	0	0	0
 """
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("launched", "signal_handlers_are_put_back")
+@pytest.mark.usefixtures("signal_handlers_are_put_back")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("ranks", "arguments", "said"),
     [
-        (["--ranks", "4"], "torchrun has started 2 ranks, got --ranks 4; leave --ranks out"),
-        (["--link", "100mbit"], "the hosts' own links, got --link 100mbit; leave --link out"),
+        ("2", ["compare", "--ranks", "4"], "torchrun has started 2 ranks, got --ranks 4; leave --ranks out"),
+        ("2", ["probe", "--link", "100mbit"], "the hosts' own links, got --link 100mbit; leave --link out"),
+        ("", ["compare", "--backend", "nccl"], "for ranks that torchrun has started"),
     ],
 )
-@pytest.mark.parametrize("command", ["compare", "probe"])
 def test_options_that_contradict_the_launcher_are_refused(
-    command: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ranks: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if ranks:
+        variables = {"RANK": "0", "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, *arguments])
+        cli.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("signal_handlers_are_put_back")
-def test_a_backend_is_for_launched_ranks_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["compare", "--backend", "nccl"])
-    assert "for ranks that torchrun has started" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("address", "interface"),
-    [("10.1.2.3", "ib0"), ("10.1.1.3", "ib0"), ("172.17.0.5", "docker0"), ("8.8.8.8", "ens4"), ("0.0.0.0", "ens4")],
-)
 def test_the_interface_of_an_address_is_that_of_its_most_specific_route(
-    address: str, interface: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = tmp_path / "route"
-    table.write_text(ROUTES)
-    monkeypatch.setattr(routes, "IPV4_ROUTES", table)
-    assert routes._routed(ipaddress.IPv4Address(address)) == interface
-
-
-def test_loopback_leads_to_loopback_unless_the_others_are_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "route"
     table.write_text(ROUTES)
     monkeypatch.setattr(routes, "IPV4_ROUTES", table)
+    found = {"10.1.2.3": "ib0", "10.1.1.3": "ib0", "172.17.0.5": "docker0", "8.8.8.8": "ens4", "0.0.0.0": "ens4"}
+    assert {address: routes._routed(ipaddress.IPv4Address(address)) for address in found} == found
+    # Loopback leads to loopback, unless the other ranks are on other machines.
     assert routes.interface_towards("localhost") == "lo"
     assert routes.interface_towards("localhost", elsewhere=True) == "ens4"
 

@@ -1,4 +1,4 @@
-"""Methods as a command names them: schemes with their settings, and local steps around them."""
+"""Methods as a command names them: schemes with their settings, and steps around them."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from sparsync import LocalSteps, OuterSGD, Steps
 from sparsync.comm import LocalWorld
-from sparsync.schemes import TopK, TwoShot
+from sparsync.schemes import TopK
 from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
@@ -22,48 +22,28 @@ def one(text: str, **settings: Any) -> SchemeChoice:
     return choice
 
 
-def test_a_scheme_without_local_steps_reduces_gradients() -> None:
-    choice = one("topk:values=int8")
-    assert (choice.label, choice.name, choice.local) == ("topk:values=int8", "topk", None)
-    assert choice.make() == TopK(0.25, values="int8")
-    assert not choice.leaves_rest(7)
-    assert choice.described() == {"scheme": repr(TopK(0.25, values="int8"))}
-
-
-def test_steps_around_a_scheme_are_the_exchange_that_attach_takes() -> None:
-    assert one("topk").exchange() is None
+def test_a_text_names_a_scheme_and_the_exchange_around_it() -> None:
+    plain = one("topk:values=int8")
+    assert (plain.label, plain.name, plain.local, plain.exchange()) == ("topk:values=int8", "topk", None, None)
+    assert plain.make() == TopK(0.25, values="int8")
+    assert plain.described() == {"scheme": repr(TopK(0.25, values="int8"))}
     assert one("steps(keep=0.25)/topk").exchange() == Steps(keep=0.25)
-    assert one("local_steps(every=4:keep=0.0:outer_rate=0.5)/topk").exchange() == LocalSteps(
-        every=4, keep=0.0, outer=OuterSGD(rate=0.5)
-    )
-
-
-def test_other_names_stand_for_schemes_where_a_command_says_so() -> None:
-    choice = one("mine:density=0.5", also={"mine": "sparsync.schemes.topk_allgather:TopK"})
-    assert (choice.label, choice.make()) == ("mine:density=0.5", TopK(0.5))
-
-
-@pytest.mark.parametrize(
-    "text", ["local_steps(every=4", "local_steps(every=4)", "local_steps/", "local_steps(a)(b)/topk"]
-)
-def test_a_form_of_local_steps_that_is_none_is_answered_with_the_form(text: str) -> None:
-    with pytest.raises(ValueError):
-        one(text)
-
-
-def test_local_steps_are_a_scheme_with_settings_around_it() -> None:
-    text = "local_steps(every=4:keep=0.75)/topk:values=int8"
+    text = "local_steps(every=4:keep=0.0:outer_rate=0.5)/topk:values=int8"
     choice = one(text)
-    assert (choice.label, choice.local) == (text, {"every": 4, "keep": 0.75})
+    assert (choice.label, choice.local) == (text, {"every": 4, "keep": 0.0, "outer_rate": 0.5})
+    assert choice.exchange() == LocalSteps(every=4, keep=0.0, outer=OuterSGD(rate=0.5))
     assert choice.make() == TopK(0.25, values="int8")
     described = choice.described()["local_steps"]
-    assert (described["every"], described["keep"], described["fragments"]) == (4, 0.75, 1)
-    assert choice.leaves_rest(7)
-    assert not choice.leaves_rest(8)
+    assert (described["every"], described["keep"], described["fragments"]) == (4, 0.0, 1)
+    mine = one("mine:density=0.5", also={"mine": "sparsync.schemes.topk_allgather:TopK"})
+    assert (mine.label, mine.make()) == ("mine:density=0.5", TopK(0.5))
+
+
+def test_local_steps_leave_unexchanged_weights_between_exchanges() -> None:
+    plain, every = one("topk"), one("local_steps(every=4)/topk")
+    assert [plain.leaves_rest(7), every.leaves_rest(7), every.leaves_rest(8)] == [False, True, False]
     assert one("local_steps(every=4:fragments=2)/topk").leaves_rest(8)
     assert one("local_steps(every=4:delay=1)/topk").leaves_rest(8)
-    made = one("local_steps(every=4)/two_shot:density=0.1:divide_by=contributors").make()
-    assert made == TwoShot(0.1, divide_by="contributors")
 
 
 def test_steps_have_the_name_of_what_attach_takes_and_an_older_one() -> None:
@@ -102,22 +82,20 @@ def test_a_file_may_be_called_as_steps_are(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        *[
+            (text, ".")
+            for text in ("local_steps(every=4", "local_steps(every=4)", "local_steps/", "local_steps(a)(b)/topk")
+        ],
         ("steps", "steps are written as"),
         ("steps(kept=1)/topk", "^steps have no setting 'kept'"),
         ("local_steps/topk", "need every=STEPS"),
-        ("local_steps(every=4:kept=1)/topk", "have no setting 'kept'"),
         ("local_steps(every=4)/topq", "unknown scheme 'topq'"),
+        ("local_steps(every=4:keep=2.5)/topk", r"cannot be made: .*keep must be in \[0, 1\]"),
     ],
 )
-def test_local_steps_that_cannot_be_are_refused(text: str, message: str) -> None:
+def test_steps_that_cannot_be_are_refused_before_anything_is_trained(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         one(text)
-
-
-def test_settings_out_of_range_are_found_before_anything_is_trained() -> None:
-    try_out(one("local_steps(every=4:fragments=2)/topk"), ranks=3)
-    with pytest.raises(ValueError, match=r"cannot be made: .*keep must be in \[0, 1\]"):
-        one("local_steps(every=4:keep=2.5)/topk")
 
 
 def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:

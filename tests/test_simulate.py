@@ -10,6 +10,7 @@ import pytest
 
 from sparsync_lab.cli import main
 from sparsync_lab.predict.exchanges import Kind
+from sparsync_lab.predict.network import Link
 from sparsync_lab.simulate import model, setup
 from sparsync_lab.simulate.model import predict
 from studies import published
@@ -72,23 +73,16 @@ def test_a_set_up_has_no_code_executed(name: str, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "executed").exists()
 
 
-def test_other_ranks_and_rates() -> None:
+def test_options_change_ranks_and_rates_and_buckets_are_hidden_behind_the_backward_pass() -> None:
     own = setup.parse(OWN, "own")
     assert predict(own, own.scheme[0], ranks=2).communication_s == 4.0
     assert predict(own, own.scheme[0], gbit_per_s=0.016777216).communication_s == 3.0
-
-
-def test_half_the_buckets_are_hidden_behind_the_backward_pass() -> None:
-    """Two buckets of 3 s each, ready at 2 and 3 s: the second ends at 8."""
-    own = setup.parse(OWN.replace("bucket_mb = 0", "bucket_mb = 2"), "own")
-    assert predict(own, own.scheme[0]).step_s == 8.5
-    serial = setup.parse(
-        OWN.replace("bucket_mb = 0", "bucket_mb = 2\noverlap = false").replace(
-            '"job.bucket_mb"', '"job.overlap" = "made up"\n"job.bucket_mb"'
-        ),
-        "own",
-    )
-    assert predict(serial, serial.scheme[0]).step_s == 9.5
+    # Two buckets of 3 s each, ready at 2 and 3 s: the second ends at 8.
+    two = OWN.replace("bucket_mb = 0", "bucket_mb = 2")
+    source = two.replace('"job.bucket_mb"', '"job.overlap" = "made up"\n"job.bucket_mb"')
+    for text, step_s in ((two, 8.5), (source.replace("[network]", "overlap = false\n[network]"), 9.5)):
+        own = setup.parse(text, "own")
+        assert predict(own, own.scheme[0]).step_s == step_s
 
 
 @pytest.mark.parametrize("name", setup.names())
@@ -108,10 +102,11 @@ def test_every_preset_names_its_sources_and_is_predicted(name: str) -> None:
         (('"job.ranks" =', '"job.rnks" ='), "must say where job.ranks is from"),
         (("[sources]", '[sources]\n"job.unit" = "x"'), "names job.unit, which is not there"),
         (("[network]", "[network]\nranks_per_node = 2"), "2 ranks on a node; give inside_gbit_per_s"),
-        (("[job]", "[job"), "is no TOML"),
+        (("[job]", "[job"), "is not TOML"),
+        (('title = "one of my own"', "title = 2020-01-01"), "title: "),
+        (("[job]", 'name = "q"\n[job]'), "has no section 'name'"),
         (("bucket_mb = 0", "bucket_mb = 1e-9"), "bucket_mb = 1e-09 makes over 100,000 buckets"),
         (("samples = 8", "itemsize = 3"), r"job\.itemsize: .* got 3"),
-        (("[network]", "[network]\nranks_per_leaf = 1"), "ranks_per_leaf must be more than the 1 of a node.*, got 1"),
         (("every = 10", "delay = 1"), "fragments and delay are of exchanges every few steps"),
         (("every = 10", "every = 10\nfragments = 5\ndelay = 3"), r"delay must be in \[0, 2\].*, got 3"),
         (('label = "every 10"', 'label = "dense"'), "set-up 'own': .*'dense' is there 2 times"),
@@ -123,47 +118,30 @@ def test_a_set_up_that_cannot_be_says_what_is_wrong(change: tuple[str, str], mes
         setup.parse(OWN.replace(*change, 1), "own")
 
 
-def test_a_scheme_that_cannot_be_made_is_named() -> None:
+def test_what_a_command_cannot_take_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     text = OWN.replace('name = "dense"\nevery = 10', 'name = "topk"\nsettings = { density = 2 }')
     own = setup.parse(f'{text}"every 10.density" = "made up"\n', "own")
     with pytest.raises(ValueError, match=r"scheme 'topk:density=2' cannot be made: density must be"):
         predict(own, own.scheme[1])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--gbit", "1e400"], "--gbit: takes a finite number above 0, got '1e400'"),
-        (["--gbit", "nan"], "--gbit: takes a finite number above 0, got 'nan'"),
-        (["--ranks", "0"], "--ranks: takes a whole number above 0, got '0'"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    with pytest.raises(ValueError, match=r"there are .*oktopk-bert-256.*did you mean '2x6-10gbe'\?"):
+        setup.read("2x6-10gb")
+    with pytest.raises(ValueError, match=r"nowhere\.toml"):
+        setup.read("nowhere.toml")
     with pytest.raises(SystemExit):
-        main(["simulate", "--preset", "2x6-10gbe", *options])
-    assert message in capsys.readouterr().err
+        main(["simulate", "--preset", "2x6-10gbe", "--gbit", "nan"])
+    assert "--gbit: takes a finite number above 0, got 'nan'" in capsys.readouterr().err
 
 
-def test_rings_are_the_kinds_of_exchange_that_have_no_choice_of_their_own() -> None:
+def test_rings_are_all_kinds_of_exchange_but_the_all_reduce() -> None:
     assert {*get_args(setup.Ring), "all_reduce"} == set(get_args(Kind))
 
 
-def test_an_unknown_preset_names_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"there are .*oktopk-bert-256.*did you mean '2x6-10gbe'\?"):
-        setup.read("2x6-10gb")
-    with pytest.raises(ValueError, match=r"there is no file nowhere\.toml"):
-        setup.read("nowhere.toml")
-
-
-def test_a_fat_tree_and_nodes_of_a_set_up() -> None:
+def test_nodes_of_a_set_up_have_their_links() -> None:
     settings = setup.NetworkSettings(
-        gbit_per_s=8, ranks_per_node=4, inside_gbit_per_s=80, links_per_node=2, ranks_per_leaf=16, oversubscription=4.0
+        gbit_per_s=8, efficiency=0.5, ranks_per_node=4, inside_gbit_per_s=80, links_per_node=2
     )
-    tiers = model.network_of(settings).tiers
-    # A leaf of 4 nodes with 2 links of 8 Gbit/s each, a quarter of them upwards.
-    assert [(tier.ranks, tier.links[0].bandwidth_bits_per_s) for tier in tiers] == [(1, 80e9), (4, 16e9), (16, 16e9)]
+    made = model._network(settings, 16)
+    assert (made.between.bits_per_s, made.ranks_per_node, made.inside) == (16e9, 4, Link(80e9))
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,15 +234,3 @@ def test_models_of_published_rows_on_cases_worked_out_by_hand() -> None:
     # 16 bits of 8 elements: 16 bytes, 24 s. 1 bit: 2 times 3/4 of a byte, 1.5 s.
     slow = {"reference_s": 24.0, "reference_ranks": 4, "warm_up": 0.0, **flat}
     assert published.one_bit_speedup(links, compute_s=6.0, elements=8.0, ranks=4, **slow) == 30 / 7.5
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("title = 2020-01-01", "title: "),
-        ('name = "q"', "has no section 'name'"),
-    ],
-)
-def test_what_is_no_text_is_refused_with_its_place(line: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"set-up 'x'.*{said}"):
-        setup.parse(line, "x")

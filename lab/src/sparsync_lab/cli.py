@@ -207,7 +207,6 @@ def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
 def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab import workloads
     from sparsync_lab.doctor.command import doctor
-    from sparsync_lab.doctor.trial import TrialJob
 
     script = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
     if script and Path(script[0]).name.startswith("python"):
@@ -225,8 +224,7 @@ def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
     if options.workload is not None:
         workloads.check_name(options.workload)
     chosen = _workload_options(options)
-    job = TrialJob(script, options.workload or "", chosen, options.scheme or "", options.timeout)
-    if status := doctor(job if script or options.workload else None):
+    if status := doctor(script, options.workload or "", chosen, options.scheme or ""):
         raise SystemExit(status)
 
 
@@ -271,7 +269,7 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
         options.schemes = advise.advised_schemes(family, probe.group.ranks)
     choices = _choices(options, (probe.group.ranks,))
     found = advise.advise(probe, probe.backward, choices, family)
-    print(advise.text(found, probe, probe.backward, choices, *terminal.manner()))
+    print(advise.text(found, probe, probe.backward, *terminal.manner()))
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -214,7 +214,7 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
             "--out": {"default": Path("frontier")},
         },
     ),
-    "doctor": (f"{_JOB} --scheme --timeout command", {}),
+    "doctor": (f"{_JOB} --scheme command", {}),
     "report": ("folder --csv", {}),
     "simulate": (
         "--preset --list --ranks --gbit --json",

@@ -22,8 +22,8 @@ class _Parts:
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
     """Return a short name for each label of one table, all different.
 
-    It has the density and the type of the values where they are given; other settings where they differ between labels of the same
-    scheme; and a class without its module or file. A label that would equal another one is not shortened.
+    It has the density and the type of the values if they are given, other settings if they differ between labels of the same scheme, and
+    a class without its module or file. A label that would equal another one is not shortened.
     """
     parts = {label: _parts(label) for label in labels}
     every = list(parts.values())
@@ -36,7 +36,7 @@ def _parts(label: str) -> _Parts:
     try:
         steps, settings, scheme = taken_apart(label, published={})
         return _Parts(*parsed(scheme), steps, settings)
-    except ValueError:  # no label of --schemes
+    except ValueError:  # not a label of --schemes
         return _Parts(label)
 
 
@@ -65,7 +65,7 @@ def _name(own: _Parts, every: Sequence[_Parts]) -> str:
 
 
 def _always(key: str, settings: Mapping[str, Any]) -> str | None:  # Any: as in a scheme's text
-    """Return a setting in words, such as "3 % up", "12 % down" or "signs"; None where it is not given, or no such setting."""
+    """Return a setting in words, such as "3 % up", "12 % down" or "signs"; None if it is not given or has another type."""
     if key not in settings:
         return None
     value, (name, _, down) = settings[key], key.partition("_")

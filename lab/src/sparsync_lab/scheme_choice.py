@@ -1,9 +1,9 @@
 """Schemes as a command names them: "topk", "exact_oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
-In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
-changes of their weights every few steps, as with `sparsync.LocalSteps` of these settings. Or "steps(keep=0.5)/": the scheme reduces
-the steps of the optimizer, as with `sparsync.Steps`; "adamw_steps(keep=0.5)/" is the older name. The names in `recipes` stand for such
-combinations of published systems, and "default" and "bits=0.8" for what `sparsync.attach` takes with the job's optimizer.
+Any of them may follow "local_steps(every=4:keep=0.5)/": the ranks then train separately, and the scheme reduces the changes of their
+weights every few steps, as with `sparsync.LocalSteps`. Or "steps(keep=0.5)/": the scheme reduces the steps of the optimizer, as with
+`sparsync.Steps`; "adamw_steps(keep=0.5)/" is the older name. The names in `recipes` stand for such combinations of published systems,
+and "default" and "bits=0.8" for what `sparsync.attach` takes with the job's optimizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from sparsync.testing.momentum import undeclared
 from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
 
-# Names of what only the lab can train with: elsewhere the one would be `dense`, and the other does not know the weights.
+# Names that only the lab can train with: elsewhere LaProp would be `dense`.
 LAB_SCHEMES = {
     "laprop": "sparsync_lab.rivals.laprop:LaProp",
 }
@@ -38,8 +38,8 @@ TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before proce
 class SchemeChoice:
     """One scheme: its label in tables, its name as `sparsync.schemes.get` takes it, and its settings.
 
-    `local`: the settings of the `steps` around it, those of LocalSteps or Steps, of which `outer_rate` and `outer_momentum` are those of
-    the outer SGD; None where the scheme reduces gradients.
+    `local`: the settings of the `steps` around it, those of LocalSteps (`outer_rate` and `outer_momentum` are those of the outer SGD) or
+    Steps; None if the scheme reduces gradients.
     """
 
     label: str
@@ -47,7 +47,7 @@ class SchemeChoice:
     config: dict[str, Any] = field(default_factory=dict)  # Any: the fields of the scheme's own config
     local: dict[str, Any] | None = None  # Any: numbers and texts
     steps: str = "local_steps"
-    auto: str = ""  # "bits=auto" or "bits=auto:0.2", where the first steps choose the recipe
+    auto: str = ""  # "bits=auto" or "bits=auto:0.2", if the first steps choose the recipe
 
     def make(self) -> Scheme:
         """Return a new scheme; every rank and every run makes its own."""
@@ -66,7 +66,7 @@ class SchemeChoice:
         return made
 
     def exchange(self) -> LocalSteps | Steps | None:
-        """Return what `sparsync.attach` takes as `exchange`; None, its own choice, where no steps stand around the scheme."""
+        """Return the argument `exchange` of `sparsync.attach`; None, its own choice, without steps around the scheme."""
         return None if self.local is None else exchange_of(self.steps, self.local, self.label)
 
     def leaves_rest(self, steps: int) -> bool:
@@ -82,10 +82,10 @@ class SchemeChoice:
         return steps < self.local["every"] // self.local.get("fragments", 1)
 
     def described(self) -> dict[str, Any]:  # Any: JSON
-        """Return everything that decides what the method does: the scheme with all settings, and those of local steps, defaults too.
+        """Return everything that decides what the method does: all settings of the scheme and of its steps, with defaults.
 
-        Of a default that depends on the scheme this is its value, of one that depends on the job its rule. How often steps compare the
-        weights of the ranks decides nothing.
+        A default that depends on the scheme has its value here, one that depends on the job its rule. How often steps compare the weights
+        of the ranks decides nothing.
         """
         scheme = self.make()
         full = {"scheme": repr(scheme)}
@@ -102,7 +102,7 @@ class SchemeChoice:
         return full | {self.steps: {name: value for name, value in decisive.items() if name != "check_weights_every"}}
 
     def _resolved(self, scheme: Scheme) -> dict[str, float | str]:
-        """Return what the settings of Steps are that are None by default."""
+        """Return the settings of Steps that are None by default."""
         assert self.local is not None
         options = Steps(**{name: self.local[name] for name in ("keep", "decay", "beta2") if name in self.local})
         keep, with_muon = float(options.keep_for(scheme)), float(options.keep_for(scheme, muon=True))
@@ -122,25 +122,25 @@ def parse_schemes(
 ) -> tuple[SchemeChoice, ...]:
     """Return the schemes of "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
 
-    `density` goes to those schemes that take one and do not set it. Lists are joined by "+": "protect=*.bias+norm.*".
-    `also`: further names, and what each stands for. `family` and `ranks`: of the job, for "default" and "bits=0.8". Raises ValueError for
-    an unknown scheme or setting, suggesting the nearest.
+    `density` goes to the schemes that take one and do not set it. Lists are joined by "+": "protect=*.bias+norm.*". `also` maps further
+    names to those that they stand for. `family` and `ranks`: of the job, for "default" and "bits=0.8". Raises ValueError for an unknown
+    scheme or setting, with the nearest name.
     """
     items = (item.strip() for item in text.split(","))
     return tuple(_parse_method(item, density, also or {}, family, ranks) for item in items if item)
 
 
 def check_labels(choices: Sequence[SchemeChoice]) -> None:
-    """Raise ValueError where two schemes would have the same label in tables."""
+    """Raise ValueError if two schemes have the same label."""
     labels = [choice.label for choice in choices]
     if len(set(labels)) < len(labels):
         raise ValueError(f"--schemes names one twice: {', '.join(labels)}; give each scheme once, or other settings")
 
 
 def try_out(choice: SchemeChoice, ranks: int) -> None:
-    """Reduce one small bucket on `ranks` ranks in this process, so that a setting that cannot work is found now.
+    """Reduce one small bucket on `ranks` ranks in this process, to find settings that cannot work.
 
-    The scheme of a third party must say whether it keeps a momentum, too: the job's own momentum would be applied on top.
+    The scheme of a third party must also say whether it keeps a momentum, because the job's momentum would be applied on top.
     """
 
     def reduce(comm: LocalComm) -> None:
@@ -169,7 +169,7 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 
 
 def check_optimizer(choices: Sequence[SchemeChoice], make: Callable[[], tuple[nn.Module, Optimizer]]) -> None:
-    """Raise ValueError where a method cannot train the model with the optimizer that `make` returns: steps around a scheme, or LaProp."""
+    """Raise ValueError if steps around a scheme, or LaProp, cannot train with the model and the optimizer that `make` returns."""
     for choice in choices:
         if choice.local is not None or choice.name == LAB_SCHEMES["laprop"]:
             model, optimizer = make()
@@ -187,7 +187,7 @@ def _check_steps(choice: SchemeChoice, model: nn.Module, optimizer: Optimizer) -
 
 
 def _trial_steps(choice: SchemeChoice, comm: LocalComm) -> Any:  # Any: as `make_local`
-    """Return the steps around a scheme, of a model that has a parameter for each fragment."""
+    """Return the steps around a scheme for a model that has a parameter for each fragment."""
     assert choice.local is not None
     fragments = choice.local.get("fragments")
     layers = min(MOST_FRAGMENTS, max(8, fragments)) if isinstance(fragments, int) else 8
@@ -202,7 +202,7 @@ def asks_for_recipe(text: str) -> bool:
 
 
 def _written_out(text: str, family: Family, ranks: Sequence[int]) -> str:
-    """Return what "default" or "bits=0.8" stands for; any other text as it is."""
+    """Return the recipe for "default" or "bits=0.8"; any other text unchanged."""
     try:
         bits = bits_of(text)
     except LookupError:

@@ -8,7 +8,7 @@ NET_DEV = Path("/proc/self/net/dev")  # of the network namespace of the process 
 
 @dataclass(frozen=True)
 class Counters:
-    """The bytes and packets that an interface has sent and received since it was created. The difference of two is the traffic between."""
+    """The bytes and packets that an interface has sent and received since it was created."""
 
     sent_bytes: int
     received_bytes: int
@@ -25,9 +25,9 @@ class Counters:
 
 
 def interface_counters(interface: str, anchor: int | None = None) -> Counters:
-    """Return the counters of an interface in the network namespace of this process, or of the process of which `anchor` is the id.
+    """Return the counters of an interface in the network namespace of this process, or of the process with the id `anchor`.
 
-    Raises ValueError when there is no such interface.
+    Raises ValueError if there is no such interface.
     """
     file = NET_DEV if anchor is None else Path(f"/proc/{anchor}/net/dev")
     lines = file.read_text().splitlines()[2:]

@@ -10,10 +10,10 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Delay:
-    """How long a packet is on its way between any two ranks, beside the time in which links carry its bytes."""
+    """The time of a packet between any two ranks, in addition to the time in which links carry its bytes."""
 
     one_way_s: float = 0.0
-    jitter_s: float = 0.0  # by how much it is longer or shorter at most; no packet overtakes another one
+    jitter_s: float = 0.0  # the most by which it is longer or shorter; no packet overtakes another one
 
     def __post_init__(self) -> None:
         if not 0 <= self.one_way_s <= LONGEST_S:
@@ -54,7 +54,7 @@ def delay_of(delay: str | None, jitter: str | None) -> Delay:
 
 
 def check_delay(delay: Delay, limited: bool) -> Delay:
-    """Return the delay itself. Raises ValueError where there are no links that could have it."""
+    """Return the delay itself. Raises ValueError if there are no links that could have it."""
     if delay and not limited:
         raise ValueError(
             f"a delay of {1e3 * delay.one_way_s:g} ms needs links with a rate, and ranks without one share loopback; give --link a rate, "

@@ -1,6 +1,6 @@
-"""The program that carries packets between the ranks where links have a delay: compiled once per user, started, asked, and ended.
+"""The program that carries packets between the ranks if links have a delay: compiled once per user, started, queried, and ended.
 
-`forwarder.c` beside this file is the program; what it does with a packet stands there.
+`forwarder.c` beside this file is the program, and says what it does with a packet.
 """
 
 import hashlib
@@ -22,21 +22,21 @@ from sparsync_lab.writable import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEVICE = Path("/dev/net/tun")
-QUEUE_BYTES = 64 << 20  # of a rank's packets that may be under way, beside those that rate x delay needs
-# The largest socket buffers of Linux by default, what the largest of them hold at most, and how many times rate x round trip they need:
-# TCP counts the memory of packets, and lets a window be half of it.
+QUEUE_BYTES = 64 << 20  # of a rank's packets that may be under way, in addition to rate x delay
+# The largest default socket buffers of Linux, the most that they may hold here, and how many times rate x round trip they need: TCP counts
+# the memory of packets, and lets a window be half of it.
 RECEIVED_BYTES, SENT_BYTES, MOST_BYTES, WINDOWS = 6 << 20, 4 << 20, 1 << 30, 4
 CURE = "or leave --delay out: links without a delay need neither a compiler nor TUN devices"
 
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What the forwarder has carried since it was started, and what it cost."""
+    """The traffic that the forwarder has carried since it was started, and its cost."""
 
     packets: int  # of up to 64 kB each, as the ranks' interfaces count them
     nbytes: int  # with one header of IP and TCP for each packet
     frame_nbytes: int  # as Ethernet frames of 1514 bytes, which count against the rate
-    dropped: int  # to or from a rank that is cut or has taken its interface down, or to nobody
+    dropped: int  # to or from a rank that is cut or has no interface
     processor_s: float  # of the forwarder, which has the receiving half of TCP in it
 
     @property
@@ -52,7 +52,7 @@ class Forwarder:
     process: subprocess.Popen[bytes]
 
     def count(self) -> Forwarded:
-        """Return what it has carried. Raises RuntimeError where it has ended."""
+        """Return what it has carried. Raises RuntimeError if it has ended."""
         return self._ask("count")
 
     def cut(self, rank: int) -> None:
@@ -60,7 +60,7 @@ class Forwarder:
         self._ask(f"cut {rank}")
 
     def mend(self, rank: int) -> None:
-        """Carry the packets of a rank that was cut again."""
+        """Carry the packets of this rank again."""
         self._ask(f"mend {rank}")
 
     def _ask(self, command: str) -> Forwarded:
@@ -74,9 +74,9 @@ class Forwarder:
 def forwarder(
     anchors: Sequence[int], up_bits_per_s: float | None, down_bits_per_s: float | None, delay: Delay
 ) -> Iterator[Forwarder]:
-    """Yield the program that connects the namespaces of these processes, which get one device each, named `eth0`, until the block ends.
+    """Yield the program that connects the namespaces of these processes, by one device `eth0` each, until the block ends.
 
-    A rate of None has no limit. Raises NetworkUnavailableError where it cannot be compiled, or the kernel refuses the devices.
+    A rate of None has no limit. Raises NetworkUnavailableError if it cannot be compiled, or the kernel refuses the devices.
     """
     if not DEVICE.exists():
         raise NetworkUnavailableError(
@@ -89,7 +89,7 @@ def forwarder(
     received, sent = (min(MOST_BYTES, max(least, WINDOWS * under_way)) for least in (RECEIVED_BYTES, SENT_BYTES))
     times = (round(1e9 * each) for each in (delay.one_way_s, delay.jitter_s, CATCH_UP_S))
     numbers = (*rates, *times, QUEUE_BYTES + 2 * under_way, received, sent, *anchors)
-    # A separate session, as that of an anchor: Ctrl-C must not cut the links before the ranks could stop in order.
+    # A separate session, as for an anchor: Ctrl-C must not cut the links before the ranks could stop in order.
     pipe = subprocess.PIPE
     argv = [program(), *map(str, numbers)]
     process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
@@ -102,7 +102,7 @@ def forwarder(
 
 
 def program() -> str:
-    """Return the path of the compiled program, which is kept in the user's cache folder. Raises NetworkUnavailableError."""
+    """Return the path of the compiled program in the user's cache folder. Raises NetworkUnavailableError."""
     source = SOURCE.read_bytes()
     compiler = shlex.split(os.environ.get("CC") or "cc")
     digest = hashlib.sha256(source + repr((compiler, os.uname().machine)).encode()).hexdigest()[:16]
@@ -114,16 +114,14 @@ def program() -> str:
 
 
 def _compile(compiler: Sequence[str], made: Path) -> None:
-    """Compile the program, and put it there whole: another run may compile it at the same time."""
+    """Compile the program and move it into place: another run may compile it at the same time."""
     with tempfile.NamedTemporaryFile(dir=made.parent, delete=False) as part:
         command = [*compiler, "-O2", "-o", part.name, str(SOURCE)]
     try:
-        done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=4 * TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, check=False, text=True)
         said = done.stderr.strip() if done.returncode else ""
     except FileNotFoundError:
         said = f"there is no program {compiler[0]!r}"
-    except subprocess.TimeoutExpired:
-        said = f"no answer within {4 * TIMEOUT_S:g} s"
     if said:
         Path(part.name).unlink()
         raise NetworkUnavailableError(
@@ -135,7 +133,7 @@ def _compile(compiler: Sequence[str], made: Path) -> None:
 
 
 def _line(process: subprocess.Popen[bytes]) -> bytes:
-    """Return the next line that the program says. Raises NetworkUnavailableError where it says none."""
+    """Return the next line of the program's output. Raises NetworkUnavailableError if there is none."""
     assert process.stdout and process.stderr
     answer = select.poll()
     answer.register(process.stdout, select.POLLIN)

@@ -1,9 +1,9 @@
 """Network namespaces that live exactly as long as the program that asked for them; `topology` puts interfaces into them.
 
-Each is held alive by an anchor: a `cat` that reads a pipe of which only this program holds the write end. However the program ends
-(return, exception, SIGINT, SIGTERM, SIGKILL), the kernel closes that end, `cat` reads end-of-file and exits, and the kernel removes
-the namespace with every interface and queue in it. PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the anchor
-ends. Named namespaces (`ip netns add`) would not do: they are mounts, which outlive every process and clash between runs.
+An anchor keeps each namespace alive: a `cat` that reads a pipe whose write end only this program holds. However the program ends (return,
+exception, SIGINT, SIGTERM, SIGKILL), the kernel closes that end, `cat` reads end-of-file and exits, and the kernel removes the namespace
+with every interface and queue in it. PR_SET_PDEATHSIG fires when the *thread* that started the anchor ends, and named namespaces
+(`ip netns add`) are mounts, which outlive every process and clash between runs.
 """
 
 import select
@@ -21,7 +21,7 @@ def namespaces(count: int) -> Iterator[tuple[int, ...]]:
     """Yield the process ids of the anchors of `count` new network namespaces, which exist until the block ends.
 
     Processes still running inside a namespace keep it, without its cable to the others, until they end.
-    Raises NetworkUnavailableError when the machine refuses one.
+    Raises NetworkUnavailableError if the machine refuses one.
     """
     anchors: list[subprocess.Popen[bytes]] = []
     try:
@@ -38,7 +38,7 @@ def namespaces(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def inside(anchor: int, argv: Sequence[str]) -> list[str]:
-    """Return the argv that runs `argv` in the namespace of that anchor, as the same process: nsenter replaces itself."""
+    """Return the argv that runs `argv` in the namespace of that anchor, in the same process: nsenter replaces itself."""
     return [tool("nsenter"), "--target", str(anchor), "--net", "--", *argv]
 
 
@@ -83,7 +83,7 @@ def _start_anchor() -> subprocess.Popen[bytes]:
 
 
 def _await_anchor(anchor: subprocess.Popen[bytes]) -> None:
-    """Wait until `cat` echoes a byte: then unshare has made the namespace and replaced itself."""
+    """Wait until `cat` echoes a byte: then unshare has created the namespace and replaced itself."""
     assert anchor.stdin and anchor.stdout and anchor.stderr
     with suppress(BrokenPipeError):  # unshare has failed already; its reason is read below
         anchor.stdin.write(b"\n")

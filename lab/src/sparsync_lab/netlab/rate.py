@@ -36,9 +36,9 @@ def parse_link(text: str) -> float | None:
 
 
 def rates(link: str, up: str | None, down: str | None) -> tuple[float | None, float | None]:
-    """Return the rates up and down in bits per second: those of `link`, or where given `up` and `down`.
+    """Return the rates up and down in bits per second: those of `link`, unless `up` or `down` is given.
 
-    A direction of "none" is infinitely fast; where both are, the rates are None. Raises ValueError as `parse_link`.
+    A direction of "none" is infinitely fast; if both are, the rates are None. Raises ValueError as `parse_link`.
     """
     found = [parse_link(link if own is None else own) for own in (up, down)]
     if found == [None, None]:
@@ -58,12 +58,12 @@ def checked_rate(rate_bits_per_s: float) -> float:
 class TokenBucket:
     """One direction of one rank's link: frames leave at `rate_bits_per_s`, counted with their 14 bytes of Ethernet header.
 
-    After a pause of `burst_bytes / rate` or more, `burst_bytes` pass at once; otherwise no window of time passes more than its share.
+    After a pause of `burst_bytes / rate` or more, `burst_bytes` pass at once; otherwise no time window passes more than its share.
     """
 
     rate_bits_per_s: float
     burst_bytes: int
-    queue_bytes: int  # how much may wait; beyond it frames are dropped
+    queue_bytes: int  # more waiting bytes are dropped
     splits_batches: bool  # batches of frames leave the stack as one packet; split them here, so that each is counted
 
     def arguments(self) -> str:
@@ -74,13 +74,13 @@ class TokenBucket:
 
 
 def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_batches: bool) -> TokenBucket:
-    """Return the bucket for a rate: it lets at most the rate through, and little less.
+    """Return the bucket that lets the rate through, and hardly less.
 
-    Burst: two of the longest packets, so that one is never held up by its own length, and CATCH_UP_S of the rate, so that a timer that
-    fires late loses nothing. With nothing for late timers one stream reached 95.2 % of 100 Mbit/s while four processes kept two cores
-    busy, with 500 us 97.6 %, with 1 ms 99.2 %, but 12.5 kB more pass free each time.
-    Queue: as much as the socket buffers of all senders hold (tcp_wmem, 4 MiB), so that all may send to one without loss. TCP's own
-    delay measurement keeps it far below: three senders to one rank at 100 Mbit/s stood at 0.4 MB.
+    Burst: two of the longest packets, so that no packet waits for its own length, and CATCH_UP_S of the rate, so that a timer that fires
+    late loses nothing. While four processes kept two cores busy, one stream reached 95.2 % of 100 Mbit/s without time for late timers,
+    97.6 % with 500 us and 99.2 % with 1 ms, which lets 12.5 kB more pass at once.
+    Queue: as much as the socket buffers of all senders hold (tcp_wmem, 4 MiB), so that all may send to one rank without loss. TCP's delay
+    measurement keeps it far below: three senders to one rank at 100 Mbit/s used 0.4 MB.
     """
     longest = FRAME_BYTES * (1 if splits_batches else batch_frames)
     return TokenBucket(

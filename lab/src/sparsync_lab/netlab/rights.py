@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 TIMEOUT_S = 30.0  # for one command or one anchor; they take milliseconds, a loaded machine some more
 CURE = (
-    "or do without it: compare, launch and probe take --link none (times then prove nothing), and frontier, traffic, gradients, "
+    "or do without it: compare, launch and probe take --link none (times then prove nothing), and frontier, traffic, "
     "simulate, advise and report need no network"
 )
 PACKAGE_OF = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "cat": "coreutils"}
@@ -16,11 +16,11 @@ USER_NAMESPACE = ("--user", "--map-root-user")
 
 
 class NetworkUnavailableError(RuntimeError):
-    """The rate-limited network cannot be built on this machine, or not by this user; the message says what is missing and the fix."""
+    """The rate-limited network cannot be built on this machine or by this user; the message says what is missing, and the fix."""
 
 
 def tool(name: str) -> str:
-    """Return the path of a command that the network needs. Raises NetworkUnavailableError that names every missing one and its package."""
+    """Return the path of a command that the network needs. Raises NetworkUnavailableError that names missing ones and packages."""
     found = {each: _which(each) for each in PACKAGE_OF}
     path = found[name]
     if path is None:
@@ -34,11 +34,11 @@ def tool(name: str) -> str:
 
 
 def reexecution_prefix() -> list[str]:
-    """Return the command that must stand before the program's own argv so that `network` works in it: empty where it already does.
+    """Return the prefix of the program's argv with which `network` works in it; empty if it already does.
 
     Root needs none. An ordinary user becomes root of a user namespace, where every file still belongs to the same user, and home and
-    environment stay. The prefix replaces itself by the program, it does not fork, so signals still reach the program. The caller runs
-    `os.execv(prefix[0], [*prefix, *argv])`, once: inside, the prefix is empty. Raises NetworkUnavailableError where neither way is allowed.
+    environment stay. The prefix replaces itself by the program without a fork, so signals still reach the program. The caller runs
+    `os.execv(prefix[0], [*prefix, *argv])` once: inside, the prefix is empty. Raises NetworkUnavailableError if neither way is allowed.
     """
     if not sys.platform.startswith("linux"):
         raise NetworkUnavailableError(
@@ -61,15 +61,15 @@ def reexecution_prefix() -> list[str]:
 
 
 def restart_with_rights(module: str, arguments: Sequence[str]) -> None:
-    """Start `python -m module arguments` in place of this process where only that gives it the rights; else return."""
+    """Replace this process by `python -m module arguments` if it needs that for the rights; else return."""
     prefix = reexecution_prefix()
     if prefix:
         os.execv(prefix[0], [*prefix, sys.executable, "-m", module, *arguments])
 
 
 def _refusal(unshare: Sequence[str]) -> str | None:
-    """Return None if a namespace made by `unshare` takes a veth pair, else the error message. The pair is removed with its namespace."""
-    # Some systems grant the namespace but no rights in it, so the probe uses them.
+    """Return None if a namespace made by `unshare` takes a veth pair, else the error message."""
+    # Some systems grant the namespace but no rights in it. The pair is removed with its namespace.
     pair = ["link", "add", "probe0", "type", "veth", "peer", "name", "probe1"]
     try:
         done = subprocess.run(

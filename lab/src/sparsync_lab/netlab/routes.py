@@ -1,4 +1,4 @@
-"""Which network interface leads to an address, as the kernel of this machine routes. Nothing is sent."""
+"""The network interface that leads to an address, as the kernel of this machine routes. Nothing is sent."""
 
 import ipaddress
 import socket
@@ -6,28 +6,25 @@ from pathlib import Path
 
 LOOPBACK = "lo"
 IPV4_ROUTES = Path("/proc/self/net/route")
-IPV6_ADDRESSES = Path("/proc/self/net/if_inet6")
-SPEED = "/sys/class/net/{}/speed"  # in Mbit/s; -1 or unreadable where the interface has none
+SPEED = "/sys/class/net/{}/speed"  # in Mbit/s; -1 or unreadable if the interface has none
 _UP = 1  # a flag of a route
 
 
 def interface_towards(host: str, elsewhere: bool = False) -> str | None:
-    """Return the name of the interface whose address this machine has towards `host`, a name or an address; None where it is not known.
+    """Return the name of the interface whose IPv4 address this machine has towards `host`, a name or an address; None if not known.
 
-    On `host` itself this is the interface by which others reach it. With `elsewhere`, other ranks are on other machines: where the name
-    of `host` leads to the loopback interface (many systems give their own name such an address), the interface of the default route is
-    returned. Raises RuntimeError for a name without address.
+    On `host` itself this is the interface by which others reach it. `elsewhere`: other ranks are on other machines. Then, if the name of
+    `host` leads to the loopback interface (many systems give their own name such an address), it is the interface of the default route.
+    Raises RuntimeError for a name without an address.
     """
     own = _own_address(host)
-    if own.is_loopback and elsewhere:
-        return _routed(ipaddress.IPv4Address(0))
     if own.is_loopback:
-        return LOOPBACK
-    return _routed(own) if isinstance(own, ipaddress.IPv4Address) else _holder(own)
+        return _routed(ipaddress.IPv4Address(0)) if elsewhere else LOOPBACK
+    return _routed(own) if isinstance(own, ipaddress.IPv4Address) else None
 
 
 def speed_bits_per_s(interface: str) -> float | None:
-    """Return the rate at which the interface says that it is connected; None for one that does not say, such as a virtual one."""
+    """Return the rate at which the interface says that it is connected; None if it does not say, as virtual ones."""
     try:
         mbit = int(Path(SPEED.format(interface)).read_text())
     except (OSError, ValueError):
@@ -50,23 +47,10 @@ def _own_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 def _routed(address: ipaddress.IPv4Address) -> str | None:
     """Return the interface of the most specific route to `address`."""
-    found: tuple[int, str] | None = None
-    for line in _lines(IPV4_ROUTES)[1:]:
+    found = (-1, None)
+    for line in IPV4_ROUTES.read_text().splitlines()[1:]:
         name, target, _, flags, *_, mask = line.split()[:8]
         network, bits = (int.from_bytes(bytes.fromhex(text), "little") for text in (target, mask))
-        if int(flags, 16) & _UP and int(address) & bits == network and (found is None or bits.bit_count() > found[0]):
+        if int(flags, 16) & _UP and int(address) & bits == network and bits.bit_count() > found[0]:
             found = bits.bit_count(), name
-    return found and found[1]
-
-
-def _holder(address: ipaddress.IPv6Address) -> str | None:
-    """Return the interface that has `address`."""
-    for line in _lines(IPV6_ADDRESSES):
-        text, *_, name = line.split()
-        if int(text, 16) == int(address):
-            return name
-    return None
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    return found[1]

@@ -1,6 +1,5 @@
 """Predict what a step costs, from closed forms and measured links, without running it."""
 
-from sparsync_lab.predict import rivals as rivals  # registers their forms
 from sparsync_lab.predict.exchanges import Exchange as Exchange
 from sparsync_lab.predict.exchanges import Given as Given
 from sparsync_lab.predict.exchanges import Plan as Plan

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,114 +24,105 @@ Moment = Any  # Any: seconds, or a CUDA event
 class _Step:
     begin: Moment  # of the first forward pass
     forward_end: Moment = None  # of the last one
-    ready: dict[int, Moment] = field(
-        default_factory=dict
-    )  # by number of the parameter, in the order in which they become ready
-    optimizer_begin: Moment = None
-    optimizer_s: list[tuple[Moment, Moment]] = field(default_factory=list)
+    ready: dict[int, Moment] = field(default_factory=dict)  # by number of the parameter, in order of becoming ready
+    optimizers: list[list[Moment]] = field(default_factory=list)  # begin, and end
 
 
-@dataclass
 class Timeline:
-    """What was recorded so far; `backward()` returns it once the block has ended."""
+    """What was recorded so far; `backward()` returns it when the block has ended."""
 
-    parameters: list[Tensor]
-    limits: tuple[int, ...]  # bytes of the first buckets; the last one is that of all others
-    on_gpu: bool
-    _steps: list[_Step] = field(default_factory=list)
-    _open: _Step | None = None
+    def __init__(self, parameters: Sequence[Tensor], limits: Sequence[int]) -> None:
+        self._parameters, self._limits = parameters, limits  # bytes of the first bucket, and of all others
+        self._on_gpu = parameters[0].device.type == "cuda"
+        self._steps: list[_Step] = []
 
     def backward(self, job: str = "") -> Backward:
-        """Return medians over the recorded steps, without the first of three or more. Raises RuntimeError where no step was whole."""
-        steps = self._steps[1:] if len(self._steps) > 2 else self._steps
+        """Return medians over the recorded steps, without the first of three or more. Raises RuntimeError if no step was complete."""
+        steps = [each for each in self._steps if each.optimizers]
+        steps = steps[1:] if len(steps) > 2 else steps
         if not steps:
             raise RuntimeError(
-                "no whole step was recorded: between the begin and the end of the block there must be a forward pass of the model, a "
-                "backward pass and a step of an optimizer"
+                "no complete step was recorded; do a forward, a backward and an optimizer step in the block"
             )
-        if self.on_gpu:
+        if self._on_gpu:
             torch.cuda.synchronize()
         order = list(steps[-1].ready)  # as DistributedDataParallel orders its buckets after the first step
-        buckets = _buckets([self.parameters[number] for number in order], self.limits)
-        median = statistics.median
+        parameters = [self._parameters[number] for number in order]
+        # HACK: a private function, so that buckets are the same whatever its rule is. Price: torch may change it.
+        buckets, _ = dist._compute_bucket_assignment_by_size(parameters, list(self._limits))  # pyright: ignore[reportPrivateImportUsage]
+
+        def ready_s(numbers: Iterable[int]) -> float:
+            """Return when the last of these parameters is ready; those without a gradient do not count."""
+            return rounded(
+                statistics.median(
+                    max(
+                        (self._between(step.forward_end, step.ready[n]) for n in numbers if n in step.ready),
+                        default=0.0,
+                    )
+                    for step in steps
+                )
+            )
+
         return Backward(
             job=job,
-            forward_s=rounded(median(self._between(step.begin, step.forward_end) for step in steps)),
-            backward_s=rounded(median(max(self._ready_s(step, step.ready)) for step in steps)),
+            forward_s=rounded(statistics.median(self._between(step.begin, step.forward_end) for step in steps)),
+            backward_s=ready_s(order),
             optimizer_s=rounded(
-                median(sum(self._between(begin, end) for begin, end in step.optimizer_s) for step in steps)
+                statistics.median(sum(self._between(*times) for times in step.optimizers) for step in steps)
             ),
             bucket=tuple(
                 ReadyBucket(
-                    sum(self.parameters[order[place]].numel() for place in places),
-                    rounded(median(max(self._ready_s(step, [order[place] for place in places])) for step in steps)),
+                    sum(parameters[place].numel() for place in places), ready_s([order[each] for each in places])
                 )
                 for places in buckets
             ),
         )
 
-    def _ready_s(self, step: _Step, numbers: Any) -> list[float]:  # Any: an iterable of int
-        """Return the seconds after the forward pass at which these parameters were ready; those without gradient are left out."""
-        return [self._between(step.forward_end, step.ready[number]) for number in numbers if number in step.ready] or [
-            0.0
-        ]
-
     def _between(self, begin: Moment, end: Moment) -> float:
-        return begin.elapsed_time(end) * 1e-3 if self.on_gpu else end - begin
+        return begin.elapsed_time(end) * 1e-3 if self._on_gpu else end - begin
 
     def _now(self) -> Moment:
-        if not self.on_gpu:
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _forward_begins(self, *_: object) -> None:
-        if torch.is_grad_enabled() and self._open is None:
-            self._open = _Step(self._now())
+        # Further forward passes before the optimizer's step accumulate gradients.
+        if torch.is_grad_enabled() and (not self._steps or self._steps[-1].optimizers):
+            self._steps.append(_Step(self._now()))
 
     def _forward_ends(self, *_: object) -> None:
-        if self._open is not None and torch.is_grad_enabled():
-            self._open.forward_end, self._open.ready = self._now(), {}
+        if torch.is_grad_enabled() and self._steps:
+            self._steps[-1].forward_end, self._steps[-1].ready = self._now(), {}
 
     def _gradient_is_ready(self, number: int) -> None:
-        if self._open is not None and self._open.forward_end is not None:
-            self._open.ready.pop(number, None)  # a parameter that is used twice is ready after the second time
-            self._open.ready[number] = self._now()
+        if self._steps and self._steps[-1].forward_end is not None:
+            self._steps[-1].ready[number] = self._now()
 
     def _optimizer_begins(self, *_: object) -> None:
-        if self._open is not None and self._open.ready:
-            self._open.optimizer_begin = self._now()
+        if self._steps and self._steps[-1].ready:
+            self._steps[-1].optimizers.append([self._now()])
 
     def _optimizer_ends(self, *_: object) -> None:
-        step = self._open
-        if step is None or step.optimizer_begin is None:
-            return
-        step.optimizer_s.append((step.optimizer_begin, self._now()))
-        step.optimizer_begin = None
-        if len(self._steps) == 0 or self._steps[-1] is not step:
-            self._steps.append(step)
-
-    def _next_step(self) -> None:
-        """Begin anew with the forward pass that comes after a step of an optimizer."""
-        if self._open is not None and self._open.optimizer_s:
-            self._open = None
+        if self._steps and self._steps[-1].optimizers:
+            self._steps[-1].optimizers[-1].append(self._now())
 
 
 @contextmanager
 def timeline(model: nn.Module, bucket_mb: float | None = None) -> Iterator[Timeline]:
-    """Record forward pass, gradients and optimizer of the steps that are taken in the block; three are enough.
+    """Record forward pass, gradients and optimizer of the steps in the block; three are enough.
 
         with timeline(model) as recorded:
             for batch in batches:  # the unchanged loop
                 ...
         recorded.backward("my model")
 
-    `model` is what the loop calls, wrapped or not. Gradients are put into the buckets that DistributedDataParallel makes of them from its
-    second step on, of `bucket_mb` megabytes; None: those of `model`, or of 1 and 25.
-    Where gradients are accumulated over several forward passes,
-    all but the last backward pass belong to the forward pass. What communicates during the backward pass may slow it down: record without
-    it, on one rank or in `no_sync()`, to see the model alone. On a GPU the times are those of its current stream.
+    `model` is what the loop calls, wrapped or not. Gradients are put into the buckets that DistributedDataParallel makes from its second
+    step on, of `bucket_mb` megabytes; None: those of `model`, or of 1 and 25. If gradients are accumulated over several forward passes,
+    all but the last backward pass count as forward pass. Communication during the backward pass may slow it down: record without it, on
+    one rank or in `no_sync()`, to see the model alone. On a GPU the times are those of its current stream.
     """
     parameters: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
     if not parameters:
@@ -141,14 +132,9 @@ def timeline(model: nn.Module, bucket_mb: float | None = None) -> Iterator[Timel
         limits = (int(bucket_mb * MB),)
     elif isinstance(model, DistributedDataParallel) and not model.bucket_bytes_cap_default:
         limits = (model.bucket_bytes_cap,)
-    recorded = Timeline(parameters, limits, parameters[0].device.type == "cuda")
-
-    def forward_begins(*_: object) -> None:
-        recorded._next_step()
-        recorded._forward_begins()
-
+    recorded = Timeline(parameters, limits)
     hooks = [
-        model.register_forward_pre_hook(forward_begins),
+        model.register_forward_pre_hook(recorded._forward_begins),
         model.register_forward_hook(recorded._forward_ends),
         *(
             parameter.register_post_accumulate_grad_hook(lambda _, number=number: recorded._gradient_is_ready(number))
@@ -162,10 +148,3 @@ def timeline(model: nn.Module, bucket_mb: float | None = None) -> Iterator[Timel
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _buckets(ordered: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
-    """Return the buckets that DistributedDataParallel makes of parameters in the order in which they become ready, by place in it."""
-    # HACK: its own private function, so that buckets are the same whatever its rule is. Price: torch may change it.
-    buckets, _ = dist._compute_bucket_assignment_by_size(list(ordered), list(limits))  # pyright: ignore[reportPrivateImportUsage]
-    return buckets

@@ -78,7 +78,7 @@ def split_and_reduce_exchanges(
 def even_split_exchanges(
     k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec, counts_first: bool = False
 ) -> list[Exchange]:
-    """Return the same where each rank sends `k` elements, near-equally many to each other region, and regions are of near-equal length."""
+    """Return the same if each rank sends `k` elements, near-equally many to each other region, and regions have near-equal lengths."""
     if P == 1:
         nothing = Exchange("all_to_all", 0, 0, 0, 0)
         return [split_counts_exchange(P), nothing] if counts_first else [nothing]
@@ -97,7 +97,7 @@ def split_counts_exchange(P: int) -> Exchange:
 
 
 def with_lengths(exchange: Exchange, P: int) -> Exchange:
-    """Return an exchange whose messages carry their lengths, which no rank knows beforehand."""
+    """Return the exchange with messages that carry their lengths, which no rank knows beforehand."""
     if P == 1:
         return exchange
     return replace(exchange, nbytes=exchange.nbytes + LENGTH_NBYTES * (P - 1), messages=P - 1)
@@ -153,7 +153,7 @@ def ring_exchanges(
     count: int, element_nbytes: int, P: int, skip: int = 0, always: int = 0, peers: Peers = "ring"
 ) -> list[Exchange]:
     """Return the reduce-scatter and the all-gather of `all_reduce_` as a ring."""
-    # As a function of the rank, what is sent has straight pieces that end where an end of its chunks meets one of the longer ones.
+    # As a function of the rank, the bytes sent are linear in pieces. A piece ends where its first or last chunk becomes a longer one.
     long = [0, always % P, (count - always) % P, min(P, always), _chunks_with_any(count, P, always)]
     ranks = {(end + off) % P for end in long for off in (-2, -1, 0, skip, skip + 1)}
     reduced = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 1, skip, always) for rank in ranks)
@@ -166,7 +166,7 @@ def ring_exchanges(
 
 
 def _ring_cost(count: int, element_nbytes: int, P: int, first: int, skip: int, always: int) -> Cost:
-    """Return what one rank sends: P-1-s whole chunks from number `first` on, and of the s before these what is never left out."""
+    """Return what one rank sends: P-1-s whole chunks from number `first` on, and the part of the s before these that is never left out."""
     width = P - 1 - skip
     sent = _adjacent(always, P, first, P - 1) + _adjacent(count - always, P, first, width)
     whole = _adjacent(_chunks_with_any(count, P, always), P, first, width)
@@ -184,7 +184,7 @@ def direct_exchanges(
     ring, gathered = ring_exchanges(count, element_nbytes, P, len(offsets), always)
     scattered = replace(ring, kind="all_to_all", rounds=1, peers="all")
     if tuple(offsets) != first_offsets(len(offsets)):
-        # Which of the longer chunks a rank leaves out depends on the set; no form in a few numbers.
+        # Which of the longer chunks a rank leaves out depends on the set, so look at each rank.
         plan = SkipPlan(tuple(offsets))
         cost = _busiest_of(_scattered_cost(count, element_nbytes, P, rank, plan, always) for rank in range(P))
         scattered = replace(scattered, nbytes=cost.nbytes, messages=cost.messages)
@@ -203,10 +203,10 @@ def _scattered_cost(count: int, element_nbytes: int, P: int, rank: int, plan: Sk
 def hierarchical_exchanges(
     count: int, element_nbytes: int, P: int, node_size: int, form: str, offsets: Sequence[int], always: int = 0
 ) -> list[Exchange]:
-    """Return the exchanges of `hierarchical_all_reduce_`; `form` is that between nodes."""
+    """Return the exchanges of `hierarchical_all_reduce_`; `form` is the one between nodes."""
     nodes = P // node_size
     first, last = ring_exchanges(count, element_nbytes, node_size, 0, always, "node")
-    # Of the chunks that the ranks of a node hold, the first is the longest in both its parts.
+    # The first of the chunks that the ranks of a node hold is the longest in both its parts.
     chunk = chunks_of(count, node_size, always)[0]
     held, protected = len(chunk.span), len(chunk.always)
     if form == "ring":
@@ -221,12 +221,12 @@ def hierarchical_exchanges(
 
 
 def _chunks_with_any(count: int, P: int, always: int) -> int:
-    """Return how many of the chunks have any element: the first ones."""
+    """Return how many of the chunks have any element; they are the first ones."""
     return min(P, max(always, count - always))
 
 
 def _adjacent(count: int, parts: int, first: int, width: int) -> int:
-    """Return how many elements `width` adjacent ones of `spans(count, parts)` have together, from number `first` on, round the end."""
+    """Return how many elements `width` adjacent ones of `spans(count, parts)` have together, from number `first` on, with wrap-around."""
     short, longer = divmod(count, parts)
 
     def below(number: int) -> int:
@@ -237,6 +237,6 @@ def _adjacent(count: int, parts: int, first: int, width: int) -> int:
 
 
 def _busiest_of(costs: Iterable[Cost]) -> Cost:
-    """Return the most bytes and the most messages of several ranks, which take equally many steps."""
+    """Return the most bytes and the most messages over ranks that take equally many steps."""
     found = list(costs)
     return Cost(found[0].steps, max(cost.messages for cost in found), max(cost.nbytes for cost in found))

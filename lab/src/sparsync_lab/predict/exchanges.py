@@ -1,8 +1,8 @@
-"""The words of plans: exchanges in closed form, the work beside them, and what a plan is for.
+"""The types of plans: exchanges in closed form, the work beside them, and the bucket that a plan is for.
 
-A plan needs no tensors, so it goes to numbers of ranks and elements that no machine here holds. Here are the types, the operations of a
-communicator, and `planned`, which adds the work; `collectives`, `schemes` and `rivals` have the forms. A MeteredComm counts what a scheme
-really sends while it runs; tests compare the two.
+A plan needs no tensors, so it covers any number of ranks and elements. This file has the types, the operations of a communicator, and
+`planned`, which adds the work; `collectives` and `schemes` have the forms. A MeteredComm counts what a running scheme sends; tests compare
+the two.
 """
 
 import math
@@ -20,21 +20,20 @@ from sparsync.core import Cost, ParameterSpan, Span
 
 MOST_RANKS = 10**5  # some forms look at each rank
 Kind = Literal["send_recv", "all_gather", "all_to_all", "all_reduce"]
-Peers = Literal["all", "ring", "pair", "node", "nodes"]
+Peers = Literal["all", "ring", "node", "nodes"]
 Size = TypeVar("Size")
 Work = tuple[int, int]  # elements, calls
 NOTHING: Work = (0, 0)
-# Bytes of a value are read or written so often: `accumulate` reads the residual and writes the sum, and so on. The gradient comes on top.
+# How often each kind of work reads or writes a value: `accumulate` reads the residual and writes the sum, and so on. The gradient is extra.
 _TOUCHES = {"accumulate": 2, "select": 1, "encode": 2, "decode": 3, "apply": 2}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange that all ranks take part in and that waits for the one before; what its busiest rank sends, and receives.
+    """One exchange that all ranks take part in and that waits for the one before: what its busiest rank sends and receives.
 
-    `nbytes` is the payload a rank sends in all, as a MeteredComm counts: P-1 times its own part in an all_gather, 2 (P-1)/P of the
-    tensor in an all_reduce, which has two rounds. A chain of sends each of which needs what the one before has brought is one exchange of
-    many `rounds`.
+    `nbytes` is the whole payload that a rank sends, as a MeteredComm counts it: P-1 times its part in an all_gather, 2 (P-1)/P of the
+    tensor in an all_reduce, which has two rounds. A chain of sends in which each waits for the one before is one exchange of many `rounds`.
     """
 
     kind: Kind
@@ -42,27 +41,27 @@ class Exchange:
     messages: float  # of the rank that sends the most messages; those without payload are not sent
     rounds: float  # dependent steps inside it, as Cost.steps: 1, or 2 for an all_reduce
     received: float  # payload of the rank that receives the most
-    # To whom a rank sends: all others, the next in a ring, one in each round; the next in its node, or in the next node.
+    # Whom a rank sends to: all others, the next in a ring, the next in its node, or the next node.
     peers: Peers = "all"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one scheme does with one bucket of n elements on P ranks in a settled step: no warm-up, no first step.
+    """What one scheme does with one bucket of n elements on P ranks in a settled step, after any warm-up.
 
-    `kernels` and `calls` say for each kind of work ("accumulate", "select", "encode", "decode", "apply"; "multiply", whose elements are
-    multiplications, and "transform") how many elements one rank processes, and in how many calls, of which each has a fixed price.
+    `kernels` and `calls` say for each kind of work ("accumulate", "select", "encode", "decode", "apply") how many elements one rank
+    processes, and in how many calls. Each call also has a fixed cost.
     """
 
     exchanges: tuple[Exchange, ...] = ()  # each waits for the one before
     passes: float = 0.0  # bytes that are read or written in memory on one rank
     kernels: Mapping[str, float] = field(default_factory=dict)
     calls: Mapping[str, float] = field(default_factory=dict)
-    beside: tuple[Exchange, ...] = ()  # exchanges that nothing waits for: they travel at the same time
-    state_nbytes: float = 0.0  # what the scheme keeps of this bucket between steps, on one rank
+    beside: tuple[Exchange, ...] = ()  # exchanges that nothing waits for
+    state_nbytes: float = 0.0  # what the scheme keeps for this bucket between steps, on one rank
 
     def __add__(self, other: "Plan") -> "Plan":
-        """Return the plan that does the one, then the other."""
+        """Return the plan that does both, one after the other."""
         kernels, calls = Counter(self.kernels), Counter(self.calls)
         kernels.update(other.kernels)
         calls.update(other.calls)
@@ -89,44 +88,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class Given:
-    """What a plan is for: a bucket of `n` elements of `itemsize` bytes on `P` ranks.
+    """The bucket that a plan is for: `n` elements of `itemsize` bytes on `P` ranks.
 
-    `layout` cuts the bucket into parameters, for schemes that treat matrices, layers or names; without one it is a single parameter of no
-    known shape. `figures` are those of a measured step that traffic depends on, for schemes that find at run time how much they send,
-    such as {"union": K}: the form of a scheme names those it reads, and estimates what is missing.
+    `layout` cuts the bucket into parameters, for schemes that treat layers or names; without one it is a single parameter. Some schemes
+    find at run time how much they send. For them `figures` has the figures of a measured step, such as {"selected": counts}. The form of a
+    scheme names those it reads, and estimates what is missing.
     """
 
     n: int
     P: int
     itemsize: int = 4
     layout: tuple[ParameterSpan, ...] = ()
-    # Fractions of an element, and roles in turn, fall differently from step to step. None: a step without anything special.
+    # Fractions of an element, and roles in turn, change from step to step. None: any step.
     step: int | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)  # Any: a number, or a sequence in rank order
 
     def __post_init__(self) -> None:
-        for name, number in (("n", self.n), ("P", self.P), ("itemsize", self.itemsize)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise ValueError(f"{name} of a plan must be a whole number of type int, got {number!r}")
-        if self.n < 0 or self.P < 1:
-            raise ValueError(f"a plan needs n >= 0 elements and P >= 1 ranks, got n = {self.n}, P = {self.P}")
-        if self.P > MOST_RANKS:
-            raise ValueError(f"a plan is for at most {MOST_RANKS:,} ranks, got P = {self.P}")
-        if self.itemsize not in (2, 4, 8):
-            raise ValueError(f"itemsize must be 2, 4 or 8, the bytes of a gradient's element, got {self.itemsize}")
-        if self.layout and self.layout[-1].span.stop != self.n:
-            raise ValueError(f"the layout has {self.layout[-1].span.stop} elements, n is {self.n}; they must agree")
-
-    def by_rank(self, name: str) -> Sequence[Any] | None:  # Any: as `figures`
-        """Return the figures of this name, one for each rank; None where they were not given."""
-        found = self.figures.get(name)
-        if found is not None and len(found) != self.P:
-            raise ValueError(f"{name} needs a figure for each of {self.P} ranks, got {len(found)}")
-        return found
+        if self.n < 0 or not 1 <= self.P <= MOST_RANKS:
+            raise ValueError(
+                f"a plan is for n >= 0 elements and at most {MOST_RANKS:,} ranks, got P = {self.P}, n = {self.n}"
+            )
 
     @property
     def value_nbytes(self) -> int:
-        """Return the bytes of a value with error feedback, which is added up in float32 or better."""
+        """Return the bytes of a value with error feedback, which is summed in float32 or better."""
         return max(4, self.itemsize)
 
     @property
@@ -136,7 +121,7 @@ class Given:
 
     @property
     def parameters(self) -> tuple[ParameterSpan, ...]:
-        """Return the layout, of one parameter where none was given."""
+        """Return the layout; one parameter unless it was given."""
         return self.layout or (ParameterSpan("", Span(0, self.n)),)
 
 
@@ -151,12 +136,12 @@ def planned(
     encode: Work = NOTHING,
     decode: Work = NOTHING,
 ) -> Plan:
-    """Return the plan of these exchanges and this work; exchanges without a round are those of one rank, and left out.
+    """Return the plan of these exchanges and this work. Exchanges without a round are those of a single rank, and are left out.
 
     Work is the elements that each kind of kernel processes, and the number of its calls: `accumulate` adds residual and gradient,
-    `select` looks for the largest elements, `encode` makes bytes of values and positions, `decode` values of bytes, also of a rank's
-    own, to know what rounding drops, and "apply" writes result and residual.
-    `passes_to_select`: of n elements, those that selecting reads beside the pass that accumulates.
+    `select` looks for the largest elements, `encode` makes bytes of values and positions, `decode` makes values of bytes (also of a rank's
+    packet to itself, to know what rounding drops), and "apply" writes result and residual.
+    `passes_to_select`: the elements that selecting reads in addition to the pass that accumulates.
     """
     work = {"select": select, "encode": encode, "decode": decode, "apply": (given.n, 1)}
     if accumulate:
@@ -179,8 +164,8 @@ def plus(*parts: Work) -> Work:
     return sum(elements for elements, _ in parts), sum(calls for _, calls in parts)
 
 
-# The parts of packets are told as a tally, size in bytes -> how many ranks have a part of this size: near-equal parts have two sizes at any
-# P, so that a form takes a time that does not grow with P.
+# A tally maps the size of a part in bytes to the number of ranks that have such a part. Near-equal parts have two sizes at any P, so the
+# time of a form does not grow with P.
 Tally = Mapping[int, int]
 
 
@@ -191,7 +176,7 @@ def near_equal(count: int, P: int) -> Tally:
 
 
 def tally(sizes: Mapping[Size, int] | Iterable[Size], nbytes: Callable[[Size], int] = int) -> Tally:
-    """Return how many ranks have parts of each size; `nbytes` gives the size of what is tallied or listed."""
+    """Return how many ranks have parts of each size; `nbytes` gives the size of what is listed."""
     found: Counter[int] = Counter()
     for size, ranks in (sizes if isinstance(sizes, Mapping) else Counter(sizes)).items():
         found[nbytes(size)] += ranks
@@ -216,14 +201,14 @@ def counts_exchange(P: int, nbytes: int = LENGTH_NBYTES) -> Exchange:
 
 
 def to_owners_exchange(sizes: Tally) -> Exchange:
-    """Return the all-to-all in which each rank sends to every other the part of this size that is the other's."""
+    """Return the all-to-all in which each rank sends every other rank the part of this size that the other owns."""
     P = sum(sizes.values())
     messages = min(P - sizes.get(0, 0), P - 1)
     return Exchange("all_to_all", _total(sizes) - min(sizes), messages, _round(P), (P - 1) * max(sizes))
 
 
 def all_to_all_exchange(nbytes: Sequence[Sequence[int]]) -> Exchange:
-    """Return the all-to-all in which rank r sends `nbytes[r][p]` to rank p; what is its own does not travel."""
+    """Return the all-to-all in which rank r sends `nbytes[r][p]` to rank p, and nothing to itself."""
     P = len(nbytes)
     sent = [[part for p, part in enumerate(row) if p != rank] for rank, row in enumerate(nbytes)]
     received = [sum(row[p] for rank, row in enumerate(nbytes) if rank != p) for p in range(P)]

@@ -1,6 +1,6 @@
 """Plans of schemes and of the steps around them: closed forms, at any number of elements and of ranks.
 
-The forms of schemes are in `schemes` and `rivals`. Here is what an integration adds to them.
+`schemes` has the forms of schemes. This file adds what an integration sends beside them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,37 +22,20 @@ _AGREEMENT_NBYTES = 24  # of LocalSteps: three numbers in float64, before the bu
 _RATIO_NBYTES = 2  # of AdamWSteps, for each block: in bfloat16
 
 
-def plan(
-    scheme: Scheme,
-    n: int,
-    P: int,
-    *,
-    itemsize: int = 4,
-    union: int | float | None = None,
-    layout: Sequence[ParameterSpan] = (),
-) -> Plan:
-    """Return what `scheme` does with a bucket of `n` elements of `itemsize` bytes on `P` ranks, as DDP hands it one, in a settled step.
+def plan(scheme: Scheme, n: int, P: int, *, itemsize: int = 4, layout: Sequence[ParameterSpan] = ()) -> Plan:
+    """Return what `scheme` does in a settled step with a DDP bucket of `n` elements of `itemsize` bytes on `P` ranks.
 
-    `union`: K, where the gradients decide on it and it is known; the form estimates it otherwise. `layout`: the bucket's parameters, for
-    schemes that treat matrices, layers or names; without one it counts as one parameter of no known shape.
-    `plan_of(scheme, Given(..., figures=...))` takes more figures of a step. Raises ValueError where the scheme has no closed form, for a
-    class in place of a scheme, and for figures that are no whole numbers.
+    `layout`: the bucket's parameters, for schemes that treat layers or names; without one the bucket counts as one parameter.
+    `plan_of(scheme, Given(..., figures=...))` takes figures of a measured step. Raises ValueError if the scheme has no closed form.
     """
-    if not isinstance(scheme, Scheme):
-        cure = f"make one: {scheme.__name__}(...)" if isinstance(scheme, type) else 'make one: schemes.get("topk")'
-        raise ValueError(f"a plan needs a scheme, got {scheme!r}; {cure}")
-    if union is not None and not 0 <= union <= n:
-        raise ValueError(f"union must be in [0, {n}], the elements of the bucket, got {union}")
-    figures = {} if union is None else {"union": round(union)}
-    given = Given(n, P, itemsize, tuple(layout), figures=figures)
-    made = plan_of(scheme, given)
+    made = plan_of(scheme, Given(n, P, itemsize, tuple(layout)))
     return replace(made, beside=(*made.beside, announcement_exchange(P))) if P > 1 else made
 
 
 def local_steps(scheme: Scheme, buckets: Iterable[int], P: int, every: int, fragments: int = 1) -> Plan:
     """Return the mean over steps of what `sparsync.LocalSteps` does with buckets of these sizes, in elements of float32.
 
-    An exchange begins with an agreement for each fragment. Buffers that are shared and a clip factor that is measured are not in it.
+    An exchange begins with an agreement for each fragment. Shared buffers and a measured clip factor are not included.
     """
     return averaged(sum([plan(scheme, n, P) for n in buckets] + [agreement(P)] * fragments, Plan()), every)
 
@@ -65,13 +48,13 @@ def agreement(P: int) -> Plan:
 def adamw_steps(scheme: Scheme, buckets: Iterable[int], P: int, block: int = 64, measure_every: int = 8) -> Plan:
     """Return the mean over steps of what `sparsync.AdamWSteps` does with buckets of these sizes, in elements of float32.
 
-    To the state of the scheme it adds common weights, momentum, second moments, and two numbers a block. The first 8 steps, which all
-    measure the ratio, are not in it.
+    It adds common weights, momentum, second moments, and two numbers per block to the state of the scheme. The first 8 steps, which all
+    measure the ratio, are not included.
     """
     sizes = list(buckets)
     blocks = [-(-n // block) for n in sizes]
     state = 4 * sum(2 * n + each * block + 2 * each for n, each in zip(sizes, blocks, strict=True))
-    # Second moments and steps: both are read and written, and the gradient is read; then momentum and weights.
+    # Second moments and steps are read and written, and the gradient is read; then momentum and weights.
     own = Plan(passes=4 * 10 * sum(sizes), state_nbytes=state)
     return sum([plan(scheme, n, P) for n in sizes], own) + averaged(ratio(sizes, P, block), measure_every)
 
@@ -85,27 +68,20 @@ def ratio(buckets: Iterable[int], P: int, block: int = 64) -> Plan:
 
 
 def averaged(made: Plan, steps: int) -> Plan:
-    """Return a plan of every `steps` steps as the mean of one; what is kept between steps stays.
+    """Return the mean step of a plan that takes place every `steps` steps; what is kept between steps stays.
 
     For counts, not for times: an exchange of an eighth of the bytes does not take an eighth of the time. Time the whole one, and divide.
     """
-    if not steps >= 1:  # so that nan is none
-        raise ValueError(f"an exchange takes place every 1 or more steps, got {steps}")
 
-    def each(exchange: Exchange) -> Exchange:
-        return replace(
-            exchange,
-            nbytes=exchange.nbytes / steps,
-            messages=exchange.messages / steps,
-            rounds=exchange.rounds / steps,
-            received=exchange.received / steps,
-        )
+    def mean(exchange: Exchange) -> Exchange:
+        parts = {name: getattr(exchange, name) / steps for name in ("nbytes", "messages", "rounds", "received")}
+        return replace(exchange, **parts)
 
     return Plan(
-        tuple(map(each, made.exchanges)),
+        tuple(map(mean, made.exchanges)),
         made.passes / steps,
         {kind: elements / steps for kind, elements in made.kernels.items()},
         {kind: calls / steps for kind, calls in made.calls.items()},
-        tuple(map(each, made.beside)),
+        tuple(map(mean, made.beside)),
         made.state_nbytes,
     )

@@ -1,4 +1,4 @@
-"""A probe: what was measured of a group of ranks, as a file in TOML that a person can read and edit.
+"""A probe: the measurements of a group of ranks, as a TOML file that you can read and edit.
 
 `probing` measures it, `sparsync probe` writes it, and `probed.ProbedNetwork` predicts with it.
 """
@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Len
+from pydantic import ConfigDict
 
-from sparsync_lab.checked import Checked, checked
+from sparsync_lab.checked import checked
 from sparsync_lab.predict.exchanges import MOST_RANKS, Kind
 from sparsync_lab.toml import tomllib
 
 FORMAT = 1
-KernelKind = Literal["accumulate", "select", "encode", "decode", "apply", "multiply", "transform"]
+KernelKind = Literal["accumulate", "select", "encode", "decode", "apply"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 KERNELS: tuple[KernelKind, ...] = get_args(KernelKind)
@@ -27,14 +28,20 @@ Count = Annotated[int, Ge(1), Le(2**63)]
 
 
 class ProbeFileError(ValueError):
-    """A file that is no probe; the message says where, what was found, and what belongs there."""
+    """A file that is not a probe; the message says where, what was found, and what belongs there."""
+
+
+class _Record:
+    """Base of the records: only the annotated types. Files of other versions may have more in them, which is ignored."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
-class ProbedGroup(Checked):
-    """The ranks that were measured, and over what they talked."""
+class ProbedGroup(_Record):
+    """The ranks that were measured, and what connects them."""
 
-    ranks: Annotated[int, Ge(2), Le(MOST_RANKS)]  # of one rank nothing travels
+    ranks: Annotated[int, Ge(2), Le(MOST_RANKS)]
     backend: str  # "gloo" or "nccl"
     hosts: Count
     link: str  # what connects the ranks, for the reader
@@ -46,8 +53,8 @@ class ProbedGroup(Checked):
 
 
 @dataclass(frozen=True)
-class Operation(Checked):
-    """One exchange of all ranks at once, at one size. Of each repeat the slowest rank counts."""
+class Operation(_Record):
+    """One exchange of all ranks at once, at one size. Each repeat takes as long as its slowest rank."""
 
     kind: Kind
     nbytes: Annotated[int, Ge(0), Le(2**63)]  # payload that each rank sends, as Exchange.nbytes
@@ -57,52 +64,48 @@ class Operation(Checked):
 
 
 @dataclass(frozen=True)
-class Latency(Checked):
-    """What messages cost that carry next to nothing."""
+class Latency(_Record):
+    """The time of messages that carry next to nothing."""
 
-    round_trip_s: Seconds  # there and back between two ranks, while the others do the same in pairs; the median pair
-    slowest_round_trip_s: Seconds  # the slowest pair
-    per_message_s: Seconds  # what one more message adds to an exchange
-    messages_per_s: Rate  # that one rank sends, and receives, in an exchange of all with all
     announce_s: Seconds  # what comparing step, layout and scheme adds to the first exchange of a bucket
 
 
 @dataclass(frozen=True)
-class Memory(Checked):
+class Memory(_Record):
     """Memory of the slowest rank, while all ranks of its host are at work."""
 
     bytes_per_s: Rate  # of the plain pass b += a in float32: 12 bytes an element
 
 
 @dataclass(frozen=True)
-class Kernel(Checked):
-    """The time of one kind of work on the slowest rank: elements / elements_per_s + calls * fixed_s."""
+class Kernel(_Record):
+    """The time of one kind of work on the slowest rank: elements / elements_per_s + calls * fixed_s. Other kinds are ignored."""
 
-    kind: KernelKind
+    kind: str  # of KERNELS
     elements_per_s: Rate
     fixed_s: Seconds  # of each call
 
 
 @dataclass(frozen=True)
-class ReducedBucket(Checked):
-    """What reducing a bucket takes, from before its announcement to its result, where one follows the other; the slowest rank."""
+class ReducedBucket(_Record):
+    """The time of a bucket on the slowest rank, from before its announcement to its result, in a row of buckets."""
 
     elements: Count
     seconds: Rate  # median
 
 
 @dataclass(frozen=True)
-class SchemeTimes(Checked):
-    """What buckets take with one scheme: the processor time of a tiny one, without waiting, and the whole time of some sizes."""
+class SchemeTimes(_Record):
+    """The times of buckets with one scheme: the processor time of a tiny one, and the whole time of several sizes."""
 
     scheme: str  # as it was written for the probe
     fixed_s: Seconds  # of the thread that reduces
-    settings: str = ""  # all of the scheme's, the defaults too: two ways to write one scheme are one
+    settings: str = ""  # all settings of the scheme, with defaults, so that the spelling does not matter
     bucket: tuple[ReducedBucket, ...] = ()  # the smallest first
 
 
 @dataclass(frozen=True)
-class ReadyBucket(Checked):
+class ReadyBucket(_Record):
     """A bucket of DistributedDataParallel, in the order in which they become ready."""
 
     elements: Count
@@ -110,7 +113,7 @@ class ReadyBucket(Checked):
 
 
 @dataclass(frozen=True)
-class Backward(Checked):
+class Backward(_Record):
     """One training step of a model without communication. The loss belongs to the backward pass."""
 
     job: str
@@ -121,16 +124,7 @@ class Backward(Checked):
 
 
 @dataclass(frozen=True)
-class ProbedLink(Checked):
-    """The links of the ranks, taken to be equal, as closed forms need them."""
-
-    bits_per_s: Rate  # of payload: a long message to the next rank, less what the smallest one takes
-    one_way_s: Seconds  # of a byte whose receive is posted ahead: half a round trip; the median pair
-    slowest_one_way_s: Seconds  # of the slowest pair
-
-
-@dataclass(frozen=True)
-class Probe(Checked):
+class Probe(_Record):
     """Everything that one file holds."""
 
     group: ProbedGroup
@@ -140,26 +134,24 @@ class Probe(Checked):
     kernel: tuple[Kernel, ...]
     scheme: tuple[SchemeTimes, ...] = ()
     backward: Backward | None = None
-    link: ProbedLink | None = None  # files of earlier versions have none
 
 
 _HEAD = """\
 # Measured by `sparsync probe`. All figures may be edited; times are in seconds.
-# They hold for this number of ranks: what the smallest exchanges take is a fixed part that grows with it.
+# They hold for this number of ranks only: the time of the smallest exchanges grows with it.
 """
 _COMMENTS = {
-    "operation": "nbytes: payload that each rank sends. seconds: median over repeats, of each of which the slowest rank counts.",
+    "operation": "nbytes: payload that each rank sends. seconds: median over repeats; each takes as long as its slowest rank.",
     "latency": "announce_s: what comparing step, layout and scheme adds to the first exchange of a bucket.",
     "memory": "The plain pass b += a in float32, all ranks at the same time; the slowest rank.",
     "kernel": "elements / elements_per_s + calls * fixed_s, all ranks at the same time; the slowest rank.",
-    "scheme": "fixed_s: processor time of a tiny bucket, without waiting. seconds: what a bucket takes in all.",
-    "link": "bits_per_s: of payload, all ranks at once. one_way_s: of a byte whose receive is posted ahead.",
+    "scheme": "fixed_s: processor time of a tiny bucket, without waiting. seconds: the whole time of a bucket.",
     "backward": "A step without communication. ready_s counts from the end of the forward pass, and the loss is in it.",
 }
 
 
 def write(probe: Probe, path: Path) -> None:
-    """Write the file. Raises RuntimeError where that is not possible."""
+    """Write the file. Raises RuntimeError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text(probe), encoding="utf-8")
@@ -168,7 +160,7 @@ def write(probe: Probe, path: Path) -> None:
 
 
 def read(path: Path) -> Probe:
-    """Return the probe in a file. Raises ProbeFileError where it is none, with what is wrong and where."""
+    """Return the probe in a file. Raises ProbeFileError that says what is wrong and where."""
     try:
         written = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -231,7 +223,7 @@ def _plain(value: str | int | float) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Return a TOML basic string. Its escapes are those of JSON, but surrogates, and DEL needs one, too."""
+    """Return a TOML basic string. Its escapes are those of JSON, except for surrogates and DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -246,7 +238,7 @@ def sizes(operations: Iterable[Operation], kind: str) -> list[Operation]:
 
 
 def never_slower(known: list[Operation]) -> list[Operation]:
-    """Return `known` with none slower than a larger one: a small exchange that took longer was disturbed, or the first."""
+    """Return `known` with none slower than a larger one: a small exchange that took longer was disturbed."""
     least, found = float("inf"), []
     for each in reversed(known):
         least = min(least, each.seconds)

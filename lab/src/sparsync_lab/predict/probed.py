@@ -6,21 +6,23 @@ from itertools import pairwise
 from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.probe_file import Operation, Probe, never_slower, sizes
 
+FAR = 32  # times the largest measured exchange of a kind, beyond which a prediction is a guess
+
 
 @dataclass(frozen=True)
 class ProbedNetwork:
     """The group of `probe`, for as many ranks as were measured.
 
-    An exchange takes what was measured of its kind: linear between two sizes, as long as the smallest one below it, at the rate of the two
-    largest ones above them, and never longer than one of more bytes. The greater of what a rank sends and receives counts. Rounds that wait
-    for each other, beyond those of the measured operation, take the time of as many operations, each with its part of the bytes. Other
-    peers than those of the measurement (send_recv: the next in a ring) are taken to be as fast.
+    The time of an exchange is interpolated among the measured ones of its kind: linear between two sizes, that of the smallest below it,
+    at the rate of the two largest above them, and never longer than the time of more bytes. The greater of the bytes that a rank sends and
+    receives counts. Rounds beyond those of the measured operation take the time of as many operations, each with its share of the bytes.
+    Other peers than those of the measurement (send_recv: the next in a ring) are assumed to be as fast.
     """
 
     probe: Probe
 
     def seconds(self, exchange: Exchange, P: int) -> float:
-        """Return how long this exchange takes; 0 for P = 1.
+        """Return the time of this exchange; 0 for P = 1.
 
         Raises ValueError for another number of ranks than was measured, and for a kind that the probe lacks.
         """
@@ -29,18 +31,17 @@ class ProbedNetwork:
         known, times, nbytes = self._looked_up(exchange, P)
         return times * _interpolated(known, nbytes)
 
-    def reach(self, exchange: Exchange, P: int) -> tuple[float, int]:
-        """Return the bytes at which the table is read for this exchange, and those at which it ends. Raises ValueError as `seconds`."""
+    def is_far(self, exchange: Exchange, P: int) -> bool:
+        """Return whether this exchange is far beyond the measured ones of its kind. Raises ValueError as `seconds`."""
         known, _, nbytes = self._looked_up(exchange, P)
-        return nbytes, known[-1].nbytes
+        return nbytes > FAR * known[-1].nbytes
 
     def _looked_up(self, exchange: Exchange, P: int) -> tuple[list[Operation], float, float]:
         """Return the measured operations of its kind, the smallest first, how many of them it takes, and the bytes of each."""
         measured = self.probe.group.ranks
         if measured != P:
             raise ValueError(
-                f"the probe was made with {measured} ranks and says nothing of {P}: what small exchanges take grows with their number; "
-                f"run `sparsync probe` with {P} ranks, or describe the network with links"
+                f"the probe has {measured} ranks and does not predict {P}; run `sparsync probe` with {P} ranks"
             )
         known = never_slower(sizes(self.probe.operation, exchange.kind))
         if not known:
@@ -58,7 +59,8 @@ def _interpolated(known: list[Operation], nbytes: int | float) -> float:
     if nbytes == high.nbytes:
         return high.seconds
     slope = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
-    if nbytes > high.nbytes:  # a largest size that happened to be quicker than the one before must not lead below 0
-        slope = max(slope, 0.0)
-        return high.seconds + slope * (nbytes - high.nbytes)
-    return low.seconds + slope * (nbytes - low.nbytes)
+    return (
+        low.seconds + slope * (nbytes - low.nbytes)
+        if nbytes < high.nbytes
+        else high.seconds + slope * (nbytes - high.nbytes)
+    )

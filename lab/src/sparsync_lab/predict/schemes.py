@@ -1,4 +1,7 @@
-"""The plan of each scheme of the library in closed form. A scheme of your own gets one by `@form.register`."""
+"""The plan of each scheme of the library in closed form, and that of 1-bit Adam. Your scheme gets one by `@form.register`.
+
+Other rivals have none: `sparsync compare` and `traffic` count what they send.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,16 +57,15 @@ from sparsync_lab.predict.exchanges import (
     tally,
     to_owners_exchange,
 )
+from sparsync_lab.rivals.onebit_adam import OneBitAdam
 
-# Of all that one threshold selects, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws.
+# The share of the selected elements that lies in one of equal spans, if one threshold selects from layers that differ in scale, as
+# `sparsync traffic` draws them.
 PEAK = 0.6
 
 
 def plan_of(scheme: Scheme, given: Given) -> Plan:
-    """Return what a settled step of `scheme` does with a bucket: its exchanges in closed form, without tensors.
-
-    Raises ValueError where the scheme has none.
-    """
+    """Return what a settled step of `scheme` does with a bucket. Raises ValueError if the scheme has no closed form."""
     return Plan() if isinstance(scheme, ErrorFeedbackScheme) and not given.n else form(scheme, given)
 
 
@@ -71,7 +73,7 @@ def plan_of(scheme: Scheme, given: Given) -> Plan:
 def form(scheme: Scheme, given: Given) -> Plan:
     """Return the plan of a step; `given.n` is at least 1 for a scheme with error feedback."""
     raise ValueError(
-        f"{scheme.name} has no closed form of its cost; write one: @sparsync_lab.predict.form.register\n"
+        f"{scheme.name} has no closed form of its cost; leave it out, or write one: @sparsync_lab.predict.form.register\n"
         f"def _(scheme: {type(scheme).__name__}, given: Given) -> Plan"
     )
 
@@ -91,9 +93,9 @@ def _(scheme: Dense, given: Given) -> Plan:
 
 @form.register
 def _(scheme: SkipReduce, given: Given) -> Plan:
-    """Return the plan of a step. Figures: how many elements are "protected", and the "offsets" that are drawn in the direct form.
+    """Return the plan of a step. Figures: the number of "protected" elements, and the "offsets" that the direct form draws.
 
-    Without them, offsets are those of a ring; where P divides both the protected elements and the others, all sets send the same.
+    Without them, the offsets are those of a ring. If P divides both the protected elements and the others, all sets send the same.
     """
     n, P, nbytes = given.n, given.P, given.itemsize
     named = sum(len(entry.span) for entry in given.layout if matches(entry.name, scheme.protect))
@@ -113,14 +115,14 @@ def _(scheme: SkipReduce, given: Given) -> Plan:
 
 @form.register
 def _(scheme: AutoProtect, given: Given) -> Plan:
-    """Return the plan of a step after those that observe: as many elements are protected as may be, or the figure "protected"."""
+    """Return the plan of a step after those that observe. Figure: the number of "protected" elements; the most that may be without it."""
     protected = given.figures.get("protected", int(scheme.share * given.n))
     return form(scheme.scheme, replace(given, figures={**given.figures, "protected": protected}))
 
 
 @form.register
 def _(scheme: PerParameter, given: Given) -> Plan:
-    """Return the plans of all schemes after each other, each for its parameters; figures of a step cannot be given."""
+    """Return the plans of all schemes after each other, each for its parameters. It takes no figures of a step."""
     total, left = Plan(), list(given.parameters)
     for pattern, inner in [*scheme.patterns.items(), ("*", scheme.default)]:
         own = [entry for entry in left if matches(entry.name, [pattern])]
@@ -128,7 +130,7 @@ def _(scheme: PerParameter, given: Given) -> Plan:
         layout = laid_out((entry.name, entry.shape or len(entry.span)) for entry in own)
         if layout and layout[-1].span.stop:
             total += plan_of(inner, Given(layout[-1].span.stop, given.P, given.itemsize, layout, given.step))
-    # Each bucket is taken out of the gradient, and put back.
+    # Each bucket is copied out of the gradient and back.
     return replace(total, passes=total.passes + 4 * given.n * given.itemsize)
 
 
@@ -141,6 +143,15 @@ def quantized_form(given: Given, values: Values, state_nbytes: int, down: Values
     """Return the plan of a quantized all-reduce of all elements with error feedback; `down`: the format of what owners send to all."""
     mean = quantized_all_reduce_plan(given.n, given.dtype, given.P, ValueCodec(values), ValueCodec(down or values))
     return planned(given, mean.exchanges, state_nbytes, encode=mean.encode, decode=mean.decode)
+
+
+@form.register
+def _(scheme: OneBitAdam, given: Given) -> Plan:
+    """Return the plan of a step after the warm-up, whose steps are those of Dense."""
+    wide = replace(given, itemsize=given.value_nbytes)
+    made = quantized_form(wide, "sign", 2 * given.n * given.value_nbytes + residual_nbytes(scheme, given))
+    # The momentum is computed, copied, and divided by the root of the second moments.
+    return replace(made, passes=made.passes + 10 * given.n * given.value_nbytes)
 
 
 @form.register
@@ -160,7 +171,7 @@ def _(scheme: InTurn, given: Given) -> Plan:
 
 
 @form.register
-def top_k_form(scheme: TopK, given: Given) -> Plan:
+def _(scheme: TopK, given: Given) -> Plan:
     """Return the plan of a step in which all ranks send equally many elements."""
     codec, n, P, k = Elements(scheme.values), given.n, given.P, count_for(scheme.density, given.n)
     return planned(
@@ -202,7 +213,7 @@ def _lengths(partition: BlockCyclic) -> Tally:
 
 
 def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dtype) -> tuple[Tally, int, int]:
-    """Return the sizes of the packets of regions of these lengths, the elements in the largest, and in all of them."""
+    """Return the packet sizes of regions of these lengths, the elements in the largest region, and those in all of them."""
     codec, counts = Elements(values), tally(lengths, lambda length: count_for(density, length))
     sizes = tally(lengths, lambda length: codec.nbytes(count_for(density, length), length, dtype))
     return sizes, max(counts), sum(count * ranks for count, ranks in counts.items())
@@ -210,10 +221,10 @@ def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dty
 
 @form.register
 def _(scheme: ExactMiCRO, given: Given) -> Plan:
-    """Return the plan of ExactMiCRO or ExactExDyna. Figures, by rank: the elements "selected", and the "lengths" of the partitions."""
+    """Return the plan of ExactMiCRO or ExactExDyna. Figures, by rank: the numbers "selected", and the "lengths" of the partitions."""
     n, P, t = given.n, given.P, given.step or 0
-    lengths, selected = given.by_rank("lengths"), given.by_rank("selected")
-    # The budget in equal counts: partitions of mixed rows are taken to hold equally many, and adjacent ones to be equally long.
+    lengths, selected = given.figures.get("lengths"), given.figures.get("selected")
+    # The budget in equal counts: assume that partitions of mixed rows hold equally many elements, and that adjacent ones are equally long.
     allowed = budget(scheme.density, given.parameters, scheme.dense, scheme.refresh, t)
     if isinstance(scheme, ExactExDyna):
         levels = 1
@@ -230,13 +241,13 @@ def _(scheme: ExactMiCRO, given: Given) -> Plan:
 
 @form.register
 def _(scheme: MiCRO, given: Given) -> Plan:
-    """Return the plan of MiCRO or ExDyna, whose threshold has found its place. Figures as ExactMiCRO's."""
+    """Return the plan of MiCRO or ExDyna with a settled threshold. Figures as ExactMiCRO's."""
     n, P = given.n, given.P
-    selected = given.by_rank("selected")
-    examined = max(given.by_rank("lengths") or near_equal(n, P))
+    selected = given.figures.get("selected")
+    examined = max(given.figures.get("lengths") or near_equal(n, P))
     if selected is None:
         union = count_for(scheme.density, n)
-        # An estimate of what one partition has. Partitions that follow the loads have equally much.
+        # Estimate the fullest partition. Partitions that follow the loads hold equally many.
         peak = 0.0 if isinstance(scheme, ExDyna) else PEAK
         most = min(examined, round(max(1 / P, peak) * union))
     else:
@@ -248,7 +259,7 @@ def _(scheme: MiCRO, given: Given) -> Plan:
 def _at_union(
     scheme: MiCRO | ExactMiCRO, given: Given, exchanges: Sequence[Exchange], union: int, examined: int
 ) -> Plan:
-    """Return the plan of `exchanges` of positions, then of values at the union; the busiest rank looks through `examined` elements."""
+    """Return the plan of `exchanges` of positions, then of values at the union; the busiest rank examines `examined` elements."""
     exact = isinstance(scheme, ExactMiCRO)
     mean = mean_at_plan(union, given.dtype, given.P, ValueCodec(scheme.values if exact else "float32"), exact)
     return planned(
@@ -266,14 +277,14 @@ def _(scheme: OkTopk | ExactOkTopk, given: Given) -> Plan:
     """Return the plan of a step; of OkTopk one between two evaluations of the thresholds, or that of `given.step`.
 
     Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
-    once they are balanced. Without them, selections are of k elements and spread evenly over regions of equal length, and as many
-    sums survive in each.
+    after balancing. Without them, each rank selects k elements, spread evenly over regions of equal length, and equally many sums
+    survive in each region.
     """
     n, P, k, dtype = given.n, given.P, count_for(scheme.density, given.n), given.dtype
     exact = isinstance(scheme, ExactOkTopk)
     codec = Elements(scheme.values) if exact else Raw()
-    outgoing, held = given.by_rank("outgoing"), given.by_rank("held")
-    lengths = given.by_rank("lengths") or [len(span) for span in spans(n, P)]
+    outgoing, held = given.figures.get("outgoing"), given.figures.get("held")
+    lengths = given.figures.get("lengths") or [len(span) for span in spans(n, P)]
     if outgoing is None:
         sent = k - k // P
         split = even_split_exchanges(sent, n, P, dtype, codec, counts_first=not exact)
@@ -288,7 +299,7 @@ def _(scheme: OkTopk | ExactOkTopk, given: Given) -> Plan:
         first = []
         if given.step is not None and given.step % scheme.region_steps == 0:
             first = [all_reduce_exchange(P - 1, 8, P)]
-        gathered = survivors_exchanges(held, given.by_rank("wanted"), lengths, n, dtype, codec)
+        gathered = survivors_exchanges(held, given.figures.get("wanted"), lengths, n, dtype, codec)
         exchanges = [*first, *split, counts_exchange(P, 4), *gathered]
     rounding = NOTHING if codec.exact else plus((sent, P), (max(held), 1))
     return planned(

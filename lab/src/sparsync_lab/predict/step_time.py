@@ -1,9 +1,9 @@
-"""The time of one training step, from plans, the ranks that exchange them, and a backward pass. Every prediction comes through here.
+"""The time of one training step, from plans, the ranks that exchange them, and a backward pass. Every prediction uses this file.
 
     Plan --Ranks.seconds--> reduction --overlapped | serial | periodic, with a Backward--> StepTime
 
-What differs between predictions are the parts: links or a probe's tables as the network, nothing, passes over memory or a probe's kernels
-as the work of a rank, a recorded backward pass or an even one. Times are in seconds.
+Predictions differ in the parts: the network is links or the tables of a probe, the work of a rank is nothing, passes over memory or the
+kernels of a probe, and the backward pass is recorded or even. Times are in seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class StepTime:
-    """What one step takes."""
+    """The time of one step."""
 
     step_s: float
     compute_s: float  # forward, backward and optimizer, had they the machine to themselves
@@ -47,22 +47,19 @@ class StepTime:
 
     @property
     def hidden(self) -> float:
-        """The share of the communication that costs no time; 1 where there is none."""
+        """The share of the communication that costs no time; 1 if there is none."""
         return 1 - min(1.0, self.exposed_s / self.communication_s) if self.communication_s else 1.0
 
 
 def overlapped(backward: Backward, reduce_s: Sequence[Seconds], steals: Seconds = 0.0) -> StepTime:
     """Return the step in which one dispatcher reduces the buckets of `backward` as they become ready, one after the other.
 
-    Bucket i takes `reduce_s[i]` seconds. `steals` is the share of the backward pass's rate that a running reduction takes: 0 where it has
-    separate processors or copy engines, 1 where nothing overlaps. Raises ValueError where buckets and times are not equally many.
+    Bucket i takes `reduce_s[i]` seconds. `steals` in [0, 1] is the share of the backward pass's rate that a running reduction takes: 0
+    with separate processors or copy engines, 1 if nothing overlaps.
     """
-    if not 0 <= steals <= 1:
-        raise ValueError(f"steals is a share of the backward pass's rate and must be in [0, 1], got {steals}")
     end_s = _backward_end_s(backward)
-    wall_s = done_s = (
-        0.0  # at `wall_s` the dispatcher is free, and the forward and backward pass have done `done_s` of their work
-    )
+    # At `wall_s` the dispatcher is free, and the forward and backward pass have done `done_s` of their work.
+    wall_s = done_s = 0.0
     ready_s = [backward.forward_s + each.ready_s for each in backward.bucket]
     for ready, reducing in sorted(zip(ready_s, reduce_s, strict=True), key=itemgetter(0)):
         wall_s += max(0.0, ready - done_s) + reducing
@@ -72,7 +69,7 @@ def overlapped(backward: Backward, reduce_s: Sequence[Seconds], steals: Seconds 
 
 
 def serial(backward: Backward, reduce_s: Sequence[Seconds]) -> StepTime:
-    """Return the step in which all reductions come after the backward pass, as `GradientReducer` does them."""
+    """Return the step in which all reductions come after the backward pass."""
     compute_s, communication_s = _backward_end_s(backward) + backward.optimizer_s, float(sum(reduce_s))
     return StepTime(compute_s + communication_s, compute_s, communication_s)
 
@@ -80,15 +77,11 @@ def serial(backward: Backward, reduce_s: Sequence[Seconds]) -> StepTime:
 def periodic(backward: Backward, every: int, exchange_s: Seconds, fragments: int = 1, delay: int = 0) -> StepTime:
     """Return the mean step of a training that exchanges its weights every `every` steps (DiLoCo, arXiv 2311.08105).
 
-    With `fragments`, one of them after each every/fragments steps, `exchange_s` seconds in all; `delay` steps go on meanwhile (Streaming
-    DiLoCo, arXiv 2501.18512). Fragments are exchanged one after the other, so a delay longer than the time between two hides no more than
-    one as long. Raises ValueError for a delay longer than `every`.
+    With `fragments`, one of them is exchanged after each every/fragments steps; all of them take `exchange_s` seconds. Training goes on
+    for `delay` steps meanwhile (Streaming DiLoCo, arXiv 2501.18512). Fragments are exchanged one after the other, so a delay longer than
+    the time between two hides no more than one as long.
     """
-    if every < 1 or fragments < 1:
-        raise ValueError(f"every and fragments must be at least 1, got {every} and {fragments}")
     between = every / fragments
-    if not 0 <= delay <= every:
-        raise ValueError(f"delay must be in [0, {every}], the steps between two exchanges, got {delay}")
     compute_s = _backward_end_s(backward) + backward.optimizer_s
     exposed_s = max(0.0, exchange_s / fragments - min(delay, between) * compute_s) / between
     return StepTime(compute_s + exposed_s, compute_s, exchange_s / every)

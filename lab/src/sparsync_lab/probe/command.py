@@ -1,4 +1,4 @@
-"""`sparsync probe`: the ranks are started here, each at its own link, or a launcher has started them. Rank 0 prints and writes."""
+"""`sparsync probe`: starts the ranks, each at its link, or is one of those that a launcher has started. Rank 0 prints and writes."""
 
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -9,7 +9,7 @@ from sparsync_lab.labels import short_labels
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request
 from sparsync_lab.progress import progress
-from sparsync_lab.report.format import rate_text, significant
+from sparsync_lab.report.format import significant
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
 from sparsync_lab.workers.group import Here
@@ -23,7 +23,7 @@ TASK = "sparsync_lab.probe.task:probe"
 def probe(request: Request, ranks: int, out: Path, where: AbstractContextManager[Here | Hosts]) -> None:
     """Measure the ranks, write the file and print its tables. `where`: as in `compare`.
 
-    Raises ValueError for what cannot be measured, RuntimeError where the file cannot be written, the network cannot be built or a rank
+    Raises ValueError for what cannot be measured, and RuntimeError if the file cannot be written, the network cannot be built or a rank
     fails.
     """
     request.check(ranks)
@@ -49,10 +49,11 @@ def probe(request: Request, ranks: int, out: Path, where: AbstractContextManager
 
 
 def _finish(content: str, out: Path) -> None:
+    """Write the file, then print its tables: what was measured must not be lost with them."""
     found = probe_file.parse(content)
     probe_file.write(found, out)
     _print(found)
-    print(f"Written to {out}")
+    print(f"Written to {out}; it also has the kernels and the memory")
 
 
 def _print(found: probe_file.Probe) -> None:
@@ -73,21 +74,11 @@ def _print(found: probe_file.Probe) -> None:
         )
         for each in found.operation
     )
-    figures = {
-        "round trip": f"{_us(found.latency.round_trip_s)}, of the slowest pair {_us(found.latency.slowest_round_trip_s)}"
-    }
-    if found.link is not None:
-        figures["rate of a link, payload"] = rate_text(float(significant(found.link.bits_per_s)))
-        figures["one way"] = f"{_us(found.link.one_way_s)}, of the slowest pair {_us(found.link.slowest_one_way_s)}"
-    if found.backward is not None:
-        times = (found.backward.forward_s, found.backward.backward_s, found.backward.optimizer_s)
-        figures[f"{found.backward.job}: forward, backward, optimizer"] = (
-            f"{', '.join(f'{significant(1e3 * each)}' for each in times)} ms"
-        )
-    tables = [
-        Table("Each rank sends", ("operation", "bytes", "ms", "p20", "p80", "MB/s"), sent, less=("p80", "p20")),
-        Table("Links and job; kernels and memory are in the file", ("", "measured"), tuple(figures.items())),
-    ]
+    if (job := found.backward) is not None:
+        parts = ("forward", job.forward_s), ("backward", job.backward_s), ("optimizer", job.optimizer_s)
+        times = ", ".join(f"{name} {significant(1e3 * seconds)} ms" for name, seconds in parts)
+        print(wrapped(f"{job.job}: {times}") + "\n")
+    tables = [Table("Each rank sends", ("operation", "bytes", "ms", "p20", "p80", "MB/s"), sent, less=("p80", "p20"))]
     counts = sorted({bucket.elements for each in found.scheme for bucket in each.bucket})
     if counts:
         names = short_labels([each.scheme for each in found.scheme])
@@ -98,7 +89,3 @@ def _print(found: probe_file.Probe) -> None:
         heads = ("scheme", *map(str, counts))
         tables.append(Table("Time (ms) of a bucket, by its elements", heads, tuple(rows)))
     show(tables)
-
-
-def _us(seconds: float) -> str:
-    return f"{significant(1e6 * seconds)} us"

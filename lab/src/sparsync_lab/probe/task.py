@@ -1,8 +1,8 @@
-"""What each rank does for a probe; rank 0 sends the content of the file."""
+"""The task of each rank in a probe; rank 0 sends the content of the file."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -23,19 +23,19 @@ STEPS = 6  # of the job, of which the first does not count
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured, for how long, and what the file says of the group."""
+    """What to measure, for how long, and what the file says about the group."""
 
-    seconds: float  # about, for all of it but the job
-    schemes: str  # whose tiny buckets are measured, as `--schemes` of compare
+    seconds: float  # about, for everything but the job
+    schemes: str  # whose buckets are measured, as `--schemes` of compare
     link: str  # what connects the ranks, for the reader
     hosts: int = 1
     workload: str | None = None  # the job whose backward pass is recorded
     options: dict[str, Any] = field(default_factory=dict)  # Any: of the workload, as in Settings
-    bucket_mb: float | None = None  # of all its buckets; None: those that DistributedDataParallel makes by default
+    bucket_mb: float | None = None  # of all its buckets; None: the default of DistributedDataParallel
     timeout_s: float = 120.0  # for one operation of a rank
 
     def check(self, ranks: int) -> Workload | None:
-        """Return the workload, if there is one. Raises ValueError for what cannot be measured."""
+        """Return the workload, if there is one. Raises ValueError if this cannot be measured."""
         if ranks < 2:
             raise ValueError(f"a probe measures what travels between ranks, got {ranks}; give at least --ranks 2")
         choices = parse_schemes(self.schemes, 0.01)
@@ -43,15 +43,11 @@ class Request:
         local = [choice.label for choice in choices if choice.local is not None]
         if local:
             inner = ", ".join(label.partition("/")[2] for label in local)
-            raise ValueError(
-                f"a probe measures schemes by themselves, got the steps around one: {', '.join(local)}; give what is behind the "
-                f"stroke, {inner}, which predictions of both use"
-            )
+            raise ValueError(f"a probe measures schemes without steps, got {', '.join(local)}; give {inner}")
         if self.workload is None:
             if self.bucket_mb is not None:
                 raise ValueError(
-                    f"--bucket-mb is of the job whose backward pass is recorded, and there is none, got {self.bucket_mb:g}; leave it out, "
-                    "or name the job with --workload"
+                    f"--bucket-mb {self.bucket_mb:g} is for the buckets of a job; name it with --workload, or leave it out"
                 )
             return None
         workload = workloads.get(self.workload, **self.options)
@@ -61,39 +57,28 @@ class Request:
 
 
 def probe(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JSON
-    """Measure the group as the Request `spec` says; the task of every rank."""
+    """Measure the group as the Request `spec` asks; the task of every rank."""
     request = Request(**spec)
     device = torch.device(place.device)
     comm = GroupComm.private(place.group, timeout_s=place.timeout_s)
     schemes = {choice.label: choice.make() for choice in parse_schemes(request.schemes, 0.01)}
     found = measure(
         comm,
+        _group(request, place),
         device,
         request.seconds,
         schemes,
         lambda text, done: emit({"kind": "progress", "text": text, "done": done}),
     )
-    backward = None
     if request.workload is not None:
         emit({"kind": "progress", "text": f"the backward pass of {request.workload}", "done": 0.99})
-        backward = _backward(request, place)
-    emit({"kind": "alive"})
-    content = probe_file.Probe(
-        _group(request, place),
-        found.operation,
-        found.latency,
-        found.memory,
-        found.kernel,
-        found.scheme,
-        backward,
-        found.link,
-    )
+        found = replace(found, backward=_backward(request, place))
     comm.close()
-    emit({"kind": "probe", "content": probe_file.text(content)})
+    emit({"kind": "probe", "content": probe_file.text(found)})
 
 
 def _backward(request: Request, place: Place) -> probe_file.Backward:
-    """Return the timeline of the job on the slowest rank; all ranks compute at the same time, and none communicates."""
+    """Return the timeline of the job on the slowest rank; all ranks compute at the same time without communication."""
     assert request.workload is not None
     workload = workloads.get(request.workload, **request.options)
     model = workload.model(0).to(place.device)

@@ -1,4 +1,4 @@
-"""`sparsync simulate`: what a set-up would do, as a table and JSON; the list of set-ups."""
+"""`sparsync simulate`: the prediction of a set-up as a table and JSON, and the list of set-ups."""
 
 import json
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from sparsync_lab.simulate.setup import SetUp
 
 TIME_ONLY = (
-    "This is the time of a step, and no more: what a scheme does to quality is not in it, nor the steps that it may need "
-    "beyond those of the first. `sparsync frontier` and `sparsync compare` measure that."
+    "This is only the time of a step: what a scheme does to quality is not in it, nor the further steps that it may need. "
+    "`sparsync frontier` and `sparsync compare` measure that."
 )
 
 
@@ -27,9 +27,9 @@ def list_presets() -> None:
 
 
 def simulate(name: str, ranks: int | None, gbit_per_s: float | None, as_json: str | None) -> None:
-    """Predict the set-up called `name`, and print it; `as_json` gets all figures.
+    """Predict the set-up called `name`, and print it; the file `as_json` gets all figures.
 
-    Raises ValueError for a set-up that cannot be, and RuntimeError where a file cannot be written.
+    Raises ValueError for a wrong set-up, and RuntimeError if a file cannot be written.
     """
     from sparsync_lab.simulate import setup as setups
     from sparsync_lab.simulate.model import GBIT_PER_S, RANKS, predict
@@ -86,13 +86,13 @@ def _print(chosen: "SetUp", here: "Sequence[Predicted]", by_ranks: "Sequence[Pre
 
 
 def _rounded(value: float) -> str:
-    """Return three digits of the value, with thousands apart: 7,910,000."""
+    """Return the value with three significant digits and separated thousands: 7,910,000."""
     rounded = float(f"{value:.3g}")
     return f"{rounded:,.0f}" if rounded >= 100 else significant(value)
 
 
 def write(path: Path, content: str) -> None:
-    """Write a file. Raises RuntimeError where that cannot be done."""
+    """Write a file. Raises RuntimeError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, "utf-8")

@@ -1,10 +1,10 @@
 """The step of a set-up, put together from its file: network, plan of a scheme and backward pass, which `predict.step_time` predicts."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sparsync.base import scheme_text
-from sparsync_lab.predict.network import Link, Tier, Tiers, bundled
+from sparsync_lab.predict.network import Link, Nodes
 from sparsync_lab.predict.plans import plan
 from sparsync_lab.predict.step_time import Ranks, even_backward, overlapped, periodic, serial
 from sparsync_lab.simulate.setup import Entry, NetworkSettings, SetUp
@@ -24,38 +24,16 @@ class Predicted:
     communication_s: float
     exposed_s: float
     nbytes: float
-    throughput: float  # of all ranks, in the job's unit a second
-
-
-def network_of(settings: NetworkSettings) -> Tiers:
-    """Return the network of a set-up."""
-    between = Link(
-        settings.gbit_per_s * 1e9,
-        settings.latency_us * 1e-6,
-        settings.per_message_us * 1e-6,
-        settings.down_gbit_per_s * 1e9 or None,
-    ).derated(settings.efficiency)
-    node = bundled(between, settings.links_per_node)
-    tiers = [Tier(1, (node,))]
-    if settings.ranks_per_node > 1:
-        inside = Link(
-            settings.inside_gbit_per_s * 1e9, settings.inside_latency_us * 1e-6, settings.per_message_us * 1e-6
-        )
-        tiers = [Tier(1, (inside,)), Tier(settings.ranks_per_node, (node,))]
-    if settings.ranks_per_leaf:
-        links = settings.ranks_per_leaf / settings.ranks_per_node / settings.oversubscription
-        spine = replace(node, bandwidth_bits_per_s=links * node.bandwidth_bits_per_s)
-        tiers.append(Tier(settings.ranks_per_leaf, (spine,)))
-    return Tiers(tuple(tiers), settings.all_reduce, settings.rings, settings.delays_per_round)
+    throughput: float  # of all ranks, in the job's unit per second
 
 
 def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: float | None = None) -> Predicted:
-    """Return the step of one scheme of a set-up, at its own number of ranks and rate of links where none is given."""
+    """Return the step of one scheme of a set-up, with the set-up's number of ranks and rate of links unless they are given."""
     job, P, rate = setup.job, ranks or setup.job.ranks, gbit_per_s or setup.network.gbit_per_s
-    memory_s = 1 / (setup.memory.gb_per_s * 1e9) if setup.memory.gb_per_s else 0.0  # of a byte
-    group = Ranks(P, network_of(replace(setup.network, gbit_per_s=rate)), lambda each: each.passes * memory_s)
+    memory_s = 1 / (setup.memory.gb_per_s * 1e9) if setup.memory.gb_per_s else 0.0  # per byte
+    group = Ranks(P, _network(setup.network, rate), lambda each: each.passes * memory_s)
     # A training that exchanges weights every few steps exchanges fragments, one that reduces gradients buckets.
-    count = entry.fragments if entry.every > 1 else bucket_count(job.elements * job.itemsize, job.bucket_mb)
+    count = entry.fragments if entry.every > 1 else _bucket_count(job.elements * job.itemsize, job.bucket_mb)
     n = job.elements // count
     made = plan(scheme_text.made(entry.name, dict(entry.settings)), n, P, itemsize=job.itemsize)
     backward = even_backward([n] * count, job.forward_s, job.backward_s, job.optimizer_s)
@@ -69,6 +47,15 @@ def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: fl
     return Predicted(entry.label, P, rate, *times, nbytes, P * job.samples / step.step_s)
 
 
-def bucket_count(nbytes: int, bucket_mb: float) -> int:
+def _network(settings: NetworkSettings, gbit_per_s: float) -> Nodes:
+    between = Link(gbit_per_s * 1e9, settings.latency_us * 1e-6)
+    between = between.times(settings.efficiency).times(settings.links_per_node)
+    inside = None
+    if settings.ranks_per_node > 1:
+        inside = Link(settings.inside_gbit_per_s * 1e9, settings.inside_latency_us * 1e-6)
+    return Nodes(between, settings.ranks_per_node, inside, settings.all_reduce, settings.rings)
+
+
+def _bucket_count(nbytes: int, bucket_mb: float) -> int:
     """Return how many buckets of `bucket_mb` a gradient makes; 1 for 0."""
     return max(1, math.ceil(nbytes / (bucket_mb * 2**20))) if bucket_mb else 1

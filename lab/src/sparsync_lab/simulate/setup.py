@@ -1,8 +1,8 @@
-"""Set-ups as TOML files: a job, a network and the schemes to compare, each figure with its source. The annotations of the fields say
-what a figure may be. Imports no torch.
+"""Set-ups as TOML files: a job, a network and the schemes to compare, each figure with its source. The annotations of the fields give the
+allowed figures. Imports no torch.
 
 title = "..."
-[job]                           # what one rank does in a step without communication
+[job]                           # one rank's step without communication
 elements = 133547324            # parameters
 itemsize = 4                    # bytes of a gradient's element
 ranks = 256
@@ -15,9 +15,8 @@ samples = 8                     # of a rank in a step
 unit = "sequences"
 [network]
 gbit_per_s = 25                 # of a link between nodes
-efficiency = 0.8                # the share of it that payload gets
+efficiency = 0.8                # the share of it for payload
 latency_us = 25
-per_message_us = 0
 ranks_per_node = 4
 links_per_node = 1
 inside_gbit_per_s = 100         # needed with several ranks on a node
@@ -27,12 +26,12 @@ rings = ["all_gather"]          # other exchanges that go round a ring, as NCCL'
 [memory]
 gb_per_s = 500                  # of a rank, for passes over its gradient
 [[scheme]]
-label = "Ok-Topk"               # the first scheme is the one that the others are compared with
+label = "Ok-Topk"               # the others are compared with the first scheme
 name = "exact_oktopk"           # of `sparsync schemes`; a set-up names no code
 settings = { density = 0.01 }
 every = 1                       # steps between exchanges of weights; with fragments = and delay = as in local steps
 [sources]
-"job.elements" = "section 5, table 2"      # of each figure above: where it is from, or "assumed: why"
+"job.elements" = "section 5, table 2"      # the source of each figure above, or "assumed: why"
 """
 
 from collections.abc import Mapping
@@ -61,7 +60,7 @@ Ring = Literal["send_recv", "all_gather", "all_to_all"]
 
 @dataclass(frozen=True)
 class Job(Checked):
-    """What one rank does in a step."""
+    """One rank's step without communication."""
 
     elements: Count
     ranks: Ranks
@@ -76,7 +75,7 @@ class Job(Checked):
 
     @property
     def compute_s(self) -> float:
-        """The seconds of a step without communication."""
+        """Return the seconds of a step without communication."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
@@ -87,17 +86,12 @@ class NetworkSettings(Checked):
     gbit_per_s: Positive
     efficiency: Annotated[float, Gt(0), Le(1)] = 1.0
     latency_us: Figure = 0.0
-    per_message_us: Figure = 0.0
     ranks_per_node: Count = 1
     links_per_node: Count = 1
     inside_gbit_per_s: Figure = 0.0
     inside_latency_us: Figure = 0.0
-    down_gbit_per_s: Figure = 0.0  # 0: as upwards
-    oversubscription: Annotated[float, Ge(1), Le(LARGEST)] = 1.0
-    ranks_per_leaf: Annotated[int, Ge(0), Le(LARGEST)] = 0  # of a fat tree; 0: one switch
     all_reduce: Literal["ring", "tree", "best"] = "ring"
     rings: tuple[Ring, ...] = ()
-    delays_per_round: Annotated[float, Ge(1), Le(LARGEST)] = 1.0  # one-way latencies of a dependent round; gloo: 2
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ class SetUpMemory(Checked):
 
 @dataclass(frozen=True)
 class SetUp(Checked):
-    """A set-up, and where its figures are from: `sources["job.elements"]`."""
+    """A set-up, with the source of each figure: `sources["job.elements"]`."""
 
     title: str
     job: Job
@@ -133,7 +127,7 @@ class SetUp(Checked):
 
     @property
     def assumed(self) -> list[str]:
-        """The figures without a published source."""
+        """Return the figures without a published source."""
         return [key for key, source in self.sources.items() if source.startswith(ASSUMED)]
 
 
@@ -148,12 +142,10 @@ def read(name: str) -> SetUp:
         path = Path(name)
         try:
             return parse(path.read_text("utf-8"), path.stem)
-        except FileNotFoundError:
-            raise ValueError(
-                f"there is no file {name}; give a name of `sparsync simulate --list`, or write the file"
-            ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {name}: {error}; it must be TOML in UTF-8") from None
+            raise ValueError(
+                f"cannot read {name}: {error}; give a TOML file, or a name of `sparsync simulate --list`"
+            ) from None
     if name not in names():
         hint = nearest(name, names())
         raise ValueError(f"unknown preset {name!r}; there are {', '.join(names())}, and files FILE.toml{hint}")
@@ -161,19 +153,14 @@ def read(name: str) -> SetUp:
 
 
 def parse(text: str, name: str) -> SetUp:
-    """Return the set-up in `text`. Raises ValueError for what does not belong there, is missing, cannot be or has no source."""
+    """Return the set-up in `text`. Raises ValueError for wrong or missing figures, and for those without a source."""
+    where = f"set-up {name!r}: "
     try:
         content = tomllib.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # of TOML, of numbers with thousands of digits, and of endless nesting
-        raise ValueError(f"set-up {name!r} is no TOML: {error}") from None
-    where = f"set-up {name!r}: "
+    except (ValueError, RecursionError) as error:  # of TOML, of endless digits, and of endless nesting
+        raise ValueError(f"{where}it is not TOML: {error}") from None
     if "name" in content:
-        raise ValueError(
-            f"{where}has no section 'name'; the file's name is that of the set-up, and its text goes into title"
-        )
+        raise ValueError(f"{where}has no section 'name'; the file's name is that of the set-up; use title for its text")
     found = checked(SetUp, {"title": name} | content | {"name": name}, where)
     _check_together(found, where)
     given = [f"{section}.{key}" for section in ("job", "network", "memory") for key in content.get(section, {})]
@@ -188,21 +175,15 @@ def parse(text: str, name: str) -> SetUp:
 
 
 def _check_together(found: SetUp, where: str) -> None:
-    """Raise ValueError where figures that could each be do not go together."""
-    job, network, entries = found.job, found.network, found.scheme
+    """Raise ValueError if figures contradict each other."""
+    job, network, labels = found.job, found.network, [entry.label for entry in found.scheme]
     if job.bucket_mb and job.elements * job.itemsize > BUCKETS * job.bucket_mb * 2**20:
         raise ValueError(f"{where}job.bucket_mb = {job.bucket_mb:g} makes over {BUCKETS:,} buckets; raise it")
     if network.ranks_per_node > 1 and not network.inside_gbit_per_s:
         raise ValueError(
             f"{where}network has {network.ranks_per_node} ranks on a node; give inside_gbit_per_s, their link"
         )
-    if network.ranks_per_leaf and network.ranks_per_leaf <= network.ranks_per_node:
-        raise ValueError(
-            f"{where}network.ranks_per_leaf must be more than the {network.ranks_per_node} of a node, or 0 for one switch, "
-            f"got {network.ranks_per_leaf}"
-        )
-    labels = [entry.label for entry in entries]
-    for entry in entries:
+    for entry in found.scheme:
         own = f"{where}[[scheme]] {entry.label!r}"
         registry.check_names_no_code(entry.name, own)
         if labels.count(entry.label) > 1:
@@ -212,7 +193,7 @@ def _check_together(found: SetUp, where: str) -> None:
         if entry.delay * entry.fragments > entry.every:
             between = entry.every / entry.fragments
             raise ValueError(
-                f"{own}: delay must be in [0, {between:g}], the steps between two fragments, got {entry.delay}"
+                f"{own}: delay must be in [0, {between:g}], the steps between fragments, got {entry.delay}"
             )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ from sparsync_lab.traffic.observe import Observed, Record
 from sparsync_lab.traffic.stream import Stream
 
 STANDARD_OUTPUT = "-"
-WINDOWS = {"after_1": 1, "after_50": 50}  # the steps a summary leaves out at the start
+SETTLING = 50  # steps that a summary leaves out at the start; only the first one if there are no more
 
-_COLUMNS = (  # heading, name of the value in a window, and its unit
+_COLUMNS = (  # heading, name of the value in a summary, and its unit
     ("density\nerror, %", "density_error_mean", 0.01),
     ("worst\nerror, %", "density_error_worst", 0.01),
     ("kB of\na rank", "bytes_mean", 1e3),
@@ -32,7 +32,7 @@ _COLUMNS = (  # heading, name of the value in a window, and its unit
 
 @dataclass(frozen=True)
 class Study:
-    """Schemes, a stream of gradients, and the number of steps. Raises ValueError where they do not fit together."""
+    """Schemes, a stream of gradients, and the number of steps. Raises ValueError if they do not fit together."""
 
     schemes: tuple[SchemeChoice, ...]
     stream: Stream
@@ -42,11 +42,14 @@ class Study:
         check_labels(self.schemes)
         for choice in self.schemes:
             if choice.local is not None:
-                raise ValueError(f"schemes reduce gradients here, got {choice.label!r}; leave out local_steps(...)/")
+                raise ValueError(
+                    f"schemes reduce gradients here, got {choice.label!r}; leave out what is before the stroke"
+                )
             try_out(choice, self.stream.ranks)
 
     @property
     def elements(self) -> int:
+        """Return the number of elements of a gradient."""
         return self.stream.layout[-1].span.stop
 
     def records(self) -> Iterator[Record]:
@@ -57,92 +60,61 @@ class Study:
             for each in observed:
                 yield each.reduce(step, gradients)
 
-    def summary(self, label: str, records: Sequence[Record]) -> Record:
-        """Return the summary of one scheme: over all steps but the first, and but the first 50."""
-        mine = [record for record in records if record["scheme"] == label]
-        about = {"ranks": self.stream.ranks, "elements": self.elements, "asked": mine[0]["asked"], "steps": len(mine)}
-        windows = {name: _window(mine[start:]) for name, start in WINDOWS.items()}
-        return {"kind": "summary", "scheme": label, **about, **windows}
-
 
 def traffic(study: Study, title: str, out: str | None) -> None:
-    """Run the study: JSON lines go to `out`, "-" for standard output, and a table to the terminal."""
+    """Run the study: JSON lines go to the file `out`, or for "-" to standard output; a table goes to the terminal."""
     records: list[Record] = []
     with ExitStack() as stack:
-        write = _writer(out, stack)
+        file = None if out in (None, STANDARD_OUTPUT) else stack.enter_context(Path(out).open("w"))
+
+        def write(record: Record) -> None:
+            if out is not None:
+                print(json.dumps(record), file=file)
+
         with progress("steps of all schemes", study.steps * len(study.schemes)) as shown:
             for record in study.records():
                 records.append(record)
                 write(record)
                 shown.advance()
-        summaries = [study.summary(choice.label, records) for choice in study.schemes]
+        summaries = [_summary([each for each in records if each["scheme"] == choice.label]) for choice in study.schemes]
         for summary in summaries:
             write(summary)
     if out != STANDARD_OUTPUT:
-        show([table(summaries, title)])
+        show([_table(summaries, title)])
 
 
-def table(summaries: Sequence[Record], title: str) -> Table:
-    """Return a table with a row for each scheme, over the steps after the first 50, or after the first where there are no more."""
-    start = "after_50" if summaries[0]["after_50"] else "after_1"
-    names = short_labels([summary["scheme"] for summary in summaries])
-    rows = tuple(
-        (
-            names[summary["scheme"]],
-            *(_cell((summary[start] or {}).get(name), unit) for _, name, unit in _COLUMNS),
-        )
-        for summary in summaries
-    )
-    heads = ("scheme", *(head for head, _, _ in _COLUMNS))
-    return Table(
-        f"{title}; after step {start.removeprefix('after_')}",
-        heads,
-        rows,
-        less=("most kB\nof a rank", "worst\nerror, %"),
-    )
-
-
-def _window(records: Sequence[Record]) -> Record | None:
-    """Return means and extremes over some steps; None over none."""
-    if not records:
-        return None
-    off = [abs(record["union"] / record["asked"] - 1) for record in records if record["asked"]]
-    nbytes = [each for record in records for each in record["bytes"]]
+def _summary(records: Sequence[Record]) -> Record:
+    """Return means and extremes of one scheme over its settled steps."""
+    after = SETTLING if len(records) > SETTLING else min(1, len(records) - 1)
+    settled = records[after:]
+    off = [abs(each["union"] / each["asked"] - 1) for each in settled]
+    nbytes = [sent for each in settled for sent in each["bytes"]]
+    captured = [each["captured"] for each in settled if each["captured"] is not None]
     return {
-        "density_mean": statistics.fmean(record["density"] for record in records),
-        "density_error_mean": statistics.fmean(off) if off else None,
-        "density_error_worst": max(off, default=None),
+        "kind": "summary",
+        "scheme": records[0]["scheme"],
+        "elements": records[0]["elements"],
+        "asked": records[0]["asked"],
+        "after": after,
+        "density_error_mean": statistics.fmean(off),
+        "density_error_worst": max(off),
         "bytes_mean": statistics.fmean(nbytes),
         "bytes_max": max(nbytes),
         "bits_mean": statistics.fmean(nbytes) * 8 / records[0]["elements"],
-        "messages_max": max(each for record in records for each in record["messages"]),
-        "padding_mean": _mean(records, "padding"),
-        "imbalance_mean": _mean(records, "imbalance"),
-        "error_mean": _mean(records, "error"),
-        "captured_mean": _mean(records, "captured"),
-        "best_mean": _mean(records, "best"),
-        "residual_norm_last": records[-1]["residual_norm"],
-        "staleness_max": max(record["staleness_max"] for record in records),
+        "imbalance_mean": statistics.fmean(each["imbalance"] for each in settled),
+        "captured_mean": statistics.fmean(captured) if captured else None,
+        "staleness_max": max(each["staleness_max"] for each in settled),
     }
 
 
-def _mean(records: Sequence[Record], name: str) -> float | None:
-    """Return the mean over the steps that have a value; None where none has."""
-    found = [record[name] for record in records if record[name] is not None]
-    return statistics.fmean(found) if found else None
-
-
-def _writer(out: str | None, stack: ExitStack) -> Callable[[Record], None]:
-    """Return the function that writes a record to its destination."""
-    if out is None:
-        return lambda record: None
-    if out == STANDARD_OUTPUT:
-        return lambda record: print(json.dumps(record))
-    try:
-        file = stack.enter_context(Path(out).open("w"))  # noqa: SIM115  # the stack closes it
-    except OSError as error:
-        raise ValueError(f"--json: cannot write {out}: {error}; choose a folder that exists") from error
-    return lambda record: print(json.dumps(record), file=file)
+def _table(summaries: Sequence[Record], title: str) -> Table:
+    names = short_labels([summary["scheme"] for summary in summaries])
+    rows = tuple(
+        (names[summary["scheme"]], *(_cell(summary[name], unit) for _, name, unit in _COLUMNS)) for summary in summaries
+    )
+    heads = ("scheme", *(head for head, _, _ in _COLUMNS))
+    about = f"{title}; after step {summaries[0]['after']}"
+    return Table(about, heads, rows, less=("most kB\nof a rank", "worst\nerror, %"))
 
 
 def _cell(value: int | float | None, unit: int | float) -> str:

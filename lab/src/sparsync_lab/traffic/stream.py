@@ -1,4 +1,4 @@
-"""Gradients to try schemes on, step by step and rank by rank: drawn from a seed, or those of a job as it trains with the dense mean."""
+"""Gradients to try schemes on, step by step and rank by rank: drawn from a seed, or those of a job that trains with the dense mean."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from sparsync.schemes import Span
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, share
 
-_LAYERS = 12  # at most; fewer where the smallest would have under _SMALLEST elements
+SIGNAL = 0.2  # share of a rank's energy that all ranks have in common
+_LAYERS = 12  # at most; fewer if the smallest would have less than _SMALLEST elements
 _SMALLEST = 16
 _GROWTH = 1.6  # from a layer to the next larger one
 _SIGNAL_STEPS = 20  # in which the signal changes into an independent one
@@ -37,18 +38,17 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Gradients of an imaginary network: layers of very different size and scale, heavy tails, and ranks with a common signal.
+    """Drawn gradients: layers of very different size and scale, heavy tails, and ranks with a common signal.
 
-    One rank's gradient is scale * (sqrt(signal) * common + sqrt(1 - signal) * own), with common and own of unit variance and Student's t
-    with 4 degrees of freedom. The common signal changes into another within 20 steps. Every parameter has its own scale, e^N(0, 1),
-    which drifts by about a half of its size within 400 steps. At step 0 a gradient's root of the expected squared norm is 1, as the start
-    thresholds of MiCRO and ExDyna suppose. All of it is a function of (seed, rank, step): rank r's gradient does not depend on P.
+    A rank's gradient is scale * (sqrt(SIGNAL) * common + sqrt(1 - SIGNAL) * own). Common and own have unit variance, and are Student's t
+    with 4 degrees of freedom. The common signal changes into another within 20 steps. Every parameter has a scale, e^N(0, 1), that drifts
+    by about half of its size within 400 steps. At step 0 a gradient's root of the expected squared norm is 1, as the start thresholds of
+    MiCRO and ExDyna assume. All of it is a function of (seed, rank, step): rank r's gradient does not depend on P.
     """
 
     ranks: int
     elements: int
     seed: int = 0
-    signal: float = 0.2  # share of a rank's energy that all ranks have in common
     _drawn: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -56,10 +56,10 @@ class Synthetic:
         return layers(self.elements, self.seed)
 
     def gradients(self, step: int) -> list[Tensor]:
-        common = self._common(step).mul(math.sqrt(self.signal))  # [n]
+        common = self._common(step).mul(math.sqrt(SIGNAL))  # [n]
         scale = self._scale(step)  # [n]
         own = (heavy_tailed(self.elements, self.seed, f"noise{rank}", step) for rank in range(self.ranks))
-        return [each.mul_(math.sqrt(1 - self.signal)).add_(common).mul_(scale) for each in own]
+        return [each.mul_(math.sqrt(1 - SIGNAL)).add_(common).mul_(scale) for each in own]
 
     def _common(self, step: int) -> Tensor:
         def signal(period: int) -> Tensor:
@@ -85,7 +85,7 @@ class Synthetic:
 
 
 class OfJob:
-    """Gradients of a job as it trains with the dense mean of all ranks; each rank computes its share of the batch on the same weights."""
+    """Gradients of a job that trains with the dense mean of all ranks; each rank computes its share of the batch on the same weights."""
 
     def __init__(self, workload: Workload, ranks: int, seed: int, steps: int) -> None:
         share(getattr(workload, "batch_size", ranks), 0, ranks)
@@ -106,7 +106,7 @@ class OfJob:
 
 
 def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:
-    """Return parameters "layer0.weight", "layer0.bias", ... of `n` elements in total; sizes grow geometrically, their order is drawn.
+    """Return parameters "layer0.weight", "layer0.bias", ... of `n` elements in total, of geometrically growing sizes in a drawn order.
 
     A bias has as many elements as a square weight has rows.
     """
@@ -135,7 +135,7 @@ def heavy_tailed(n: int, seed: int, key: str, step: int) -> Tensor:
     Its quantile function is closed: t(u) = sign(u - 1/2) 2 sqrt(cos(arccos(sqrt a) / 3) / sqrt a - 1) with a = 4 u (1 - u).
     """
     u = torch.rand(n, generator=generator(seed, f"traffic/{key}", step))
-    u.clamp_(min=2**-25)  # never 0, whose quantile is infinite
+    u.clamp_(min=2**-25)  # the quantile of 0 is infinite
     root = (u * (1 - u)).mul_(4).sqrt_()
     size = root.acos().div_(3).cos_().div_(root).sub_(1).clamp_(min=0).sqrt_()
     return size.mul_(math.sqrt(2)).copysign_(u.sub_(0.5))
