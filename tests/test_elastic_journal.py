@@ -118,7 +118,7 @@ def caught_up(comm: Comm, kind: str, made_steps: int) -> list[dict[str, Any]]:
         other, its_optimizers = start(kind, alone)
         train(other, its_optimizers, 7, range(made_steps))
         other.restore(Snapshot(state.moved))
-        first = [journal.take() for _ in range(2)]
+        first = [journal.moves.popleft() for _ in range(2)]
         for moves in (first, list(journal.moves)):
             other.restore(Snapshot(moves=list(map(unpacked_move, moves))))
         assert digest_of(other.snapshot()) == digest_of(method.snapshot())

@@ -323,39 +323,12 @@ def test_a_first_meeting_of_too_few_says_how_many_came(store: Any) -> None:
         member_of(store, "a", wait_s=0.3).join(note(0))
 
 
-def test_what_nobody_can_read_is_ignored(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
-        for number in (1, 2):
-            own = {"position": [9], "step": 9, "whole": False}
-            for line in (
-                "no JSON",
-                "[]",
-                '["c", "comes"]',
-                '["c", "comes", {"step": 1}]',
-                '["c", "next", "{"]',
-                '["c", "stop", "x"]',
-            ):
-                store.append(f"{PREFIX}/said/{number}", f"{line}\n")
-            store.append(f"{PREFIX}/said/{number}", f"{json.dumps(['c', 'asks', own])}\n")
-        epochs = together(*(partial(each.meet, note(1)) for each in (a, b)))
-        assert epochs[0] == epochs[1]
-        assert (set(epochs[0].members), list(epochs[0].behind)) == ({"a", "b", "c"}, ["c"])
-        assert a.stop_at is None
-
-
-def test_one_of_another_release_or_with_other_settings_is_refused_before_it_joins(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_with_other_settings_is_refused_before_it_joins(store: Any) -> None:
     a, b = member_of(store, "a"), member_of(store, "b")
     a.agree("TopK(density=0.1)\nGradients()")
     b.agree("TopK(density=0.1)\nGradients()")
     with pytest.raises(RuntimeError, match=r"begun with 'Gradients\(\)', and this process has 'Steps\(\)'; give all"):
         b.agree("TopK(density=0.1)\nSteps()")
-    monkeypatch.setattr(members, "VERSION", board.VERSION + 1)
-    with pytest.raises(
-        RuntimeError, match="begun with 'release 4 of what members say', and this process has 'release 5"
-    ):
-        b.agree("TopK(density=0.1)\nGradients()")
 
 
 def test_a_run_whose_members_are_all_gone_is_named(store: Any) -> None:

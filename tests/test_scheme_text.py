@@ -155,7 +155,12 @@ def test_a_rank_takes_the_class_that_the_command_line_of_launch_names(
 
 
 def test_what_is_no_scheme_is_refused_before_it_is_called(code_that_tells: Path) -> None:
-    for name in ("os:system:command=touch {folder}/called", "telling:Other", "builtins:dict", "sparsync.schemes:from_text"):
+    for name in (
+        "os:system:command=touch {folder}/called",
+        "telling:Other",
+        "builtins:dict",
+        "sparsync.schemes:from_text",
+    ):
         with pytest.raises(ValueError, match=r"which is no sparsync.Scheme; name a class that subclasses it"):
             sparsync.schemes.from_text(name.format(folder=code_that_tells.parent))
     assert not code_that_tells.with_name("called").exists()
