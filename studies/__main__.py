@@ -1,4 +1,4 @@
-"""What makes the figures of the pages, run from the clone of the repository: `python -m studies --help`."""
+"""Makes the figures of the pages, from the clone of the repository: `python -m studies --help`."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ PARTS = {
     "delays": "the one-way delays that a step of each method waits for, over links with a delay",
     "demo_page": "the demo with three seeds, for README.md and docs/schemes.md",
     "dial": "what each recipe takes on five networks: a table of docs/advise.md",
-    "downstream": "fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md",
     "elastic": "random events in elastic runs: tables of docs/reliability.md",
     "far_links": "trainings over links with a delay, and the delays that steps wait for: docs/far_links.md",
     "goodput": "what kills and joins cost a training that goes on: tables of docs/elastic.md",
@@ -22,21 +21,20 @@ PARTS = {
     "mutations": "faults put into the library, and the tests that must find them",
     "predictions": "predicted steps beside measured ones: a table of docs/advise.md",
     "published": "published figures beside what the model of `sparsync simulate` says of them: docs/published.md",
-    "records": "checks the runs that docs/records.jsonl has, and writes the tables of docs/compare.md",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one study. Exit status as that of the command `sparsync`."""
+    """Run one study, with the exit status of the command `sparsync`."""
     run_command(parser(), argv)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the name of a study, which parses its options itself."""
+    """Return a parser for the name of a study, which parses its own options."""
     about = "\n".join(f"  {name:13}{what}" for name, what in PARTS.items())
     made = argparse.ArgumentParser(
         "python -m studies",
-        description=f"What makes the figures of the pages:\n\n{about}",
+        description=f"Make the figures of the pages:\n\n{about}",
         epilog="example:\n  python -m studies bench kernels --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -40,6 +39,7 @@ from sparsync_lab.netlab import Delay, RunNetwork, network, parse_delay, parse_r
 from sparsync_lab.report.format import significant
 from studies import parts
 from studies.elastic.rank import serve
+from studies.elastic.supervisor import free_port
 from studies.trials import process
 from studies.trials.process import Entry, Seat, Tell, Worker, await_all, descendants_of, stop, take_seat
 
@@ -94,7 +94,7 @@ class Ranks:
     def __init__(self, net: RunNetwork, places: int, folder: Path, spec: Spec) -> None:
         self.folder, self.all, self.places = folder, list[Worker](), dict[int, Worker]()
         # The program that delays packets is this process's.
-        self._net, self._port = replace(net, forwarder=None), _free_port()
+        self._net, self._port = replace(net, forwarder=None), free_port()
         self._spec = {**spec, "places": places, "address": f"{net.address(places)}:{self._port}"}
         store = Worker(self._seat(places), serve, self._port)
         self.all.append(store)
@@ -148,12 +148,6 @@ def _kill(pids: Sequence[int]) -> None:
 
 def _content(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Who takes part in a run: how members meet over a store while some of them, or it, are away."""
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator

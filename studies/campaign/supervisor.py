@@ -4,10 +4,10 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from sparsync_lab.netlab import NO_DELAY, Delay, RunNetwork, network
+from sparsync_lab.netlab import RunNetwork, network
 from studies.campaign.rank import CUT, END, GO, JOIN_S, run
 from studies.campaign.trials import Trial
 from studies.trials.process import LOOK_S, Entry, Seat, Worker, await_all, stacks, stop
@@ -15,7 +15,7 @@ from studies.trials.process import LOOK_S, Entry, Seat, Worker, await_all, stack
 GRACE_S = 6.0  # after the timeout: exchanging causes takes up to 3 s, and the machine may be busy
 TRAIN_S = 60.0  # for a training that nothing disturbs
 END_S = 15.0  # for a process to end once it has its error
-RATE_BITS_PER_S = 1e9  # of links that are cut, or have a delay
+RATE_BITS_PER_S = 1e9  # of links that are cut
 MESSAGE = 1000
 LAST = ("done", "left", "error")  # what a rank tells last
 
@@ -47,23 +47,17 @@ class _Struck:
     victim: int | None = None  # the rank that is killed or stopped, and says nothing any more
 
 
-def observe(
-    trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S, delay: Delay = NO_DELAY
-) -> TrialSeen:
+def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S) -> TrialSeen:
     """Run the ranks of a trial, and return what each of them made of it; no process is left. `undisturbed`: without the fault.
 
     A rank that has neither raised nor finished `timeout_s` and `grace_s` seconds after the fault has hung.
     """
     began = time.monotonic()
     cut = trial.fault == "partition" and not undisturbed
-    rate = RATE_BITS_PER_S if cut or delay else None
-    with (
-        tempfile.TemporaryDirectory(prefix="sparsync-campaign-") as name,
-        network(trial.ranks, rate, delay=delay) as links,
-    ):
-        # The program that delays packets is this process's.
-        theirs, folder = replace(links, forwarder=None), Path(name)
-        seats = [Seat(number, number, folder, theirs) for number in range(trial.ranks)]
+    rate = RATE_BITS_PER_S if cut else None
+    with tempfile.TemporaryDirectory(prefix="sparsync-campaign-") as name, network(trial.ranks, rate) as links:
+        folder = Path(name)
+        seats = [Seat(number, number, folder, links) for number in range(trial.ranks)]
         workers = [Worker(seat, run, trial, timeout_s, undisturbed) for seat in seats]
         try:
             struck = _watch(trial, workers, links, folder, timeout_s + grace_s)

@@ -5,8 +5,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync_lab.netlab import NetworkUnavailableError, RunNetwork, network
+from sparsync_lab.netlab import RunNetwork, network
 from studies.elastic.drawing import Event, Trial
 from studies.elastic.rank import run, serve
 from studies.trials.process import Entry, Seat, Worker, await_all, stacks, stop
@@ -63,19 +62,6 @@ class TrialSeen:
     left: dict[int, dict[str, Tensor]]
 
 
-@contextmanager
-def places() -> Iterator[tuple[RunNetwork, str]]:
-    """Yield a network for trials, one after the other; over loopback where this user cannot have one, and why."""
-    try:
-        with network(PLACES + 1, RATE_BITS_PER_S) as links:
-            yield links, ""
-            return
-    except NetworkUnavailableError as error:
-        why = str(error)
-    with network(PLACES + 1, None) as links:
-        yield links, why
-
-
 class _Rank(Worker):
     """The process of a rank, and when it was away."""
 
@@ -114,7 +100,7 @@ class _Trial:
         self.struck: list[Struck] = []
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
-        self._port = PORT + trial.number % 1000 if links.limited else _free_port()
+        self._port = PORT + trial.number % 1000 if links.limited else free_port()
         self._start_store()
         for _ in range(trial.ranks):
             self._start_rank()
@@ -230,11 +216,13 @@ class _Trial:
             self.stores.append(Worker(seat, serve, self._port))
 
 
-def observe(trial: Trial, timeout_s: float, links: RunNetwork, keep: Path | None = None) -> TrialSeen:
-    """Run a trial, and return what became of it; no process is left. `keep`: a folder for what the ranks write."""
-    with tempfile.TemporaryDirectory(prefix="sparsync-elastic-") as made:
-        folder = Path(made) if keep is None else keep
-        folder.mkdir(parents=True, exist_ok=True)
+def observe(trial: Trial, timeout_s: float, rate_bits_per_s: float | None = RATE_BITS_PER_S) -> TrialSeen:
+    """Run a trial, and return what became of it; no process is left. Without a rate, over loopback."""
+    with (
+        tempfile.TemporaryDirectory(prefix="sparsync-elastic-") as name,
+        network(PLACES + 1, rate_bits_per_s) as links,
+    ):
+        folder = Path(name)
         running = _Trial(trial, timeout_s, links, folder)
         try:
             running.watch()
@@ -246,7 +234,8 @@ def observe(trial: Trial, timeout_s: float, links: RunNetwork, keep: Path | None
         return TrialSeen(running.struck, [each.seen for each in running.ranks], masses, left)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port on which nothing listens."""
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind(("", 0))
         return found.getsockname()[1]
