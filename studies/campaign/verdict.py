@@ -108,6 +108,7 @@ def _names(trial: Trial, end: RankEnd) -> bool:
 def absent_ranks(message: str) -> set[int]:
     """Return the ranks of which a message says that they are not there."""
     found = re.findall(rf"{_RANKS} {_ABSENT}", message)
+    found += re.findall(r"waiting for rank (\d+): [^\n]*?(?:Connection closed|Connection reset)", message)
     found += re.findall(r"store of the process group (?:has not answered|is gone)[^\n]*?\brank (0)\b", message)
     return {int(number) for numbers in found for number in re.findall(r"\d+", numbers)}
 
