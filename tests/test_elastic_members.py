@@ -314,7 +314,7 @@ def test_a_process_asks_a_training_member_for_the_state_again_after_a_meeting(st
         a.store_of(a.current)  # writes the epoch
         is_asked(found, "x")
         own = a.answer("x", True)
-        source, theirs = found.result() or ("", None)
+        source, theirs = found.result() or ("", own)
         own.set("key", "value")
         assert (source, theirs.get("key")) == ("a", b"value")
         found = asks("y")

@@ -80,7 +80,12 @@ def trained(port: int, exchange: str, wrapped: bool) -> Told:
                 signals.set("twelve", "")
             if run.step >= 9 and not last.is_known:
                 time.sleep(0.05)  # until the one that joins is there
-    told.steps, told.left, told.lost, told.rate = run.step, run.left, run.lost, training.schedule.get_last_lr()[0]
+    told.steps, told.left, told.lost, told.rate = (
+        run.step,
+        run.left,
+        run.lost,
+        float(training.schedule.get_last_lr()[0]),
+    )
     if told.left:
         signals.set("left", "")
     run.close()
