@@ -20,7 +20,7 @@ def main() -> None:
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = sparsync.attach(model, sparsync.schemes.OkTopk(density=0.01), optimizer=optimizer)
+    handle = sparsync.attach(model, sparsync.schemes.ExactOkTopk(density=0.01), optimizer=optimizer)
 
     torch.manual_seed(dist.get_rank())  # every rank has its own data
     for _ in range(5):

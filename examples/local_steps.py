@@ -16,7 +16,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))  # or wrapped by DDP
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     exchange = sparsync.LocalSteps(every=4)  # from rank 0's weights, on all ranks
-    handle = sparsync.attach(model, sparsync.schemes.MiCRO(density=0.05), optimizer=optimizer, exchange=exchange)
+    handle = sparsync.attach(model, sparsync.schemes.ExactMiCRO(density=0.05), optimizer=optimizer, exchange=exchange)
 
     torch.manual_seed(dist.get_rank())  # every rank has its own data
     batches = torch.randn(20, 16, 32)

@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same parameters on all ranks: nothing broadcasts them
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheme, exchange = sparsync.schemes.MiCRO(density=0.01), sparsync.Gradients()
+    scheme, exchange = sparsync.schemes.ExactMiCRO(density=0.01), sparsync.Gradients()
     handle = sparsync.attach(model, scheme, optimizer=optimizer, exchange=exchange)
 
     torch.manual_seed(dist.get_rank())  # every rank has its own data

@@ -25,8 +25,8 @@ STEPS = 4  # the first is not in the means
 # Warm-ups of one step: what they send stands in the text.
 SCHEMES = (
     "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,in_turn,skip_reduce,"
-    "auto_protect:observe_steps=1,micro,micro:values=int4,micro.published,exdyna,exdyna:values=int4,exdyna.published,oktopk,"
-    "oktopk:values=int4,oktopk.published,quantized,int4,powersgd,loco,sparse_loco,demo,onebit_adam:warmup_steps=1,dgc:warmup_steps=0,"
+    "auto_protect:observe_steps=1,exact_micro,exact_micro:values=int4,micro,exact_exdyna,exact_exdyna:values=int4,exdyna,exact_oktopk,"
+    "exact_oktopk:values=int4,oktopk,quantized,int4,powersgd,loco,sparse_loco,demo,onebit_adam:warmup_steps=1,dgc:warmup_steps=0,"
     "ring_pruning,topk_dsa,gtopk"
 )
 

@@ -55,9 +55,9 @@ GRADIENTS = {
     "topk": "topk",
     "two_shot": TWO_SHOT,
     "two_shot_all": "two_shot:density=1.0:values=int4",
-    "micro": "micro:density=0.05:values=int4",
-    "exdyna": "exdyna:density=0.05:values=int4",
-    "oktopk": "oktopk:density=0.05:values=int4",
+    "exact_micro": "exact_micro:density=0.05:values=int4",
+    "exact_exdyna": "exact_exdyna:density=0.05:values=int4",
+    "exact_oktopk": "exact_oktopk:density=0.05:values=int4",
     "skip_reduce": "skip_reduce:skip=1",
     "powersgd": "powersgd",
 }

@@ -32,7 +32,7 @@ HALVES = (
         "lstm",
         "A word-level language model (LSTM), trained by SGD",
         f"--workload shakespeare-small {LINK} --target 80 --steps 120 --eval-every 20 --schemes "
-        f"{DDP},dense,bf16,powersgd:rank=2,topk:density=0.01:values=int4,oktopk:density=0.01:values=int4,"
+        f"{DDP},dense,bf16,powersgd:rank=2,topk:density=0.01:values=int4,exact_oktopk:density=0.01:values=int4,"
         "two_shot:density=0.022:values=int4",
     ),
 )

@@ -37,11 +37,11 @@ BACKWARD_S = 0.1
 ROUNDS = 4
 SCHEMES = (
     "dense,bf16,two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,skip_reduce:skip=1,"
-    "micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
+    "exact_micro:density=0.01:values=int8,exact_exdyna:density=0.01:values=int8,exact_oktopk:density=0.01:values=int8"
 )
 JOBS = ("shakespeare-small", "gpt")
 JOB_SCHEMES = (
-    "dense,bf16,two_shot:density=1.0:values=int4,topk:density=0.01:values=int8,oktopk:density=0.01:values=int8"
+    "dense,bf16,two_shot:density=1.0:values=int4,topk:density=0.01:values=int8,exact_oktopk:density=0.01:values=int8"
 )
 JOB_LINKS = ("100mbit", "1gbit")
 JOB_RANKS, JOB_STEPS = 4, 24

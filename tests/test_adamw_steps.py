@@ -19,15 +19,15 @@ from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, Span, digest, laid_out
 from sparsync.exchanges.block_ratios import BlockRatios
 from sparsync.kernels.step_reference import signs
-from sparsync.schemes import Dense, MiCRO, OkTopk, PerParameter, SkipReduce, TopK, TwoShot
+from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, PerParameter, SkipReduce, TopK, TwoShot
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")
 P, BLOCK, EVERY = 4, 8, 2
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,
     "topk": lambda: TopK(0.25),
-    "micro": lambda: MiCRO(0.25),
-    "oktopk": lambda: OkTopk(0.25),
+    "exact_micro": lambda: ExactMiCRO(0.25),
+    "exact_oktopk": lambda: ExactOkTopk(0.25),
     "two_shot": lambda: TwoShot(0.25, values="float32"),
     "sign": lambda: TwoShot(1.0, values="sign"),
     "skip_reduce": lambda: SkipReduce(0.5, feedback=True),
@@ -199,7 +199,7 @@ def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_gro
     ("name", "keep"),
     [
         *one_in(3, (pytest.param(name, 0.25) for name in SCHEMES)),
-        *(pytest.param(name, 0.0, marks=pytest.mark.slow if name != "micro" else ()) for name in SCHEMES),
+        *(pytest.param(name, 0.0, marks=pytest.mark.slow if name != "exact_micro" else ()) for name in SCHEMES),
     ],
 )
 def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_their_share(

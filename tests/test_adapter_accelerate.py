@@ -10,7 +10,7 @@ from torch import nn
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
 from sparsync import Options, attach, checkpoint
-from sparsync.schemes import MiCRO, TwoShot
+from sparsync.schemes import ExactMiCRO, TwoShot
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -31,7 +31,7 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
-    scheme = None if load else MiCRO(density=DENSITY)  # None: of the environment, the same one
+    scheme = None if load else ExactMiCRO(density=DENSITY)  # None: of the environment, the same one
     handle = attach(prepared, scheme, scaler=accelerator.scaler, options=Options(timeout_s=120))
     if load:
         accelerator.load_state(str(folder))
@@ -74,7 +74,7 @@ def with_torchs_hook() -> None:
     keywords = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[keywords])
     with pytest.raises(RuntimeError, match="without comm_hook="):
-        attach(accelerator.prepare(network()), MiCRO(density=DENSITY))
+        attach(accelerator.prepare(network()), ExactMiCRO(density=DENSITY))
 
 
 def test_a_model_with_a_hook_of_torch_is_refused_and_the_option_named() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
 from helpers.distributed import run
 from sparsync import Options, attach, doctor
-from sparsync.schemes import MiCRO, TopK, TwoShot
+from sparsync.schemes import ExactMiCRO, TopK, TwoShot
 
 pytest.importorskip("lightning")
 from lightning.fabric import Fabric
@@ -70,7 +70,7 @@ def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | 
 def interrupted(folder: Path) -> tuple[AdapterResult, AdapterResult]:
     as_torchrun()
     collected = Collected()
-    first = Sparsync(MiCRO(density=DENSITY), options=Options(timeout_s=120), recorder=collected)
+    first = Sparsync(ExactMiCRO(density=DENSITY), options=Options(timeout_s=120), recorder=collected)
     whole = trained(folder / "whole", EPOCHS, first)
     assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
     whole.reports += collected.reports
@@ -202,8 +202,8 @@ def by_fabric() -> AdapterResult:
     fabric.launch()
     module = network()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
-    assert doctor(model, MiCRO(density=DENSITY)) == []
-    handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, options=Options(timeout_s=120))
+    assert doctor(model, ExactMiCRO(density=DENSITY)) == []
+    handle = attach(model, ExactMiCRO(density=DENSITY), optimizer=optimizer, options=Options(timeout_s=120))
     assert list(handle.layout()) == [name for name, _ in module.named_parameters()]
     for x, y in fabric.setup_dataloaders(examples(BATCHES)):
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from helpers.adapter_training import DENSITY, AdapterResult, Collected, as_torch
 from helpers.distributed import run
 from sparsync import Gradients, Options, Steps
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.schemes import ExDyna, TopK, TwoShot
+from sparsync.schemes import ExactExDyna, TopK, TwoShot
 
 pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -57,7 +57,7 @@ def trainer_of(folder: Path, kind: type[Trainer] = Trainer, steps: int = STEPS, 
 
 def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> AdapterResult:
     trainer = trainer_of(folder)
-    scheme = None if goes_on_from else ExDyna(density=DENSITY)  # None: of the environment, the same one
+    scheme = None if goes_on_from else ExactExDyna(density=DENSITY)  # None: of the environment, the same one
     callback = attach(trainer, scheme, exchange=Gradients(), options=Options(timeout_s=120, follow_rates=True), **how)
     trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
     assert callback.handle is not None
@@ -66,7 +66,7 @@ def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> Adapt
 
 def interrupted(folder: Path) -> list[AdapterResult]:
     as_torchrun()
-    os.environ["SPARSYNC_SCHEME"] = f"exdyna:density={DENSITY}"
+    os.environ["SPARSYNC_SCHEME"] = f"exact_exdyna:density={DENSITY}"
     collected = Collected()
     whole = trained(folder / "here", recorder=collected)
     assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded

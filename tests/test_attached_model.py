@@ -130,7 +130,8 @@ def another_scheme() -> None:
 
     handle.scheme = TopK(density=0.1)
     for number, scheme in enumerate(
-        (None, sparsync.schemes.OkTopk(density=0.05), TopK(density=0.2), sparsync.schemes.MiCRO(density=0.1)), 1
+        (None, sparsync.schemes.ExactOkTopk(density=0.05), TopK(density=0.2), sparsync.schemes.ExactMiCRO(density=0.1)),
+        1,
     ):
         handle.scheme = scheme or handle.scheme
         step(number)
@@ -282,9 +283,9 @@ def summaries() -> None:
 
 def scheduled_density() -> None:
     for scheme in (
-        sparsync.schemes.MiCRO(0.05),
-        sparsync.schemes.ExDyna(0.05),
-        sparsync.schemes.OkTopk(0.05),
+        sparsync.schemes.ExactMiCRO(0.05),
+        sparsync.schemes.ExactExDyna(0.05),
+        sparsync.schemes.ExactOkTopk(0.05),
         sparsync.schemes.TwoShot(0.05),
     ):
         with case(scheme.name):

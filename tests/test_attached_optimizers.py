@@ -17,7 +17,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
 from sparsync.exchanges.rules import rules_of
-from sparsync.schemes import InTurn, OkTopk, TopK, TwoShot
+from sparsync.schemes import ExactOkTopk, InTurn, TopK, TwoShot
 from test_attached_steps import P, Training, bare_model, batch
 
 pytestmark = pytest.mark.distributed
@@ -236,7 +236,7 @@ def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an opt
     yield InTurn(), torch.optim.AdamW, Steps()
     yield InTurn(2, "int8", "int8"), torch.optim.AdamW, Steps()
     yield InTurn(1, "int8", "int8"), torch.optim.AdamW, Gradients()
-    yield OkTopk(density=0.1), torch.optim.Adam, Steps()
+    yield ExactOkTopk(density=0.1), torch.optim.Adam, Steps()
     yield sparsync.schemes.Dense(), torch.optim.AdamW, Gradients()
     yield TopK(0.1), torch.optim.NAdam, Gradients()
     yield TopK(0.1), lambda given: torch.optim.AdamW(given, amsgrad=True), Gradients()

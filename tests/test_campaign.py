@@ -198,17 +198,17 @@ QUICK = [
     made("kill", "reducer", when="select"),
     made("freeze", "local_steps", "two_shot", when="message", victim=0),
     made("leave", "steps", "dense"),
-    made("delay", "ddp", "oktopk", when="apply"),
-    made("raise", "ddp", "micro", when="encode"),
+    made("delay", "ddp", "exact_oktopk", when="apply"),
+    made("raise", "ddp", "exact_micro", when="encode"),
     made("raise_late", "reducer", "dense", when="late"),
     made("nan", "ddp", "skip_reduce", when="setup", detail="nan"),
-    made("other_settings", "reducer", "exdyna", when="setup"),
+    made("other_settings", "reducer", "exact_exdyna", when="setup"),
     made("other_rate", "local_steps_delayed", "topk", when="setup", detail=ONE),
     made("frozen", "ddp", "two_shot", when="setup", detail=ONE),
-    made("loaded_late", "fsdp_replicate", "oktopk", when="setup", detail=ONE),
+    made("loaded_late", "fsdp_replicate", "exact_oktopk", when="setup", detail=ONE),
     made("loaded_late", "steps", "two_shot", when="setup", detail=ALL),
-    made("forked_gc", "ddp", "exdyna", when="setup"),
-    made("retry_after_error", "reducer", "micro", when="late"),
+    made("forked_gc", "ddp", "exact_exdyna", when="setup"),
+    made("retry_after_error", "reducer", "exact_micro", when="late"),
 ]
 
 

@@ -18,14 +18,14 @@ from helpers.distributed import case, run
 from helpers.resized import check_resized
 from sparsync import Gradients, LocalSteps, Steps
 from sparsync.attached import checkpoint
-from sparsync.schemes import ExDyna, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync.schemes import ExactExDyna, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 
 pytestmark = pytest.mark.distributed
 SCHEMES: dict[str, Any] = {  # Any: constructors of schemes
     "topk": lambda: TopK(0.1),
-    "micro.published": lambda: MiCRO.published(0.1),
-    "exdyna": lambda: ExDyna(0.1),
-    "oktopk.published": lambda: OkTopk.published(0.1),
+    "micro": lambda: MiCRO(0.1),
+    "exact_exdyna": lambda: ExactExDyna(0.1),
+    "oktopk": lambda: OkTopk(0.1),
     "skip": lambda: SkipReduce(feedback=True),
 }
 
@@ -34,7 +34,7 @@ def residual(training: AttachedTraining) -> dict[str, Tensor]:
     return training.handle.state_dict()["scheme"]["residual"]
 
 
-WAYS = {"files": "micro.published", "one list": "oktopk.published", "torch.distributed.checkpoint": "exdyna"}
+WAYS = {"files": "micro", "one list": "oktopk", "torch.distributed.checkpoint": "exact_exdyna"}
 
 
 def interrupted(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:

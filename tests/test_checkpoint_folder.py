@@ -20,7 +20,7 @@ from sparsync.attached import checkpoint
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.runtime import state_file
-from sparsync.schemes import Dense, MiCRO, PerParameter, TopK
+from sparsync.schemes import Dense, ExactMiCRO, PerParameter, TopK
 from sparsync_lab.rivals.dgc import DGC
 
 OTHER = {"weight": (4, 5), "head": (7,)}
@@ -73,7 +73,7 @@ def test_a_state_of_another_model_or_scheme_is_refused_and_changes_nothing(tmp_p
         ({"shapes": OTHER}, "it has a parameter 'bias', which this model has not"),
         ({"shapes": {**SHAPES, "more": (1,)}}, "it has no parameter 'more', which this model has"),
         ({"shapes": {**SHAPES, "bias": (6,)}}, r"its parameter 'bias' has the shape \(5,\), and here \(6,\)"),
-        ({"scheme": MiCRO(0.1)}, "its scheme is 'topk', and this one is 'micro'"),
+        ({"scheme": ExactMiCRO(0.1)}, "its scheme is 'topk', and this one is 'exact_micro'"),
     ):
         handle = fresh(**options).step(3)
         before = handle.residual

@@ -336,7 +336,7 @@ def all_traced(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
 
 @pytest.mark.parametrize("P", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(P: int) -> None:
-    traces = run(all_traced, P, ids=schemes(4) if P == 4 else [*FEW, "micro-0.1", "oktopk-int8"])
+    traces = run(all_traced, P, ids=schemes(4) if P == 4 else [*FEW, "exact_micro-0.1", "exact_oktopk-int8"])
     for id, whole in traces[0]:
         wanted = LocalWorld(P).run(lambda comm, id=id, whole=whole: traced(comm, id, whole))
         with case(f"{id}, {whole=}"):

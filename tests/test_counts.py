@@ -72,7 +72,7 @@ def test_methods_have_the_goals_of_their_kind() -> None:
         "steps/two_shot:density=1.0:values=sign",
         "steps/two_shot:density=0.03",
         "two_shot:density=1.0:values=int4",
-        "micro",
+        "exact_micro",
     )
     assert list(map(kind_of, texts)) == list(GOALS)
     assert [kind_of("default"), kind_of("bits=0.8")] == list(GOALS)[:2]

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import sparsync
 from helpers.distributed import run
 from sparsync import AdamWSteps, Gradients, Steps
-from sparsync.schemes import Dense, InTurn, MiCRO, OkTopk, PerParameter, Quantized, SkipReduce, TopK, TwoShot
+from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, InTurn, PerParameter, Quantized, SkipReduce, TopK, TwoShot
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
@@ -51,17 +51,17 @@ def refused() -> None:
 
 def warned() -> None:
     plain = DistributedDataParallel(nn.Linear(3, 3))
-    assert sparsync.doctor(plain, MiCRO()) == []  # its own patterns need not match
+    assert sparsync.doctor(plain, ExactMiCRO()) == []  # its own patterns need not match
     for scheme, word in (
         (SkipReduce(protect=("*.bais",)), "protect='*.bais' matches no parameter; parameters are called weight, bias"),
-        (MiCRO(dense=("norm.*",)), "dense='norm.*' matches no parameter"),
+        (ExactMiCRO(dense=("norm.*",)), "dense='norm.*' matches no parameter"),
         (PerParameter(Dense(), {"head.*": Dense()}), "patterns='head.*' matches no parameter"),
     ):
         (finding,) = sparsync.doctor(plain, scheme)
         assert finding.refused is None
         assert word in str(finding)
     with pytest.warns(UserWarning, match="matches no parameter"):
-        sparsync.attach(plain, MiCRO(dense=("norm.*",)))
+        sparsync.attach(plain, ExactMiCRO(dense=("norm.*",)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparsync.attach(DistributedDataParallel(nn.Linear(3, 3)), SkipReduce(protect=("bias",)))
@@ -78,8 +78,8 @@ def optimizers() -> None:
 
     sparse = (
         TopK(0.01),
-        MiCRO(0.01),
-        OkTopk(0.01),
+        ExactMiCRO(0.01),
+        ExactOkTopk(0.01),
         TwoShot(0.05),
         InTurn(),
         PerParameter(Dense(), {"bias": TopK(0.1)}),

@@ -60,7 +60,7 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
     spoil(wrong)
     run = patient_run(port, ranks=first, background=background)
     bare = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 20))
-    scheme = sparsync.schemes.MiCRO(density=0.2) if exchange == "gradients" else None
+    scheme = sparsync.schemes.ExactMiCRO(density=0.2) if exchange == "gradients" else None
     training = Training(run, exchange, scheme=scheme, bare=bare)
     bare.load_state_dict({name: each.sign() / 16 for name, each in bare.state_dict().items()})  # as from a checkpoint
     told, last = Told(), LastStep(run, joins)

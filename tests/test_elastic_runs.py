@@ -60,7 +60,7 @@ def trained(port: int, exchange: str, wrapped: bool) -> Told:
     if number == 3:
         signals.wait(["twelve", "left"])
     run = patient_run(port, ranks=3)
-    scheme = sparsync.schemes.MiCRO(density=0.2) if exchange == "gradients" else None
+    scheme = sparsync.schemes.ExactMiCRO(density=0.2) if exchange == "gradients" else None
     training = Training(run, exchange, wrapped, scheme, bare)
 
     def dies() -> None:

@@ -12,6 +12,8 @@ from helpers import exclusive_invariants as streams
 from helpers.exclusive_invariants import run
 from helpers.plain_micro import Restated
 from sparsync.core import Span, spans
+from sparsync.schemes.exact_exdyna import ExactExDyna
+from sparsync.schemes.exact_micro import ExactMiCRO
 from sparsync.schemes.exdyna import ExDyna, block_edges, block_spans, rebalanced
 from sparsync.schemes.micro import MiCRO
 from sparsync.selection.exclusive import BlockCyclic, Contiguous, budget
@@ -26,7 +28,7 @@ def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P
     scale = 1 / (2 * math.sqrt(density * n)) / 8
     steps = [streams.layered(n, P, step, scale) for step in range(25)]
     restated = Restated(n, P, density, bug_compatible, blocks=True)
-    seen = run(lambda: ExDyna.published(density=density, bug_compatible=bug_compatible), P, steps)
+    seen = run(lambda: ExDyna(density=density, bug_compatible=bug_compatible), P, steps)
     for step, grads in enumerate(steps):
         expected = restated.step(grads)
         for rank in range(P):
@@ -75,13 +77,12 @@ def test_plain_padding_stays_below_five_percent_where_the_published_one_wastes()
         near = 1 / (2 * math.sqrt(0.02 * n)) / 8
         steps = [streams.layered(n, P, step, near) for step in range(12)]
 
-        def mean_padding(kind: type[ExDyna] | type[MiCRO], published: bool, steps: list = steps, P: int = P) -> float:
-            make = kind.published if published else kind
+        def mean_padding(make: type[MiCRO | ExactMiCRO], steps: list = steps, P: int = P) -> float:
             shown = run(lambda: make(density=0.02), P, steps)[0]
             return sum(float(each.report.details["padding"]) for each in shown) / len(shown)
 
-        assert mean_padding(ExDyna, published=False) <= 1.05
-        assert mean_padding(ExDyna, published=True) > 1.2
+        assert mean_padding(ExactExDyna) <= 1.05
+        assert mean_padding(ExDyna) > 1.2
 
 
 def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:
@@ -91,7 +92,7 @@ def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:
     scale[: n // 2] = 8.0
     draw = torch.Generator().manual_seed(5)
     steps = [[torch.randn(n, generator=draw) * scale for _ in range(P)] for _ in range(60)]
-    seen = run(lambda: ExDyna(density=0.05), P, steps)
+    seen = run(lambda: ExactExDyna(density=0.05), P, steps)
 
     def spread(step: int) -> float:
         thresholds = [float(each[step].report.details["threshold"]) for each in seen]
@@ -164,7 +165,7 @@ def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -
 def test_with_fewer_elements_than_ranks_each_rank_selects_in_each_partition_in_its_turn() -> None:
     P = 4
     steps = world.run(
-        [ExDyna(density=0.01).start() for _ in range(P)], world.integers(P, 100, P * P)
+        [ExactExDyna(density=0.01).start() for _ in range(P)], world.integers(P, 100, P * P)
     )  # an element a step
     turns = [[step.reports[rank].selected for step in steps] for rank in range(P)]
     assert turns == [[0] * P * rank + [1] * P + [0] * P * (P - 1 - rank) for rank in range(P)]

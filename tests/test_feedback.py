@@ -15,6 +15,9 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import ParameterSpan, Sparse
 from sparsync.feedback import ByParameter, Residuals, Vectors, redistributed
 from sparsync.schemes import Span, TopK, TwoShot
+from sparsync.schemes.exact_exdyna import ExactExDyna
+from sparsync.schemes.exact_micro import ExactMiCRO
+from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
@@ -161,7 +164,7 @@ def test_a_world_without_ranks_is_refused(size: int) -> None:
         redistributed([{}], size)
 
 
-@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk, partial(TwoShot, values="float32")])
+@pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactExDyna, ExactOkTopk, partial(TwoShot, values="float32")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_residuals_in_16_bits_lose_nothing_that_16_bits_hold(kind: Callable[..., Scheme], dtype: torch.dtype) -> None:
     """Whole numbers of at most 8 bits all the way: residuals of either precision lead to the same bits."""
@@ -198,7 +201,7 @@ def test_other_precisions_of_residuals_are_refused() -> None:
         TopK(residuals="int8")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("make", [TopK, MiCRO.published, ExDyna, ExDyna.published, OkTopk, OkTopk.published])
+@pytest.mark.parametrize("make", [TopK, MiCRO, ExactExDyna, ExDyna, ExactOkTopk, OkTopk])
 def test_beginning_anew_keeps_residuals_and_nothing_that_ranks_must_agree_on(make: Callable[[], Scheme]) -> None:
     def body(comm: LocalComm) -> None:
         state = make().start()

@@ -20,7 +20,7 @@ DEFAULT = "two_shot:density=1.0:values=int3"
 # What trains, and at most how many files a step visits; all of `kernels` counts as one.
 MOST_FILES = {
     ("attach", TWO_SHOT): 21,
-    ("attach", "oktopk"): 23,
+    ("attach", "exact_oktopk"): 23,
     ("attach", "skip_reduce"): 18,
     ("AdamWSteps", TWO_SHOT): 27,
     ("AdamWSteps", DEFAULT): 27,
@@ -74,5 +74,7 @@ def test_a_settled_step_visits_few_files() -> None:
     found = dict(zip(MOST_FILES, run(visited_by_all, 2, fresh=True)[0], strict=True))
     too_many = {each: sorted(files) for each, files in found.items() if len(files) > MOST_FILES[each]}
     assert not too_many
-    assert all({"kernels", "core.py"} <= found["attach", scheme] for scheme in (TWO_SHOT, "oktopk"))  # it has watched
+    assert all(
+        {"kernels", "core.py"} <= found["attach", scheme] for scheme in (TWO_SHOT, "exact_oktopk")
+    )  # it has watched
     assert "exchanges/own_weights.py" not in found["AdamWSteps", DEFAULT]

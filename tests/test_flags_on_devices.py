@@ -10,7 +10,9 @@ from torch import Tensor
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator
-from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.exact_exdyna import ExactExDyna
+from sparsync.schemes.exact_micro import ExactMiCRO
+from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.topk_allgather import TopK
@@ -24,12 +26,12 @@ SCHEMES: dict[str, Callable[[], ErrorFeedbackScheme]] = {
     "topk int4": lambda: TopK(0.1, values="int4", residuals="bfloat16"),
     "two_shot": lambda: TwoShot(0.1, "int4"),
     "two_shot contributors": lambda: TwoShot(0.1, "int4", divide_by="contributors"),
+    "exact_micro": lambda: ExactMiCRO(0.1),
     "micro": lambda: MiCRO(0.1),
-    "micro published": lambda: MiCRO.published(0.1),
-    "exdyna": lambda: ExDyna(0.1, dense=["w"], values="int8"),
-    "oktopk": lambda: OkTopk(0.1),
-    "oktopk int8": lambda: OkTopk(0.1, values="int8"),
-    "oktopk published": lambda: OkTopk.published(0.1, threshold_steps=2, region_steps=2),
+    "exact_exdyna": lambda: ExactExDyna(0.1, dense=["w"], values="int8"),
+    "exact_oktopk": lambda: ExactOkTopk(0.1),
+    "exact_oktopk int8": lambda: ExactOkTopk(0.1, values="int8"),
+    "oktopk": lambda: OkTopk(0.1, threshold_steps=2, region_steps=2),
 }
 
 

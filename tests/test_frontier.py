@@ -231,7 +231,7 @@ def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
 
 
 def test_the_names_say_what_is_published_and_what_is_ours() -> None:
-    asked = parse_schemes("dense,bf16,topk,micro,micro.published,diloco,oracle", 0.01, ORACLE)
+    asked = parse_schemes("dense,bf16,topk,exact_micro,micro,diloco,oracle", 0.01, ORACLE)
     assert [kind(choice, OURS) for choice in asked] == [
         *("baseline", "baseline", "published", "ours", "published", "published", "limit")
     ]

@@ -38,7 +38,7 @@ from helpers.overlapping import IN_ORDER, Overlapping
 from invariants.world import same_bits
 from sparsync.base.scheme import Scheme
 from sparsync.runtime.handle import Handle
-from sparsync.schemes import Dense, MiCRO, OkTopk, PerParameter, SkipReduce, TopK
+from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, OkTopk, PerParameter, SkipReduce, TopK
 
 pytestmark = pytest.mark.distributed
 
@@ -72,7 +72,7 @@ def real_numbers() -> None:
     assert all(map(same_bits, train(Dense()), plain))
     assert all(map(same_bits, train(SkipReduce(skip=0)), plain))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for scheme in (Dense(), TopK(density=1.0), OkTopk(density=1.0)):
+    for scheme in (Dense(), TopK(density=1.0), ExactOkTopk(density=1.0)):
         found = train(scheme, mesh["shard"], replicate=mesh["replicate"])
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, plain, strict=True))
         assert all(same_bits(*everywhere(parameter)) for parameter in found)
@@ -138,7 +138,7 @@ def both_axes() -> None:
     mesh = grid()
     net = made(mesh["shard"])
     across = on(net, TopK(density=1.0), replicate=mesh["replicate"])
-    inside = on(net, OkTopk(density=1.0))
+    inside = on(net, ExactOkTopk(density=1.0))
     assert same(backward(net, inputs(0)), mean(4, 0))
     assert [len(handle.reports()) for handle in (across, inside)] == [4, 4]
 
@@ -149,8 +149,8 @@ def two_axes() -> None:
     plain, apart, hybrid = made(mesh), made(mesh["shard"]), made(mesh)
     before = backward(hybrid, inputs(0))
     states = [_group(module).copy() for module in _units(hybrid)]
-    assert sparsync.doctor(hybrid, MiCRO(density=0.1)) == []
-    a, b = on(apart, MiCRO(density=0.1), replicate=mesh["replicate"]), on(hybrid, MiCRO(density=0.1))
+    assert sparsync.doctor(hybrid, ExactMiCRO(density=0.1)) == []
+    a, b = on(apart, ExactMiCRO(density=0.1), replicate=mesh["replicate"]), on(hybrid, ExactMiCRO(density=0.1))
     for step in range(3):
         wanted, found = backward(apart, inputs(step)), backward(hybrid, inputs(step))
         assert all(same_bits(found[name], wanted[name]) for name in SHAPES)
@@ -184,7 +184,7 @@ def detached() -> None:
     before = backward(net, inputs(0))
     states = [_group(module).copy() for module in _units(net)]
     for options in ({}, {"replicate": mesh["replicate"]}):
-        handle = on(net, OkTopk(density=0.5), **options)
+        handle = on(net, ExactOkTopk(density=0.5), **options)
         backward(net, inputs(0))
         handle.detach()
         assert same(backward(net, inputs(0)), before)
@@ -194,7 +194,7 @@ def detached() -> None:
                 assert now[name] is state[name]
         assert len(handle.reports()) == 4
         assert handle.state_dict()["scheme"]["residual"].keys() == SHAPES.keys()
-        assert "oktopk" in str(handle.summary())
+        assert "exact_oktopk" in str(handle.summary())
         with pytest.raises(RuntimeError, match="this handle is detached; attach again"):
             handle.set(density=0.25)
 
@@ -206,7 +206,7 @@ def _units(net: Net) -> list[FSDPModule]:
 def overflow_on_replicas() -> None:
     mesh = grid()
     net = made(mesh["shard"])
-    handle = on(net, OkTopk(density=0.1), replicate=mesh["replicate"])
+    handle = on(net, ExactOkTopk(density=0.1), replicate=mesh["replicate"])
     backward(net, inputs(0))
     before = handle.state_dict()["scheme"]["residual"]
     bad = inputs(1)
@@ -261,7 +261,7 @@ def followed(optimizer: torch.optim.Optimizer, net: Net, handle: Handle) -> None
 def sharded_along_columns() -> None:
     """The residual of a parameter is in its own order, however it is cut."""
     net = made(shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (6, 2) else None)
-    handle = on(net, OkTopk(density=0.1))
+    handle = on(net, ExactOkTopk(density=0.1))
     conserved(handle, net, 3)
     state = saved(handle)
     handle.load_state_dict(state)
@@ -286,7 +286,7 @@ def failures_and_rates() -> None:
     for shard, axes in ((mesh["shard"], {"replicate": mesh["replicate"]}), (None, {})):
         net = made(shard)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        followed(optimizer, net, on(net, OkTopk(density=0.1), optimizer=optimizer, **axes))
+        followed(optimizer, net, on(net, ExactOkTopk(density=0.1), optimizer=optimizer, **axes))
     premultiplied = made()
     on(premultiplied, Dense())
     each_unit(premultiplied, lambda unit: unit.set_gradient_divide_factor(3.0))
@@ -306,9 +306,9 @@ def refusals() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net, single, copied = made(), made(mesh["shard"]), Net()
     replicate(copied, mesh=mesh["replicate"])
-    refused("micro has no reduce-scatter", net, MiCRO(), ValueError)
+    refused("exact_micro has no reduce-scatter", net, ExactMiCRO(), ValueError)
     refused("MixedPrecisionPolicy", net, Dense.bf16(), ValueError)
-    refused('rule must be "exact" on a shard axis', net, OkTopk.published(), ValueError)
+    refused("oktopk has no reduce-scatter", net, OkTopk(), ValueError)
     refused("node_size must be 1 on a shard axis, got 2", net, SkipReduce(node_size=2), ValueError)
     refused("use fully_shard over a mesh of two axes", replicate(Net(), mesh=mesh["replicate"]), TopK(), RuntimeError)
     refused("the shard axis has 1 rank", single, SkipReduce(), ValueError)

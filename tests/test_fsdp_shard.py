@@ -28,7 +28,7 @@ from helpers.fsdp_training import (
 from sparsync import Report
 from sparsync.attached import checkpoint
 from sparsync.comm.announcement import announcement_cost
-from sparsync.schemes import Dense, OkTopk, SkipReduce, TwoShot
+from sparsync.schemes import Dense, ExactOkTopk, SkipReduce, TwoShot
 
 pytestmark = pytest.mark.distributed
 
@@ -108,8 +108,8 @@ def skipping_on_the_shard_axis() -> None:
 def residuals_on_the_shard_axis() -> None:
     for scheme in (
         SkipReduce(skip=2, feedback=True),
-        OkTopk(density=0.1),
-        OkTopk(density=0.1, dense_steps=1),
+        ExactOkTopk(density=0.1),
+        ExactOkTopk(density=0.1, dense_steps=1),
         TwoShot(density=0.1, values="float32"),
     ):
         with case(scheme):
@@ -118,7 +118,7 @@ def residuals_on_the_shard_axis() -> None:
             conserved(handle, net, 3)
             assert flat(handle.state_dict()["scheme"]["residual"]).any()
     net = made()
-    handle = on(net, OkTopk(density=1.0))
+    handle = on(net, ExactOkTopk(density=1.0))
     for step in range(2):
         assert same(backward(net, inputs(step)), mean(dist.get_world_size(), step))
     for report in handle.reports():
@@ -127,7 +127,7 @@ def residuals_on_the_shard_axis() -> None:
 
 def left_out() -> None:
     """A parameter that no rank uses counts as zero."""
-    for scheme in (SkipReduce(skip=1), OkTopk(density=1.0)):
+    for scheme in (SkipReduce(skip=1), ExactOkTopk(density=1.0)):
         net = made()
         on(net, scheme)
         found = backward(net, inputs(0, leave_out="middle.weight"))
@@ -155,7 +155,7 @@ def save_copies(folder: Path) -> tuple[Tensor, Tensor]:
     """The residual of each of two copies of two shards, and what was loaded of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net, again = made(mesh["shard"]), made(mesh["shard"])
-    handle, other = on(net, OkTopk(density=0.1)), on(again, OkTopk(density=0.1))
+    handle, other = on(net, ExactOkTopk(density=0.1)), on(again, ExactOkTopk(density=0.1))
     backward(net, inputs(0))
     checkpoint.save(handle, folder)
     dist.barrier()

@@ -120,8 +120,8 @@ def gradients() -> None:
             quietly(training, 10)  # told once
             training.go_to(saved)
             training.handle.close()
-    with case("micro"):
-        training, saved = exploded("sgd", "micro:density=0.05", Gradients())
+    with case("exact_micro"):
+        training, saved = exploded("sgd", "exact_micro:density=0.05", Gradients())
         training.go_to(saved)
         training.step(7)
         assert training.residual().abs().max() < 100

@@ -110,7 +110,12 @@ def test_a_position_outside_is_left_out_and_nothing_is_asked(position: int, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["topk", pytest.param("exdyna", marks=pytest.mark.slow), pytest.param("oktopk", marks=pytest.mark.slow)]
+    "name",
+    [
+        "topk",
+        pytest.param("exact_exdyna", marks=pytest.mark.slow),
+        pytest.param("exact_oktopk", marks=pytest.mark.slow),
+    ],
 )
 def test_a_scheme_comes_to_the_same_bits_as_on_the_reference(name: str) -> None:
     def body(comm: LocalComm) -> list[Tensor]:

@@ -19,14 +19,14 @@ from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.weights import buckets_of, fragments_of
-from sparsync.schemes import Dense, MiCRO, OkTopk, PerParameter, SkipReduce, TopK, TwoShot
+from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, PerParameter, SkipReduce, TopK, TwoShot
 
 P = 4
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,
     "topk": lambda: TopK(0.25),
-    "micro": lambda: MiCRO(0.25),
-    "oktopk": lambda: OkTopk(0.25),
+    "exact_micro": lambda: ExactMiCRO(0.25),
+    "exact_oktopk": lambda: ExactOkTopk(0.25),
     "two_shot": lambda: TwoShot(0.25, values="float32"),
     "skip_reduce": lambda: SkipReduce(0.5, feedback=True),
     "per_parameter": lambda: PerParameter(TopK(0.25), {"*bias": Dense()}),

@@ -177,7 +177,7 @@ def test_gradients_that_are_no_skipped_step_are_not_taken_for_one() -> None:
 GRADIENTS = {
     "topk:density=0.05": ("ddp", "bare", "fsdp"),
     "two_shot:density=1.0:values=int4": ("ddp", "shards"),
-    "micro:density=0.05": ("bare",),
+    "exact_micro:density=0.05": ("bare",),
 }
 
 
@@ -189,7 +189,7 @@ def gradients() -> None:
                 for number in range(12):
                     training.step(number, to_none=number % 2 == 0)
                 assert training.skipped == [SPIKE]  # the spike is not sent later
-                if scheme.startswith("micro"):  # whose thresholds have seen the spike
+                if scheme.startswith("exact_micro"):  # whose thresholds have seen the spike
                     continue
                 # What is held from then on, or from the start, is there again: as if the next spike had not been.
                 for holds in (False, True):

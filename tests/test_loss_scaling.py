@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS, OVERFLOWING, PARAMETERS = 9, 4, 4  # the step with an infinity on rank 1, and parameters in a bucket
 # per-parameter divides a bucket among several schemes, and those without an infinity roll back: see test_skipped_steps
-SCHEMES = ("topk-0.1", "micro-0.1", "exdyna-0.1", "oktopk-0.1", "skip-default-feedback")
+SCHEMES = ("topk-0.1", "exact_micro-0.1", "exact_exdyna-0.1", "exact_oktopk-0.1", "skip-default-feedback")
 
 
 def train(scheme: str) -> tuple[Tensor, Tensor, list[float], list[str]]:

@@ -15,7 +15,7 @@ from sparsync import Bucket, GradientReducer, Options, Report
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
-from sparsync.schemes import Dense, MiCRO, State, TopK
+from sparsync.schemes import Dense, ExactMiCRO, State, TopK
 
 pytestmark = pytest.mark.distributed
 STEPS = 4
@@ -39,7 +39,7 @@ def gradient(parameter: nn.Parameter, rank: int, step: int) -> torch.Tensor:
 
 def trained() -> list[dict[str, torch.Tensor]]:
     made = model()
-    reducer, found = GradientReducer(made, MiCRO(0.25)), []
+    reducer, found = GradientReducer(made, ExactMiCRO(0.25)), []
     for step in range(STEPS):
         for name, parameter in made.named_parameters():
             parameter.grad = None if name == "0.bias" else gradient(parameter, dist.get_rank(), step)
@@ -58,7 +58,7 @@ def test_gradients_become_what_the_scheme_makes_of_them_in_every_type_and_memory
         mine = {name: each for name, each in parameters.items() if each.dtype == dtype}
 
         def reduce(comm: LocalComm, mine: dict[str, nn.Parameter] = mine) -> list[torch.Tensor]:
-            scheme, written = MiCRO(0.25).start(), []
+            scheme, written = ExactMiCRO(0.25).start(), []
             for step in range(STEPS):
                 flat = torch.cat([gradient(each, comm.rank, step).flatten() for each in mine.values()])
                 scheme.reduce(bucket := Bucket("any", flat, step), comm)

@@ -18,7 +18,7 @@ from helpers.distributed import run
 from sparsync import Report
 from sparsync.adapters.metrics import TensorBoard, Wandb, numbers, residual_norm
 from sparsync.comm import Cost
-from sparsync.schemes import MiCRO, TopK
+from sparsync.schemes import ExactMiCRO, TopK
 
 STEPS = [[100, 20], [60, 20]]  # bytes of two buckets in two steps
 FOUND = {
@@ -35,7 +35,7 @@ def reports() -> list[Report]:
     """Two steps of two buckets; the second step overflows in one of them."""
     return [
         Report(
-            scheme="micro",
+            scheme="exact_micro",
             key=f"bucket{number}",
             step=step,
             elements=100,
@@ -141,7 +141,7 @@ def test_the_norm_of_the_residual_is_that_over_all_parameters() -> None:
 def named(of_hook: bool) -> set[str]:
     """The ranges a profiler sees in one step: of the hook's thread if asked to look at all threads, else of this one."""
     every = _ExperimentalConfig(profile_all_threads=True)
-    training = AttachedTraining(MiCRO(density=0.1), buckets=2)
+    training = AttachedTraining(ExactMiCRO(density=0.1), buckets=2)
     training.step()
     model, scheme = nn.Linear(9, 9), TopK(0.5)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=every if of_hook else None) as seen:

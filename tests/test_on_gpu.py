@@ -28,14 +28,14 @@ DEVICE, NCCL = ("cuda", "nccl") if GPU else ("cpu", "gloo")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120), *([] if GPU else [pytest.mark.slow])]
 WITHIN_S = 60.0
 
-GRADIENTS = ("dense", "topk", "topk bfloat16", "oktopk", "micro", "skip_reduce", "two_shot int4")
+GRADIENTS = ("dense", "topk", "topk bfloat16", "exact_oktopk", "exact_micro", "skip_reduce", "two_shot int4")
 EXCHANGED = ("dense", "topk", "two_shot sign")  # of steps and local steps
 Found = dict[str, Record | str]
 
 
 def schemes_of(wrapper: str) -> Sequence[str]:
     if wrapper == "fsdp2 shards":
-        return ("dense", "oktopk", "skip_reduce", "two_shot int4")
+        return ("dense", "exact_oktopk", "skip_reduce", "two_shot int4")
     return GRADIENTS if wrapper in ("ddp", "reducer") else EXCHANGED
 
 
@@ -153,7 +153,7 @@ def test_quotients_are_those_of_the_cpu(dtype: torch.dtype) -> None:
 
 
 def test_two_ranks_on_one_gpu_skip_a_step_as_on_the_cpu() -> None:
-    names = ("topk", "oktopk", "micro", "skip_reduce", "two_shot int4")
+    names = ("topk", "exact_oktopk", "exact_micro", "skip_reduce", "two_shot int4")
     ranks = run(cases_of_scaling, 2, within_s=WITHIN_S, device=DEVICE, schemes=names)
     check(problems_of_devices(ranks, names))
     for name in names:

@@ -17,8 +17,8 @@ from sparsync.collectives import sparse_allreduce
 from sparsync.comm import Cost
 from sparsync.comm.announcement import announcement_cost
 from sparsync.core import ParameterSpan, laid_out
-from sparsync.schemes import AutoProtect, SkipReduce, State, exdyna, micro
-from sparsync.schemes.micro import MiCRO
+from sparsync.schemes import AutoProtect, SkipReduce, State, exact_exdyna, exact_micro, micro
+from sparsync.schemes.exact_micro import ExactMiCRO
 from sparsync.selection.exclusive import budget
 from sparsync_lab import predict
 from sparsync_lab.predict.exchanges import Given
@@ -35,7 +35,7 @@ EXACT = (
     "two_shot:density=1.0:density_down=0.3,two_shot:density=0.2:density_down=1.0:values_down=float32,"
     "in_turn,in_turn:every=1,in_turn:every=3:values=float32:values_down=bfloat16,in_turn:every=16:values_down=sign,"
     "skip_reduce,skip_reduce:skip=1,skip_reduce:protect=*.bias,skip_reduce:form=direct:mode=naive,"
-    "skip_reduce:form=direct:mode=naive:protect=*.bias,skip_reduce:feedback=true,skip_reduce.published,ring_pruning,"
+    "skip_reduce:form=direct:mode=naive:protect=*.bias,skip_reduce:feedback=true,skip_reduce:divide_by=ranks,ring_pruning,"
     "quantized,quantized:values=sign,int4,powersgd,powersgd:rank=2:factors=int8:least_saving=1.0,"
     "onebit_adam:warmup_steps=1,dgc:warmup_steps=0:density=0.05,sparse_loco,sparse_loco:values=int8:per_tile=9,demo,"
     "demo:values=int4,gtopk,gtopk:values=int4"
@@ -43,11 +43,11 @@ EXACT = (
 NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,skip_reduce:node_size=2:protect=*.bias"
 # What also depends on figures of the step.
 GIVEN = (
-    "skip_reduce:form=direct,skip_reduce:form=direct:protect=*.bias,auto_protect:observe_steps=1:share=0.3,micro,"
-    "micro:values=int4:refresh=0.1:dense=*.bias,micro.published,micro:rule=threshold:bug_compatible=true,exdyna,"
-    "exdyna:values=int4:refresh=0.1:dense=*.bias,exdyna.published,oktopk,oktopk:values=int4:density=0.2,oktopk:density=1.0,"
-    "oktopk.published:threshold_steps=2:region_steps=2,topk_dsa,topk_dsa:values=int4,"
-    "topk_dsa.published:density=0.2"
+    "skip_reduce:form=direct,skip_reduce:form=direct:protect=*.bias,auto_protect:observe_steps=1:share=0.3,exact_micro,"
+    "exact_micro:values=int4:refresh=0.1:dense=*.bias,micro,micro:bug_compatible=true,exact_exdyna,"
+    "exact_exdyna:values=int4:refresh=0.1:dense=*.bias,exdyna,exact_oktopk,exact_oktopk:values=int4:density=0.2,exact_oktopk:density=1.0,"
+    "oktopk:threshold_steps=2:region_steps=2,topk_dsa,topk_dsa:values=int4,"
+    "topk_dsa:dense_from=0.3333:density=0.2"
 )
 QUICK = [(3, 997), (5, 12)]
 WORLDS = [(1, 97), (4, 2), (8, 5000), (13, 1), (64, 2048)]
@@ -100,7 +100,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         sparse_allreduce.balance,
         sparse_allreduce.gather_survivors,
     )
-    gather_positions = micro.gather_positions
+    gather_positions = exact_micro.gather_positions
     gather, turns, exchanged = sparse_allreduce.all_gather_elements, TopKDSA.gathers_dense, micro.exchange_counts
     with monkeypatch.context() as patch:
         for module in (sparse_allreduce, topk_dsa):
@@ -110,7 +110,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         patch.setattr(TopKDSA, "gathers_dense", dense)
         patch.setattr(micro, "exchange_counts", counts)
         patch.setattr(sparse_allreduce, "gather_survivors", survivors)
-        for module in (micro, exdyna):
+        for module in (exact_micro, exact_exdyna):
             patch.setattr(module, "gather_positions", positions)
         yield seen
 
@@ -123,7 +123,7 @@ def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given
     if isinstance(scheme, SkipReduce):
         bucket = Bucket("b", torch.zeros(given.n), given.step or 0, given.layout)
         seen["offsets"] = scheme._skip_plan(bucket, P).offsets
-    if isinstance(scheme, MiCRO) and scheme.rule == "quotas":
+    if isinstance(scheme, ExactMiCRO):
         known = budget(scheme.density, given.layout, scheme.dense, scheme.refresh, given.step or 0).known_count
         seen["selected"] = [report.selected - known for report in reports]
     return replace(given, figures=seen)
@@ -237,10 +237,10 @@ def test_every_scheme_has_a_form_at_100_000_ranks() -> None:
 
 # How far estimates are from what is counted on 4 ranks, for gradients drawn as `sparsync traffic` draws them; in docs/advise.md.
 TOLERANCE = {
-    "micro": 0.05,
-    "micro.published": 0.15,
-    "exdyna": 0.03,
-    "oktopk": 0.2,
+    "exact_micro": 0.05,
+    "micro": 0.15,
+    "exact_exdyna": 0.03,
+    "exact_oktopk": 0.2,
     "topk_dsa": 0.25,
 }
 

@@ -25,7 +25,7 @@ from sparsync.core import generator, laid_out
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.connection import Connection
 from sparsync.runtime.handle import Handle
-from sparsync.schemes import Dense, ExDyna, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync.schemes import Dense, ExactExDyna, ExactMiCRO, ExactOkTopk, MiCRO, SkipReduce, TopK, TwoShot
 
 pytestmark = pytest.mark.distributed
 
@@ -33,9 +33,9 @@ SCHEMES = (
     Dense,
     lambda: TopK(0.1),
     lambda: TwoShot(0.1),
-    lambda: MiCRO(0.1),
-    lambda: ExDyna(0.1),
-    lambda: OkTopk(0.1),
+    lambda: ExactMiCRO(0.1),
+    lambda: ExactExDyna(0.1),
+    lambda: ExactOkTopk(0.1),
     lambda: SkipReduce(1),
 )
 
@@ -70,7 +70,7 @@ def test_ranks_at_different_steps_get_an_error_on_all_of_them_with_every_scheme(
 
 
 def changed_state() -> str:
-    scheme = MiCRO.published(0.1)
+    scheme = MiCRO(0.1)
     reducer = GradientReducer(model(20, 20), scheme, options=Options(timeout_s=120))
     reducer.reduce()
     if dist.get_rank() == 1:

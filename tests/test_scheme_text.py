@@ -25,7 +25,7 @@ from sparsync_lab.launch.variables import variables
     [
         ("dense", sparsync.schemes.Dense()),
         ("bf16", sparsync.schemes.Dense.bf16()),
-        ("oktopk:density=0.05:values=int4", sparsync.schemes.OkTopk(density=0.05, values="int4")),
+        ("exact_oktopk:density=0.05:values=int4", sparsync.schemes.ExactOkTopk(density=0.05, values="int4")),
         ("skip_reduce:skip=1:protect=*.bias+norm.*", sparsync.schemes.SkipReduce(skip=1, protect=["*.bias", "norm.*"])),
         ("skip_reduce:protect=*.bias", sparsync.schemes.SkipReduce(protect=["*.bias"])),
         ("sparsync.schemes.topk_allgather:TopK:density=0.5", sparsync.schemes.TopK(density=0.5)),
@@ -43,7 +43,7 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
         ("topk:density=2.0", "scheme 'topk:density=2.0' cannot be made: density must be"),
         ("topk:density=", r"'density' has no value in 'topk:density='"),
         ("topk:density", r"the setting 'density' has no value in 'topk:density'; write density=VALUE"),
-        ("topk.published:density", r"'density' has no value in 'topk\.published:density'"),
+        ("topk:density", r"'density' has no value in 'topk:density'"),
         ("topk:values=int4:density", r"'density' has no value in 'topk:values=int4:density'"),
         ("topk:density:values=int4", r"'density' has no value in 'topk:density'"),
         ("topk:0.1", r"settings of the scheme 'topk' are written topk:KEY=VALUE, got 'topk:0\.1'"),
@@ -104,10 +104,10 @@ def test_what_is_no_text_is_a_type_error_that_says_what_a_text_looks_like(given:
     "kind",
     [
         sparsync.schemes.TopK,
-        sparsync.schemes.OkTopk,
-        sparsync.schemes.MiCRO,
+        sparsync.schemes.ExactOkTopk,
+        sparsync.schemes.ExactMiCRO,
         sparsync.schemes.TwoShot,
-        sparsync.schemes.ExDyna,
+        sparsync.schemes.ExactExDyna,
     ],
 )
 def test_a_density_of_another_type_is_an_error_that_names_it(kind: Any, density: Any) -> None:
@@ -174,7 +174,7 @@ def test_a_name_of_an_installed_package_loads_what_its_metadata_say(
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: telling\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[sparsync.schemes]\ntells = telling:Telling\nother = telling:Other\n")
     executed = code_that_tells.with_name("executed")
-    for name in ("tells", "other", "topk.published"):
+    for name in ("tells", "other", "topk.bf16"):
         check_names_no_code(name, "a file")
     assert not executed.exists()
     monkeypatch.setenv(VARIABLE, "tells:density=0.5")

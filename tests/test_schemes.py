@@ -21,14 +21,8 @@ from sparsync.schemes import AutoProtect, Dense, PerParameter, SkipReduce, Span,
 def test_every_name_makes_a_scheme_that_reduces() -> None:
     assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning"} <= set(schemes.names())
     for name in schemes.names():
-        for variant in (name, f"{name}.published") if name not in ("two_shot", "in_turn") else (name,):
-            step = run(started(schemes.get(variant), 2), reals(2, COUNT, 1))[0]
-            assert same_bits(step.written[0], step.written[1])
-
-
-def test_a_scheme_of_no_paper_has_no_published_setting() -> None:
-    with pytest.raises(ValueError, match="'two_shot' has no published setting"):
-        schemes.get("two_shot.published")
+        step = run(started(schemes.get(name), 2), reals(2, COUNT, 1))[0]
+        assert same_bits(step.written[0], step.written[1])
 
 
 def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
@@ -41,14 +35,12 @@ def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
     )
     assert schemes.settings("topk") == {"density": 0.01, "values": "float32", "residuals": "float32"}
     assert "mode" in schemes.settings("skip_reduce")
-    assert "mode" not in schemes.settings("skip_reduce.published")
-    assert schemes.settings("gtopk.published") == {"density": 0.001}
+    assert schemes.settings("ring_pruning") == {"skip": 0.5}
 
 
 def test_settings_reach_the_scheme() -> None:
     assert schemes.get("topk", density=0.25) == TopK(0.25)
     assert schemes.get("skip_reduce", skip=3, form="direct") == SkipReduce(skip=3, form="direct")
-    assert schemes.get("skip_reduce.published", skip=0.25) == SkipReduce.published(skip=0.25)
     assert schemes.get("ring_pruning", skip=1) == SkipReduce.ring_pruning(1)
     assert schemes.get("bf16", form="ring") == Dense.bf16("ring")
 
@@ -78,11 +70,6 @@ def test_a_name_like_no_other_is_told_what_there_is() -> None:
             r"scheme 'topk' has no setting 'densty'; it has density, values, residuals; did you mean 'density'\?",
         ),
         ("skip_reduce", {"skips": 1}, r"scheme 'skip_reduce' has no setting 'skips'; .*; did you mean 'skip'\?"),
-        (
-            "skip_reduce.published",
-            {"mode": "naive"},
-            r"scheme 'skip_reduce.published' has no setting 'mode'; it has skip, ",
-        ),
         ("ring_pruning", {"seed": 1}, r"scheme 'ring_pruning' has no setting 'seed'; it has skip"),
         ("bf16", {"wire": "float16"}, r"scheme 'bf16' has no setting 'wire'; it has form"),
         ("topk", {"_feedback": None}, r"scheme 'topk' has no setting '_feedback'; it has density"),
@@ -91,11 +78,6 @@ def test_a_name_like_no_other_is_told_what_there_is() -> None:
 def test_an_unknown_setting_is_told_the_nearest_one(name: str, setting: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         schemes.get(name, **setting)
-
-
-def test_an_unknown_variant_is_told_the_known_one() -> None:
-    with pytest.raises(ValueError, match=r"settings 'topk' and 'topk.published', got 'topk.publish'"):
-        schemes.get("topk.publish")
 
 
 # ---- what a constructor refuses
@@ -161,11 +143,8 @@ def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
 # ---- SkipReduce
 
 
-def test_published_settings_are_the_authors() -> None:
-    assert SkipReduce.published() == SkipReduce(skip=0.5, mode="random", divide_by="ranks", form="ring")
+def test_ring_pruning_leaves_out_the_same_steps_and_divides_by_ranks() -> None:
     assert SkipReduce.ring_pruning(3) == SkipReduce(skip=3, mode="naive", divide_by="ranks", form="ring")
-    assert TopK.published(0.1) == TopK(0.1)
-    assert Dense.published() == Dense()
 
 
 @pytest.mark.parametrize(("share", "P", "skip"), [(0.5, 2, 1), (0.5, 5, 2), (0.25, 8, 2), (0.25, 3, 0), (0.99, 4, 3)])

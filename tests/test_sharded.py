@@ -18,7 +18,7 @@ from sparsync.base.state import Rollback
 from sparsync.collectives.skipping import SkipPlan, reduce_scatter, rotating_offsets
 from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.core import Comm, generator
-from sparsync.schemes import Dense, OkTopk, SkipReduce, Span, TopK, TwoShot
+from sparsync.schemes import Dense, ExactOkTopk, SkipReduce, Span, TopK, TwoShot
 from sparsync.wire import Values
 
 WORLDS = (1, 3, *(pytest.param(P, marks=pytest.mark.slow) for P in (2, 5, 8)))
@@ -93,12 +93,12 @@ KEEPING = (
     SkipReduce(skip=0.5, feedback=True),
     SkipReduce(skip=0.5, feedback=True, protect=["bias"]),
     SkipReduce(skip=0.99, feedback=True, mode="naive"),
-    OkTopk(density=0.2),
-    OkTopk(density=0.01),
-    OkTopk(density=1.0),
-    OkTopk(density=0.2, values="int8"),
-    OkTopk(density=0.2, values="bfloat16"),
-    OkTopk(density=0.2, residuals="bfloat16"),  # whole numbers this small fit
+    ExactOkTopk(density=0.2),
+    ExactOkTopk(density=0.01),
+    ExactOkTopk(density=1.0),
+    ExactOkTopk(density=0.2, values="int8"),
+    ExactOkTopk(density=0.2, values="bfloat16"),
+    ExactOkTopk(density=0.2, residuals="bfloat16"),  # whole numbers this small fit
     TwoShot(density=0.2, values="float32"),
     TwoShot(density=1.0, values="float32"),
     TwoShot(density=0.2, values="bfloat16", residuals="bfloat16"),
@@ -122,7 +122,7 @@ def test_what_is_kept_and_what_was_written_is_what_came_in(P: int, dtype: torch.
 def test_everything_sent_is_the_dense_mean_and_no_traffic_alone(P: int) -> None:
     gradient = whole(P)
     total = torch.stack([gradient(rank, 0) for rank in range(P)]).sum(0)
-    for scheme in (Dense(), SkipReduce(skip=0), OkTopk(density=1.0), TwoShot(1.0, "float32")):
+    for scheme in (Dense(), SkipReduce(skip=0), ExactOkTopk(density=1.0), TwoShot(1.0, "float32")):
         for average in (True, False):
             ranks = world(scheme, P, 1, average, torch.float32, gradient)
             assert torch.equal(torch.cat([chunks[0] for chunks, _, _ in ranks]), total / P if average else total)
@@ -155,9 +155,9 @@ def test_overflow_on_one_rank_is_nan_on_all_and_changes_nothing_kept() -> None:
 
     for scheme in (
         SkipReduce(skip=1, feedback=True),
-        OkTopk(density=0.2),
-        OkTopk(density=0.2, values="int4"),
-        OkTopk(density=0.2, values="float16"),
+        ExactOkTopk(density=0.2),
+        ExactOkTopk(density=0.2, values="int4"),
+        ExactOkTopk(density=0.2, values="float16"),
         TwoShot(density=0.2),
     ):
         for before, after in zip(
@@ -209,8 +209,8 @@ def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infin
 
 
 @pytest.mark.parametrize("values", ["float16", "bfloat16", "int4", "ternary"])
-@pytest.mark.parametrize("make", [OkTopk, TwoShot])
-def test_what_a_format_cannot_carry_stays_in_the_residual(make: type[OkTopk | TwoShot], values: Values) -> None:
+@pytest.mark.parametrize("make", [ExactOkTopk, TwoShot])
+def test_what_a_format_cannot_carry_stays_in_the_residual(make: type[ExactOkTopk | TwoShot], values: Values) -> None:
     """A million in float16, and the largest float32 in the formats of its range."""
     P, good, large = 4, whole(4), 2.0**20 if values == "float16" else torch.finfo(torch.float32).max
 
@@ -239,7 +239,7 @@ def test_what_was_kept_back_and_float16_cannot_carry_stays_in_the_residual(avera
 
 def test_oktopk_sends_no_more_than_its_share() -> None:
     P, n = 8, 40
-    for _, reports, _ in world(OkTopk(density=0.2), P, 3, True, torch.float32, whole(P)):
+    for _, reports, _ in world(ExactOkTopk(density=0.2), P, 3, True, torch.float32, whole(P)):
         for report in reports:
             heads = 12 * (P - 1)  # of messages: the length, and how many elements
             assert report.cost.nbytes <= heads + 8 * (n // 5) * (P - 1) // P
@@ -270,7 +270,8 @@ def test_columns_are_joined_in_the_parameters_own_order() -> None:
 
 def test_schemes_without_a_reduce_scatter_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="topk has no reduce-scatter; for the shard axis there are TwoShot, OkTopk, SkipReduce and"
+        ValueError,
+        match="topk has no reduce-scatter; for the shard axis there are TwoShot, ExactOkTopk, SkipReduce and",
     ):
         TopK().reduce_scatter_form()
 

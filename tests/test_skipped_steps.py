@@ -19,9 +19,10 @@ from sparsync.core import Bucket, generator, laid_out
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection
 from sparsync.schemes.dense import Dense
-from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.exact_exdyna import ExactExDyna
+from sparsync.schemes.exact_micro import ExactMiCRO
+from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.micro import MiCRO
-from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.per_parameter import PerParameter
 from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.skip_reduce import SkipReduce
@@ -32,13 +33,13 @@ N = 96
 KEYS = ("first", "second", "third")
 MAKES: dict[str, Callable[[], Scheme]] = {
     "topk": lambda: TopK(0.1),
+    "exact_micro": lambda: ExactMiCRO(0.1),
+    "exact_micro in 16 bits": lambda: ExactMiCRO(0.1, values="bfloat16"),
     "micro": lambda: MiCRO(0.1),
-    "micro in 16 bits": lambda: MiCRO(0.1, values="bfloat16"),
-    "micro published": lambda: MiCRO.published(0.1),
-    "exdyna": lambda: ExDyna(0.1),
-    "oktopk": lambda: OkTopk(0.1),
+    "exact_exdyna": lambda: ExactExDyna(0.1),
+    "exact_oktopk": lambda: ExactOkTopk(0.1),
     "skip_reduce": lambda: SkipReduce(skip=0.5, feedback=True),
-    "per_parameter": lambda: PerParameter(TopK(0.1), {"second": MiCRO(0.2)}),
+    "per_parameter": lambda: PerParameter(TopK(0.1), {"second": ExactMiCRO(0.2)}),
 }
 
 
@@ -223,7 +224,7 @@ def test_a_mean_that_float16_cannot_hold_leaves_residuals_as_they_were(values: s
     """The sums fit float32; as float16 they are infinite, on all ranks."""
 
     def body(comm: LocalComm) -> tuple[bool, Tensor, Tensor]:
-        scheme = OkTopk(0.5, values=values).start()  # pyright: ignore[reportArgumentType]
+        scheme = ExactOkTopk(0.5, values=values).start()  # pyright: ignore[reportArgumentType]
         scheme.load_state_dict({"residual": {"w": torch.full((8,), 6e4)}})
         bucket = Bucket("w", torch.full((8,), 6e4, dtype=torch.float16), 0)
         report = scheme.reduce(bucket, comm)

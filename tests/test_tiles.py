@@ -74,13 +74,13 @@ COUNTS = {
 @pytest.mark.parametrize("shape", COUNTS)
 def test_ranks_send_as_many_elements_of_each_tensor_as_the_authors_programs(shape: tuple[int, ...]) -> None:
     layout, n = laid_out([("w", shape)]), math.prod(shape)
-    for make, wanted in zip((DeMo.published, SparseLoCo.published), COUNTS[shape], strict=True):
+    for make, wanted in zip((DeMo, SparseLoCo), COUNTS[shape], strict=True):
 
         def body(comm: LocalComm, make: Any = make) -> Report:
             return make().start().reduce(Bucket("b", numbers(comm.rank, n), 0, layout), comm)
 
         for report in LocalWorld(2).run(body):
-            values = 4 * wanted if make == DeMo.published else 16 + -(-wanted // 4)
+            values = 4 * wanted if make is DeMo else 16 + -(-wanted // 4)
             assert report.selected == wanted
             assert report.cost == all_gather_cost(fixed_length_nbytes(wanted, n) + values, 2)
             assert report.cost == plan_of(make(), Given(n, 2, 4, layout)).cost()

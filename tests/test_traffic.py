@@ -17,7 +17,7 @@ from sparsync_lab.traffic.stream import OfJob, Synthetic, heavy_tailed, layers
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
-ALL = ",".join([*schemes.names(), "micro.published", "exdyna.published", "oktopk.published"])
+ALL = ",".join(schemes.names())
 SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
 
 
@@ -88,27 +88,27 @@ def test_dense_writes_everything_and_has_no_residual(capsys: pytest.CaptureFixtu
 
 def test_what_exclusive_selections_leave_out_and_write_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     """At a position of the union micro writes the whole mean, so that error squared and captured are the two parts of its energy."""
-    for each in lines(capsys, "--scheme", "micro", *SMALL)[:-1]:
+    for each in lines(capsys, "--scheme", "exact_micro", *SMALL)[:-1]:
         assert each["error"] ** 2 + each["captured"] == pytest.approx(1.0, abs=1e-6)
         assert each["captured"] <= each["best"] + 1e-6
 
 
 @pytest.mark.slow
 def test_no_element_waits_longer_than_the_refresh_allows(capsys: pytest.CaptureFixture[str]) -> None:
-    found = lines(capsys, "--scheme", "micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "25")
+    found = lines(capsys, "--scheme", "exact_micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "25")
     assert 0 < found[-1]["after_1"]["staleness_max"] <= 10
 
 
 def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for file in files:
-        cli.main(["traffic", "--scheme", "micro,oktopk.published", *SMALL, "--json", str(file)])
+        cli.main(["traffic", "--scheme", "exact_micro,oktopk", *SMALL, "--json", str(file)])
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_the_table_is_shown_beside_the_file_of_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "lines.jsonl"
-    cli.main(["traffic", "--scheme", "micro,topk", *SMALL, "--json", str(out)])
+    cli.main(["traffic", "--scheme", "exact_micro,topk", *SMALL, "--json", str(out)])
     assert [json.loads(line).get("step") for line in out.read_text().splitlines()] == [
         0,
         0,
@@ -122,7 +122,7 @@ def test_the_table_is_shown_beside_the_file_of_lines(tmp_path: Path, capsys: pyt
         None,
     ]
     table = capsys.readouterr().out
-    assert "micro" in table
+    assert "exact_micro" in table
     assert "3 ranks, 2000 elements, density 0.05, drawn gradients, seed 0; after step 1" in table
 
 

@@ -145,7 +145,7 @@ def _cases(data: Data) -> list[KernelCase]:
     target = TARGETS.get(kernels.backend())
     k, residual, grad, warm = data.k, data.residual, data.grad, WARM * data.threshold
     warm_beside = WARM * float(data.beside.value.abs().min())
-    partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as MiCRO's
+    partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as ExactMiCRO's
     part = _reference("top_k_of_rows", data.before + grad, partition, max(1, k // 4))
     bound = WARM * float(part.value.abs().min())
 
@@ -195,7 +195,7 @@ def _cases(data: Data) -> list[KernelCase]:
             target,
         ),
         KernelCase(
-            "MiCRO: accumulate_top_k_of_rows, one partition of four",
+            "ExactMiCRO: accumulate_top_k_of_rows, one partition of four",
             lambda: kernels.accumulate_top_k_of_rows(
                 residual, grad, [partition], [part.index.numel()], residual, [bound]
             ),

@@ -1,6 +1,6 @@
 """The fraction of the reduction that a scheme hides behind the backward pass over rate-limited links, beside the highest possible one.
 
-    python -m studies bench overlap [--ranks 4 --link 100mbit --schemes dense,bf16,topk,skip_reduce,micro --buckets 8] [--json -]
+    python -m studies bench overlap [--ranks 4 --link 100mbit --schemes dense,bf16,topk,skip_reduce,exact_micro --buckets 8] [--json -]
 
 Needs root or a user namespace, as `sparsync compare` does; not for --link none, whose times say nothing about a network. The model is a
 chain of as many equal layers as there are buckets. Their backward passes sleep: the ranks of one machine would compete for its cores,
@@ -107,7 +107,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="data-parallel ranks (default: 4)")
     add("--link", default="100mbit", help="rate of each rank's link, both ways, or none (default: 100mbit)")
-    add("--schemes", default="dense,bf16,topk,skip_reduce,micro,exdyna,oktopk", help="see `sparsync schemes`")
+    add(
+        "--schemes",
+        default="dense,bf16,topk,skip_reduce,exact_micro,exact_exdyna,exact_oktopk",
+        help="see `sparsync schemes`",
+    )
     add("--density", type=float, default=0.01, help="of the sparse schemes (default: 0.01)")
     add("--mbytes", type=float, default=4.0, help="size of the gradient, float32 (default: 4)")
     add("--buckets", type=int, default=8, help="and layers, of equal size (default: 8)")

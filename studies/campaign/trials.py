@@ -12,13 +12,13 @@ SCHEMES = {
     "topk": ({"density": 0.05}, {"density": 0.1}),
     "two_shot": ({"density": 0.05}, {"density": 0.1}),
     "in_turn": ({"every": 4}, {"every": 2}),
-    "micro": ({"density": 0.05}, {"density": 0.1}),
-    "exdyna": ({"density": 0.05}, {"density": 0.1}),
-    "oktopk": ({"density": 0.05}, {"density": 0.1}),
+    "exact_micro": ({"density": 0.05}, {"density": 0.1}),
+    "exact_exdyna": ({"density": 0.05}, {"density": 0.1}),
+    "exact_oktopk": ({"density": 0.05}, {"density": 0.1}),
     "skip_reduce": ({"skip": 1}, {"skip": 0}),
 }
 
-SHARD_SCHEMES = ("dense", "two_shot", "oktopk", "skip_reduce")  # those that have a reduce-scatter
+SHARD_SCHEMES = ("dense", "two_shot", "exact_oktopk", "skip_reduce")  # those that have a reduce-scatter
 NONE = "none"  # the scheme of trials that have none
 
 TRAININGS = {
@@ -41,9 +41,9 @@ _LACKING = {
     "skip_reduce": PHASES,
     "topk": ("accumulate",),
     "two_shot": ("accumulate",),
-    "oktopk": ("accumulate",),
-    "micro": ("accumulate",),
-    "exdyna": ("accumulate",),
+    "exact_oktopk": ("accumulate",),
+    "exact_micro": ("accumulate",),
+    "exact_exdyna": ("accumulate",),
 }
 # Within a step: a phase of the scheme, before a message, or after the last bucket of the step is reduced.
 WITHIN = (*PHASES, "message", "late")

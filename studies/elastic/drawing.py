@@ -24,7 +24,7 @@ EXCHANGES = {
     "local": "local steps, bare module",
     "local_ddp": "local steps, DistributedDataParallel",
 }
-SCHEMES = ("two_shot", "topk", "micro", "dense")
+SCHEMES = ("two_shot", "topk", "exact_micro", "dense")
 FIRST_S = 1.0  # of undisturbed steps
 MOST_LONGER_S = 4.0  # than the timeout
 

@@ -31,7 +31,7 @@ _EXCHANGES = {
 _SCHEMES = {
     "two_shot": lambda: sparsync.schemes.TwoShot(density=0.1, values="sign"),
     "topk": lambda: sparsync.schemes.TopK(density=0.1),
-    "micro": lambda: sparsync.schemes.MiCRO(density=0.1),
+    "exact_micro": lambda: sparsync.schemes.ExactMiCRO(density=0.1),
     "dense": sparsync.schemes.Dense,
 }
 

@@ -40,7 +40,16 @@ from studies.gpu import counts
 PAGE, PART = "docs/gpu.md", "gpu"
 ADAMW = "fused AdamW"
 METHODS = (
-    *(ADAMW, "default", "bits=0.8", "two_shot:density=1.0:values=int4", "skip_reduce", "micro", "exdyna", "oktopk"),
+    *(
+        ADAMW,
+        "default",
+        "bits=0.8",
+        "two_shot:density=1.0:values=int4",
+        "skip_reduce",
+        "exact_micro",
+        "exact_exdyna",
+        "exact_oktopk",
+    ),
     "two_shot:density=0.05:values=int4",
 )
 BESIDE, MOMENTS = 12, 8  # bytes per parameter of weights, gradients and given gradients; of AdamW's state

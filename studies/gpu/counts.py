@@ -31,9 +31,9 @@ SHOWN = {  # the rows of the page, and what they count
     "Muon, the default": f"muon {recipes.recipe('muon', 4).text}",
     "gradients, int4": "int4",
     "TwoShot, 5 %": "two_shot:density=0.05:values=int4",
-    "MiCRO": "micro",
-    "ExDyna": "exdyna",
-    "Ok-Topk": "oktopk",
+    "ExactMiCRO": "exact_micro",
+    "ExactExDyna": "exact_exdyna",
+    "ExactOkTopk": "exact_oktopk",
     "SkipReduce": "skip_reduce",
 }
 RANKS = (1, 4)

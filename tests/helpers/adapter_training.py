@@ -15,7 +15,7 @@ from sparsync import Report
 
 DENSITY = 0.05
 BATCH = 4
-MICRO = f"micro:density={DENSITY}"  # as the environment variable SPARSYNC_SCHEME has it
+MICRO = f"exact_micro:density={DENSITY}"  # as the environment variable SPARSYNC_SCHEME has it
 
 
 def as_torchrun() -> int:

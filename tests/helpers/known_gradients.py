@@ -20,8 +20,15 @@ from sparsync.schemes import State
 
 # Of SkipReduce's settings each once, and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")
-OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published", "-known")
-OTHER_VALUES = ("topk-bfloat16", "micro-int8", "exdyna-bfloat16", "exdyna-int8", "oktopk-bfloat16", "-int4")
+OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-by-ranks", "-known")
+OTHER_VALUES = (
+    "topk-bfloat16",
+    "exact_micro-int8",
+    "exact_exdyna-bfloat16",
+    "exact_exdyna-int8",
+    "exact_oktopk-bfloat16",
+    "-int4",
+)
 CHOSEN = (
     "skip-random-ring-contributors-flat-auto",
     "skip-random-direct-ranks-flat-patterns",

@@ -27,7 +27,7 @@ from helpers.known_gradients import noted
 from sparsync import LocalSteps, Report
 from sparsync.base.scheme import Scheme
 from sparsync.core import generator
-from sparsync.schemes import Dense, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, SkipReduce, TopK, TwoShot
 
 TIMEOUT_S = 20.0  # for a rank that waits for another one
 SCHEMES: dict[str, Callable[[], Scheme]] = {
@@ -35,8 +35,8 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense ring": lambda: Dense(form="ring"),
     "topk": lambda: TopK(density=0.1),
     "topk bfloat16": lambda: TopK(density=0.1, values="bfloat16"),
-    "oktopk": lambda: OkTopk(density=0.1),
-    "micro": lambda: MiCRO(density=0.1),
+    "exact_oktopk": lambda: ExactOkTopk(density=0.1),
+    "exact_micro": lambda: ExactMiCRO(density=0.1),
     "skip_reduce": lambda: SkipReduce(skip=0.5, feedback=True),
     "two_shot int4": lambda: TwoShot(density=1.0, values="int4"),
     "two_shot sign": lambda: TwoShot(density=0.1, values="sign"),

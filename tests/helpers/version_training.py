@@ -16,7 +16,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
-from sparsync.schemes import Dense, MiCRO, State, TopK
+from sparsync.schemes import Dense, ExactMiCRO, State, TopK
 
 
 def attached(net: Net, scheme: Scheme, **options: Any) -> tuple[Handle | None, str]:
@@ -30,10 +30,10 @@ def attached(net: Net, scheme: Scheme, **options: Any) -> tuple[Handle | None, s
 def two_axes() -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     hybrid, apart = made(mesh), made(mesh["shard"])
-    handle, refused = attached(hybrid, MiCRO(density=0.1))
+    handle, refused = attached(hybrid, ExactMiCRO(density=0.1))
     if handle is None:
         return refused
-    other = on(apart, MiCRO(density=0.1), replicate=mesh["replicate"])
+    other = on(apart, ExactMiCRO(density=0.1), replicate=mesh["replicate"])
     for step in range(3):
         found, wanted = backward(hybrid, inputs(step)), backward(apart, inputs(step))
         assert all(same_bits(found[name], wanted[name]) for name in SHAPES)

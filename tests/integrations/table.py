@@ -12,9 +12,9 @@ SCHEMES = {  # of the table of schemes that the invariants run over
     "Dense": "dense",
     "TopK": "topk-0.1",
     "SkipReduce": "skip-default",
-    "MiCRO": "micro-0.1",
-    "ExDyna": "exdyna-0.1",
-    "OkTopk": "oktopk-0.1",
+    "ExactMiCRO": "exact_micro-0.1",
+    "ExactExDyna": "exact_exdyna-0.1",
+    "ExactOkTopk": "exact_oktopk-0.1",
     "TwoShot": "two-shot-0.1",
 }
 SITUATIONS = (  # every integration has a case for each

@@ -13,6 +13,9 @@ from _pytest.mark import ParameterSet
 
 from sparsync.base.scheme import Scheme
 from sparsync.schemes import AutoProtect, Dense, PerParameter, SkipReduce, TopK
+from sparsync.schemes.exact_exdyna import ExactExDyna
+from sparsync.schemes.exact_micro import ExactMiCRO
+from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.in_turn import InTurn
 from sparsync.schemes.micro import MiCRO
@@ -141,7 +144,7 @@ def _skip(  # Any: what `make` takes
 
 def _mixed(density: float) -> PerParameter:
     """Three schemes in one bucket; at full density each of them is dense."""
-    return PerParameter(TopK(density), {"*.bias": Dense(), "head.*": OkTopk(density)})
+    return PerParameter(TopK(density), {"*.bias": Dense(), "head.*": ExactOkTopk(density)})
 
 
 PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
@@ -201,12 +204,12 @@ def _rounded_rows() -> list[Row]:
     """Every format with one scheme whose values all ranks send and one that sends to owners; the other schemes with one of each kind."""
     makes: list[tuple[str, Callable[..., Scheme], tuple[str, ...]]] = [
         ("topk", TopK, ("bfloat16", "int4")),
-        ("micro", MiCRO, ("bfloat16", "int8", "int4")),
-        ("exdyna", ExDyna, ("bfloat16", "int8")),
-        ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
+        ("exact_micro", ExactMiCRO, ("bfloat16", "int8", "int4")),
+        ("exact_exdyna", ExactExDyna, ("bfloat16", "int8")),
+        ("exact_oktopk", ExactOkTopk, ("bfloat16", "float16", "int8", "int4")),
     ]
     rows = [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
-    quick = ("topk-bfloat16", "oktopk-int4")
+    quick = ("topk-bfloat16", "exact_oktopk-int4")
     return [replace(row, slow=row.id not in quick) for row in rows]
 
 
@@ -352,7 +355,7 @@ def _rival_rows() -> list[Row]:
         *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"topk-dsa-{density}", TopKDSA, density) for density in (0.001, 0.5)],
         _without(_sparse("topk-dsa-0.1", TopKDSA, 0.1), **equal),
-        _without(_sparse("topk-dsa-published", TopKDSA.published, 0.1), **equal),
+        _without(_sparse("topk-dsa-third", partial(TopKDSA, dense_from=1 / 3), 0.1), **equal),
         *[_rounded(GTopK, "gtopk", values, density=0.1) for values in ("bfloat16", "int8")],
         *[_without(_rounded(TopKDSA, "topk-dsa", values, density=0.1), **equal) for values in ("bfloat16", "int8")],
         _rounded(partial(TopKDSA, dense_from=0.0), "topk-dsa-dense", "int4", density=0.1),
@@ -383,26 +386,29 @@ ROWS = [
         _sparse(f"topk-{density}", TopK, density, slow=density in (0.01, 0.5))
         for density in (0.1, 0.001, 0.01, 0.5, 1.0)
     ],
-    *[_sparse(f"micro-{density}", MiCRO, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
-    *[_sparse(f"exdyna-{density}", ExDyna, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
-    *[_sparse(f"{make.name}-known", partial(make, **KNOWN), 0.1, slow=make is ExDyna) for make in (MiCRO, ExDyna)],
-    *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"exact_micro-{density}", ExactMiCRO, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"exact_exdyna-{density}", ExactExDyna, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
+    *[
+        _sparse(f"{make.name}-known", partial(make, **KNOWN), 0.1, slow=make is ExactExDyna)
+        for make in (ExactMiCRO, ExactExDyna)
+    ],
+    *[_sparse(f"exact_oktopk-{density}", ExactOkTopk, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
     *_slow_but(_two_shot_rows()),
     *_slow_but(_in_turn_rows()),
-    _sparse("micro-published", MiCRO.published, 0.1, exact=False),
-    _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
-    _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
+    _sparse("micro", MiCRO, 0.1, exact=False),
+    _sparse("exdyna", ExDyna, 0.1, exact=False),
+    _sparse("oktopk", OkTopk, 0.1, delivers=False),  # its threshold stands for 32 steps
     replace(_sparse("per-parameter", _mixed, 0.1), sums_in_gradient_type=True),  # in its dense part
     *_rounded_rows(),
     *_slow_but([*_quantized_rows(), *_tile_rows(), *_momentum_rows(), *_low_rank_rows(), *_rival_rows()]),
-    _skip("skip-default", SkipReduce, by_ranks="skip-published"),
+    _skip("skip-default", SkipReduce, by_ranks="skip-by-ranks"),
     _skip("skip-default-feedback", SkipReduce, feedback=True),
-    _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-published", skip=0.25),
-    _skip("skip-quarter-published", SkipReduce.published, skip=0.25),
+    _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-by-ranks", skip=0.25),
+    _skip("skip-quarter-by-ranks", SkipReduce, skip=0.25, divide_by="ranks"),
     _skip("skip-most", SkipReduce, by_ranks="skip-most-ranks", skip=0.99, form="direct"),
     _skip("skip-most-ranks", SkipReduce, skip=0.99, form="direct", divide_by="ranks"),
-    _skip("skip-published", SkipReduce.published),
-    _skip("skip-published-selective", SkipReduce.published, protect=("*.bias",)),
+    _skip("skip-by-ranks", SkipReduce, divide_by="ranks"),
+    _skip("skip-by-ranks-selective", SkipReduce, protect=("*.bias",), divide_by="ranks"),
     _skip("ring-pruning", SkipReduce.ring_pruning),
     *[row for row in SKIP_ROWS if not row.slow],
 ]

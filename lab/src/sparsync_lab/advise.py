@@ -22,7 +22,7 @@ FAR = 32  # times the largest measured exchange of its kind, beyond which a pred
 OTHERS = (
     "local_steps(every=4)/two_shot:density=1.0:values=int4",
     "topk:density=0.01:values=int8",
-    "oktopk:density=0.01:values=int8",
+    "exact_oktopk:density=0.01:values=int8",
 )
 _LITTLE = 0.1  # of a step, below which what it waits for is not worth shortening
 HEADS = (

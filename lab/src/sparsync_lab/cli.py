@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _SCHEMES = """\
-NAME.published reproduces the published algorithm. A scheme of your own: package.module:Class or path/to/file.py:Class.
+A scheme of your own: package.module:Class or path/to/file.py:Class.
 Settings are given as NAME:key=value:key=value; `sparsync schemes NAME` shows them."""
 _WORKLOADS = """\
 A job of your own: package.module:Class or path/to/file.py:Class, a class with the methods model, batch and loss.
@@ -102,12 +102,12 @@ def _table() -> dict[str, tuple[Run, str, str]]:
         "doctor": (
             _doctor,
             "say what this machine can do, what is missing, and what would not work with a script or a job",
-            "sparsync doctor\nsparsync doctor --scheme oktopk -- train.py --epochs 1\nsparsync doctor --workload my_job.py:MyJob",
+            "sparsync doctor\nsparsync doctor --scheme exact_oktopk -- train.py --epochs 1\nsparsync doctor --workload my_job.py:MyJob",
         ),
         "traffic": (
             _traffic,
             "count what schemes send, select and leave in the residual, step by step, in this process",
-            "sparsync traffic --schemes micro,topk --ranks 8 --density 0.01\nsparsync traffic --workload gpt-tiny --steps 50",
+            "sparsync traffic --schemes exact_micro,topk --ranks 8 --density 0.01\nsparsync traffic --workload gpt-tiny --steps 50",
         ),
         "schemes": (_schemes, "list the schemes, or the settings of one", "sparsync schemes\nsparsync schemes topk"),
         "workloads": (_workloads, "list the training jobs, or start your own", "sparsync workloads --new my_job.py"),

@@ -12,14 +12,14 @@ from sparsync.recipes import rows
 
 # Minutes on gpt-tiny.
 FRONTIER = (
-    "dense,bf16,topk,micro,exdyna,oktopk,topk:density=0.05:values=int4,micro:density=0.05:values=int4,"
-    "oktopk:density=0.05:values=int4"
+    "dense,bf16,topk,exact_micro,exact_exdyna,exact_oktopk,topk:density=0.05:values=int4,exact_micro:density=0.05:values=int4,"
+    "exact_oktopk:density=0.05:values=int4"
 )
 
 # Whose buckets a probe measures: what the recipes and the published schemes that `sparsync advise` predicts reduce with.
 PROBED = ",".join(
     (
-        "dense,bf16,topk:density=0.01:values=int8,oktopk:density=0.01:values=int8,two_shot:density=0.05:values=int4,two_shot:density=1.0:values=int4",
+        "dense,bf16,topk:density=0.01:values=int8,exact_oktopk:density=0.01:values=int8,two_shot:density=0.05:values=int4,two_shot:density=1.0:values=int4",
         *(each.text.partition("/")[2] for each in rows("steps", 4)),
     )
 )
@@ -226,7 +226,11 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
             "--workload": {
                 "help": "take the gradients of this job, as it trains with the dense mean; drawn ones unless given"
             },
-            "--schemes": {"flags": ("--scheme", "--schemes"), "dest": "schemes", "default": "micro,exdyna,oktopk,topk"},
+            "--schemes": {
+                "flags": ("--scheme", "--schemes"),
+                "dest": "schemes",
+                "default": "exact_micro,exact_exdyna,exact_oktopk,topk",
+            },
             "--ranks": {"default": 4, "help": "ranks, all in this process"},
         },
     ),

@@ -22,7 +22,7 @@ HALVES = (
         "lstm",
         "A word-level language model (LSTM), trained by SGD",
         "--workload shakespeare-small --ranks 4 --link 100mbit --target 90 --steps 80 --eval-every 10 --seed 0 --schemes "
-        "dense,bf16,default,bits=0.8,topk:density=0.01:values=int4,micro:density=0.01:values=int4",
+        "dense,bf16,default,bits=0.8,topk:density=0.01:values=int4,exact_micro:density=0.01:values=int4",
     ),
     Half(
         "gpt",

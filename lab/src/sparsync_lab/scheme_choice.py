@@ -1,4 +1,4 @@
-"""Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
+"""Schemes as a command names them: "topk", "exact_oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
 changes of their weights every few steps, as with `sparsync.LocalSteps` of these settings. Or "steps(keep=0.5)/": the scheme reduces

@@ -175,8 +175,8 @@ def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: Gradient
 
     Collective over the ranks of the model's process group. Threads reduce the buckets, which begin in order, on a private process group,
     while the backward pass continues; over gloo, one bucket is computed while others wait for other ranks. Buckets are joined for schemes
-    with a residual, and for Dense up to 256 kB; topk, two_shot, in_turn, micro, exdyna and oktopk send those below `dense_below` whole,
-    with their residual, in one all-reduce.
+    with a residual, and for Dense up to 256 kB; topk, two_shot, in_turn, micro, exdyna, oktopk and their exact variants send those below
+    `dense_below` whole, with their residual, in one all-reduce.
     Failures: if all ranks fail in the same step, the next step works, without what the failed one took from residuals.
     Comparison: before each bucket the ranks compare step, layout, scheme, shared state and optimizer settings, and every
     `check_weights_every` steps a digest of the parameters that DDP reduces. If they differ, all ranks raise a RuntimeError with the text of

@@ -264,8 +264,9 @@ def attach(model: nn.Module, scheme: Scheme, options: GradientOptions) -> Fsdp2H
     """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
 
     Which axis: the shard axis, if fully_shard was given a mesh of one axis and `replicate` is None. The scheme is then a reduce-scatter:
-    TwoShot, OkTopk, SkipReduce or Dense. With `replicate`, every scheme reduces the shards that FSDP2 has reduced already; you can call
-    `attach` once for each axis. If fully_shard was given a mesh of two axes (HSDP), the scheme replaces FSDP2's all-reduce over the first.
+    TwoShot, ExactOkTopk, SkipReduce or Dense. With `replicate`, every scheme reduces the shards that FSDP2 has reduced already; you can
+    call `attach` once for each axis. If fully_shard was given a mesh of two axes (HSDP), the scheme replaces FSDP2's all-reduce over the
+    first.
     `parameters` says how the shard axis exchanges parameters, see Options.
     Collective over the ranks of the axis. A parameter without gradient counts as zero. A step that fails on any rank raises in the
     backward pass on all ranks of the axis; call reset_iter_state() on the model, then continue.

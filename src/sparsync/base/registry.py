@@ -29,6 +29,9 @@ _OURS = {  # name -> where its constructor lives
     "in_turn": "sparsync.schemes.in_turn:InTurn",
     "skip_reduce": "sparsync.schemes.skip_reduce:SkipReduce",
     "auto_protect": "sparsync.schemes.auto_protect:AutoProtect.skip_reduce",
+    "exact_micro": "sparsync.schemes.exact_micro:ExactMiCRO",
+    "exact_exdyna": "sparsync.schemes.exact_exdyna:ExactExDyna",
+    "exact_oktopk": "sparsync.schemes.exact_oktopk:ExactOkTopk",
     "micro": "sparsync.schemes.micro:MiCRO",
     "exdyna": "sparsync.schemes.exdyna:ExDyna",
     "oktopk": "sparsync.schemes.oktopk:OkTopk",
@@ -36,7 +39,6 @@ _OURS = {  # name -> where its constructor lives
     "int4": "sparsync.schemes.quantized:Quantized.int4",
     "ring_pruning": "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
 }
-_PUBLISHED = ".published"
 
 
 def names() -> list[str]:
@@ -53,8 +55,7 @@ def where(name: str) -> str:
     """Return the "package.module:Class" or "path/to/file.py:Class" of a scheme that `get` takes. Raises ValueError for an unknown name."""
     if _names_code(name):
         return name
-    base = name.removesuffix(_PUBLISHED)
-    return _OURS[base] if base in _OURS else installed("scheme")[_known(base)]
+    return _OURS[name] if name in _OURS else installed("scheme")[_known(name)]
 
 
 def settings(name: str) -> dict[str, Any]:  # Any: whatever a setting defaults to
@@ -65,9 +66,8 @@ def settings(name: str) -> dict[str, Any]:  # Any: whatever a setting defaults t
 def get(name: str, **config: Any) -> "Scheme":  # Any: the settings of the scheme, checked by its constructor
     """Return a new scheme, e.g. `get("topk", density=0.01)`.
 
-    `name` is one of `names()`, "NAME.published" for the authors' setting, "package.module:Class" or
-    "path/to/file.py:Class", whose module or file is executed. Raises ValueError for an unknown name or setting and for what is no
-    Scheme's class or constructor, which is not called.
+    `name` is one of `names()`, "package.module:Class" or "path/to/file.py:Class", whose module or file is executed. Raises ValueError for
+    an unknown name or setting, and for anything but the class or constructor of a Scheme, which is not called.
     """
     check_settings(name, config)
     from sparsync.base.scheme import Scheme
@@ -112,13 +112,7 @@ def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is on
             return _checked(locate(name, "scheme"), name)
         except ValueError as error:
             raise ValueError(_no_class(name, error)) from error.__cause__
-    base, found = name.removesuffix(_PUBLISHED), _checked(locate(where(name), "scheme"), name)
-    # A named constructor, such as Dense.bf16, is its own published setting.
-    if base == name or not isinstance(found, type):
-        return found
-    if not hasattr(found, "published"):
-        raise ValueError(f"scheme {base!r} has no published setting, because no paper describes it; use {base!r}")
-    return found.published  # pyright: ignore[reportAttributeAccessIssue]
+    return _checked(locate(where(name), "scheme"), name)
 
 
 def _names_code(name: str) -> bool:
@@ -139,7 +133,7 @@ def _checked(found: Any, name: str) -> Callable[..., Any]:  # Any: what a module
 def _no_class(text: str, error: ValueError) -> str:
     """Return what is wrong with a text in which `error` found no class: for "topk:density", that a setting has no value."""
     name, _, rest = text.partition(":")
-    if name.removesuffix(_PUBLISHED) not in names():
+    if name not in names():
         return str(error)
     if (key := rest.partition(":")[0]) in settings(name):
         return without_value(key, text)
@@ -147,10 +141,7 @@ def _no_class(text: str, error: ValueError) -> str:
 
 
 def _known(name: str) -> str:
-    base, dot, setting = name.partition(".")
     known = names()
-    if base in known and dot and f".{setting}" != _PUBLISHED:
-        raise ValueError(f"a scheme has the settings {base!r} and '{base}.published', got {name!r}")
     if name not in known:
         raise ValueError(
             f"unknown scheme {name!r}; there are {', '.join(known)}, and others are given as package.module:Class or "
@@ -163,7 +154,7 @@ def locate(spec: str, kind: str) -> Any:  # Any: the class, or one of its constr
     """Return what `spec` names: "package.module:Class", "path/to/file.py:Class", or the name of an installed entry point.
 
     `kind` is what is looked for, such as "scheme": it stands in messages, and entry points are those of the group "sparsync.schemes".
-    Behind the colon a dotted name may stand, such as "Class.published". A file is executed once in a process. Raises ValueError
+    Behind the colon a dotted name may stand, such as "Class.bf16". A file is executed once in a process. Raises ValueError
     when there is no such thing or when its module fails to import.
     """
     where, colon, name = spec.rpartition(":")

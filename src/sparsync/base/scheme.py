@@ -110,8 +110,8 @@ class Scheme(ABC):
         Raises ValueError where there is none.
         """
         raise ValueError(
-            f"{self.name} has no reduce-scatter; for the shard axis there are TwoShot, OkTopk, SkipReduce and Dense. On a replicate axis "
-            'every scheme works: attach(model, scheme, replicate=mesh["replicate"])'
+            f"{self.name} has no reduce-scatter; for the shard axis there are TwoShot, ExactOkTopk, SkipReduce and Dense. On a "
+            'replicate axis every scheme works: attach(model, scheme, replicate=mesh["replicate"])'
         )
 
     def __repr__(self) -> str:

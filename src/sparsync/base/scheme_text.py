@@ -1,4 +1,4 @@
-"""Schemes as a text: "topk", "oktopk:density=0.05:values=int4", "package.module:Class:key=value", "path/to/file.py:Class".
+"""Schemes as a text: "topk", "two_shot:density=0.05:values=sign", "package.module:Class:key=value", "path/to/file.py:Class".
 
 In front of a scheme may stand the steps around it, "steps(keep=0.5)/" or "local_steps(every=4)/". The commands take such texts, the
 environment variable SPARSYNC_SCHEME has one, and `sparsync.schemes.from_text` makes a scheme of one. The module or file of a class is
@@ -31,7 +31,7 @@ _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; ot
 
 
 def from_text(text: str) -> "Scheme":
-    """Return a new scheme of a text such as "oktopk:density=0.05:values=int4": a name, and settings where they are not the defaults.
+    """Return a new scheme of a text such as "two_shot:density=0.05:values=sign": a name, and settings where they are not the defaults.
 
     The name is one that `sparsync.schemes.get` takes: the module or file of a class is executed. A value is a number, true, false or a
     text; several are joined by "+", as in "skip_reduce:protect=*.bias+norm.*". Raises ValueError for an unknown name or setting,

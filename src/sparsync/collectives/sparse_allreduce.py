@@ -7,7 +7,7 @@ so (gloo and NCCL do).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
@@ -35,30 +35,6 @@ class ElementCodec(Protocol):
     def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor: ...
 
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int: ...
-
-
-@dataclass
-class Control:
-    """What all ranks keep of one bucket from step to step."""
-
-    t: int = 0  # steps
-    boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
-    threshold: float | None = None  # of sums, by the published rules only; None: to be evaluated
-
-    def regions(self, n: int, P: int) -> tuple[Span, ...]:
-        """Return the region of each rank."""
-        return regions_of(self.boundaries or equal_boundaries(n, P), n)
-
-    def become(self, other: "Control") -> None:
-        """Take over all of `other`."""
-        self.__dict__.update(other.__dict__)
-
-
-@dataclass
-class OwnControl:
-    """What one rank keeps of one bucket, besides its residual, by the published rules."""
-
-    threshold: float | None = None  # of its own elements; None: to be evaluated
 
 
 def equal_boundaries(n: int, P: int) -> list[int]:

@@ -67,15 +67,17 @@ class ArrivedMean(Protocol):
 
 
 def mean_at(
-    acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer, at_once: bool = False
+    acc: Tensor, parts: Sequence[Tensor], comm: Comm, quantizer: Quantizer, at_once: bool = False
 ) -> tuple[Sparse, list[Sparse]]:
-    """Return the means over ranks of `acc` [n] at the positions `index` [K], the same on every rank, and what rounding dropped there.
+    """Return the means over ranks of `acc` [n] at K positions, the same on every rank, and what rounding dropped there.
 
-    The latter is of this rank's values, and empty with an exact quantizer. With `at_once`, every rank sends all its values to all others
-    where that takes at most AT_ONCE_NBYTES more: one exchange fewer, and values are rounded once.
+    The positions come in `parts`, each ascending and none in common. What rounding dropped is of this rank's values, and empty with an
+    exact quantizer. With `at_once`, every rank sends all its values to all others where that takes at most AT_ONCE_NBYTES more: one
+    exchange fewer, and values are rounded once.
     Steps: those of an all-reduce; where values are rounded 2; at once 1
     Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the quantizer may add; at once (P-1) * K values
     """
+    index = torch.cat([*parts])  # [K]
     n, K = acc.numel(), index.numel()
     value = kernels.gather(acc, index)  # [K]
     if at_once and takes_little_more(K, value.dtype, comm.size, quantizer):
@@ -84,7 +86,13 @@ def mean_at(
         mean, error = comm.all_reduce(value) / exact_divisor(value, comm.size), None
     else:
         mean, error = quantized_all_reduce_(value, comm, quantizer).decoded(), value
-    return Sparse(index, mean, n), [] if error is None else [Sparse(index, error, n)]
+    errors = [] if error is None else [Sparse(index, error, n)]
+    filled = [part for part in parts if part.numel()]
+    if len(filled) < 2:
+        return Sparse(index, mean, n), errors
+    values = mean.split([part.numel() for part in filled])
+    # Merged, because one pass writes what ascends.
+    return kernels.merge([Sparse(part, value, n) for part, value in zip(filled, values, strict=True)]), errors
 
 
 @dataclass(frozen=True)

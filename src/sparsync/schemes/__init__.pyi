@@ -12,6 +12,9 @@ from sparsync.core import Sparse as Sparse
 from sparsync.feedback import Accumulator as Accumulator
 from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
 from sparsync.schemes.dense import Dense as Dense
+from sparsync.schemes.exact_exdyna import ExactExDyna as ExactExDyna
+from sparsync.schemes.exact_micro import ExactMiCRO as ExactMiCRO
+from sparsync.schemes.exact_oktopk import ExactOkTopk as ExactOkTopk
 from sparsync.schemes.exdyna import ExDyna as ExDyna
 from sparsync.schemes.in_turn import InTurn as InTurn
 from sparsync.schemes.micro import MiCRO as MiCRO

@@ -37,11 +37,6 @@ class Dense(Scheme):
         return {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
 
     @classmethod
-    def published(cls) -> Self:
-        """Return what DistributedDataParallel does without a hook: sum in the gradient's precision, divided by P."""
-        return cls()
-
-    @classmethod
     def bf16(cls, form: Form = "native") -> Self:
         """Return the reduction in bfloat16: half the bytes of float32 at its range, the honest baseline of every compressor."""
         return cls(wire="bfloat16", form=form)

@@ -1,93 +1,59 @@
 """Ok-Topk: a sparse all-reduce whose traffic does not grow with P, on top-k selections (Li and Hoefler, arXiv 2201.07598).
 
-Every rank owns a region of the vector. It sends its largest elements to the owners of their regions, who add them up; the k largest
-sums of all regions survive and are gathered. A rank clears what it contributed to a survivor; everything else stays in its residual.
+Every rank owns a region of the vector. It sends its largest elements to the owners of their regions, who add them up; the largest sums
+of all regions survive and are gathered. A rank clears what it contributed to a survivor; everything else stays in its residual.
+Thresholds stand for the k-th largest magnitude; they are exact every `threshold_steps` steps, and kept in between.
 
-`OkTopk.published()` is the paper's algorithm, in `oktopk_published`. Differs from the paper there:
+The steps are numbered as in our own reconstruction of the paper's OK_SPARSE_ALLREDUCE from the authors' code and descriptions of the paper,
+whose text was not at hand. Differs from the paper:
 - The learning rate stays outside: the residual is in units of the gradient, and `State.rescale` with old rate / new rate keeps
   rate * residual as it was, and the thresholds with it. Weights then move as in the paper, whose accumulator is rate * ours.
 - What equals a threshold is selected (the authors' code leaves it out, and so selects k-1); zeros never are.
 - Of m selected elements, boundary j is the position of number j m // P (the authors' code: j (m // P), so the last region has more).
-- When thresholds are re-evaluated every sum has reached every rank already, so the survivors are not gathered a second time.
-- A zero threshold, of fewer than k non-zeros, is re-evaluated at the next step. A step with NaN or Inf leaves no trace (see OkTopk).
-
-The plain constructor differs more, so that traffic has a bound, nothing drifts, and a step waits for two exchanges:
-- Selections are exact in every step. The last threshold only says where to look first, so neither scale nor its changes matter.
-- A rank's own region costs it nothing, so all of it counts, and the k (P-1)/P elements it may send are the largest outside of it.
-- Equally many sums survive in every region, so nothing has to be agreed before they are gathered, nor balanced.
-- Regions move at every step, without traffic, to where that is the selection of one threshold: a profile of past survivors, whose
-  positions all ranks know, weighs those of a region by the smallest sum among them (`selection.shares`).
-- Counts travel at the heads of packets.
+- When thresholds are evaluated, the sums are gathered once: the global threshold is found among what was gathered, which is then cut to k.
+- A zero threshold, of fewer than k non-zeros, is evaluated again at the next step. A step with NaN or Inf leaves no trace.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
-from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.base.state import State
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.sparse_allreduce import Control, OwnControl, details
-from sparsync.comm.metered import MeteredComm
 from sparsync.core import (
+    FOUND_INF,
     Bucket,
     Comm,
-    Detail,
-    Report,
     Span,
     Sparse,
     check_density,
-    check_one_of,
     count_for,
     exact_divisor,
-    or_found_inf,
-    phase,
+    raise_if_found_inf,
 )
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.rounding import lacking, rounded
-from sparsync.schemes import oktopk_published
-from sparsync.selection.shares import (
-    Profile,
-    before_blocks,
-    equal_shares,
-    levels_of,
-    magnitude_of,
-    profile_memory,
-    relative_magnitudes,
-    smallest_of,
-)
-from sparsync.wire import Elements, Values, check_values
-
-Rule = Literal["exact", "paper", "code"]
-_LEVEL_BITS = 31  # of the smallest sum that survives in a region
+from sparsync.wire import Raw
 
 
 @dataclass(frozen=True)
 class OkTopk(ErrorFeedbackScheme):
-    """Write the k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
+    """Write the sums above a threshold, about k = density * n of them, divided by P; the rest stays in the residuals.
 
-    Every region has k/P of them, or all its non-zero sums where these are fewer. In words of 4 bytes (a float32 value or a position),
-    counts and lengths included, no rank sends more than 4k (P-1)/P + 9 (P-1) in any step, whatever the gradients. `published()` has no
-    such bound.
-    Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss scaler finds it, and residual and thresholds
-    stay as they were before this step.
+    `bug_compatible` scales the thresholds between evaluations and never balances, as the authors' code for VGG does. The factors and bands
+    of their code for LSTM and BERT are not here. Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss
+    scaler finds it, and residual and thresholds stay as they were before this step.
     """
 
-    density: float = 0.01  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
-    # "paper", "code": thresholds kept between re-evaluations, as they are or scaled as the authors do.
-    rule: Rule = "exact"
-    imbalance: float = 4.0  # "paper" only: a region's survivors over the mean, at most, before some move to other ranks
+    density: float = 0.02  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
+    threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds
+    region_steps: int = 64  # tau, steps between two divisions into regions
     dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
-    threshold_steps: int = 32  # tau', "paper" and "code" only: steps between two re-evaluations of the thresholds
-    region_steps: int = 64  # tau, "paper" and "code" only: steps between two divisions into regions
-    values: Values = "float32"  # how values travel, "exact" only; what rounding drops stays in the residuals
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+    imbalance: float = 4.0  # a region's survivors over the mean, at most, before some move to other ranks
+    bug_compatible: bool = False
 
     name = "oktopk"
     may_send_whole = True
@@ -95,52 +61,60 @@ class OkTopk(ErrorFeedbackScheme):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density(self.density)
-        check_values(self.values)
-        if self.rule != "exact" and self.values != "float32":
-            raise ValueError(f'the published rules send float32 values, got values={self.values!r}; use rule="exact"')
-        check_one_of("rule", self.rule, Rule)
-        if not self.imbalance >= 1:
-            raise ValueError(f"imbalance must be at least 1, the largest share over the mean, got {self.imbalance}")
-        for name, value, least in (
-            ("dense_steps", self.dense_steps, 0),
-            ("threshold_steps", self.threshold_steps, 1),
-            ("region_steps", self.region_steps, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-
-    @classmethod
-    def published(
-        cls,
-        density: float = 0.02,
-        threshold_steps: int = 32,
-        region_steps: int = 64,
-        dense_steps: int = 0,
-        bug_compatible: bool = False,
-    ) -> Self:
-        """Return the paper's algorithm with the settings of its VGG-16 runs.
-
-        `bug_compatible` scales the thresholds between re-evaluations and never balances, as the authors' code for VGG does; the factors
-        and bands of their code for LSTM and BERT are not here.
-        """
-        rule, imbalance = ("code", float("inf")) if bug_compatible else ("paper", 4.0)
-        return cls(density, rule, imbalance, dense_steps, threshold_steps, region_steps)
+        for name, least in {"threshold_steps": 1, "region_steps": 1, "dense_steps": 0, "imbalance": 1}.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
-        k, control = (
-            count_for(self.density, bucket.grad.numel()),
-            state.shared_state("control", Control, bucket, comm.size),
-        )
+        n, P, rank = bucket.grad.numel(), comm.size, comm.rank
+        k, control = count_for(self.density, n), state.shared_state("control", Control, bucket, P)
         if bucket.step < self.dense_steps:
-            following = replace(control, t=control.t + 1)
-            return replace(everything(acc, comm), commit=lambda: control.become(following))
-        if self.rule != "exact":
-            settings = oktopk_published.Settings(
-                self.rule == "code", self.imbalance, self.threshold_steps, self.region_steps
-            )
-            own = state.own_state("own_control", OwnControl, bucket, comm.size)
-            return oktopk_published.step(acc, k, settings, control, own, bucket, comm)
-        return self._exact_step(state, acc, k, control, bucket, comm)
+            return replace(everything(acc, comm), commit=lambda: control.become(replace(control, t=control.t + 1)))
+        own = state.own_state("own_control", OwnControl, bucket, P)
+        # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
+        threshold = self._local_threshold(acc, k, control.t, own)
+        mine = acc.above(threshold, Span(0, n))
+        # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
+        boundaries = self._boundaries(mine, control, comm)
+        # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries). `reduced` has the sums of this rank's region
+        regions = sparse_allreduce.regions_of(boundaries, n)
+        reduced = mine.value.new_zeros(len(regions[rank]))
+        moved = sparse_allreduce.split_and_reduce_(reduced, mine, regions, comm, Raw(), counts_first=True)
+        # 4: if t mod tau' == 0: th_glob = k-th largest of all ranks' |reduced|. It is not known yet then: all sums that are not zero are
+        # kept, gathered in 5, and cut to the k largest there
+        evaluate = control.t % self.threshold_steps == 0 or control.threshold is None
+        kept = kernels.select_ge(reduced, 0.0 if evaluate else float(control.threshold or 0.0))
+        finite = acc.finite and kernels.all_finite(reduced)
+        size = torch.tensor([kept.index.numel() if finite else FOUND_INF], dtype=torch.int32, device=reduced.device)
+        # A host sync: buffer sizes depend on it.
+        held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()
+        raise_if_found_inf(held)
+        # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob)
+        kept = Sparse(kept.index + regions[rank].start, kept.value, n)
+        balances = not evaluate and not self.bug_compatible and sparse_allreduce.uneven(held, self.imbalance)
+        wanted = sparse_allreduce.equal_holdings(held) if balances else held
+        kept, places = sparse_allreduce.balance(kept, held, wanted, regions, comm, Raw())
+        survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, Raw())
+        if evaluate:
+            survivors = sparse_allreduce.k_largest(survivors, k)
+        global_threshold = smallest_magnitude(survivors.value) if evaluate else control.threshold
+        # 6: return u, I_loc intersect I_glob
+        cleared = survivors.index[kernels.isin(survivors.index, mine.index)]
+        if evaluate and (sum(held) < k or k == n):
+            # All sums that are not zero were written: nothing of what was sent is left to send.
+            cleared = mine.index
+        thresholds = smallest_magnitude(mine.value), smallest_magnitude(survivors.value)
+        details = sparse_allreduce.details(mine, thresholds, held, wanted, moved.incoming, rank)
+        details |= {"global_count": survivors.index.numel(), "evaluated": evaluate}
+        if self.bug_compatible:
+            threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
+
+        def commit() -> None:
+            control.become(Control(control.t + 1, boundaries, global_threshold or None))
+            own.threshold = threshold or None
+
+        mean = replace(survivors, value=survivors.value / exact_divisor(survivors.value, P))
+        return Update(mean, cleared, mine.index.numel(), details=details, commit=commit)
 
     def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
         for names, control in [*state.all_of("control", Control), *state.all_of("own_control", OwnControl)]:
@@ -149,125 +123,69 @@ class OkTopk(ErrorFeedbackScheme):
             factor = found.pop() if len(found) == 1 else None
             control.threshold = None if control.threshold is None or factor is None else control.threshold * factor
 
-    def reduce_scatter_form(self) -> ReduceScatterScheme:
-        return OkTopkReduceScatter(self)
+    def _local_threshold(self, acc: Accumulator, k: int, t: int, own: "OwnControl") -> float:
+        if t % self.threshold_steps == 0 or own.threshold is None:
+            return float(_magnitude(acc.top_k(k).value).min())
+        return _tightened(acc.values, own.threshold, k) if self.bug_compatible else own.threshold
 
-    def _exact_step(
-        self, state: State, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm
-    ) -> Update:
-        n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
-        regions, profile = control.regions(n, P), state.shared_state("profile", Profile, bucket, P)
-        own, shares = regions[rank], equal_shares([len(region) for region in regions], k, control.t)
-        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
-        region = own.of(acc.values)  # all of this rank's own region counts, at no cost
-        reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, codec, undoable=True)
-        sums = acc.top_k_nonzero_of(region, shares[rank], "sums")
-        with phase("select"):
-            assert reduced.before is not None
-            kernels.put_(region, reduced.before.index, reduced.before.value)
-            # NaN and Inf are the largest.
-            finite = acc.is_finite & sums.value.isfinite().all()
-            note = or_found_inf(levels_of(smallest_of(sums.value), _LEVEL_BITS), finite)
-        share = replace(sums, value=sums.value / exact_divisor(sums.value, P))
-        least = smallest_of(mine.value)
-        gathered = sparse_allreduce.gather_survivors(share, note, regions, n, comm, codec, least)
-        parts, levels = gathered.parts, gathered.notes
-        held = [part.index.numel() for part in parts]
-        # Where all non-zero sums of a region survive, the others are zero, which is what is written.
-        whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
-        mean = Sparse(torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts]), n)
-        at = _survived(mine, mean, reduced.outgoing, whole)
-        left = torch.where(at, 0.0 if reduced.error is None else reduced.error, mine.value)
-        cleared = _positions(own, mine.index) if whole[rank] else parts[rank].index
-        errors = [] if codec.exact else [Sparse(parts[rank].index, lacking(sums.value, gathered.decoded, P), n)]
-
-        def commit() -> None:
-            control.t += 1
-            if k == n or k < P:  # regions of equal width are the balanced ones, or hold an element in turns
-                return
-            weights = relative_magnitudes([level >> (_LEVEL_BITS - 15) for level in levels])
-            # A host sync: regions follow from it.
-            profile.observe(before_blocks(mean.index, n).tolist(), held, weights, profile_memory(k, P))
-            cut = profile.cut(n, P, least=2 * -(-k // P))
-            control.boundaries = [span.start for span in cut[1:]]
-
-        smallest = min((level for level, count in zip(levels, held, strict=True) if count), default=0)
-        thresholds = gathered.beside, magnitude_of(smallest, _LEVEL_BITS)
-        found = details(mine, thresholds, held, held, reduced.incoming, rank)
-        kept = [replace(mine, value=left)]
-        return Update(mean, cleared, mine.index.numel() + held[rank], errors, found, commit, replaced=kept)
+    def _boundaries(self, mine: Sparse, control: "Control", comm: Comm) -> list[int]:
+        """Return where the regions begin at this step: every `region_steps` steps the mean over ranks of each boundary."""
+        n, P = mine.length, comm.size
+        if control.t % self.region_steps or P == 1:
+            return control.boundaries or sparse_allreduce.equal_boundaries(n, P)
+        wanted = sparse_allreduce.balanced_boundaries(mine.index, n, P)
+        # int64, because n * P may exceed an int32.
+        total = comm.all_reduce(torch.tensor(wanted, dtype=torch.int64, device=mine.index.device))
+        return (total // P).tolist()
 
 
-def _survived(mine: Sparse, mean: Sparse, outgoing: Sequence[int], whole: Sequence[bool]) -> Tensor:
-    """Return which of `mine` this rank gave to survivors, or to a region whose `whole` sums were sent: bool [k]."""
-    survived = kernels.isin(mine.index, mean.index)
-    start = 0
-    for count, all_sent in zip(outgoing, whole, strict=True):
-        if all_sent:
-            survived[start : start + count] = True
-        start += count
-    return survived
+@dataclass
+class Control:
+    """What all ranks keep of one bucket from step to step."""
+
+    t: int = 0  # steps
+    boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
+    threshold: float | None = None  # th_glob, of sums; None: to be evaluated
+
+    def become(self, other: "Control") -> None:
+        """Take over all of `other`."""
+        self.__dict__.update(other.__dict__)
 
 
-def _positions(span: Span, like: Tensor) -> Tensor:
-    return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
+@dataclass
+class OwnControl:
+    """What one rank keeps of one bucket, besides its residual."""
+
+    threshold: float | None = None  # th_loc, of its own elements; None: to be evaluated
 
 
-@dataclass(frozen=True)
-class OkTopkReduceScatter(ReduceScatterScheme):
-    """Split-and-reduce only, with the chunks as regions: each rank sends its k (P-1)/P largest elements outside its own.
-
-    Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
-    the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
-    """
-
-    config: OkTopk
-    name = "oktopk"
-
-    def __post_init__(self) -> None:
-        if self.config.rule != "exact":
-            raise ValueError(f'rule must be "exact" on a shard axis, got {self.config.rule!r}; use OkTopk(density=...)')
-
-    @property
-    def residuals(self) -> Residuals:
-        """The precision of the residual."""
-        return self.config.residuals
-
-    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
-        n, P, m = bucket.grad.numel(), comm.size, out.numel()
-        acc = state.accumulate(bucket)
-        chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
-        own, codec = chunks[comm.rank], Elements(self.config.values)
-        density = 1.0 if bucket.step < self.config.dense_steps else self.config.density
-        k = count_for(density, n)
-        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
-        if not acc.finite:
-            mine = _nan_for_each_owner(acc.values, own)
-        region = own.of(acc.values).clone()
-        comm = MeteredComm(comm)
-        reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
-        share = P if average else 1
-        out.copy_(rounded(region / exact_divisor(region, share), out.dtype))
-        if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
-            return self.found_inf(bucket, out, comm.sent)
-        with phase("apply"):
-            acc.keep()
-            own.of(acc.residual).zero_()
-            kernels.clear_(acc.residual, mine.index)
-            if reduced.error is not None:
-                kernels.scatter_add_(acc.residual, Sparse(mine.index, reduced.error, n))
-            if out.dtype != region.dtype:
-                # What rounding to its type drops.
-                own.of(acc.residual).copy_(lacking(region, out, share))
-        sent = mine.index.numel()
-        received = sum(reduced.incoming) - reduced.incoming[comm.rank]
-        found: dict[str, Detail] = {"sent_count": sent, "received_count": received, "overflow": False}
-        return Report(self.name, bucket.key, bucket.step, n, sent + m, n, comm.sent, details=found)
+def _tightened(acc: Tensor, threshold: float, k: int) -> float:
+    """Return the threshold raised by 3 %, up to five times, while more than 4k/3 elements are selected: the authors' code for VGG."""
+    size = _magnitude(acc)
+    for _ in range(5):
+        if 3 * int((size >= threshold).sum()) <= 4 * k:
+            break
+        threshold *= 1.03
+    return threshold
 
 
-def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
-    """Return a NaN for each other rank, in place of what was selected: so all of them learn of it without another message."""
-    n, m = acc.numel(), len(own)
-    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
-    index = first[first != own.start]
-    return Sparse(index, acc.new_full(index.shape, torch.nan), n)
+def _scaled(
+    mine: Sparse, survivors: Sparse, threshold: float, global_threshold: float | None, k: int, evaluated: bool
+) -> tuple[float, float | None]:
+    """Return the thresholds of the next step, by the bands of the authors' code for VGG."""
+    total, gathered = mine.index.numel(), survivors.index.numel()
+    if 3 * total < 2 * k:
+        threshold /= 1.012
+    elif 4 * total > 5 * k:
+        threshold *= 1.012
+    if global_threshold is not None and not evaluated:
+        if 3 * gathered < 2 * k:
+            global_threshold /= 1.008
+        elif 3 * gathered > 4 * k:
+            global_threshold *= 1.008
+    return threshold, global_threshold
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """Return |x|, with NaN as infinity."""
+    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -12,7 +12,7 @@ from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Spa
 class PerParameter(Scheme):
     """Reduce each parameter by the first scheme whose pattern its name matches, and by `default` where there is none.
 
-    For example `PerParameter(MiCRO(0.01), {"embedding.*": MiCRO(0.001), "*norm*": Dense()})`. A residual stays with its scheme, so
+    For example `PerParameter(TopK(0.01), {"embedding.*": TopK(0.001), "*norm*": Dense()})`. A residual stays with its scheme, so
     do not change the patterns when training continues. Where a scheme finds NaN or Inf the step will be skipped, so the others roll
     back what they have written. Raises ValueError for an empty pattern.
     """

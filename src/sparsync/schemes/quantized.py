@@ -46,11 +46,6 @@ class Quantized(ErrorFeedbackScheme):
         """Return the reduction in 4 bits: an eighth of the bytes of float32, with error feedback."""
         return cls("int4", residuals)
 
-    @classmethod
-    def published(cls, values: Bits = "int8") -> Self:
-        """Return the same: error feedback as published, at both ends."""
-        return cls(values)
-
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
         """Return this rank's residual, [n], and its own chunk, where it holds what rounding dropped of all ranks' sum."""
         residual = state.residual(bucket)

@@ -6,8 +6,8 @@ gradients is never sent, the wire carries (2(P-1) - s)/(2(P-1)) of a dense ring'
 Differs from the paper and the authors' code:
 - Layers are protected by parameter name, also inside a bucket; the code recognises buckets by their element count, and leaves every
   reduction below 100 000 elements dense because it also meets control messages. Here only gradients pass.
-- The plain setting divides by the contributors, which leaves the mean unbiased; the code divides by P (`published()`), which shrinks
-  every update by (P - s)/P.
+- The mean is over the contributors, which leaves it unbiased; the code divides by P (`divide_by="ranks"`), which shrinks every update by
+  (P - s)/P.
 - One shift a bucket and step (the code: one a transport chunk), and shifts never repeat at once (the code's counter may stand still).
 - What is protected inside a bucket rides in the messages of the rest: a step that is skipped carries nothing else.
 - `form="direct"`, `node_size` and `feedback` are ours.
@@ -100,11 +100,6 @@ class SkipReduce(Scheme):
             )
         if self.node_size < 1:
             raise ValueError(f"node_size must be at least 1 rank, got {self.node_size}")
-
-    @classmethod
-    def published(cls, skip: int | float = 0.5, protect: Sequence[str] = (), seed: int = 0) -> Self:
-        """Return the authors' random (with `protect`, selective) SkipReduce: a ring, divided by P."""
-        return cls(skip=skip, mode="random", protect=protect, divide_by="ranks", form="ring", seed=seed)
 
     @classmethod
     def ring_pruning(cls, skip: int | float = 0.5) -> Self:

@@ -7,8 +7,6 @@ with P. Differs from the paper: nothing of note; NaN and Inf are passed on witho
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from typing_extensions import Self
-
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.state import State
 from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, exact_divisor, phase
@@ -36,11 +34,6 @@ class TopK(ErrorFeedbackScheme):
         super().__post_init__()
         check_density(self.density)
         check_values(self.values)
-
-    @classmethod
-    def published(cls, density: float = 0.01) -> Self:
-        """Return the same: the published algorithm is the exact one."""
-        return cls(density=density)
 
     def count(self, bucket: Bucket) -> int:
         """Return how many elements each rank sends of this bucket at its step; the same on every rank."""

@@ -6,15 +6,16 @@ elements each partition sends is in `shares`.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from sparsync.core import ParameterSpan, Rows, Span, matches, spans
+from sparsync.core import ParameterSpan, Rows, Span, Sparse, matches, spans
 from sparsync.kernels import operations as kernels
 
 Item = TypeVar("Item")
@@ -230,3 +231,49 @@ def _merged(wanted: Iterable[Span]) -> tuple[Span, ...]:
         else:
             merged.append(span)
     return tuple(merged)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The partition that this rank examines, without the positions that all ranks send anyway."""
+
+    rows: Rows  # where its elements are
+    known: Tensor  # positions that all ranks send anyway, int32
+    taken: Tensor  # places of the known positions in it, ascending, int32
+    lengths: list[int]  # of the partition of each rank, in rank order
+    free: list[int]  # how many of these are not known
+
+    def sampled(self, stride: int, turn: int) -> Self:
+        """Return one of `stride` rows, others at each turn."""
+        if stride == 1:
+            return self
+        rows = self.rows
+        starts = rows.starts[turn % stride : rows.length // rows.row : stride].contiguous()
+        return replace(self, rows=Rows(starts, rows.row, starts.numel() * rows.row))
+
+    def free_of(self, found: Sparse, count: int) -> Sparse:
+        """Return the `count` largest elements of `found` that are not known."""
+        if not self.taken.numel():
+            return found
+        free = ~kernels.isin(found.index, self.taken)
+        found = Sparse(found.index[free], found.value[free], found.length)
+        if count == found.index.numel():
+            return found
+        top = kernels.top_k(found.value, count)
+        return Sparse(found.index[top.index], top.value, found.length)
+
+
+def examine(
+    partition: Contiguous | BlockCyclic, allowed: Budget, rank: int, step: int, device: torch.device
+) -> Examined:
+    """Return what `rank` examines at `step`, outside the positions known to all."""
+    lengths, known = partition.lengths(), allowed.known_index(device)
+    mine = rotation(rank, step, len(lengths))
+    rows, free, taken = partition.rows(mine, device), lengths, known
+    if known.numel():
+        p, place = partition.places(known)
+        # A host sync: how much is sent depends on it.
+        counts: list[int] = torch.bincount(p, minlength=len(lengths)).tolist()
+        free = [length - count for length, count in zip(lengths, counts, strict=True)]
+        taken = place[p == mine].to(torch.int32)
+    return Examined(rows, known, taken, by_rank(lengths, step), by_rank(free, step))

@@ -19,7 +19,7 @@ LOSSES = {
     "perplexity": "nats",
     "bits per byte": "bits per byte",
 }  # metric -> unit of the loss: ln(perplexity), or itself
-OURS = ("two_shot", "in_turn", "micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
+OURS = ("two_shot", "in_turn", "exact_micro", "exact_exdyna", "exact_oktopk", "auto_protect")
 
 _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 

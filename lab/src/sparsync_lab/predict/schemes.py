@@ -1,7 +1,7 @@
 """The plan of each scheme of the library in closed form. A scheme of your own gets one by `@form.register`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import singledispatch
 
 import torch
@@ -11,17 +11,12 @@ from sparsync.collectives.skipping import first_offsets, skip_count
 from sparsync.core import count_for, laid_out, matches, spans
 from sparsync.schemes.auto_protect import AutoProtect
 from sparsync.schemes.dense import Dense
-from sparsync.schemes.exdyna import EqualCountSelection
+from sparsync.schemes.exact_exdyna import ExactExDyna
+from sparsync.schemes.exact_micro import LEVEL_NBYTES, ROW, SAMPLE_POINTS, ExactMiCRO
+from sparsync.schemes.exact_oktopk import ExactOkTopk
+from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.in_turn import InTurn
-from sparsync.schemes.micro import (
-    LEVEL_NBYTES,
-    ROW,
-    SAMPLE_POINTS,
-    EqualSpans,
-    MiCRO,
-    QuotaSelection,
-    ThresholdSelection,
-)
+from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.per_parameter import PerParameter
 from sparsync.schemes.quantized import Quantized
@@ -214,77 +209,68 @@ def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dty
 
 
 @form.register
-def _(scheme: MiCRO, given: Given) -> Plan:
-    """Return the plan of MiCRO or ExDyna. Figures, by rank: the elements "selected", and the "lengths" of the partitions."""
-    chosen = _selection(scheme, given)
-    mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(scheme.values), scheme.rule == "quotas")
-    return planned(
-        given,
-        [*chosen.exchanges, *mean.exchanges],
-        residual_nbytes(scheme, given),
-        select=(chosen.examined, 1),
-        encode=mean.encode,
-        decode=mean.decode,
-    )
-
-
-@dataclass(frozen=True)
-class _Selection:
-    """A selection in numbers: its exchanges, K, and how many elements the busiest rank looks through."""
-
-    exchanges: Sequence[Exchange]
-    union: int
-    examined: int
-
-
-def _selection(scheme: MiCRO, given: Given) -> _Selection:
-    n, P, t, selector = given.n, given.P, given.step or 0, scheme.selector
+def _(scheme: ExactMiCRO, given: Given) -> Plan:
+    """Return the plan of ExactMiCRO or ExactExDyna. Figures, by rank: the elements "selected", and the "lengths" of the partitions."""
+    n, P, t = given.n, given.P, given.step or 0
     lengths, selected = given.by_rank("lengths"), given.by_rank("selected")
-    if isinstance(selector, ThresholdSelection):
-        return _threshold_selection(selector, given, lengths, selected)
     # The budget in equal counts: partitions of mixed rows are taken to hold equally many, and adjacent ones to be equally long.
     allowed = budget(scheme.density, given.parameters, scheme.dense, scheme.refresh, t)
-    if isinstance(selector, EqualCountSelection):
+    if isinstance(scheme, ExactExDyna):
         levels = 1
         lengths = lengths or by_rank([len(span) for span in spans(n, P)], t)
         selected = selected or equal_shares(lengths, allowed.open_count, t // P)
     else:
-        assert isinstance(selector, QuotaSelection)
         levels = len(SAMPLE_POINTS)
         lengths = lengths or by_rank(BlockCyclic(n, P, ROW).lengths(), t)
         selected = selected or [len(span) for span in spans(allowed.open_count, P)]
     head = LEVEL_NBYTES * levels
     sizes = packet_tally(selected, lengths, lambda k, length: head + fixed_length_nbytes(k, length))
-    return _Selection([all_gather_exchange(sizes)], allowed.count, max(lengths))
-
-
-def _threshold_selection(
-    selector: ThresholdSelection, given: Given, lengths: Sequence[int] | None, selected: Sequence[int] | None
-) -> _Selection:
-    """Return what one threshold that has found its place selects; what one partition has of it is estimated."""
-    n, P = given.n, given.P
-    examined = max(lengths or near_equal(n, P))
-    if selected is None:
-        union = count_for(selector.density, n)
-        # Partitions that follow the loads have equally much.
-        peak = PEAK if type(selector.partitions) is EqualSpans else 0.0
-        most = min(examined, round(max(1 / P, peak) * union))
-    else:
-        union, most = sum(selected), max(selected)
-    padded = all_gather_exchange({(8 if selector.bug_compatible else 4) * most: P})
-    return _Selection([counts_exchange(P), padded], union, examined)
+    return _at_union(scheme, given, [all_gather_exchange(sizes)], allowed.count, max(lengths))
 
 
 @form.register
-def _(scheme: OkTopk, given: Given) -> Plan:
-    """Return the plan of a step; by the published rules one between two evaluations of the thresholds, or that of `given.step`.
+def _(scheme: MiCRO, given: Given) -> Plan:
+    """Return the plan of MiCRO or ExDyna, whose threshold has found its place. Figures as ExactMiCRO's."""
+    n, P = given.n, given.P
+    selected = given.by_rank("selected")
+    examined = max(given.by_rank("lengths") or near_equal(n, P))
+    if selected is None:
+        union = count_for(scheme.density, n)
+        # An estimate of what one partition has. Partitions that follow the loads have equally much.
+        peak = 0.0 if isinstance(scheme, ExDyna) else PEAK
+        most = min(examined, round(max(1 / P, peak) * union))
+    else:
+        union, most = sum(selected), max(selected)
+    padded = all_gather_exchange({(8 if scheme.bug_compatible else 4) * most: P})
+    return _at_union(scheme, given, [counts_exchange(P), padded], union, examined)
+
+
+def _at_union(
+    scheme: MiCRO | ExactMiCRO, given: Given, exchanges: Sequence[Exchange], union: int, examined: int
+) -> Plan:
+    """Return the plan of `exchanges` of positions, then of values at the union; the busiest rank looks through `examined` elements."""
+    exact = isinstance(scheme, ExactMiCRO)
+    mean = mean_at_plan(union, given.dtype, given.P, ValueCodec(scheme.values if exact else "float32"), exact)
+    return planned(
+        given,
+        [*exchanges, *mean.exchanges],
+        residual_nbytes(scheme, given),
+        select=(examined, 1),
+        encode=mean.encode,
+        decode=mean.decode,
+    )
+
+
+@form.register
+def _(scheme: OkTopk | ExactOkTopk, given: Given) -> Plan:
+    """Return the plan of a step; of OkTopk one between two evaluations of the thresholds, or that of `given.step`.
 
     Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
     once they are balanced. Without them, selections are of k elements and spread evenly over regions of equal length, and as many
     sums survive in each.
     """
     n, P, k, dtype = given.n, given.P, count_for(scheme.density, given.n), given.dtype
-    exact = scheme.rule == "exact"
+    exact = isinstance(scheme, ExactOkTopk)
     codec = Elements(scheme.values) if exact else Raw()
     outgoing, held = given.by_rank("outgoing"), given.by_rank("held")
     lengths = given.by_rank("lengths") or [len(span) for span in spans(n, P)]
@@ -294,7 +280,7 @@ def _(scheme: OkTopk, given: Given) -> Plan:
     else:
         sent = max(sum(row) for row in outgoing)
         split = split_and_reduce_exchanges(outgoing, lengths, dtype, codec, counts_first=not exact)
-    if exact:
+    if isinstance(scheme, ExactOkTopk):
         held = held or equal_shares(lengths, k, given.step or 0)
         exchanges = [*split, gather_survivors_exchange(held, lengths, dtype, codec)]
     else:

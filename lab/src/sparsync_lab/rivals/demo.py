@@ -19,7 +19,6 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.base.error_feedback import DenseUpdate
@@ -56,11 +55,6 @@ class DeMo(ErrorFeedbackScheme):
         check_per_tile(self.per_tile)
         check_one_of("divide_by", self.divide_by, Divisor)
         check_values(self.values)
-
-    @classmethod
-    def published(cls, per_tile: int = 32) -> Self:
-        """Return the same: the published rule is the plain setting."""
-        return cls(per_tile=per_tile)
 
     @property
     def writes_steps(self) -> bool:

@@ -9,7 +9,6 @@ clipping is of a bucket, not of a layer; and the warm-up is counted in steps, no
 from dataclasses import dataclass, replace
 
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsync import Bucket, Comm, Report, kernels
 from sparsync.base.error_feedback import add_dropped_
@@ -47,11 +46,6 @@ class DGC(TopK):
             raise ValueError(f"warmup_steps must be 0 or more, got {self.warmup_steps}")
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip must be above 0, or None not to clip, got {self.clip}")
-
-    @classmethod
-    def published(cls, density: float = 0.001) -> Self:
-        """Return the same: the published rule is the plain setting."""
-        return cls(density=density)
 
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         if not bucket.grad.numel():

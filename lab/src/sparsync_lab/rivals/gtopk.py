@@ -11,8 +11,6 @@ Inf are among the largest, reach all ranks, and leave residuals untouched.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from typing_extensions import Self
-
 from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.core import check_density, count_for
 from sparsync.feedback import Residuals
@@ -39,11 +37,6 @@ class GTopK(ErrorFeedbackScheme):
         super().__post_init__()
         check_density(self.density)
         check_values(self.values)
-
-    @classmethod
-    def published(cls, density: float = 0.001) -> Self:
-        """Return the same at the paper's density."""
-        return cls(density=density)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(count_for(self.density, bucket.grad.numel()))  # [k]

@@ -13,8 +13,6 @@ with the values that 8 bits have.
 
 from dataclasses import dataclass
 
-from typing_extensions import Self
-
 from sparsync import Bucket, Comm, ErrorFeedbackScheme
 from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce_
@@ -48,11 +46,6 @@ class LoCo(ErrorFeedbackScheme):
             raise ValueError(f"reset_every must be at least 1 step, got {self.reset_every}")
         check_values(self.values)
         check_values(self.values_down)
-
-    @classmethod
-    def published(cls, reset_every: int = 1024) -> Self:
-        """Return the same: the published rule is the plain setting."""
-        return cls(reset_every=reset_every)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         error = acc.values  # h, and then h - q

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsync import Bucket, Comm, ErrorFeedbackScheme, Report, kernels
 from sparsync.base.error_feedback import DenseUpdate
@@ -58,11 +57,6 @@ class OneBitAdam(ErrorFeedbackScheme):
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
         if self.eps <= 0:
             raise ValueError(f"eps must be above 0, got {self.eps}")
-
-    @classmethod
-    def published(cls, warmup_steps: int = 100) -> Self:
-        """Return the same: the published rule is the plain setting."""
-        return cls(warmup_steps=warmup_steps)
 
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         grad, names, steps = bucket.grad, [entry.name for entry in bucket.layout], state.common("steps")

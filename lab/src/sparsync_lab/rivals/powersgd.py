@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsync import Bucket, Comm, ErrorFeedbackScheme
 from sparsync.base.error_feedback import DenseUpdate
@@ -58,11 +57,6 @@ class PowerSGD(ErrorFeedbackScheme):
             raise ValueError(
                 f"least_saving must be above 0, how many times shorter factors are than their matrix, got {self.least_saving}"
             )
-
-    @classmethod
-    def published(cls, rank: int = 4, seed: int = 0) -> Self:
-        """Return the same: the published algorithm is the plain setting."""
-        return cls(rank=rank, seed=seed)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         plan, values = factored(bucket.layout, self.rank, self.least_saving), acc.values

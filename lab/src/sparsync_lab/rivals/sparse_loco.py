@@ -17,7 +17,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import Self
 
 from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.collectives.values import Quantizer
@@ -62,11 +61,6 @@ class SparseLoCo(ErrorFeedbackScheme):
         allowed = ("bins", *get_args(Values))
         if self.values not in allowed:
             raise ValueError(f"values must be one of {', '.join(allowed)}, got {self.values!r}")
-
-    @classmethod
-    def published(cls, per_tile: int = 64) -> Self:
-        """Return the same: the published rule is the plain setting."""
-        return cls(per_tile=per_tile)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, tiles, values = bucket.grad.numel(), tiles_of(bucket.layout), acc.values

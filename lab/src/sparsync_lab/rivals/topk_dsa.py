@@ -7,7 +7,7 @@ selections overlap; up to P * k sums are set.
 Differs from the paper: top-k of the whole bucket, not of groups of 512 elements; the reduce-scatter is one all-to-all, not log2 P exchanges
 of halves, so only the all-gather turns dense; the learning rate is outside; NaN and Inf are noticed, by the message that holds the counts.
 Sparse packets need few bits for a position, so the plain setting turns dense later than the paper: where they are as long as dense ones.
-`published()` does at a third of non-zero sums, as the baseline of Ok-Topk's authors (arXiv 2201.07598).
+`dense_from=1/3` is the baseline of Ok-Topk's authors (arXiv 2201.07598).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
 from sparsync.collectives.sparse_allreduce import (
@@ -55,11 +54,6 @@ class TopKDSA(ErrorFeedbackScheme):
             raise ValueError(
                 f"dense_from must be in [0, 1], a share of non-zero sums, got {self.dense_from}; None compares packets"
             )
-
-    @classmethod
-    def published(cls, density: float = 0.01) -> Self:
-        """Return the same, turning dense from a third of non-zero sums."""
-        return cls(density, dense_from=1 / 3)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, P, codec = bucket.grad.numel(), comm.size, Elements(self.values)

@@ -28,7 +28,7 @@ rings = ["all_gather"]          # other exchanges that go round a ring, as NCCL'
 gb_per_s = 500                  # of a rank, for passes over its gradient
 [[scheme]]
 label = "Ok-Topk"               # the first scheme is the one that the others are compared with
-name = "oktopk"                 # of `sparsync schemes`; a set-up names no code
+name = "exact_oktopk"           # of `sparsync schemes`; a set-up names no code
 settings = { density = 0.01 }
 every = 1                       # steps between exchanges of weights; with fragments = and delay = as in local steps
 [sources]

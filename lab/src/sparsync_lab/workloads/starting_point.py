@@ -1,7 +1,7 @@
 r"""A job for `sparsync compare`: what you train, on the ranks and links of your choice, with one scheme after the other.
 
 Run: sparsync compare --workload my_job.py:MyJob --ranks 4 --link 100mbit \
-  --schemes dense,bf16,topk,oktopk:values=int8 --steps 100
+  --schemes dense,bf16,topk,exact_oktopk:values=int8 --steps 100
 It runs unchanged, in two minutes on two cores; with --link none if links cannot be limited. Put your model, data and loss in place of
 these; `optimizer` and what follows it may be deleted.
 """

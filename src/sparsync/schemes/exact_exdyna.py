@@ -1,0 +1,70 @@
+"""ExDyna with exact counts: equally many elements from every partition, whose boundaries move freely. A variant of `exdyna`.
+
+Equal counts need no exchange of counts and no padding. All boundaries move at every step to where the partitions' smallest selected
+magnitudes, which travel with the positions, become equal. In balance that is the selection of one threshold for all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsync.base.state import State
+from sparsync.core import Bucket, Comm, numbers_of, or_found_inf, phase, raise_if_found_inf
+from sparsync.feedback import Accumulator
+from sparsync.schemes.exact_micro import ExactMiCRO, Selection, gather_positions, largest_of
+from sparsync.schemes.micro import partition_lengths
+from sparsync.selection.exclusive import Contiguous, examine, rotation
+from sparsync.selection.shares import (
+    Profile,
+    before_blocks,
+    equal_shares,
+    levels_of,
+    profile_memory,
+    relative_magnitudes,
+    smallest_of,
+)
+
+
+@dataclass(frozen=True)
+class ExactExDyna(ExactMiCRO):
+    """Send what ExactMiCRO does, with equally many elements from each partition; boundaries follow a profile of past selections.
+
+    Settings are those of ExactMiCRO. Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; this travels on
+    the first message.
+    """
+
+    name = "exact_exdyna"
+
+    def select(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
+        """Agree with the other ranks on equally many positions from each partition. Raises NonFiniteError on all ranks."""
+        n, P, t = bucket.grad.numel(), comm.size, bucket.step
+        profile = state.shared_state("profile", Profile, bucket, P)
+        with phase("select"):
+            allowed = self.budget(bucket.layout, t)
+            cut = profile.cut(n, P, least=2 * -(-allowed.count // P))
+            mine = examine(Contiguous(cut), allowed, comm.rank, t, acc.residual.device)
+            counts = equal_shares(mine.free, allowed.open_count, t // P)
+        (own,) = largest_of(acc, [mine], [counts[comm.rank]])
+        smallest = smallest_of(own.value)
+        level = or_found_inf(levels_of(smallest), acc.is_finite)
+        heads, places = gather_positions(level, own.index, counts, mine.lengths, comm)
+        # In the order of the partitions, in which they ascend.
+        ranks = [rotation(p, -t, P) for p in range(P)]
+        with phase("decode"):
+            found = torch.cat([places[rank] + span.start for rank, span in zip(ranks, cut, strict=True)])
+            # A host sync: boundaries follow from it.
+            levels, before, (threshold,) = numbers_of(heads, before_blocks(found, n), smallest)
+        raise_if_found_inf(levels)
+
+        def commit() -> None:
+            weights = relative_magnitudes([levels[rank] for rank in ranks])
+            profile.observe(before, [counts[rank] for rank in ranks], weights, profile_memory(allowed.count, P))
+
+        return Selection(
+            [mine.known, found],
+            counts,
+            threshold,
+            known=mine.known.numel(),
+            details=partition_lengths(cut),
+            commit=commit,
+        )

@@ -1,0 +1,217 @@
+"""Ok-Topk with exact selections: k sums in every step, bounded traffic, and two exchanges. A variant of `oktopk` (arXiv 2201.07598).
+
+Every rank owns a region of the vector. It sends its largest elements to the owners of their regions, who add them up; the k largest
+sums of all regions survive and are gathered. A rank clears what it contributed to a survivor; everything else stays in its residual.
+
+Differs from the paper, so that traffic has a bound, nothing drifts, and a step waits for two exchanges:
+- Selections are exact in every step. The last threshold only says where to look first, so neither scale nor its changes matter.
+- A rank's own region costs it nothing, so all of it counts, and the k (P-1)/P elements it may send are the largest outside of it.
+- Equally many sums survive in every region, so nothing has to be agreed before they are gathered, nor balanced.
+- Regions move at every step, without traffic, to where that is the selection of one threshold: a profile of past survivors, whose
+  positions all ranks know, weighs those of a region by the smallest sum among them (`selection.shares`).
+- Counts travel at the heads of packets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
+from sparsync.base.scheme import ReduceScatterScheme
+from sparsync.base.state import State
+from sparsync.collectives import sparse_allreduce
+from sparsync.collectives.sparse_allreduce import details
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import (
+    Bucket,
+    Comm,
+    Detail,
+    Report,
+    Span,
+    Sparse,
+    check_density,
+    count_for,
+    exact_divisor,
+    or_found_inf,
+    phase,
+)
+from sparsync.feedback import Accumulator, Residuals
+from sparsync.kernels import operations as kernels
+from sparsync.kernels.rounding import lacking, rounded
+from sparsync.selection.shares import (
+    Profile,
+    before_blocks,
+    equal_shares,
+    levels_of,
+    magnitude_of,
+    profile_memory,
+    relative_magnitudes,
+    smallest_of,
+)
+from sparsync.wire import Elements, Values, check_values
+
+_LEVEL_BITS = 31  # of the smallest sum that survives in a region
+
+
+@dataclass(frozen=True)
+class ExactOkTopk(ErrorFeedbackScheme):
+    """Write the k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
+
+    Every region has k/P of them, or all its non-zero sums where these are fewer. In words of 4 bytes (a float32 value or a position),
+    counts and lengths included, no rank sends more than 4k (P-1)/P + 9 (P-1) in any step, whatever the gradients.
+    Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss scaler finds it, and residual and regions
+    stay as they were before this step.
+    """
+
+    density: float = 0.01  # k/n, of what a rank selects and of the result
+    dense_steps: int = 0  # first steps that reduce everything
+    values: Values = "float32"  # how values travel; what rounding drops stays in the residuals
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+
+    name = "exact_oktopk"
+    may_send_whole = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+        check_values(self.values)
+        if self.dense_steps < 0:
+            raise ValueError(f"dense_steps must be at least 0, got {self.dense_steps}")
+
+    def reduce_scatter_form(self) -> ReduceScatterScheme:
+        return OkTopkReduceScatter(self)
+
+    def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
+        n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
+        k, control = count_for(self.density, n), state.shared_state("control", Control, bucket, P)
+        if bucket.step < self.dense_steps:
+            return replace(everything(acc, comm), commit=control.advance)
+        regions, profile = control.regions(n, P), state.shared_state("profile", Profile, bucket, P)
+        own, shares = regions[rank], equal_shares([len(region) for region in regions], k, control.t)
+        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
+        region = own.of(acc.values)  # all of this rank's own region counts, at no cost
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, codec, undoable=True)
+        sums = acc.top_k_nonzero_of(region, shares[rank], "sums")
+        with phase("select"):
+            assert reduced.before is not None
+            kernels.put_(region, reduced.before.index, reduced.before.value)
+            # NaN and Inf are the largest.
+            finite = acc.is_finite & sums.value.isfinite().all()
+            note = or_found_inf(levels_of(smallest_of(sums.value), _LEVEL_BITS), finite)
+        share = replace(sums, value=sums.value / exact_divisor(sums.value, P))
+        least = smallest_of(mine.value)
+        gathered = sparse_allreduce.gather_survivors(share, note, regions, n, comm, codec, least)
+        parts, levels = gathered.parts, gathered.notes
+        held = [part.index.numel() for part in parts]
+        # Where all non-zero sums of a region survive, the others are zero, which is what is written.
+        whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
+        mean = Sparse(torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts]), n)
+        at = _survived(mine, mean, reduced.outgoing, whole)
+        left = torch.where(at, 0.0 if reduced.error is None else reduced.error, mine.value)
+        cleared = _positions(own, mine.index) if whole[rank] else parts[rank].index
+        errors = [] if codec.exact else [Sparse(parts[rank].index, lacking(sums.value, gathered.decoded, P), n)]
+
+        def commit() -> None:
+            control.advance()
+            if k == n or k < P:  # regions of equal width are the balanced ones, or hold an element in turns
+                return
+            weights = relative_magnitudes([level >> (_LEVEL_BITS - 15) for level in levels])
+            # A host sync: regions follow from it.
+            profile.observe(before_blocks(mean.index, n).tolist(), held, weights, profile_memory(k, P))
+            cut = profile.cut(n, P, least=2 * -(-k // P))
+            control.boundaries = [span.start for span in cut[1:]]
+
+        smallest = min((level for level, count in zip(levels, held, strict=True) if count), default=0)
+        thresholds = gathered.beside, magnitude_of(smallest, _LEVEL_BITS)
+        found = details(mine, thresholds, held, held, reduced.incoming, rank)
+        kept = [replace(mine, value=left)]
+        return Update(mean, cleared, mine.index.numel() + held[rank], errors, found, commit, replaced=kept)
+
+
+@dataclass
+class Control:
+    """Which regions one bucket has; the same on all ranks."""
+
+    t: int = 0  # steps
+    boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
+
+    def regions(self, n: int, P: int) -> tuple[Span, ...]:
+        """Return the region of each rank."""
+        return sparse_allreduce.regions_of(self.boundaries or sparse_allreduce.equal_boundaries(n, P), n)
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.t += 1
+
+
+def _survived(mine: Sparse, mean: Sparse, outgoing: Sequence[int], whole: Sequence[bool]) -> Tensor:
+    """Return which of `mine` this rank gave to survivors, or to a region whose `whole` sums were sent: bool [k]."""
+    survived = kernels.isin(mine.index, mean.index)
+    start = 0
+    for count, all_sent in zip(outgoing, whole, strict=True):
+        if all_sent:
+            survived[start : start + count] = True
+        start += count
+    return survived
+
+
+def _positions(span: Span, like: Tensor) -> Tensor:
+    return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
+
+
+@dataclass(frozen=True)
+class OkTopkReduceScatter(ReduceScatterScheme):
+    """Split-and-reduce only, with the chunks as regions: each rank sends its k (P-1)/P largest elements outside its own.
+
+    Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
+    the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
+    """
+
+    config: ExactOkTopk
+    name = "exact_oktopk"
+
+    @property
+    def residuals(self) -> Residuals:
+        """The precision of the residual."""
+        return self.config.residuals
+
+    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        n, P, m = bucket.grad.numel(), comm.size, out.numel()
+        acc = state.accumulate(bucket)
+        chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
+        own, codec = chunks[comm.rank], Elements(self.config.values)
+        density = 1.0 if bucket.step < self.config.dense_steps else self.config.density
+        k = count_for(density, n)
+        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
+        if not acc.finite:
+            mine = _nan_for_each_owner(acc.values, own)
+        region = own.of(acc.values).clone()
+        comm = MeteredComm(comm)
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
+        share = P if average else 1
+        out.copy_(rounded(region / exact_divisor(region, share), out.dtype))
+        if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
+            return self.found_inf(bucket, out, comm.sent)
+        with phase("apply"):
+            acc.keep()
+            own.of(acc.residual).zero_()
+            kernels.clear_(acc.residual, mine.index)
+            if reduced.error is not None:
+                kernels.scatter_add_(acc.residual, Sparse(mine.index, reduced.error, n))
+            if out.dtype != region.dtype:
+                # What rounding to its type drops.
+                own.of(acc.residual).copy_(lacking(region, out, share))
+        sent = mine.index.numel()
+        received = sum(reduced.incoming) - reduced.incoming[comm.rank]
+        found: dict[str, Detail] = {"sent_count": sent, "received_count": received, "overflow": False}
+        return Report(self.name, bucket.key, bucket.step, n, sent + m, n, comm.sent, details=found)
+
+
+def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
+    """Return a NaN for each other rank, in place of what was selected: so all of them learn of it without another message."""
+    n, m = acc.numel(), len(own)
+    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
+    index = first[first != own.start]
+    return Sparse(index, acc.new_full(index.shape, torch.nan), n)
