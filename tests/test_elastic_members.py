@@ -68,6 +68,12 @@ def met(store: Any, *names: str, name: str = "run") -> Iterator[list[Members]]:
         each.close()
 
 
+def moves(store: Any, *found: Members) -> None:
+    """Have members find another store at their address, as one that was started again."""
+    for each in found:
+        each._port, each._store = store.port, None
+
+
 class Clock:
     """A time that passes only in `sleep`, and calls `each` after every tenth of a second."""
 
@@ -113,26 +119,23 @@ def test_one_that_was_left_out_finds_out_when_it_wakes_and_joins_again(store: An
         assert list(asks.result().behind) == ["c"]
 
 
-def test_a_member_whose_process_has_ended_is_not_waited_for(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_whose_process_has_ended_is_not_waited_for_unless_it_was_never_reached(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(members, "ANSWER_S", 1000.0)
-    a, b = member_of(store, None), member_of(store, None)
+    a, b, unknown = member_of(store, None), member_of(store, None), Presence("127.0.0.1", store.port)
     together(*(partial(each.join, note(0)) for each in (a, b)))
     while b.own not in a._presence._reached:
         time.sleep(0.01)
+    unknown.close()
+    for each in (unknown.member, "no address"):
+        for call in (a._presence.reach, a._presence.ask):
+            call([each])
+            a._presence._asked[each].join()
+    assert a._presence.ended == set()
     a.timeout_s = 1000.0
     b._presence.close()
     assert a.meet(note(1, False)).gone == (b.own,)
-
-
-def test_one_that_could_never_be_reached_is_not_taken_to_have_ended(store: Any) -> None:
-    own, other = (Presence("127.0.0.1", store.port) for _ in range(2))
-    other.close()
-    for each in (other.member, "no address"):
-        for call in (own.reach, own.ask):
-            call([each])
-            own._asked[each].join()
-    assert own.ended == set()
-    own.close()
 
 
 def test_one_that_does_not_reach_the_store_does_not_go_on(store: Any) -> None:
@@ -150,7 +153,7 @@ def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
         again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for each in (a, b):
             each.close()  # their threads wait at the old store
-            each._port, each._store = again.port, None
+            moves(again, each)
             each.look()
         asks = threads.submit(member_of(again, "x", ranks=1).join, note(0))
         wait_for_line(again, 2)
@@ -168,8 +171,7 @@ def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(
         def said_and_restarted(*what: Any) -> None:
             say(*what)
             if a._port != again.port:
-                for each in (a, b):
-                    each._port, each._store = again.port, None
+                moves(again, a, b)
 
         monkeypatch.setattr(a, "say", said_and_restarted)
         epoch = a.meet(note(1, False))
@@ -193,11 +195,11 @@ def test_one_that_was_frozen_waits_in_an_empty_store_for_those_that_have_gone_on
         other.current = Epoch(2, ("x",))  # x has come, and b has ended: all that `frozen` knows of are gone
         frozen._presence.ended.add("b")
         frozen.close()
-        frozen._port, frozen._store = again.port, None
+        moves(again, frozen)
 
         def finds_the_store() -> None:
             time.sleep(0.3)
-            other._port, other._store = again.port, None
+            moves(again, other)
             other.look()
 
         if again_s:
@@ -222,8 +224,7 @@ def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> N
         alone.watch()
         assert not alone.dropped
         a._do(a._ring)  # the watcher of a finds another store at its address
-        for each in (a, b):
-            each._port, each._store = again.port, None
+        moves(again, a, b)
         a._do(a._ring)
         for _ in range(1200):
             if alone.dropped:

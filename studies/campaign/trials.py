@@ -1,4 +1,4 @@
-"""What is tried: one fault at one moment of one training. Drawn from a seed; nothing is run here."""
+"""Draws trials from a seed: one fault at one moment of one training. Nothing runs here."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparsync.base.registry import nearest
 
-# Settings by scheme; the second ones are those of the rank that has others.
+# Settings by scheme, and those of a rank that differs.
 SCHEMES = {
     "dense": ({}, {"form": "ring"}),
     "topk": ({"density": 0.05}, {"density": 0.1}),
@@ -103,7 +103,7 @@ STEPS, MANY_STEPS = 10, 300  # many, where the fault comes at a random time
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in one training, described in full: the same Trial does the same again, as far as processes can."""
+    """One fault in one training, described in full, so that it can be repeated as far as processes allow."""
 
     fault: str
     integration: str
@@ -129,7 +129,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """A line for people."""
+        """One line about the trial."""
         when = {
             "start": "before the first step",
             "before": f"before step {self.step}",

@@ -1,4 +1,4 @@
-"""One trial: starts the store and the ranks, has the events strike, and reads what the ranks have written down."""
+"""Runs one trial: starts the store and the ranks, causes the events, and reads what the ranks have written."""
 
 import heapq
 import signal
@@ -41,7 +41,7 @@ class Struck:
 
 @dataclass
 class RankSeen:
-    """A rank, and what it has written down."""
+    """A rank, and what it has written."""
 
     number: int
     started_at: float
@@ -54,7 +54,7 @@ class RankSeen:
 
 @dataclass
 class TrialSeen:
-    """What became of a trial. Residuals by name of their file: of ranks where they have changed in a meeting, and of those that left."""
+    """A trial that has ended, with residuals by file: of ranks whose residual changed in a meeting, and of those that left."""
 
     struck: list[Struck]
     ranks: list[RankSeen]
@@ -106,7 +106,7 @@ class _Trial:
             self._start_rank()
 
     def watch(self) -> None:
-        """Have all events strike, and wait for the ranks to end, or to hang."""
+        """Cause all events, and wait until ranks end or hang."""
         await_all(lambda: all(each.healthy for each in self.ranks), time.monotonic() + START_S)
         at = time.monotonic()
         for event in self.trial.events:
@@ -187,7 +187,7 @@ class _Trial:
         begin: Callable[[int], object],
         end: Callable[[int], object],
     ) -> None:
-        """Have the victims be away for so long: `begin` and `end` take their places in the network."""
+        """Keep victims away for this long; `begin` and `end` get their places in the network."""
         for each in victims:
             begin(each.seat.place)
             each.goes(struck.at)
@@ -217,7 +217,7 @@ class _Trial:
 
 
 def observe(trial: Trial, timeout_s: float, rate_bits_per_s: float | None = RATE_BITS_PER_S) -> TrialSeen:
-    """Run a trial, and return what became of it; no process is left. Without a rate, over loopback."""
+    """Run a trial; no process is left. Without a rate, over loopback."""
     with (
         tempfile.TemporaryDirectory(prefix="sparsync-elastic-") as name,
         network(PLACES + 1, rate_bits_per_s) as links,
