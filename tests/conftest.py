@@ -17,11 +17,11 @@ import torch
 
 from helpers import annotations, slices
 
-# What shells start in the background ignores it, and so would the programs under test.
+# Programs that shells start in the background ignore it, and so would the programs under test.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
-# Of hypothesis, where a test asks for no other number: with executed annotations, and without.
+# Examples of hypothesis, unless a test asks for another number: with executed annotations, and without.
 EXAMPLES, QUICK_EXAMPLES = 100, 20
 
 
@@ -42,26 +42,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Look for no garbage while tests are collected, which takes seconds and finds none."""
+    """Collect no garbage while tests are collected: it takes seconds and frees nothing."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Spare later collections all that is there by now, 600,000 objects: some tests make dozens of them, at 0.2 s each."""
+    """Keep the 600,000 objects that are there by now out of later collections: some tests make dozens, at 0.2 s each."""
     gc.enable()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or nanobind says that all its functions leak
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the processor time of the run, because `make test` has a budget of 150 s of it."""
+    """Print the processor time of the run, because `make test` has a budget of 150 s."""
     from helpers import distributed  # not above: it imports sparsync
 
     distributed.end_live()
     for reason in distributed.LIVE.thrown_away:
         terminalreporter.write_line(f"live ranks were started anew: {reason}")
-    # HACK: the time of the ranks counts when the fork server that started them has ended, and only this private method ends it now.
-    # Price: the count lacks them where Python changes it.
+    # HACK: the time of the ranks counts once the fork server that started them has ended, and only this private method ends it now.
+    # Price: the count lacks them if Python changes the method.
     with suppress(AttributeError):
         forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -79,7 +79,7 @@ def signal_handlers_are_put_back() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text of our own, so that tests need no download."""
+    """A folder with a text, so that tests need no download."""
     folder = tmp_path_factory.mktemp("play")
     text = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. "
     (folder / "play.txt").write_text(text * 200)

@@ -166,7 +166,8 @@ def another_scheme() -> None:
     hook.remove()
     assert len(seen) == 1 and "inside a backward pass" in seen[0]
     handle.switch(TopK(density=0.1 + 0.1 * dist.get_rank()))
-    with refused(RuntimeError, "ranks differ: rank 0 has TopK(density=0.1), rank 1 has TopK(density=0.2); give all"):
+    told = f"ranks differ: rank 0 has {TopK(density=0.1)}, rank 1 has {TopK(density=0.2)}; give all"
+    with refused(RuntimeError, told):
         gradients(model, 11)
     handle.switch(TopK(density=0.1))
     gradients(model, 11)
@@ -182,7 +183,7 @@ def settings_of_one_rank() -> None:
     gradients(model, 0)
     if dist.get_rank() == 0:
         handle.set(density=0.1)
-    with refused(RuntimeError, "rank 0 has TopK(density=0.1), rank 1 has TopK(density=0.2); give"):
+    with refused(RuntimeError, f"rank 0 has {TopK(density=0.1)}, rank 1 has {TopK(density=0.2)}; give"):
         gradients(model, 1)
     handle.close()
 

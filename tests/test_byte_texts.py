@@ -1,7 +1,6 @@
 """Texts as bytes: which files, in which order, what is held out, the prepared file, and the packages they come in."""
 
 import io
-import json
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync_lab.workloads import byte_text, linux_source
+from sparsync_lab.workloads import linux_source
 from sparsync_lab.workloads.byte_level import Code
 from sparsync_lab.workloads.byte_text import ByteText, is_held_out, prepared, read, split
-from sparsync_lab.workloads.store import DataMissingError, cache_folder, sha256
+from sparsync_lab.workloads.store import cache_folder
 
 HELD_OUT = next(f"{number}.c" for number in range(1000) if is_held_out(f"{number}.c", 100))
 TREE = {  # of a source tree, below its top folder
@@ -76,15 +75,6 @@ def same(one: ByteText, other: ByteText) -> bool:
     return torch.equal(one.training, other.training) and torch.equal(one.held_out, other.held_out)
 
 
-def with_own_digest(content: bytes) -> bytes:
-    """Return a prepared text with the digest that its header should have."""
-    line, text = content.split(b"\n", 1)
-    header = json.loads(line)
-    del header[byte_text.OWN_DIGEST]
-    own = sha256(json.dumps(header, sort_keys=True).encode())
-    return json.dumps({**header, byte_text.OWN_DIGEST: own}).encode() + b"\n" + text
-
-
 def test_files_follow_each_other_by_name_and_those_of_a_hash_are_held_out() -> None:
     text = split({"b.c": b"bb", HELD_OUT: b"x\n", "a.c": b"a\n"}, "here", 100)
     assert bytes(text.training.tolist()) == b"a\nbb"
@@ -111,9 +101,7 @@ def test_a_folder_an_installed_archive_and_a_debian_package_are_the_same_text(tm
         (b"PK\3\4", "no Debian package"),
         (deb({"debian-binary": b"2.0\n"}), "without data.tar"),
         (deb({"data.tar.xz": tar({"other": b""})}), "has no linux-source-6.1.tar.xz"),
-        (deb({"data.tar.xz": tar({"other": b"x" * 9000})[:-40]}), "no whole archive"),
         (deb({"data.tar.xz": tar({"linux-source-6.1.tar.xz": source_tar()[:-90]})}), "no whole archive"),
-        (deb({"data.tar.zst": b"(\xb5/\xfd" + b"?" * 99}), "no whole archive"),
     ],
 )
 def test_what_is_no_whole_package_is_refused(content: bytes, message: str) -> None:
@@ -131,12 +119,7 @@ def test_a_text_is_prepared_once_mapped_afterwards_and_prepared_again_where_it_i
     assert same(prepared(path, lambda: pytest.fail("prepared again"), 100), in_memory)
     content = path.read_bytes()
     moved = content.replace(b'"training": 5000, "held_out": 1}', b'"training": 5001, "held_out": 0}')
-    counted = content.replace(b'"training": 1, "held_out": 1}', b'"training": 2, "held_out": 0}')
-    too_long = content.replace(b'"training": 5000', b'"training": 9000')
-    for damaged in (
-        *(content[:-1] + b"c", content[:-1], content + b"c", b"no header", b"[]\n", b""),
-        *(moved, counted, too_long, with_own_digest(too_long)),
-    ):
+    for damaged in (content[:-1] + b"c", content[:-1], content + b"c", b"no header", b"", moved):
         assert damaged != content
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"delete the file|no text that was prepared"):
@@ -157,17 +140,6 @@ def test_a_fetched_package_is_prepared_and_its_version_told(
     assert linux_source.source_text("").described["source"] == "linux-source-6.1 1:6.1.9-1"
 
 
-def test_without_the_package_manager_the_error_names_every_cure(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linux_source, "INSTALLED", tmp_path / "none" / linux_source.INSTALLED.name)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataMissingError) as caught:
-        Code().prepare()
-    for cure in ("apt-get cannot be run", str(empty_cache), "--data FOLDER"):
-        assert cure in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -181,14 +153,3 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, files: dict[str, 
         write(tmp_path / "text", files)
     with pytest.raises(ValueError, match=message):
         Code(data=str(tmp_path / "text")).prepare()
-
-
-@pytest.mark.skipif(
-    not (cache_folder() / linux_source.PREPARED).is_file(), reason="the C source of Linux is not prepared"
-)
-@pytest.mark.slow
-def test_the_source_of_linux_has_a_hundredth_held_out() -> None:
-    described = Code().describe()["data"]
-    assert described["source"].startswith("linux-source-6.1 6.1.")
-    assert 2.5e8 < described["bytes"]["training"] < 3e8
-    assert 0.007 < described["bytes"]["held_out"] / described["bytes"]["training"] < 0.013

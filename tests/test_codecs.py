@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.same_bits import bits
 from sparsync.kernels import backends, set_backend
-from sparsync.kernels.codec_reference import PositionCodec, decode_positions, encode_positions, nbytes, packed_bits
+from sparsync.kernels.codec_reference import PositionCodec, decode_positions, encode_positions, nbytes
 from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
@@ -72,12 +73,6 @@ def test_fixed_length_is_the_shortest_of_all_codecs(chosen: tuple[Tensor, int]) 
     assert torch.equal(decode_fixed_length(packet, k, span), index)
 
 
-@pytest.mark.parametrize(("span", "bits"), [(0, 0), (1, 0), (2, 1), (8, 3), (9, 4), (2**31 - 1, 31)])
-def test_a_packed_position_has_the_bits_of_the_last_one_of_the_span(span: int, bits: int) -> None:
-    assert packed_bits(span) == bits
-    assert nbytes("packed", 5, span) == math.ceil(5 * bits / 8)
-
-
 def outcome(packet: Tensor, k: int, span: int, codec: PositionCodec) -> Tensor | str:
     """Return the positions, which are valid, or the message of the error."""
     try:
@@ -128,26 +123,6 @@ def test_packets_cut_or_with_flipped_bits_are_refused_or_are_positions(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("codec", "content", "k", "reason"),
-    [
-        ("packed", [0x0F], 1, "positions outside"),
-        ("packed", [0x11], 2, "its 2 positions do not ascend"),
-        ("packed", [0x11, 0], 2, "its 2 bytes are not what 2 positions take"),
-        ("bitmap", [3, 0], 1, "it does not hold 1 positions"),
-        ("bitmap", [0, 8], 1, "positions outside"),
-        ("elias_fano", [0, 0, 0], 1, "its 3 bytes are not what 1 positions take"),
-        ("elias_fano", [0], 11, "it does not hold 11 positions"),
-    ],
-)
-def test_a_refusal_says_what_is_wrong(
-    backend: str, codec: PositionCodec, content: list[int], k: int, reason: str
-) -> None:
-    with set_backend(backend), pytest.raises(RuntimeError, match=reason):
-        decode_positions(codec, torch.tensor(content, dtype=torch.uint8), k, 10)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("positions", "which"),
@@ -169,38 +144,6 @@ def test_positions_that_no_decoder_would_accept_are_not_encoded(
             if torch.equal(index, index.to(dtype)):
                 with pytest.raises(ValueError, match=rf"must ascend inside \[0, 9\], each once, {which}"):
                     encode_positions(codec, index.to(dtype), 10)
-
-
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="the C++ codecs are not built")
-@pytest.mark.parametrize("codec", CODECS)
-def test_one_position_out_of_order_is_found_wherever_it_is(codec: PositionCodec) -> None:
-    span = 5000
-    index = 5 * torch.arange(1000, dtype=torch.int32)
-    for place in (0, 1, 127, 128, 255, 256, 700, 999):
-        for wrong in (-1, span, -(2**31), 2**31 - 1, int(index[place - 1]), int(index[(place + 1) % 1000])):
-            broken = index.clone()
-            broken[place] = wrong
-            with pytest.raises(ValueError, match=r"must ascend inside \[0, 4999\]"):
-                encode_positions(codec, broken, span)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("span", [-1, 2**31])
-def test_a_span_too_long_for_int32_positions_is_refused(backend: str, span: int) -> None:
-    none = torch.empty(0, dtype=torch.int32)
-    with set_backend(backend):
-        for codec in CODECS:
-            with pytest.raises(ValueError, match=rf"spans of at most 2147483647 elements, got {span}; use smaller"):
-                encode_positions(codec, none, span)
-
-
-def test_spread_positions_take_nearly_as_few_bits_as_there_can_be() -> None:
-    """Elias-Fano within 7 % of the entropy of an element over the density."""
-    for density in (0.01, 0.001):
-        n = int(20000 / density)
-        k = int(n * density)
-        entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) / density
-        assert 8 * fixed_length_nbytes(k, n) / k < 1.07 * entropy
 
 
 # ---- values
@@ -227,20 +170,15 @@ def code(format: Values, value: Tensor) -> tuple[Tensor, Tensor]:
     return packet, codec.decode(packet, value.numel(), value.dtype)
 
 
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-
-
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the C++ codecs are not built")
 @settings(max_examples=60)
 @given(vectors())
 def test_every_backend_quantizes_to_the_same_bytes(value: Tensor) -> None:
     for format in BLOCKS:
         packets = on_all(lambda format=format: code(format, value)[0])
-        assert all(same_bits(each, packets[0]) for each in packets)
+        assert all(torch.equal(each, packets[0]) for each in packets)
         decoded = on_all(lambda format=format: code(format, value)[1])
-        assert all(torch.equal(each.isnan(), decoded[0].isnan()) for each in decoded)
-        assert all(same_bits(each.nan_to_num(0.0), decoded[0].nan_to_num(0.0)) for each in decoded)
+        assert all(torch.equal(bits(each), bits(decoded[0])) for each in decoded)
 
 
 @settings(max_examples=60)
@@ -269,7 +207,7 @@ def test_a_non_finite_value_makes_nan_of_its_block_and_of_no_other(backend: str,
             assert decoded[512:].isfinite().all()
         for format in ("bfloat16", "float16"):
             _, decoded = code(format, value)
-            assert same_bits(decoded.nan_to_num(-7.0), value.nan_to_num(-7.0))
+            assert torch.equal(bits(decoded), bits(value))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -282,14 +220,6 @@ def test_rounding_makes_no_infinities(backend: str, format: Values, dtype: torch
         _, decoded = code(format, value)
     assert decoded.isfinite().all()
     assert (decoded.sign() * value.sign() >= 0).all()
-
-
-@pytest.mark.parametrize(("format", "largest"), [("bfloat16", torch.finfo(torch.bfloat16).max), ("float16", 65504.0)])
-def test_16_bits_send_their_largest_number_for_what_is_beyond_it(format: Values, largest: float) -> None:
-    value = torch.tensor([3.4e38, -3.4e38, 1.0, torch.inf, -torch.inf, torch.nan])
-    _, decoded = code(format, value)
-    assert decoded[:5].tolist() == [largest, -largest, 1.0, torch.inf, -torch.inf]
-    assert decoded[5].isnan()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -319,11 +249,6 @@ def test_three_bits_have_all_codes_one_more_for_the_sign_of_the_greatest_magnitu
         assert code("int3", torch.tensor([4.0, -4.0]))[1].tolist() == [3, -4]
 
 
-def test_a_sign_goes_with_the_mean_magnitude_of_its_block() -> None:
-    value = torch.tensor([1.0, -3.0]).repeat(256)
-    assert code("sign", value)[1].tolist() == [2.0, -2.0] * 256
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ternary_values_are_zero_up_to_half_their_scale_and_five_take_a_byte(backend: str) -> None:
     value = torch.tensor([1.0, -1.0, 2.083, -2.083]).repeat(128)  # 1.224 times the root mean square rounds to 2
@@ -344,8 +269,3 @@ def test_a_packet_of_values_of_another_length_is_refused(backend: str, format: V
         for wrong in (packet[:-1], torch.cat([packet, packet[:1]]), packet[:0]):
             with pytest.raises(RuntimeError, match=f"300 values as {format} take {packet.numel()} bytes"):
                 codec.decode(wrong, 300, torch.float32)
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"values must be one of float32, .*, got 'int5'"):
-        ValueCodec("int5")  # pyright: ignore[reportArgumentType]

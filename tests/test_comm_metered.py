@@ -10,11 +10,10 @@ from torch import Tensor
 from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.comm.local import LocalComm
 from sparsync.comm.metered import all_gather_cost, all_reduce_cost, all_to_all_cost, send_cost
-from sparsync.comm.subset import SubsetComm
 from sparsync.core import spans
 
-WORLDS = [1, 2, 3, 8]
-COUNTS = [0, 1, 7, 97]
+WORLDS = [1, 2, 5]
+COUNTS = [0, 1, 97]
 FLOAT_NBYTES = 4
 
 
@@ -27,7 +26,7 @@ def pass_round(comm: MeteredComm, parts: list[Tensor], first: int, steps: int) -
 
 
 def measured(P: int, body: Callable[[MeteredComm], object]) -> list[Cost]:
-    """What `body(comm)` sent from each rank."""
+    """Return the cost of `body(comm)` on each rank."""
 
     def run(comm: LocalComm) -> Cost:
         meter = MeteredComm(comm)
@@ -94,28 +93,6 @@ def test_lengths_that_are_not_known_cost_8_bytes_a_rank_pair(P: int) -> None:
     assert unknown == [cost + lengths for cost in known]
     nothing = measured(P, lambda comm: comm.all_gather(x[:0]))
     assert nothing == [Cost(min(1, P - 1), P - 1, 8 * (P - 1))] * P
-
-
-@pytest.mark.parametrize("P", [2, 3, 5])
-def test_a_subset_counts_its_messages_one_by_one(P: int) -> None:
-    """Its all-gather and all-to-all are messages in turn, and lengths that are not known travel the same way."""
-    x = torch.zeros(3)
-    members = list(range(P))
-    known = measured(P, lambda comm: SubsetComm(comm, members).all_gather(x, [3] * P))
-    assert known == [Cost(P - 1, P - 1, (P - 1) * x.nbytes)] * P
-    unknown = measured(P, lambda comm: SubsetComm(comm, members).all_gather(x))
-    assert unknown == [Cost(2 * (P - 1), 2 * (P - 1), (P - 1) * (x.nbytes + 8))] * P
-    reduced = measured(P, lambda comm: SubsetComm(comm, members).all_reduce(x))
-    assert reduced == [Cost(P - 1, P - 1, (P - 1) * x.nbytes)] * P
-
-
-def test_a_message_without_payload_is_not_counted() -> None:
-    assert send_cost(0) == Cost(1, 0, 0)
-    assert all_gather_cost(0, 4) == Cost(1, 0, 0)
-    assert all_to_all_cost([0, 0, 0], 1) == Cost(1, 0, 0)
-    assert all_reduce_cost(0, 4, 3, 0) == Cost(2, 0, 0)
-    assert all_reduce_cost(2, 4, 3, 0).messages < all_reduce_cost(3, 4, 3, 0).messages
-    assert measured(2, lambda comm: comm.send_recv(torch.empty(0), 0, torch.empty(0), 0)) == [Cost(1, 0, 0)] * 2
 
 
 def test_every_call_is_passed_on_with_its_result_and_take_returns_what_was_counted_and_starts_again() -> None:

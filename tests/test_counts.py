@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-from torch import Tensor
 
 from sparsync.comm import LocalWorld
 from sparsync.kernels import backend, operations
@@ -58,26 +57,6 @@ def test_the_page_has_the_figures_of_the_file() -> None:
     assert f"<!-- begin {counts.PART} -->\n\n{counts.page_table(WRITTEN)}\n\n<!-- end {counts.PART} -->" in page
 
 
-def test_a_figure_that_grows_or_falls_by_more_than_a_tenth_is_told() -> None:
-    text = next(iter(WRITTEN))
-    launches, syncs = WRITTEN[text]["P=4"]["settled"]
-    (more,) = shortfalls(text, {"P=4": {"settled": [launches + 1, syncs]}})
-    (less,) = shortfalls(text, {"P=4": {"settled": [int(0.8 * launches), syncs]}})
-    assert f"{launches + 1} launches, and {launches} before" in more
-    assert "--counts" in less
-
-
-def test_methods_have_the_goals_of_their_kind() -> None:
-    texts = (
-        "steps/two_shot:density=1.0:values=sign",
-        "steps/two_shot:density=0.03",
-        "two_shot:density=1.0:values=int4",
-        "exact_micro",
-    )
-    assert list(map(kind_of, texts)) == list(GOALS)
-    assert [kind_of("default"), kind_of("bits=0.8")] == list(GOALS)[:2]
-
-
 def test_operations_kernels_and_collectives_are_launches_and_what_the_host_reads_are_waits() -> None:
     def counts_of_rank(comm: object) -> list[Counts]:
         x = torch.arange(8.0)
@@ -103,11 +82,3 @@ def test_operations_kernels_and_collectives_are_launches_and_what_the_host_reads
 
     pairs = [(each.launches, each.syncs) for each in LocalWorld(2).run(counts_of_rank)[1]]
     assert pairs == [(0, 0), (0, 0), (1, 0), (0, 1), (2, 1), (2, 1), (0, 1), (1, 0), (1, 1), (1, 1), (1, 0)]
-
-
-def test_nothing_is_counted_after_the_end() -> None:
-    kept: Tensor = torch.ones(2)
-    with counted() as found:
-        pass
-    _ = (kept + 1).tolist(), operations.all_finite(kept)
-    assert found == Counts(0, 0)

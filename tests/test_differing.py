@@ -1,23 +1,6 @@
-"""What errors say of ranks that differ: what differs, of both, and nothing else."""
+"""What errors say of ranks that differ: the lines that differ, of both."""
 
-from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import LONGEST, NAMED, differences
-from sparsync.schemes import Dense, PerParameter, TopK, TwoShot
-
-
-def test_of_two_schemes_only_the_settings_that_differ_are_named() -> None:
-    def of(*schemes: Scheme) -> str:
-        here, there = (repr(each) for each in schemes)
-        return differences([here], [there], 0, 1)
-
-    assert of(TopK(0.01), TopK(0.02)) == "rank 0 has TopK(density=0.01), rank 1 has TopK(density=0.02)"
-    assert of(TwoShot(0.01, values="int8"), TwoShot(0.5, values="int4")) == (
-        "rank 0 has TwoShot(density=0.01), rank 1 has TwoShot(density=0.5); "
-        "rank 0 has TwoShot(values='int8'), rank 1 has TwoShot(values='int4')"
-    )
-    inside = [PerParameter(TopK(0.5), {"*bias": Dense(each)}) for each in ("float32", "bfloat16")]
-    assert of(*inside) == "rank 0 has Dense(wire='float32'), rank 1 has Dense(wire='bfloat16')"
-    assert of(Dense(), TopK(0.5)) == f"rank 0 has {Dense()}, rank 1 has {TopK(0.5)}"
 
 
 def test_of_a_long_text_the_place_is_shown_where_it_differs() -> None:

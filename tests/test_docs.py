@@ -5,7 +5,6 @@ are run; links lead somewhere.
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -21,26 +20,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case
 from helpers.distributed import run_fresh as on_ranks
 from helpers.docs_blocks import ROOT, CodeBlock, blocks
-from sparsync_lab import cli, demo, workloads
+from sparsync_lab import cli, workloads
 from sparsync_lab.frontier.study import ORACLE
 from sparsync_lab.predict import probe_file
 from sparsync_lab.report.parts import replaced
-from sparsync_lab.report.plots import ORIGIN
 from sparsync_lab.scheme_choice import parse_schemes
 from studies import __main__ as studies
-from studies import demo_page
 
 DOCS = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-# Those that a reader meets first; the others are in the slow tests, each page in an interpreter of its own.
+# The pages that a reader meets first; the others are in the slow tests, each in another interpreter.
 FIRST = (
     "docs/quickstart.md",
     "docs/own_scheme.md",
@@ -50,7 +46,6 @@ FIRST = (
     "docs/local_steps.md",
 )
 NOT_RUN_AT_MOST = 2
-MOST_WORDS = 900  # of the README
 
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`((?:\.venv/bin/)?sparsync [^`]+|make [a-z-]+)`")
@@ -61,9 +56,6 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # as torchrun sets them
 ALONE |= {"TORCHELASTIC_RESTART_COUNT": "0"}
-
-
-PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]+\.png)\)")
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
@@ -154,7 +146,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why() -> None:
 def commands(page: str) -> Iterator[list[str]]:
     """Yield the commands of `sparsync`, `python -m studies` and `make` in the blocks and the running text of a page, as lists of words.
 
-    What commands print ("sparsync launch: ...") is none.
+    Output of commands ("sparsync launch: ...") does not count.
     """
     text = (ROOT / page).read_text("utf-8")
     lines = [
@@ -206,7 +198,7 @@ def _check_target(arguments: list[str]) -> None:
 
 
 def _check_command(arguments: list[str]) -> None:
-    """Parse a command, its schemes and its job; raise SystemExit or ValueError where that cannot be done.
+    """Parse a command, its schemes and its job; raise SystemExit or ValueError if that fails.
 
     JOB and C stand for any job and number.
     """
@@ -236,51 +228,6 @@ def _check_options(options: argparse.Namespace) -> None:
         replaced(page, getattr(options, "part", None) or getattr(options, "workload", "campaign"), "")
 
 
-TRAFFIC = [
-    (page, shlex.split(code.replace("\\\n", " "), comments=True), text)
-    for page in DOCS
-    for code, text in re.findall(
-        r"^```sh\n(sparsync traffic [^`]*)^```$(?:\n+!\[[^\n]*\n+```text\n(.*?)^```$)?",
-        (ROOT / page).read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("page", "words", "shown"), TRAFFIC)
-def test_commands_of_traffic_print_what_the_page_shows(page: str, words: list[str], shown: str, reader: Path) -> None:
-    found = run([sys.executable, "-m", "sparsync_lab.cli", *words[1:]], reader)
-    if not shown:
-        assert " RandomK " in found
-        return
-    # Draws differ between processors in last bits, and what is selected then by a little.
-    for here, there in zip(found.split(), shown.split(), strict=True):
-        assert here == there or float(here) == pytest.approx(float(there), rel=0.05), (
-            f"{here} here, {there} on the page"
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["schemes"], ["schemes", "topk"], ["workloads"], ["--version"]])
-def test_the_lists_answer(words: list[str], tmp_path: Path) -> None:
-    assert run([sys.executable, "-m", "sparsync_lab.cli", *words], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.network
-def test_the_comparison_of_the_page_and_its_report_run(reader: Path) -> None:
-    """As written, but for the number of steps."""
-    text = (ROOT / "docs/compare.md").read_text().replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("sparsync ")]
-    (report,) = (line for line in lines if line[1] == "report")
-    (compare,) = (line for line in lines if line[1] == "compare" and line[-1] == report[-1])
-    for words in [[*compare, "--steps", "20"], report]:
-        said = run([sys.executable, "-m", "sparsync_lab.cli", *words[1:]], reader)
-        assert "What each scheme reached: my_job.py:MyJob, 4 ranks, 100 Mbit/s links" in said
-    assert (reader / "results" / "report.html").exists()
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings_that_are_there(page: str) -> None:
     source = ROOT / page
@@ -299,55 +246,11 @@ def test_links_lead_to_files_and_headings_that_are_there(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # which has earlier names too
 def test_calls_in_running_text_are_of_what_import_sparsync_gives(page: str) -> None:
     for name, rest in CALL.findall(FENCE.sub("", (ROOT / page).read_text("utf-8"))):
-        # Not what another test has imported: submodules come with an import of their own.
+        # Not the modules that another test has imported.
         assert name in sparsync.__all__, f"{page}: import sparsync does not give sparsync.{name}{rest}()"
         assert callable(attrgetter(f"{name}{rest}")(sparsync)), page
-
-
-def test_every_public_name_is_in_the_api_reference_and_attach_comes_first() -> None:
-    pages = {page: (ROOT / page).read_text() for page in DOCS if page.startswith("docs/api/")}
-    shown = set(re.findall(r"auto(?:class|function|exception|module):: (\S+)", "".join(pages.values())))
-    for name in set(sparsync.__all__) - {"schemes", "comm", "testing"}:
-        home = getattr(sparsync, name)
-        assert f"sparsync.{name}" in shown or getattr(home, "__module__", None) in shown, (
-            f"sparsync.{name} is in no page of docs/api"
-        )
-    assert "sparsync.attach" in pages["docs/api/sparsync.md"]
 
 
 def anchor(heading: str) -> str:
     """Return the name that a heading has in a link."""
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
-
-
-# The pages say that a picture shows `exact_micro` by its earlier name.
-NAMES_WHEN_DRAWN = re.compile(r"([\",])(micro)(?=:)")
-
-
-@pytest.mark.parametrize("half", demo_page.HALVES, ids=lambda half: half.folder)
-def test_caption_command_and_table_beside_a_picture_of_the_demo_are_those_of_the_run_that_drew_it(
-    half: demo.Half,
-) -> None:
-    page = ROOT / demo_page.PAGES[half.folder]
-    text = page.read_text()
-    part = text[text.index(f"<!-- begin demo {half.folder} -->") : text.index(f"<!-- end demo {half.folder} -->")]
-    (picture,) = PICTURE.finditer(part)
-    with Image.open(page.parent / picture[2]) as image:
-        origin = json.loads(NAMES_WHEN_DRAWN.sub(r"\1exact_\2", image.info[ORIGIN]))
-    assert picture[1] == origin["caption"]
-    assert f"`{origin['command']}`" in part
-    heads, _, *rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
-    (target,) = (place for place, head in enumerate(heads) if head.strip().startswith("seconds to"))
-    (end,) = (place for place, head in enumerate(heads) if head.strip().endswith("at the end"))
-    shown = {row[0].strip(" `"): (row[target].strip(), row[end].strip()) for row in rows}
-    drawn = {name: (each["seconds"] or "not reached", each["quality"]) for name, each in origin["schemes"].items()}
-    assert shown == drawn
-    folder = Path("build/demo_page")
-    (ours,) = demo.commands(folder, halves=[half])
-    assert origin["command"] == shlex.join(["sparsync", *ours])
-
-
-def test_the_front_page_is_short_and_has_one_picture() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= MOST_WORDS
-    assert len(PICTURE.findall(text)) == 1

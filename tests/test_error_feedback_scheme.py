@@ -97,12 +97,6 @@ def test_a_step_with_nan_drops_nothing_of_a_residual_that_decays() -> None:
     assert state.state_dict()["residual"]["weights"].tolist() == [1.5, 0.0]
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.5])
-def test_a_decay_that_is_no_share_is_refused(decay: float) -> None:
-    with pytest.raises(ValueError, match=rf"decay must be in \[0, 1\].*got {decay}"):
-        Forgetful(decay=decay)
-
-
 def test_a_snapshot_brings_back_what_a_rank_has_alone() -> None:
     def body(comm: LocalComm) -> None:
         handle = Stepped(comm, Counted()).step(3)

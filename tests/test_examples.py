@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import sparsync
 from helpers import distributed
-from helpers.rights import builds
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync_lab import workloads
@@ -147,20 +146,6 @@ def test_a_script_learns_with_its_two_lines_as_it_does_without_them(name: str, r
     dense, own = (set(re.findall(r"rank \d: loss (\d\.\d{6})", text)) for text in found)  # two ranks may share a line
     assert len(dense) == len(own) == 1  # all ranks evaluate the same weights
     assert float(own.pop()) < 2 * float(dense.pop()) < 0.01  # 0.1 before the training
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@builds
-def test_the_plain_script_runs_under_launch_with_and_without_the_two_lines(tmp_path: Path) -> None:
-    plain = EXAMPLES / "plain_ddp.py"
-    sparse = tmp_path / "sparse.py"
-    sparse.write_text(with_the_two_lines(plain.read_text()))
-    for script, scheme in ((plain, []), (sparse, []), (sparse, ["--scheme", "two_shot:density=1.0:values=int4"])):
-        launch = [sys.executable, "-m", "sparsync_lab.cli", "launch", "--ranks", "2", *scheme, "--", sys.executable]
-        checkpoint = tmp_path / f"{script.stem}{len(scheme)}.pt"
-        command = [*launch, str(script), "--steps", "20", "--width", "16", "--checkpoint", str(checkpoint)]
-        assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms per step\n", run(command, checkpoint))
 
 
 @pytest.mark.slow

@@ -13,9 +13,7 @@ from helpers.exclusive_invariants import run
 from helpers.plain_micro import Restated
 from sparsync.core import Span, spans
 from sparsync.schemes.exact_exdyna import ExactExDyna
-from sparsync.schemes.exact_micro import ExactMiCRO
 from sparsync.schemes.exdyna import ExDyna, block_edges, block_spans, rebalanced
-from sparsync.schemes.micro import MiCRO
 from sparsync.selection.exclusive import BlockCyclic, Contiguous, budget
 from sparsync.selection.shares import Profile, apportion, before_blocks, quotas, sketch
 from sparsync.testing import world
@@ -68,21 +66,6 @@ def test_a_block_that_was_handed_on_counts_where_it_is_when_the_next_neighbours_
         257,
     ]  # 7812 is in balance
     assert rebalanced([256] * 4, [7000, 8620, 7700, 9448], 32_768, edges) == [257, 255, 257, 255]  # and so is 8588
-
-
-@pytest.mark.slow
-def test_plain_padding_stays_below_five_percent_where_the_published_one_wastes() -> None:
-    for P in (4, 8, 16):
-        n = 20_000
-        near = 1 / (2 * math.sqrt(0.02 * n)) / 8
-        steps = [streams.layered(n, P, step, near) for step in range(12)]
-
-        def mean_padding(make: type[MiCRO | ExactMiCRO], steps: list = steps, P: int = P) -> float:
-            shown = run(lambda: make(density=0.02), P, steps)[0]
-            return sum(float(each.report.details["padding"]) for each in shown) / len(shown)
-
-        assert mean_padding(ExactExDyna) <= 1.05
-        assert mean_padding(ExDyna) > 1.2
 
 
 def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:

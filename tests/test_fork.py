@@ -1,4 +1,4 @@
-"""A process that forks while it trains: what the child collects, closes or calls, and what becomes of the parent's connections."""
+"""A process that forks while it trains: the child may collect, close or call anything, and the parent's connections stay."""
 
 import gc
 import multiprocessing
@@ -46,7 +46,7 @@ def under_ddp() -> tuple[Handle, Step]:
 
 
 def by_local_steps() -> tuple[Handle, Step]:
-    """Local steps whose exchange is on its way, on a thread of its own, between two steps."""
+    """Make local steps whose exchange is on its way, on another thread, between two steps."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     handle = LocalTraining(model, optimizer, sparsync.schemes.TopK(0.5), every=1, delay=1)

@@ -1,11 +1,10 @@
-"""The ranks that serve one test after the other: each finds them as new, and what one leaves behind ends them. And slices of the tests."""
+"""The ranks that serve one test after the other: each finds them as new, and what one leaves behind ends them."""
 
 import os
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -92,26 +91,16 @@ def test_a_failure_says_what_ran_there_before_and_ends_the_processes(live: LiveR
     assert run(seen, 1)[0][0] != before
 
 
-def in_order(seed: str, within_s: float = 1000.0) -> tuple[Slice, list[Any]]:
-    """Return the plugin and 300 tests of three files, in the order in which it has them run."""
-    items = [SimpleNamespace(path=path, number=number) for path in "abc" for number in range(100)]
-    made = Slice(seed, within_s)
-    made.pytest_collection_modifyitems(cast("list[pytest.Item]", items))
-    return made, items
+def test_a_slice_is_that_of_its_seed_and_has_failed_without_time_or_tests() -> None:
+    def ordered(seed: str, within_s: float = 1000.0) -> tuple[Slice, list[Any]]:
+        items = [SimpleNamespace(path=path, number=number) for path in "abc" for number in range(100)]
+        made = Slice(seed, within_s)
+        made.pytest_collection_modifyitems(cast("list[pytest.Item]", items))
+        return made, [(item.path, item.number) for item in items]
 
-
-def test_a_slice_is_that_of_its_seed_and_keeps_neighbours_together() -> None:
-    made, items = in_order("a1b2")
-    order = [(item.path, item.number) for item in items]
-    assert made.all == 300 and sorted(order) == [(path, number) for path in "abc" for number in range(100)]
-    assert order == [(item.path, item.number) for item in in_order("a1b2")[1]]
-    assert order != [(item.path, item.number) for item in in_order("a1b3")[1]]
-    assert sum(one != (path, number - 1) for one, (path, number) in pairwise(order)) <= 15
-
-
-def test_a_slice_without_time_or_tests_has_failed() -> None:
+    assert ordered("a1b2")[1] == ordered("a1b2")[1] != ordered("a1b3")[1]
     for within_s, run_first, status in ((1000.0, None, 0), (-1.0, True, 5)):
-        made, _ = in_order("a1b2", within_s)
+        made, _ = ordered("a1b2", within_s)
         assert made.pytest_runtest_protocol() is run_first
         session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
         made.pytest_sessionfinish(cast("pytest.Session", session))

@@ -14,12 +14,11 @@ from helpers.quick import one_in
 from sparsync import Bucket, ErrorFeedbackScheme, Report
 from sparsync.base.state import State
 from sparsync.comm import LocalWorld, MeteredComm
-from sparsync.core import Cost, generator
+from sparsync.core import generator
 from sparsync.runtime.optimizers import ResidualRescaler
 from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.oktopk import OkTopk
 
-Make = Callable[[], ErrorFeedbackScheme]
 Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order
 MAKES: dict[str, Callable[[float], ErrorFeedbackScheme]] = {
     "ours": ExactOkTopk,
@@ -131,28 +130,12 @@ def test_no_rank_ever_sends_more_than_4k_words_and_9_a_peer_and_exactly_k_surviv
     for k in (1, 2, P, 50, 400):
         for written, reports, _ in run([ExactOkTopk(k / n).start() for _ in range(P)], hostile(name, n, P, 3)):
             assert max(report.cost.nbytes for report in reports) * P <= bound(k, P)
+            assert {(report.cost.steps, report.cost.messages) for report in reports} == {(2, 2 * (P - 1))}
             assert reports[0].union == int(written[0].count_nonzero())
             if name == "first rank only":  # a region has no more than that rank sends of it
                 assert reports[0].union <= k
             else:
                 assert reports[0].union == (0 if name == "all zero" else k)
-
-
-@pytest.mark.parametrize("name", ["one region", "drifting"])
-@pytest.mark.slow
-def test_the_bound_holds_for_64_ranks(name: str) -> None:
-    n, P, k = 4000, 64, 150
-    for _, reports, _ in run([ExactOkTopk(k / n).start() for _ in range(P)], hostile(name, n, P, 1)):
-        assert max(report.cost.nbytes for report in reports) * P <= bound(k, P)
-        assert reports[0].union == k
-
-
-def test_a_step_waits_for_two_exchanges() -> None:
-    n, P = 2000, 4
-    for name in HOSTILE:
-        for _, reports, _ in run([ExactOkTopk(0.05).start() for _ in range(P)], hostile(name, n, P, 4)):
-            assert {report.cost.steps for report in reports} == {2}
-            assert {report.cost.messages for report in reports} == {2 * (P - 1)}
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-4, 1.0, 1e4, 1e8])
@@ -219,22 +202,6 @@ def test_a_step_with_nan_or_inf_leaves_no_trace(nonfinite: float, make: Callable
     assert all(torch.equal(a, b) for a, b in zip(struck[2][2], clean[1][2], strict=True))
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_a_restored_scheme_continues_alike(make: Callable[[float], ErrorFeedbackScheme]) -> None:
-    n, P = 300, 4
-    grads = [[heavy(n, r, t) for r in range(P)] for t in range(6)]
-    whole = [make(0.05).start() for _ in range(P)]
-    expected = run(whole, grads)[3:]
-    first = [make(0.05).start() for _ in range(P)]
-    run(first, grads[:3])
-    second = [make(0.05).start() for _ in range(P)]
-    for new, old in zip(second, first, strict=True):
-        new.load_state_dict(old.state_dict())
-    for (a, _, kept_a), (b, _, kept_b) in zip(run(second, grads[3:], 3), expected, strict=True):
-        assert torch.equal(a[0], b[0])
-        assert all(torch.equal(x, y) for x, y in zip(kept_a, kept_b, strict=True))
-
-
 def test_dense_steps_come_first_and_leave_no_residual() -> None:
     P, n = 3, 60
     grads = [[(P * normal(n, r, t)).round() for r in range(P)] for t in range(3)]
@@ -261,45 +228,6 @@ def test_published_thresholds_are_exact_when_evaluated_and_kept_between() -> Non
     assert thresholds[0] == thresholds[3] != thresholds[4] == thresholds[7]
 
 
-def test_ours_sends_less_than_the_published_one_and_keeps_back_less() -> None:
-    """Equal counts (the published one with thresholds of every step), heavy tails, error feedback."""
-    n, P, steps = 2000, 4, 20
-    grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
-    ours = run([ExactOkTopk(0.05).start() for _ in range(P)], grads)
-    published = run([OkTopk(0.05, threshold_steps=1).start() for _ in range(P)], grads)
-
-    def words(run_: list[Step]) -> float:
-        return sum(max(report.cost.nbytes for report in reports) for _, reports, _ in run_) / 4 / steps
-
-    def kept(run_: list[Step]) -> float:
-        return float(torch.stack(run_[-1][2]).mean(dim=0).norm())
-
-    assert words(ours) < 0.6 * words(published)
-    assert kept(ours) < kept(published)
-
-
-def test_the_published_counts_drift_and_ours_do_not() -> None:
-    n, P, k, steps = 2000, 3, 40, 30
-    grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
-    published = [reports[0].union for _, reports, _ in run([OkTopk(k / n).start() for _ in range(P)], grads)]
-    ours = [reports[0].union for _, reports, _ in run([ExactOkTopk(k / n).start() for _ in range(P)], grads)]
-    assert set(ours) == {k}
-    assert max(published) > 1.5 * k
-
-
-def test_traffic_does_not_grow_with_the_number_of_ranks() -> None:
-    """Bytes over (P-1)/P, the share of the ranks that are others, at equal k: 32 ranks within a tenth of 4, where TopK's grow eightfold."""
-    n, k = 8000, 1600
-
-    def nbytes(P: int) -> float:
-        grads = [[heavy(n, r, t) for r in range(P)] for t in range(2)]
-        return (
-            max(r.cost.nbytes for r in run([ExactOkTopk(k / n).start() for _ in range(P)], grads)[-1][1]) * P / (P - 1)
-        )
-
-    assert nbytes(32) <= 1.1 * nbytes(4)
-
-
 def test_regions_follow_the_survivors() -> None:
     """All large elements in one hundredth of the vector: the next regions share them out, so that they are what survives."""
     n, P, k = 20_000, 4, 80
@@ -308,15 +236,6 @@ def test_regions_follow_the_survivors() -> None:
     large = [int(written[0][-n // 100 :].count_nonzero()) for written, _, _ in steps]
     assert large[0] == k // P
     assert large[-1] > 0.9 * k
-
-
-def test_one_rank_takes_its_k_largest_and_sends_nothing() -> None:
-    grad = heavy(200, 0, 0)
-    written, reports, _ = run([ExactOkTopk(0.1).start()], [[grad]])[0]
-    top = grad.abs().topk(20).indices
-    assert torch.equal(written[0][top], grad[top])
-    assert reports[0].union == reports[0].selected == 20
-    assert reports[0].cost == Cost()
 
 
 @pytest.mark.parametrize(
@@ -355,11 +274,12 @@ def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  #
     for make, k, dense_steps in cases:
         settings: dict[str, Any] = {"dense_steps": dense_steps}
         if rule != "exact":
-            settings |= {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5 if rule == "paper" else math.inf}
+            settings |= {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5}
+        never = {"imbalance": math.inf} if rule == "code" else {}  # the authors' program does not balance
         scheme = {"exact": ExactOkTopk, "paper": OkTopk, "code": partial(OkTopk, bug_compatible=True)}[rule]
         grads = [[make(n, rank, step) for rank in range(P)] for step in range(11)]
         restated, schemes = (
-            Restated(n, P, k, rule, **settings),
+            Restated(n, P, k, rule, **(settings | never)),
             [scheme(k / n, **settings).start() for _ in range(P)],
         )
         for step, (written, reports, residuals) in zip(grads, run(schemes, grads), strict=True):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src" / "sparsync"
 TRAINERS = (LIBRARY / "adapters", LIBRARY / "kernels" / "cuda")
 OURS = {"sparsync", "sparsync_elastic", "sparsync_lab"}
-# What no program installs by itself.
+# Packages that come with others.
 BROUGHT_BY = {"markupsafe": "jinja2", "PIL": "matplotlib", "annotated_types": "pydantic"}
 
 

@@ -95,16 +95,3 @@ def test_factors_move_with_their_parameter_to_another_bucket() -> None:
     after = scheme.state_dict()["common"]["right"]
     assert torch.equal(before["one"], after["one"])
     assert not torch.equal(before["two"], after["two"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rank": 0}, "rank must be at least 1, the columns of the factors, got 0"),
-        ({"factors": "int2"}, "factors must be one of float32, int8, int4, got 'int2'"),
-        ({"least_saving": 0.0}, "least_saving must be above 0"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PowerSGD(**settings)

@@ -1,4 +1,4 @@
-"""Rounded values: bytes an element of the union takes, and the mean that lacks exactly what the errors of all ranks add up to."""
+"""Rounded values: the bytes of an element of the union, and a mean whose error is exactly the sum of all ranks' errors."""
 
 from collections.abc import Callable
 from dataclasses import astuple
@@ -42,40 +42,7 @@ def test_an_element_of_the_union_takes_few_bytes(kind: type[ExactMiCRO | ExactEx
         assert seen[0].report.cost.nbytes <= MOST[values] * seen[0].report.union
 
 
-@pytest.mark.parametrize(("values", "nbytes"), [("float32", 5.1), ("bfloat16", 3.1), ("int8", 2.1), ("int4", 1.6)])
-def test_an_element_of_top_k_takes_few_bytes(values: Values, nbytes: float) -> None:
-    P, n = 2, 200_000
-    for seen in run(lambda: TopK(density=0.01, values=values), P, [whole_numbers(n, P, 0)]):  # pyright: ignore[reportArgumentType]
-        assert seen[0].report.cost.nbytes <= nbytes * n // 100
-
-
-@pytest.mark.parametrize(("values", "nbytes"), [("float32", 8.0), ("bfloat16", 5.0), ("int8", 3.6), ("int4", 2.7)])
-def test_ok_topk_sends_at_most_so_many_bytes_for_an_element(values: Values, nbytes: float) -> None:
-    """3/4 of an element to its region, and 3/4 of it to all: 12 bytes as int32 and float32, of which less than half are left in 16 bits."""
-    P, n, source = 4, 200_000, torch.Generator().manual_seed(0)
-    steps = [[torch.randn(n, generator=source) for _ in range(P)] for _ in range(3)]
-    for seen in run(lambda: ExactOkTopk(density=0.01, values=values), P, steps):
-        for step in seen:
-            assert step.report.cost.nbytes <= nbytes * n // 100
-
-
-@pytest.mark.parametrize("values", FORMATS)
-@pytest.mark.parametrize("P", [1, 2, 4, 8])
-def test_what_ok_topk_rounds_away_stays_in_the_residuals(values: Values, P: int) -> None:
-    """Whole numbers, so that every sum is exact: what is written times P and what stays in the residual are what came in."""
-    n = 400
-    steps = [whole_numbers(n, P, seed) for seed in range(4)]
-    ranks = run(lambda: ExactOkTopk(density=0.1, values=values), P, steps)
-    kept = torch.zeros(n, dtype=torch.float64)
-    for t, grads in enumerate(steps):
-        came = kept + torch.stack(grads).double().sum(0)
-        kept = torch.stack([seen[t].residual for seen in ranks]).double().sum(0)
-        for seen in ranks:
-            assert torch.equal(seen[t].grad, ranks[0][t].grad)
-        torch.testing.assert_close(P * ranks[0][t].grad.double() + kept, came, rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize("values", FORMATS)
 @pytest.mark.parametrize("K", one_in(3, [1000, 0, 3, 1]))
 def test_all_ranks_get_the_same_mean_and_errors_make_up_for_what_it_lacks(values: Values, P: int, K: int) -> None:
@@ -100,20 +67,9 @@ def test_all_ranks_get_the_same_mean_and_errors_make_up_for_what_it_lacks(values
     assert torch.equal(P * results[0][0].double() + total, torch.stack(given).double().sum(0))
 
 
-@pytest.mark.parametrize("values", ["int8", "int4"])
-def test_a_gradient_that_stays_is_written_in_full_over_time(values: Values) -> None:
-    """The mean over steps comes closer to the gradient as 1/steps, in 4 bits too: what rounding takes is sent later."""
-    P, n, steps = 2, 64, 16
-    grads = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(P)]
-    for kind in (TopK, ExactMiCRO, ExactExDyna, ExactOkTopk):
-        seen = run(partial(kind, density=0.5, values=values), P, [grads] * steps)[0]  # pyright: ignore[reportArgumentType]
-        mean = torch.stack([each.grad for each in seen]).mean(0)
-        assert float((mean - sum(grads) / P).abs().max()) < 0.5
-
-
 @pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactExDyna, ExactOkTopk])
 def test_signs_lose_no_mass(kind: type[TopK | ExactMiCRO | ExactExDyna | ExactOkTopk]) -> None:
-    """What is written times P, and the residuals, are together what came in; up to the rounding of a residual to float32."""
+    """P times the written mean plus the residuals is what came in, up to the rounding of a residual to float32."""
     P, n = 4, 400
     steps = [whole_numbers(n, P, seed) for seed in range(3)]
     ranks = run(lambda: kind(density=0.1, values="sign"), P, steps)
@@ -127,7 +83,7 @@ def test_signs_lose_no_mass(kind: type[TopK | ExactMiCRO | ExactExDyna | ExactOk
 
 
 @pytest.mark.parametrize("values", ["bfloat16", "float16", "int4", "int8", "int3", "ternary", "sign"])
-@pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactExDyna, ExactOkTopk, TwoShot])
+@pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactOkTopk, TwoShot])
 def test_the_largest_numbers_leave_no_infinity_in_a_residual(kind: Callable[..., Scheme], values: Values) -> None:
     """Ranks whose largest numbers cancel: the mean is finite, where P times what is decoded of one of them is not."""
     P, n, largest = 2, 64, 3.4e38
@@ -178,9 +134,3 @@ def test_residual_and_gradient_beyond_float16_are_written_later(form: Form) -> N
     kept = world.integer_sum(seen[-1].residuals)
     assert float(seen[-1].residuals[0].max()) > 65504
     assert torch.equal(written + kept, torch.full((15,), 30_000.0 * P * steps, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("kind", [TopK, ExactMiCRO, ExactExDyna, ExactOkTopk])
-def test_unknown_formats_are_refused(kind: type) -> None:
-    with pytest.raises(ValueError, match=r"values must be one of float32, bfloat16, .*, sign, got 'int5'"):
-        kind(values="int5")

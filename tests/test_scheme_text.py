@@ -1,6 +1,5 @@
 """Schemes as a text, from a program and from the environment: what is made, and what an error says."""
 
-import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,18 +40,14 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
         ("topq", r"unknown scheme 'topq'.*did you mean 'topk'"),
         ("topk:densty=0.1", r"'topk' has no setting 'densty'.*did you mean 'density'"),
         ("topk:density=2.0", "scheme 'topk:density=2.0' cannot be made: density must be"),
-        ("topk:density=", r"'density' has no value in 'topk:density='"),
         ("topk:density", r"the setting 'density' has no value in 'topk:density'; write density=VALUE"),
-        ("topk:density", r"'density' has no value in 'topk:density'"),
         ("topk:values=int4:density", r"'density' has no value in 'topk:values=int4:density'"),
-        ("topk:density:values=int4", r"'density' has no value in 'topk:density'"),
         ("topk:0.1", r"settings of the scheme 'topk' are written topk:KEY=VALUE, got 'topk:0\.1'"),
         (
             "topk:density=a",
             r"scheme 'topk:density=a' cannot be made: density must be a number.*see `sparsync schemes topk`",
         ),
         ("topk:density=some", r"density must be a number in \(0, 1\].*got 'some' of type str"),
-        ("topk:density=true", r"density must be a number in \(0, 1\].*got True of type bool"),
         ("topk:density=0.1:density=0.2", r"'density' stands twice in 'topk:density=0\.1:density=0\.2'"),
         (
             "sparsync.schemes:PerParameter",
@@ -60,7 +55,6 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
         ),
         ("dense,topk", r"one scheme is asked for, got 'dense,topk'"),
         ("local_steps(every=4)/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.LocalSteps\("),
-        ("steps(keep=0.5)/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.Steps\("),
         ("adamw_steps/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.Steps\("),
         ("diloco", r"'diloco', which is local_steps\(every=50.*sparsync\.LocalSteps"),
     ],
@@ -90,29 +84,11 @@ def test_a_file_without_a_class_lists_its_classes(tmp_path: Path) -> None:
         workloads.get(str(tmp_path / "none.py"))
 
 
-@pytest.mark.parametrize("given", [None, 0.1, sparsync.schemes.TopK(0.1)])
-def test_what_is_no_text_is_a_type_error_that_says_what_a_text_looks_like(given: Any) -> None:
-    plain = inspect.unwrap(
-        sparsync.schemes.from_text
-    )  # as users call it: tests execute annotations, which would raise first
-    with pytest.raises(TypeError, match=r"takes a text such as 'topk:density=0\.01', got "):
-        plain(given)
-
-
 @pytest.mark.parametrize("density", ["0.1", None, True, [0.1]])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        sparsync.schemes.TopK,
-        sparsync.schemes.ExactOkTopk,
-        sparsync.schemes.ExactMiCRO,
-        sparsync.schemes.TwoShot,
-        sparsync.schemes.ExactExDyna,
-    ],
-)
-def test_a_density_of_another_type_is_an_error_that_names_it(kind: Any, density: Any) -> None:
-    with pytest.raises(ValueError, match=rf"density must be a number in \(0, 1\].*of type {type(density).__name__}"):
-        kind(density=density)
+def test_a_density_of_another_type_is_an_error_that_names_it(density: Any) -> None:
+    for kind in (sparsync.schemes.TopK, sparsync.schemes.MiCRO, sparsync.schemes.ExactOkTopk, sparsync.schemes.TwoShot):
+        with pytest.raises(ValueError, match=rf"density must be a number in \(0, 1\].*type {type(density).__name__}"):
+            kind(density=density)
 
 
 def scheme_of_environment() -> sparsync.Scheme:

@@ -55,12 +55,6 @@ def test_an_unknown_scheme_is_told_its_nearest_name(name: str) -> None:
         schemes.describe(name)
 
 
-def test_a_name_like_no_other_is_told_what_there_is() -> None:
-    with pytest.raises(ValueError, match="unknown scheme 'zzz'; there are dense, ") as caught:
-        schemes.get("zzz")
-    assert "did you mean" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "setting", "told"),
     [
@@ -84,32 +78,18 @@ def test_an_unknown_setting_is_told_the_nearest_one(name: str, setting: dict[str
 
 
 REFUSED: list[tuple[type, dict[str, Any], str]] = [
-    (TopK, {"density": 0.0}, r"density must be in \(0, 1\], the share of elements to send, got 0.0"),
     (TopK, {"density": 1.5}, r"density must be in \(0, 1\], the share of elements to send, got 1.5"),
     (Dense, {"wire": "float8"}, "wire must be one of gradient, float32, bfloat16, float16, got 'float8'"),
-    (Dense, {"form": "tree"}, "form must be one of native, ring, got 'tree'"),
-    (SkipReduce, {"skip": -1}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got -1"),
-    (SkipReduce, {"skip": 1.0}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got 1.0"),
-    (SkipReduce, {"skip": -0.1}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got -0.1"),
-    (SkipReduce, {"skip": math.nan}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got nan"),
-    (SkipReduce, {"skip": True}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got True"),
+    *[(SkipReduce, {"skip": skip}, r"skip must be a count in .* got ") for skip in (-1, 1.0, -0.1, math.nan, True)],
     (SkipReduce, {"mode": "rand"}, "mode must be one of random, naive, got 'rand'"),
     (SkipReduce, {"form": "tree"}, "form must be one of ring, direct, got 'tree'"),
     (SkipReduce, {"divide_by": "P"}, "divide_by must be one of contributors, ranks, got 'P'"),
-    (
-        SkipReduce,
-        {"protect": "*.bias"},
-        r"protect takes a list of parameter names or patterns, got '\*.bias'; AutoProtect finds them",
-    ),
+    (SkipReduce, {"protect": "*.bias"}, r"protect takes a list of parameter names or patterns, got '\*.bias'"),
     (SkipReduce, {"node_size": 0}, "node_size must be at least 1 rank, got 0"),
+    (SkipReduce, {"divide_by": "contributors", "feedback": True}, 'use divide_by="ranks"'),
     (AutoProtect, {"share": 1.1}, r"share must be in \[0, 1\], the share of elements to protect, got 1.1"),
     (AutoProtect, {"observe_steps": 0}, "observe_steps must be at least 1, got 0"),
-    (
-        AutoProtect,
-        {"scheme": SkipReduce(protect=["*.bias"])},
-        "AutoProtect chooses what its scheme protects, got protect=",
-    ),
-    (SkipReduce, {"divide_by": "contributors", "feedback": True}, 'use divide_by="ranks"'),
+    (AutoProtect, {"scheme": SkipReduce(protect=["*.bias"])}, "AutoProtect chooses what its scheme protects"),
 ]
 
 
@@ -124,12 +104,6 @@ def test_a_bad_setting_names_the_value_and_what_is_allowed(make: type, config: d
 # ---- what a world refuses
 
 
-@pytest.mark.parametrize(("skip", "P"), [(4, 4), (7, 4), (2, 2)])
-def test_more_skips_than_the_world_allows_are_refused_when_it_is_known(skip: int, P: int) -> None:
-    with pytest.raises(ValueError, match=rf"skip must be in \[0, {P - 1}\] for {P} ranks, got {skip}"):
-        run(started(SkipReduce(skip), P), reals(P, COUNT, 1))
-
-
 def test_more_skips_than_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"skip must be in \[0, 1\] for 2 nodes, got 2"):
         run(started(SkipReduce(2, node_size=2), 4), reals(4, COUNT, 1))
@@ -141,20 +115,6 @@ def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
 
 
 # ---- SkipReduce
-
-
-def test_ring_pruning_leaves_out_the_same_steps_and_divides_by_ranks() -> None:
-    assert SkipReduce.ring_pruning(3) == SkipReduce(skip=3, mode="naive", divide_by="ranks", form="ring")
-
-
-@pytest.mark.parametrize(("share", "P", "skip"), [(0.5, 2, 1), (0.5, 5, 2), (0.25, 8, 2), (0.25, 3, 0), (0.99, 4, 3)])
-def test_a_share_of_ranks_is_the_count_it_rounds_down_to(share: float, P: int, skip: int) -> None:
-    by_share = run(started(SkipReduce(share), P), reals(P, COUNT, 2))
-    by_count = run(started(SkipReduce(skip), P), reals(P, COUNT, 2))
-    for a, b in zip(by_share, by_count, strict=True):
-        assert same_bits(a.written[0], b.written[0])
-        assert a.reports == b.reports
-        assert a.reports[0].details["skip"] == skip
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -172,14 +132,6 @@ def test_the_naive_mode_leaves_out_the_same_every_time_and_the_random_one_does_n
     assert naive[0] == naive[1] == naive[2] == naive[3]
     random = [step.written[0].tolist() for step in run(started(SkipReduce(2), P), steps)]
     assert all(random[i] != random[j] for i in range(4) for j in range(i))
-
-
-def test_the_report_tells_skip_and_shift() -> None:
-    P = 5
-    steps = run(started(SkipReduce(2), P), reals(P, COUNT, P))
-    assert all(report.details["skip"] == 2 for step in steps for report in step.reports)
-    assert sorted(float(step.reports[0].details["shift"]) for step in steps) == list(range(P))
-    assert all(len({report.details["shift"] for report in step.reports}) == 1 for step in steps)
 
 
 def test_poison_of_a_contribution_that_is_left_out_does_not_show() -> None:
@@ -246,21 +198,6 @@ def test_ties_at_the_threshold_are_sent_in_order_of_position() -> None:
     assert step.reports[0].selected == step.reports[0].union == n // 2
 
 
-def test_what_was_kept_back_counts_in_the_next_selection() -> None:
-    """Element 1 is small each time, but comes once what it kept exceeds the others."""
-    grads = [[torch.tensor([3.0, 2.0, 0.0])]] * 3
-    written = [step.written[0].tolist() for step in run([TopK(0.34).start()], grads)]
-    assert written == [[3.0, 0.0, 0.0], [0.0, 4.0, 0.0], [6.0, 0.0, 0.0]]
-
-
-def test_the_union_counts_each_position_once() -> None:
-    grads = [[torch.tensor([9.0, 8.0, 0.0, 0.0]), torch.tensor([9.0, 0.0, 0.0, 8.0])]]
-    step = run([TopK(0.5).start() for _ in range(2)], grads)[0]
-    assert step.written[0].tolist() == [9.0, 4.0, 0.0, 4.0]
-    assert {(report.selected, report.union) for report in step.reports} == {(2, 3)}
-    assert step.reports[0].density == 0.75
-
-
 def test_a_mean_that_overflows_the_gradients_type_leaves_the_residual_as_it_was() -> None:
     """Two finite float16 gradients with a residual each: the step is one a loss scaler skips, so nothing may be spent."""
     big = torch.full((COUNT,), 60000.0, dtype=torch.float16)
@@ -289,15 +226,6 @@ def test_a_wider_wire_saves_a_narrow_gradient_from_overflow() -> None:
     grads = [[torch.full((COUNT,), 40000.0, dtype=torch.float16)] * 3]
     assert not run(started(Dense(), 3), grads)[0].written[0].isfinite().any()
     assert torch.equal(run(started(Dense("float32"), 3), grads)[0].written[0], grads[0][0])
-
-
-def test_names_tell_the_wire_type() -> None:
-    assert [Dense(wire).name for wire in ("gradient", "float32", "bfloat16", "float16")] == [
-        "dense",
-        "dense_float32",
-        "bf16",
-        "dense_float16",
-    ]
 
 
 def test_a_scheme_reduces_the_tensor_it_was_given() -> None:

@@ -268,14 +268,6 @@ def test_columns_are_joined_in_the_parameters_own_order() -> None:
     assert torch.equal(each.join(each.cut(parameter, 4)), parameter)
 
 
-def test_schemes_without_a_reduce_scatter_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match="topk has no reduce-scatter; for the shard axis there are TwoShot, ExactOkTopk, SkipReduce and",
-    ):
-        TopK().reduce_scatter_form()
-
-
 def test_the_refusal_names_every_scheme_that_has_a_reduce_scatter() -> None:
     with pytest.raises(ValueError, match="has no reduce-scatter") as refused:
         TopK().reduce_scatter_form()

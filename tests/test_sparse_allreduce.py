@@ -52,39 +52,6 @@ def test_shares_are_k_together_and_no_more_than_there_are(sums: list[list[int]],
     assert all(0 <= share <= top.numel() for share, top in zip(held, tops, strict=True))
 
 
-def cubed(n: int, rank: int) -> Tensor:
-    return torch.randn(n, generator=generator(rank, "cubed", 0)) ** 3
-
-
-def test_shares_find_nearly_the_k_largest() -> None:
-    """Against exact counts, on eight regions of one distribution: the survivors carry 99 % of the best magnitude."""
-    P, k = 8, 400
-    sums = [cubed(2000, r).abs().sort(descending=True).values[:k] for r in range(P)]
-    held = shares(sums, k)
-    best = torch.cat(sums).topk(k).values.sum()
-    assert sum(float(each[:share].sum()) for each, share in zip(sums, held, strict=True)) >= 0.99 * best
-
-
-def test_equal_sums_are_shared_in_proportion() -> None:
-    P, k = 4, 40
-    held = shares([torch.ones(k)] * P, k)
-    assert held == [10, 10, 10, 10]
-
-
-def test_split_cuts_at_regions_and_counts_from_their_start() -> None:
-    part = Sparse(torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0, 4.0]), 10)
-    pieces = reference.split(part, [Span(0, 4), Span(4, 4), Span(4, 10)])
-    assert [piece.index.tolist() for piece in pieces] == [[0, 3], [], [0, 5]]
-    assert [piece.value.tolist() for piece in pieces] == [[1.0, 2.0], [], [3.0, 4.0]]
-
-
-def test_among_finds_common_positions_also_in_nothing() -> None:
-    a = torch.tensor([1, 4, 7], dtype=torch.int32)
-    assert reference.isin(a, torch.tensor([0, 4, 5, 7], dtype=torch.int32)).tolist() == [False, True, True]
-    assert reference.isin(a, a[:0]).tolist() == [False, False, False]
-    assert reference.isin(a[:0], a).tolist() == []
-
-
 def test_at_least_selects_what_is_level_but_never_zeros() -> None:
     assert reference.select_ge(torch.tensor([0.0, -2.0, 1.0, float("nan")]), 2.0).index.tolist() == [1, 3]
     assert reference.select_ge(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]

@@ -1,11 +1,8 @@
 """sparsync.testing: a sound scheme of a third party passes, and each way to break it is found by the invariant that is about it."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,17 +13,13 @@ import sparsync
 from sparsync import Bucket, Report, Scheme
 from sparsync.base.error_feedback import Update
 from sparsync.comm import Cost
-from sparsync.comm.metered import MeteredComm, all_reduce_cost
+from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Comm
 from sparsync.feedback import Accumulator, Vectors
-from sparsync.schemes import ExactOkTopk, OkTopk, State, TwoShot
+from sparsync.schemes import OkTopk, State, TwoShot
 from sparsync.schemes.exact_micro import ExactMiCRO
 from sparsync.schemes.oktopk import Control
 from sparsync.testing import INVARIANTS, SchemeUnderTest, check, check_scheme
-from sparsync.testing.momentum import keeps_momentum
-from sparsync_lab.rivals.demo import DeMo
-from sparsync_lab.rivals.dgc import DGC
-from sparsync_lab.rivals.onebit_adam import OneBitAdam
 
 
 class Alternating(Scheme):
@@ -90,7 +83,7 @@ class Alternating(Scheme):
 
 
 class AddsItsLastMean(Alternating):
-    """A momentum, of which the optimizer knows nothing."""
+    """A momentum that the optimizer does not know."""
 
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         report, last = super().reduce(state, bucket, comm), state.common_vector("last", bucket)
@@ -118,7 +111,7 @@ class RoundsItsResidual(Alternating):
 class DiffersBetweenRanks(Alternating):
     def sum_over_ranks(self, x: Tensor, comm: Comm) -> Tensor:
         parts = comm.all_gather(x, [x.numel()] * comm.size)
-        mine = [*parts[comm.rank :], *parts[: comm.rank]]  # each rank adds in an order of its own
+        mine = [*parts[comm.rank :], *parts[: comm.rank]]  # each rank adds in another order
         return sum(mine[1:], start=mine[0])
 
 
@@ -208,16 +201,6 @@ class SendsEmptyBuckets(Alternating):
         return Report(self.name, bucket.key, bucket.step, 0, 0, 0, all_reduce_cost(1, 4, comm.size, comm.rank))
 
 
-class FailsWhenNothingIsChosen(Alternating):
-    def is_finite(self, total: Tensor) -> bool:
-        return bool(total[:-1].abs().max() < torch.inf)
-
-
-class HasAFloor(Alternating):
-    def divided(self, total: Tensor, P: int) -> Tensor:
-        return torch.where(total == 0, 1e-30, total) / P
-
-
 class OverflowsInTheResidual(Alternating):
     def keep(self, state: State, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
         super().keep(state, bucket, acc * 2 / 2, chosen)
@@ -235,14 +218,6 @@ class SwallowsNaN(Alternating):
         return super().accumulate(state, bucket).nan_to_num()
 
 
-class LosesTheResidualOnInf(Alternating):
-    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
-        report = super().reduce(state, bucket, comm)
-        if bool(bucket.grad.isnan().any()):
-            self.held(state, bucket).zero_()
-        return report
-
-
 BROKEN = {
     AddsItsLastMean: "momentum",
     LosesMass: "conservation",
@@ -258,13 +233,11 @@ BROKEN = {
     DoesNotRollBack: "rollback",
     ForgetsWhatItHeldBefore: "clipping",
     ResetsItsResidual: "reset",
-    NeverSendsTheLast: "delivery",
+    NeverSendsTheLast: "examination",
     SendsEmptyBuckets: "sizes",
-    HasAFloor: "values",
     OverflowsInTheResidual: "values",
     WritesSinglePrecision: "types",
     SwallowsNaN: "nonfinite",
-    LosesTheResidualOnInf: "nonfinite",
 }
 
 
@@ -313,18 +286,12 @@ UNFAIR: dict[type[Scheme], str] = {
 
 
 def under_test(make: Callable[..., Alternating]) -> SchemeUnderTest:
-    return SchemeUnderTest(make, lambda: make(every=1), delivers=True)
+    return SchemeUnderTest(make, lambda: make(every=1), density=0.5)
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
 def test_a_sound_scheme_of_a_third_party_passes(invariant: str) -> None:
     check(invariant, under_test(Alternating))
-
-
-def test_one_call_checks_all_invariants() -> None:
-    check_scheme(Alternating, worlds=(1, 2, 3), complete=lambda: Alternating(every=1), delivers=True)
-    with pytest.raises(AssertionError, match=r"^rollback: "):
-        check_scheme(DoesNotRollBack)
 
 
 @pytest.mark.parametrize(("broken", "invariant"), [pytest.param(*each, id=each[0].__name__) for each in BROKEN.items()])
@@ -343,75 +310,10 @@ def test_what_is_unfair_to_a_rank_is_found_by_its_invariant(broken: type[Scheme]
         check(invariant, broken)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("broken", "invariant"), [pytest.param(*each, id=each[0].__name__) for each in UNFAIR.items()])
-def test_what_is_unfair_to_a_rank_is_found_by_no_other_invariant(broken: type[Scheme], invariant: str) -> None:
-    subject = SchemeUnderTest(broken)
-    for other in INVARIANTS:
-        if other != invariant:
-            check(other, subject)
-
-
-def test_a_sound_scheme_whose_ranks_differ_in_what_they_hold_passes() -> None:
-    for scheme in (ExactMiCRO, TwoShot, ExactOkTopk):
-        for invariant in ("examination", "scale", "shares", "balance"):
-            assert check(invariant, scheme) is None
-
-
-def test_a_share_that_is_not_told_is_found() -> None:
-    class Silent(Alternating):
-        def unsent(self, state: State, bucket: Bucket, comm: Comm) -> None:
-            return None
-
-    with pytest.raises(AssertionError, match=r"^shares: .* unsent is 0.0, for m of 4 ranks it must be an m-th of"):
-        check("shares", Silent)
-
-
-def test_ranks_that_all_take_a_part_of_their_own_are_found() -> None:
-    class Parted(Alternating):
-        def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, None]:
-            return state.residual(bucket) / comm.size, None
-
-    with pytest.raises(AssertionError, match=r"^shares: .* 1 / \[4, 4, 4, 1\], less 1 they may add up to P - 1, 3"):
-        check("shares", Parted)
-
-
-@pytest.mark.parametrize("keeps", [partial(DGC, density=0.1), OneBitAdam, DeMo])
-def test_published_schemes_with_a_momentum_are_found_to_keep_one(keeps: Callable[[], Scheme]) -> None:
-    """So that the invariant, which they pass because they say so, is one that they would fail."""
-    assert keeps().has_momentum
-    assert keeps_momentum(keeps)
-
-
-class AnswersNo(AddsItsLastMean):
-    has_momentum = False
-
-
-class SaysItsMomentum(Scheme):
-    """A momentum without a residual: with one rank, too, more comes back than the gradient."""
-
-    name = "momentum"
-
-    has_momentum = True
-
-    def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
-        metered, last = MeteredComm(comm), state.common_vector("last", bucket)
-        last.mul_(0.5).add_(metered.all_reduce(bucket.grad.clone()) / comm.size)
-        bucket.grad.copy_(last)
-        return self.report(bucket, metered.sent)
-
-
-def test_the_authors_answer_counts() -> None:
-    check("momentum", AnswersNo)
-    for invariant in ("momentum", "one_rank"):
-        check(invariant, SaysItsMomentum)
-
-
 def test_what_is_not_checked_says_why_and_what_is_left_out_shows_its_reason() -> None:
     found = check_scheme(NeverRotates, worlds=(1, 2), without={"examination": "its partitions stay"})
     assert found.pop("examination") == "left out: its partitions stay"
     assert found.pop("identity") == "no setting leaves nothing out: complete=None"
-    assert found.pop("delivery") == "the scheme does not promise it: delivers=False"
     assert {*found.values()} == {"holds"}
     assert check("conservation", sparsync.schemes.Dense) == "there is no residual"
 
@@ -425,48 +327,8 @@ def test_what_integrations_rely_on_cannot_be_left_out_and_nothing_without_a_reas
         check_scheme(Alternating, without=without)
 
 
-def test_a_scheme_that_raises_is_shown_with_the_invariant() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        check("sizes", FailsWhenNothingIsChosen)
-    assert vars(caught.value)["__notes__"][-1] == "(while checking the invariant 'sizes')"
-
-
-def test_a_failure_says_where_and_shows_both_values() -> None:
-    with pytest.raises(AssertionError) as caught:
-        check("traffic", ReportsOtherBytes)
-    assert str(caught.value) == (
-        "traffic: P = 2, n = 97, torch.float32, step 0, rank 0: counted Cost(steps=2, messages=2, nbytes=200), "
-        "communicate through a MeteredComm around comm and pass what it sent to report(); "
-        "the report's cost is Cost(steps=2, messages=2, nbytes=100)"
-    )
-
-
-def test_a_name_that_is_no_invariant_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="unknown invariant 'mass'; there are momentum, conservation, rounding"):
-        check("mass", Alternating)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("worlds", [(1,), (2,), (3, 6)])
-def test_any_worlds_will_do(worlds: tuple[int, ...]) -> None:
-    check_scheme(Alternating, worlds=worlds, complete=lambda: Alternating(every=1))
-
-
 def test_a_tolerance_lets_rounding_pass_and_nothing_larger() -> None:
     check("conservation", RoundsItsResidual, tolerance=1e-5)
     for scheme in (RoundsItsResidual, LosesMass):
         with pytest.raises(AssertionError, match=r"^conservation: .* residuals after the step \+ P x written"):
             check("conservation", scheme, tolerance=1e-9)
-
-
-@pytest.mark.parametrize("worlds", [(), (0, 2)])
-def test_worlds_without_ranks_are_refused(worlds: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="worlds must be at least one number of ranks, each at least 1"):
-        check_scheme(Alternating, worlds=worlds)
-
-
-@pytest.mark.slow
-def test_the_invariants_need_no_test_runner() -> None:
-    program = "import sys, sparsync; sparsync.testing.check_scheme(sparsync.schemes.Dense); assert 'pytest' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert sparsync.testing.check is check

@@ -86,7 +86,7 @@ def test_ranks_send_as_many_elements_of_each_tensor_as_the_authors_programs(shap
             assert report.cost == plan_of(make(), Given(n, 2, 4, layout)).cost()
 
 
-@pytest.mark.parametrize("per_tile", [1, 32, 100, 4096])
+@pytest.mark.parametrize("per_tile", [1, 100, 4096])
 def test_each_tile_gives_its_largest_elements_or_all(per_tile: int) -> None:
     tiles, x = tiles_of(LAYOUT), numbers(0)
     cut = tiles.take(x)
@@ -98,16 +98,6 @@ def test_each_tile_gives_its_largest_elements_or_all(per_tile: int) -> None:
             assert int(taken.sum()) == min(per_tile, group.size)
             assert tile[~taken].abs().max() <= tile[taken].abs().min() if per_tile < group.size else taken.all()
     assert sum(selected_in_tiles(LAYOUT, per_tile)) == index.numel()
-
-
-def test_the_transform_is_orthonormal() -> None:
-    tiles, x = tiles_of(LAYOUT), numbers(0).double()
-    cut = tiles.take(x)
-    components = transformed(cut, tiles)
-    torch.testing.assert_close(transformed(components, tiles, inverse=True), cut)
-    for group in tiles.groups:
-        sums = [group.of(each).square().sum((1, 2)) for each in (components, cut)]
-        torch.testing.assert_close(*sums)
 
 
 def test_a_plane_wave_is_one_component_of_its_tile() -> None:
@@ -125,26 +115,6 @@ def test_values_are_the_means_of_their_bins() -> None:
     packet = codec.encode(value)
     assert packet.numel() == codec.nbytes(9, torch.float32) == 2 * 16 + 3
     assert codec.decode(packet, 9, torch.float32).tolist() == [-4.0] * 3 + [4.0] * 3 + [7.0] * 3
-
-
-def test_nan_makes_its_group_nan_and_no_other() -> None:
-    codec = BinMeans((2, 2))
-    decoded = codec.decode(codec.encode(torch.tensor([1.0, torch.inf, 2.0, 3.0])), 4, torch.float32)
-    assert decoded.isnan().tolist() == [True, True, False, False]
-
-
-def test_a_packet_of_another_length_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="sender and receiver must agree on the layout"):
-        BinMeans((4,)).decode(torch.zeros(3, dtype=torch.uint8), 4, torch.float32)
-
-
-def test_sparse_loco_sends_positions_two_bits_a_value_and_four_means_a_parameter() -> None:
-    P, schemes = 3, [SparseLoCo().start() for _ in range(3)]
-    _, report = reduced([*schemes], [numbers(rank) for rank in range(P)])[0]
-    counts = selected_in_tiles(LAYOUT, 64)
-    k = sum(counts)
-    assert counts == [10 * 64, 70, 64, 64, 1]
-    assert report.cost == all_gather_cost(fixed_length_nbytes(k, N) + 16 * 5 + -(-k // 4), P)
 
 
 def by_senders(cuts: list[Tensor], per_tile: int) -> Tensor:
@@ -169,12 +139,6 @@ def test_the_mean_is_over_the_ranks_that_sent() -> None:
     torch.testing.assert_close(reduced(schemes, grads)[0][0], mean)
 
 
-def test_demo_writes_signs() -> None:
-    schemes = [DeMo(per_tile=9).start() for _ in range(2)]
-    written, _ = reduced(schemes, [numbers(rank) for rank in range(2)])[0]
-    assert set(written.unique().tolist()) <= {-1.0, 0.0, 1.0}
-
-
 @pytest.mark.parametrize("make", [SparseLoCo, DeMo])
 def test_a_rollback_returns_to_each_rank_what_it_sent(make: type) -> None:
     P = 3
@@ -193,10 +157,7 @@ def test_a_rollback_returns_to_each_rank_what_it_sent(make: type) -> None:
     [
         (SparseLoCo, {"per_tile": 0}, "per_tile must be a whole number of at least 1, .*, got 0"),
         (DeMo, {"per_tile": 0.5}, "per_tile must be a whole number of at least 1, .*, got 0.5"),
-        (SparseLoCo, {"decay": 2.0}, r"decay must be in \[0, 1\]"),
         (SparseLoCo, {"values": "int2"}, "values must be one of bins, float32"),
-        (SparseLoCo, {"divide_by": "all"}, "divide_by must be one of contributors, ranks, got 'all'"),
-        (DeMo, {"values": "bins"}, "values must be one of float32"),
         (DeMo, {"divide_by": "all"}, "divide_by must be one of contributors, ranks, got 'all'"),
     ],
 )

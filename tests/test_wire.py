@@ -50,17 +50,6 @@ def test_any_bytes_are_either_refused_or_a_valid_vector(packet: bytes, length: i
     assert raw.encode(part).tolist() == list(packet)
 
 
-@given(positions=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=6), length=st.integers(0, 6))
-def test_positions_outside_twice_or_out_of_order_are_refused(positions: list[int], length: int) -> None:
-    valid = positions == sorted(set(positions)) and all(0 <= position < length for position in positions)
-    packet = raw.encode(sparse(positions, [1.0] * len(positions), length, torch.float32))
-    if valid:
-        assert raw.decode(packet, len(positions), length, torch.float32).index.tolist() == positions
-    else:
-        with pytest.raises(RuntimeError, match="positions"):
-            raw.decode(packet, len(positions), length, torch.float32)
-
-
 @pytest.mark.parametrize(
     ("positions", "told"),
     [
@@ -77,30 +66,10 @@ def test_a_bad_packet_says_what_is_wrong(positions: list[int], told: str) -> Non
         raw.decode(packet, 2, 5, torch.float32)
 
 
-@pytest.mark.parametrize("nbytes", [1, 7, 9])
-def test_a_cut_packet_is_refused(nbytes: int) -> None:
-    with pytest.raises(RuntimeError, match=f"1 elements of 8 bytes each do not make a packet of {nbytes} bytes"):
-        raw.decode(torch.zeros(nbytes, dtype=torch.uint8), 1, 5, torch.float32)
-
-
 def test_a_packet_may_start_anywhere_in_memory() -> None:
     """A slice of a receive buffer is not aligned to the types in it."""
     part = sparse([1, 4], [0.5, -2.0], 5, torch.float64)
     buffer = torch.cat([torch.zeros(3, dtype=torch.uint8), raw.encode(part)])
-    assert raw.decode(buffer[3:], 2, 5, torch.float64).value.tolist() == [0.5, -2.0]
-
-
-def test_a_decoded_packet_does_not_share_memory_with_what_was_received() -> None:
-    packet = raw.encode(sparse([1], [0.5], 5, torch.float32))
-    part = raw.decode(packet, 1, 5, torch.float32)
-    packet.zero_()
-    assert (part.index.tolist(), part.value.tolist()) == ([1], [0.5])
-
-
-def test_vectors_too_long_for_int32_are_refused() -> None:
-    none = torch.empty(0, dtype=torch.int32)
-    assert raw.encode(Sparse(none, torch.empty(0), 2**31 - 1)).numel() == 0
-    with pytest.raises(
-        ValueError, match="raw packets index at most 2147483647 elements, got 2147483648; use smaller buckets"
-    ):
-        raw.encode(Sparse(none, torch.empty(0), 2**31))
+    again = raw.decode(buffer[3:], 2, 5, torch.float64)
+    buffer.zero_()  # what was decoded shares no memory with it
+    assert (again.index.tolist(), again.value.tolist()) == ([1, 4], [0.5, -2.0])

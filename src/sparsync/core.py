@@ -1,4 +1,4 @@
-"""The core types: spans, buckets, sparse vectors, costs, reports, the interface of a communicator, and the phases that a bucket passes.
+"""The core types: spans, buckets, sparse vectors, costs, reports, the interface of a communicator, and the phases of a bucket.
 
 Nothing here communicates, selects or keeps state. Letters: P ranks, n elements of a bucket, k selected on one rank, K in the union.
 """
@@ -32,10 +32,10 @@ _FORMATS: dict[torch.dtype, Any] = {  # Any: a literal of memoryview's
 
 
 class Arriving:
-    """A few numbers on their way from a device to the host, which reads them a step later, when they are there."""
+    """A few numbers on their way from a device to the host, which reads them a step later."""
 
     def __init__(self, numbers: Tensor) -> None:
-        """Begin to copy `numbers` [k], after what was asked of the device before."""
+        """Begin to copy `numbers` [k], after the work that the device already has."""
         on_gpu = numbers.is_cuda
         host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=on_gpu)
         host.copy_(numbers, non_blocking=True)
@@ -98,7 +98,7 @@ class ParameterSpan:
 
     name: str
     span: Span
-    shape: tuple[int, ...] = ()  # of the parameter, where it is known; () where it is not
+    shape: tuple[int, ...] = ()  # of the parameter, if it is known
 
 
 class Layout(tuple[ParameterSpan, ...]):
@@ -159,7 +159,7 @@ class SpanSet:
         return sum(len(span) for span in self.spans)
 
     def part(self, wanted: Span) -> list[Span]:
-        """Return where the elements `wanted` of what `take` returns lie in the vector."""
+        """Return where the elements `wanted`, counted as in the result of `take`, lie in the vector."""
         found: list[Span] = []
         position = 0
         for span in self.spans:
@@ -170,13 +170,13 @@ class SpanSet:
         return found
 
     def take(self, x: Tensor) -> Tensor:
-        """Return these elements of `x`: a view of it when they are one span, else a copy."""
+        """Return these elements of `x`: a view if they are one span, else a copy."""
         if len(self.spans) == 1:
             return self.spans[0].of(x)
         return torch.cat([x[:0], *(span.of(x) for span in self.spans)])
 
     def put_(self, x: Tensor, taken: Tensor) -> None:
-        """Write what `take` returned, perhaps changed, back to its place in `x`."""
+        """Write the result of `take`, perhaps changed, back to its place in `x`."""
         if len(self.spans) == 1 and taken.data_ptr() == self.spans[0].of(x).data_ptr():
             return
         if self.spans:
@@ -186,18 +186,18 @@ class SpanSet:
 
 @dataclass
 class Bucket:
-    """A flat range of the gradient: what a scheme takes in, and writes back.
+    """A flat range of the gradient, which a scheme takes in and writes back.
 
     `key` names the bucket and is the same on every rank, as are `step` and `layout`; only `grad` differs before `Scheme.reduce`.
     Without a layout the whole bucket counts as one parameter called `key`.
-    Raises ValueError when `grad` is not one-dimensional, contiguous and floating, or when `layout` does not cover it.
+    Raises ValueError if `grad` is not one-dimensional, contiguous and floating, or if `layout` does not cover it.
     """
 
     key: str
     grad: Float[Tensor, " n"]
     step: int
     layout: tuple[ParameterSpan, ...] = ()
-    skip: Tensor | None = None  # [1], of a scheme that heeds it; see Scheme.heeds_skip
+    skip: Tensor | None = None  # [1], for a scheme that heeds it; see Scheme.heeds_skip
 
     def __post_init__(self) -> None:
         self.key = str(self.key)
@@ -238,7 +238,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some elements of a vector where they are: `length` of them, in rows of `row` adjacent ones, of which the last may be shorter.
+    """Some elements of a vector where they are: `length` of them, in rows of `row` adjacent elements; the last row may be shorter.
 
     Row i begins at position `starts[i]`; more starts than rows are allowed. Places count the elements in the order of the rows.
     """
@@ -273,11 +273,10 @@ def check_density(density: object, name: str = "density") -> None:
 class Cost:
     """What one rank sends: `steps` exchanges that wait for each other, `messages` and payload bytes leaving the rank.
 
-    An exchange whose messages all leave at once is one step, to however many ranks they go: an all_gather, an all_to_all, an exchange of
-    lengths. P-1 sends that each need what the one before has brought are P-1 steps: a ring. The backend's all_reduce counts as gloo's
-    ring, 2 (P-1). Steps cost a link's latency each, whatever their size.
-    Payload only: framing by the transport (Ethernet, IP, TCP) comes on top. A message without payload is not sent and not counted; the
-    exchange it belongs to is a step all the same, because ranks wait for it where others have something to send.
+    An exchange whose messages all leave at once is one step, to any number of ranks: an all_gather, an all_to_all, an exchange of lengths.
+    P-1 sends that each need the one before are P-1 steps: a ring. Each step costs a link's latency, whatever its size.
+    Payload only: framing by the transport (Ethernet, IP, TCP) comes on top. A message without payload is not sent and not counted. Its
+    exchange still is a step, because ranks wait if others have something to send.
     """
 
     steps: int = 0
@@ -292,11 +291,10 @@ class Cost:
 class Report:
     """One reduction of one bucket at one step, seen from one rank.
 
-    `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
-    `cost` is what the scheme sent, as counted; `sent` is what an integration counted around it, None where there is none, and `wait_s` the
-    seconds inside the communicator.
-    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf.
-    On a GPU that may be a tensor [], or may still be arriving: `bool` waits for it.
+    `selected` is k, the number of elements that this rank put in; `union` is K, the number of elements that any rank put in; `elements` is
+    n. `cost` is what the scheme counted as sent; `sent` is what an integration counted around it, if any, and `wait_s` the seconds inside
+    the communicator. `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has
+    NaN or Inf. On a GPU that may be a tensor [], or may still be arriving: `bool` waits for it.
     """
 
     scheme: str
@@ -308,7 +306,7 @@ class Report:
     cost: Cost
     sent: Cost | None = None
     seconds: float | None = None  # the whole reduce, on the thread that ran it
-    wait_s: float | None = None  # of which inside the communicator
+    wait_s: float | None = None  # inside the communicator, a part of `seconds`
     phases: Mapping[str, float] = field(default_factory=dict)  # of `seconds`, those in each `phase`
     details: Mapping[str, Detail] = field(default_factory=dict)
 
@@ -334,11 +332,11 @@ def reported(
 
 @runtime_checkable
 class Comm(Protocol):
-    """One rank's view of a group of P ranks. Every call is collective but `send_recv`, and returns when its result is there.
+    """One rank's view of a group of P ranks. Every call except `send_recv` is collective, and returns when its result is there.
 
-    All tensors are one-dimensional and contiguous, of one dtype and device on all ranks. What a call returns is for reading only: a
-    transport inside one process may hand the same tensor to every rank. `counts`, where all ranks know them, are the numbers of
-    elements that come from each rank; without them each message brings its length, of 8 bytes.
+    All tensors are one-dimensional and contiguous, of one dtype and device on all ranks. Results are for reading only: a transport inside
+    one process may hand the same tensor to every rank. `counts` are the numbers of elements from each rank, if all ranks know them;
+    without them each message brings its length, of 8 bytes.
     Failures raise RuntimeError and name the ranks; nothing waits without a timeout.
     """
 
@@ -357,7 +355,7 @@ class Comm(Protocol):
         ...
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Return what each rank sent here, in rank order; `parts[r]` goes to rank r, may be empty. Bytes sent per rank: all but its own."""
+        """Send `parts[r]`, perhaps empty, to rank r, and return what arrives, in rank order. Bytes sent per rank: all but its own."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -366,7 +364,7 @@ class Comm(Protocol):
 
 
 def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor, added in the order given: the same bits on every rank that adds the same."""
+    """Return the sum of at least one tensor, added in the order given: the same bits on every rank."""
     total = addends[0].clone()
     for addend in addends[1:]:
         total += addend
@@ -374,9 +372,9 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
 
 
 def exact_divisor(x: Tensor, divisor: int) -> Tensor | int:
-    """Return what to divide `x` by for the bits of the CPU: on a GPU torch multiplies by the reciprocal of a number.
+    """Return the divisor that gives the bits of the CPU: on a GPU torch multiplies by the reciprocal of a plain number.
 
-    A divisor that the type of `x` does not hold, above 256 for bfloat16 and 2048 for float16, stays a number.
+    A divisor that the type of `x` cannot hold, above 256 for bfloat16 and 2048 for float16, stays a number.
     """
     return x.new_full((), divisor) if x.is_cuda and divisor <= 2 / torch.finfo(x.dtype).eps else divisor
 
@@ -399,7 +397,7 @@ def or_found_inf(numbers: Tensor, finite: bool | Tensor) -> Tensor:
 
 
 def numbers_of(*vectors: Tensor) -> list[list[Any]]:  # Any: int or float, by the type of a vector
-    """Return what is in some vectors, of any of five types. A host sync: one copy for all of them."""
+    """Return the numbers in some vectors, each of one of five types. A host sync: one copy for all of them."""
     flat = memoryview(bytes(torch.cat([each.view(-1).view(torch.uint8) for each in vectors]).tolist()))
     ends = accumulate(each.nbytes for each in vectors)
     return [
@@ -420,21 +418,21 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def digest(text: str) -> int:
-    """Return a number of 63 bits that is the same for the same text, on every machine, and another for any other text."""
+    """Return a number of 63 bits that depends only on the text, and differs between texts."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int, key: str, step: int) -> torch.Generator:
-    """Return a CPU random generator that is the same on every rank for the same (seed, key, step), and unrelated for any other.
+    """Return a CPU random generator that depends only on (seed, key, step), and so is the same on every rank.
 
     Never torch's global generator: drawing from it would change what the model draws (dropout, data order).
     """
     return torch.Generator().manual_seed(digest(f"{seed}/{key}/{step}"))
 
 
-# The phases a bucket passes, by name: a profiler sees each, and the seconds spent in each can be recorded. Time inside the communicator is
-# counted by MeteredComm; a phase that contains messages is not marked as one. torch.profiler sees the thread that started it; the one that
-# reduces DDP's buckets only with `_ExperimentalConfig(profile_all_threads=True)`.
+# The phases of a bucket: a profiler sees each, and the seconds in each can be recorded. Time inside the communicator is no phase:
+# MeteredComm counts it. torch.profiler sees the thread that started it, and the thread that reduces DDP's buckets only with
+# `_ExperimentalConfig(profile_all_threads=True)`.
 Phase = Literal["accumulate", "select", "encode", "decode", "apply"]
 
 # .ledger: the dict that this thread's phases are added to, .label: their bucket's name; absent outside `recorded_phases`.

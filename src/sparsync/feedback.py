@@ -20,8 +20,8 @@ _WARM = 0.97
 class Accumulator:
     """acc = decay * residual + gradient of one bucket at one step, and selections from it.
 
-    The sum is made once: when `values` is first read, or in the same pass as the first selection. It takes the memory of `bucket.grad`
-    where that has the residual's type. The residual itself changes in `keep` only.
+    The sum is made once: when `values` is first read, or in the same pass as the first selection. It takes the memory of `bucket.grad` if
+    that has the residual's type. The residual changes only in `keep`.
     """
 
     def __init__(self, bucket: Bucket, residual: Tensor, hints: dict[str, float], decay: float = 1.0) -> None:
@@ -51,13 +51,13 @@ class Accumulator:
 
     @property
     def finite(self) -> bool:
-        """Whether the sum holds neither NaN nor Inf. A host sync on a GPU."""
+        """Whether the sum is finite. A host sync on a GPU."""
         found = self._finite = bool(self._add())
         return found
 
     @property
     def is_finite(self) -> bool | Tensor:
-        """The same; on a GPU as a tensor [], for which nobody waits."""
+        """Whether the sum is finite; on a GPU as a tensor [] that nobody waits for."""
         return self._add()
 
     def top_k(self, k: int) -> Sparse:
@@ -69,7 +69,7 @@ class Accumulator:
             return self._noted(found)
 
     def top_k_nonzero(self, k: int, skip: Span) -> Sparse:
-        """Return what `top_k` would select outside the span `skip`, without zeros; fewer than `k` where fewer are not zero."""
+        """Return what `top_k` would select outside the span `skip`, without zeros; fewer than `k` if fewer are not zero."""
         with phase("select"):
             if self._added:
                 return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint()))
@@ -152,7 +152,7 @@ class Accumulator:
 
     @property
     def _added(self) -> bool:
-        """Whether the sum is there; a residual that decays is added here, one that does not in the pass of the first selection."""
+        """Whether the sum is made. A residual that decays is added here, others in the pass of the first selection."""
         if self._decay != 1.0 or self.skip is not None:
             self._add()
         return self._finite is not None
@@ -162,7 +162,7 @@ class Accumulator:
 
     @property
     def _hinted(self) -> bool:
-        """Whether hints are kept: on a GPU they are of no use, and the host would wait for them."""
+        """Whether hints are kept: a GPU does not use them, and the host would wait for them."""
         return self._sum.device.type == "cpu"
 
     def _noted(self, found: Sparse, kind: str = "") -> Sparse:
@@ -217,9 +217,9 @@ class ByParameter:
                 self._held[name] = vector.clone()
 
     def weigh(self, factors: Mapping[str, float]) -> None:
-        """Make what each named vector has changed by since `hold` its factor times as much: 1 changes nothing, 0 takes it back.
+        """Multiply the change of each named vector since `hold` by its factor: 1 changes nothing, 0 takes the change back.
 
-        What was not held counts as zero then.
+        A vector that was not held counts as zero then.
         """
         for name, factor in factors.items():
             if name in self.by_name:
@@ -252,7 +252,7 @@ class ByParameter:
 
 
 class Vectors:
-    """What one rank holds back, by kind, such as "residual" or "velocity", and by parameter name. In units of the gradient."""
+    """The vectors that one rank holds back, by kind, such as "residual" or "velocity", and by parameter name. In units of the gradient."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, ByParameter] = {}
@@ -263,7 +263,7 @@ class Vectors:
 
     @property
     def hold_anything(self) -> bool:
-        """Whether there is any vector: the same on all ranks that have made the same steps."""
+        """Whether there is any vector: the same on all ranks after the same steps."""
         return any(each.by_name for each in self._kinds.values())
 
     def rescale(self, factors: Mapping[str, float]) -> None:
@@ -277,7 +277,7 @@ class Vectors:
             each.hold()
 
     def weigh(self, factors: Mapping[str, float]) -> None:
-        """Keep of the step since `hold`, for each named parameter, its factor in [0, 1]; called where only that share was applied.
+        """Keep a share, its factor in [0, 1], of the step since `hold` for each named parameter, because only that share was applied.
 
         With c the factor, a vector becomes c times what it is now + (1 - c) times what it was before the step.
         """
@@ -306,9 +306,9 @@ class Vectors:
 def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """Return the residuals of `size` ranks, made from those of all ranks of another world, with the same mean of every element.
 
-    A reduction divides by the number of ranks, so with the same mean what waits moves the weights as far as it would have. New rank r gets
-    size / len(states) times the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. Up
-    to rounding; exact copies for a world of the same size.
+    A reduction divides by the number of ranks, so residuals with the same mean move the weights as far as before. New rank r gets
+    size / len(states) times the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. Up to
+    rounding; exact copies for a world of the same size.
     """
     if size < 1:
         raise ValueError(f"a world has at least 1 rank, got {size}")

@@ -1,9 +1,9 @@
-"""Packets: positions, values, and both in one; bytes out of a Sparse, and a Sparse out of bytes.
+"""Packets of positions, of values, and of both: a Sparse as bytes, and back.
 
-Count and span determine codec and length of every packet, so nothing about it needs to be sent. The sender knows what the receiver
-decodes: decode(encode(x)). The difference belongs into the residual. In every format but float32 a decoded value has at most 15
-significant bits, so it and its multiples by small integers are exact in float32. Rounding makes no infinities: a finite value beyond the
-largest number of its format becomes that. `kernels/codec_reference.py` specifies the codecs of positions.
+Count and span determine the codec and the length of each packet, so neither is sent. The sender knows what the receiver decodes,
+decode(encode(x)), and keeps the difference in the residual. In every format but float32 a decoded value has at most 15 significant bits,
+so it and its multiples by small integers are exact in float32. Rounding makes no infinities: a finite value beyond the largest number of
+its format becomes that number. `kernels/codec_reference.py` specifies the codecs of positions.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def fixed_length_codec(k: int, span: int) -> PositionCodec:
 def fixed_length_nbytes(k: int, span: int) -> int:
     """Return the bytes of `encode_fixed_length` for any `k` positions inside [0, span): none for all of them.
 
-    Spans of 2^31 or more have a size too, although none of their positions can be encoded: what a plan is made for need not run here.
+    Spans of 2^31 or more have a size too, although their positions cannot be encoded: a plan need not run here.
     """
     return 0 if k == span else size_of(fixed_length_codec(k, span), k, span)
 
@@ -57,7 +57,7 @@ def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " 
 
 
 def decode_fixed_length(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Tensor, " k"]:
-    """Return what `encode_fixed_length` was given, int32. Raises RuntimeError for a packet that cannot be one of them."""
+    """Return the positions that were encoded, int32. Raises RuntimeError for an invalid packet."""
     if k == span and not packet.numel():
         return torch.arange(span, dtype=torch.int32, device=packet.device)
     return decode_positions(fixed_length_codec(k, span), packet, k, span)
@@ -89,7 +89,7 @@ class ValueCodec:
 
     @property
     def kernel_bits(self) -> int | None:
-        """Return the bits of a value, or TERNARY, where `kernels.operations` has the format fused with sums of float32; else None."""
+        """Return the bits of a value, or TERNARY, if kernels fuse the format with sums of float32; else None."""
         return None if self.exact else _BITS.get(self.format)
 
     def nbytes(self, k: int, dtype: torch.dtype) -> int:
@@ -107,7 +107,7 @@ class ValueCodec:
         return values_encode(rounded(value, torch.float32), _BITS[self.format])
 
     def decode(self, packet: UInt8[Tensor, " nbytes"], k: int, dtype: torch.dtype) -> Float[Tensor, " k"]:
-        """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
+        """Return the `k` values of a packet in `dtype`. Raises RuntimeError if the packet has another length."""
         if packet.numel() != self.nbytes(k, dtype):
             raise RuntimeError(
                 f"{k} values as {self.format} take {self.nbytes(k, dtype)} bytes, the packet has {packet.numel()}; "
@@ -141,7 +141,7 @@ class Elements:
         return torch.cat([encode_fixed_length(part.index, part.length), self._codec.encode(part.value)])
 
     def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
-        """Return the `k` elements of a span of `length` in a packet. Raises RuntimeError when it cannot be one of them."""
+        """Return the `k` elements of a span of `length` in a packet. Raises RuntimeError for an invalid packet."""
         head = fixed_length_nbytes(k, length)
         index = decode_fixed_length(packet[:head], k, length)
         return Sparse(index, self._codec.decode(packet[head:], k, dtype), length)
@@ -151,8 +151,8 @@ class Elements:
     ) -> tuple[list[Tensor], list[Sparse]]:
         """Return the packets of `parts` with their values divided by `divisor`, and value - divisor * decoded of each.
 
-        With `rows`, one for each part, the positions of a part count the elements in its rows, and those of what is dropped are in the
-        vector of `n` elements that the rows lie in.
+        With `rows`, one for each part, the positions of a part count the elements in its rows, and the positions of the differences are
+        those in the vector of `n` elements that the rows lie in.
         """
 
         def one_by_one(*_: Any) -> tuple[list[Tensor], list[Sparse]]:  # Any: the arguments of this method
@@ -178,7 +178,7 @@ class Elements:
         rows: Sequence[Rows] | None = None,
         n: int = 0,
     ) -> list[Sparse]:
-        """Return `decode` of each of `packets`, of so many elements of spans of these lengths; `rows` and `n` as of `encode_each`."""
+        """Return `decode` of each packet, with its count and the length of its span; `rows` and `n` as in `encode_each`."""
 
         def one_by_one(*_: Any) -> list[Sparse]:  # Any: the arguments of this method
             each = zip(packets, counts, lengths, strict=True)
@@ -251,7 +251,7 @@ class Raw:
         return torch.cat([part.index.to(torch.int32).view(torch.uint8), part.value.contiguous().view(torch.uint8)])
 
     def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
-        """Return what was encoded. Raises RuntimeError when the packet cannot be one of `k` elements of a vector of `length`."""
+        """Return what was encoded. Raises RuntimeError if the packet cannot hold `k` elements of a vector of `length`."""
         if packet.numel() != self.nbytes(k, length, dtype):
             raise RuntimeError(
                 f"{k} elements of {_INDEX_NBYTES + dtype.itemsize} bytes each do not make a packet of {packet.numel()} bytes"

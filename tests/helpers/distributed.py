@@ -1,9 +1,9 @@
 """Runs a function on P processes joined by gloo, and brings back what it returned on each, or why it did not.
 
-The processes live on and serve the next call, which finds them as new: a process group is made for each call, and processes in which
-something was left behind (`helpers.traces`), or a function failed, are thrown away. What ends, stops or forks its processes, or sets what
-holds for a whole process, asks for `fresh` ones. All come from a fork server that has imported what they need (`helpers.preloaded`). They
-meet over a file, not a port; each computes with one thread; they die with the program that asked for them.
+The processes live on and serve the next call, which finds them like new: each call makes a process group, and processes in which something
+was left behind (`helpers.traces`) or a function failed are thrown away. A test that ends, stops or forks its processes, or changes settings
+of a whole process, asks for `fresh` ones. All come from a fork server that has imported what they need (`helpers.preloaded`). They meet
+over a file, not a port; each computes with one thread; they die with the program that asked for them.
 """
 
 import faulthandler
@@ -53,10 +53,10 @@ def run(
     fresh: bool = False,
     **arguments: Any,
 ) -> list[Any]:
-    """What `function(**arguments)` returned on ranks 0..P-1, each a process in a gloo group made for this call.
+    """Return the results of `function(**arguments)` on ranks 0..P-1, each a process in a gloo group made for this call.
 
-    `function` must be importable (no lambda, nothing nested); it asks torch.distributed for its rank. The ranks in `doomed` may end as
-    they like; what they return is None. Fails with every rank's traceback when any other rank raises or dies, and, after `within_s`,
+    `function` must be importable (no lambda, nothing nested); it asks torch.distributed for its rank. The ranks in `doomed` may end in
+    any way; their results are None. Fails with every rank's traceback when any other rank raises or dies, and, after `within_s`,
     with the stacks of the ranks that had not returned. `fresh` processes are started for this call and are dead when it returns; a call
     with doomed ranks, with more than MOST_LIVE, or of a test of an adapter, has these.
     """
@@ -90,7 +90,7 @@ def join_again(backend: str) -> None:
 
 @contextmanager
 def case(name: object) -> Iterator[None]:
-    """Names the case in every error raised inside, so that one start of processes can serve many cases."""
+    """Name the case in every error raised inside, so that one start of processes can serve many cases."""
     try:
         yield
     except BaseException as error:
@@ -160,7 +160,7 @@ def _run_on_new(P: int, payload: bytes, within_s: float, doomed: set[int]) -> li
 
 
 def _run_on_live(P: int, payload: bytes, within_s: float, name: str) -> list[Any]:
-    """Also tells, where the function fails, what ran in these processes before: it may have left something that is not looked for."""
+    """Run on live ranks; an error also tells which functions ran there before, as one may have left something unnoticed."""
     __tracebackhide__ = True
     ranks = LIVE.take(P)
     assert LIVE.folder is not None
@@ -201,7 +201,7 @@ def _tell(ranks: list[_Rank], call: "_Call | None") -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a process is asked to do, and where: a new process would start in the folder of the program that wants it."""
+    """A function for a process to call, and where to call it."""
 
     P: int
     folder: str  # for the store
@@ -228,7 +228,7 @@ def _end(started: Sequence[tuple[BaseProcess, Connection]]) -> None:
 
 
 @functools.cache
-def context() -> Any:  # Any: multiprocessing's stubs give fork servers no type of their own
+def context() -> Any:  # Any: multiprocessing's stubs have no type for fork servers
     """Return the fork server from which processes start in milliseconds."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["helpers.preloaded"])
@@ -246,7 +246,7 @@ def context() -> Any:  # Any: multiprocessing's stubs give fork servers no type 
 
 
 def _await(ranks: list[_Rank], doomed: set[int], within_s: float) -> None:
-    """Returns when all ranks that matter have ended, shortly after the first that failed, or after `within_s`."""
+    """Wait until all ranks that matter have ended, until shortly after the first failure, or for `within_s`."""
     deadline = time.monotonic() + within_s
     while any(not rank.ended and rank.number not in doomed for rank in ranks) and time.monotonic() < deadline:
         waiting = {rank.connection: rank for rank in ranks if not rank.ended}

@@ -44,7 +44,7 @@ class CodeBlock:
 
     @property
     def runs_here(self) -> bool:
-        """Whether it runs in a process by itself, with the packages that are installed."""
+        """Whether it runs in one process, with the packages that are installed."""
         package = self.mark.removeprefix("needs ") if self.mark.startswith("needs ") else None
         return self.not_run is None and self.ranks is None and (package is None or find_spec(package) is not None)
 

@@ -1,4 +1,4 @@
-"""The table of operations with arguments for each, and the law that a backend does with them what the specification does, bit for bit."""
+"""The table of operations with arguments for each, and the law that a backend does what the specification does, bit for bit."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -169,7 +169,7 @@ def _encode_steps(kind: str, n: int) -> Iterator[Arguments]:
     for width, (P, dtype, skip) in product(WIDTHS, zip((1, 3, 4), DTYPES, SKIPS, strict=True)):
         spread = _moments(kind, n, dtype, 64 if P > 1 else 300), three_spans(n), SPREADS
         yield made("normal", n, 3) * 1e-3, *spread[0], *spread[1:], P - 1, P, width, skip, None
-        # Without second moments a gradient is added as it is, and with none nothing.
+        # Without second moments the gradient itself is added; without gradients nothing is.
         yield made("normal", n, 3), *laid(kind, n, dtype), None, None, 1, [], [], 0, P, width, skip, torch.zeros(n)
         yield made(kind, n, 3), [], [], [], None, None, 1, [], [], 0, P, width, skip, None
 

@@ -12,5 +12,5 @@ def run(command: str) -> None:
 
 
 def program(command: str) -> str:
-    """Return what `command` calls itself in its errors."""
+    """Return the name of `command` in its errors."""
     return "python -m studies" if command.startswith(_STUDIES) else "sparsync"

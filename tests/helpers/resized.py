@@ -1,4 +1,4 @@
-"""What ranks must hold back after a checkpoint of another number of ranks."""
+"""The residuals that ranks must hold after loading a checkpoint of another number of ranks."""
 
 from collections.abc import Sequence
 

@@ -49,7 +49,6 @@ class Row:
     make: Callable[[], Scheme]
     complete: Callable[[], Scheme] | None  # as in SchemeUnderTest
     has_residual: bool = False
-    delivers: bool = False  # as in SchemeUnderTest
     node_size: int = 1  # worlds of more than one rank must be a multiple of it
     by_ranks: str | None = None  # the row that is the same but divided by P, where this one divides by the contributors
     wire_bits: int = 24  # integers below 2 ** wire_bits pass the wire unrounded
@@ -90,7 +89,6 @@ class Row:
             exact=self.exact_in,
             warmup=self.observes,
             skips_ranks=self.leaves_ranks_out,
-            delivers=self.delivers,
             tolerance=self.tolerance,
             conserves=self.conserves,
             sums_in_gradient_type=self.sums_in_gradient_type,
@@ -102,12 +100,10 @@ def _dense(id: str, make: Callable[[], Scheme], wire_bits: int = 24) -> Row:
     return Row(id, make, make, wire_bits=wire_bits)
 
 
-def _sparse(
-    id: str, make: Callable[..., Scheme], density: float, exact: bool = True, delivers: bool = True, slow: bool = False
-) -> Row:
+def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True, slow: bool = False) -> Row:
     """`exact`: the scheme sends the share asked for, and not what a threshold of last step's finds."""
     complete = (lambda: make(density=1.0)) if exact else None
-    return Row(id, lambda: make(density=density), complete, has_residual=True, delivers=delivers, slow=slow)
+    return Row(id, lambda: make(density=density), complete, has_residual=True, slow=slow)
 
 
 def _without(row: Row, **reasons: str) -> Row:
@@ -133,7 +129,6 @@ def _skip(  # Any: what `make` takes
         lambda: make(**config),
         lambda: make(**{**config, "skip": 0}),
         has_residual=skipping.feedback,
-        delivers=skipping.feedback and skipping.mode == "random",  # "naive" leaves out the same for ever
         node_size=skipping.node_size,
         by_ranks=by_ranks,
         observes=scheme.observe_steps if isinstance(scheme, AutoProtect) else 0,
@@ -187,7 +182,6 @@ def _skip_rows() -> list[Row]:
 
 
 def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any) -> Row:  # Any: the fields of a scheme
-    """Sending whole numbers of few bits loses nothing in the 16-bit formats, so they deliver; the others never quite end."""
     scheme = partial(make, values=values, **config)
     exact_in = torch.float32 if "float" in values else torch.float64
     return Row(
@@ -195,7 +189,6 @@ def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any)
         scheme,
         None,
         has_residual=True,
-        delivers="float" in values,
         exact_in=exact_in,
     )
 
@@ -253,9 +246,9 @@ def _two_shot_rows() -> list[Row]:
 def _two_shot_down_rows() -> list[Row]:
     """What travels to owners differs from what travels to all, in density, in values, or in both; all elements one way, or neither."""
     return [
-        _two_shot_down("more", "float32", delivers=True, density=0.1, density_down=0.5),
-        _two_shot_down("all", "float32", delivers=True, density=0.1, density_down=1.0),
-        _two_shot_down("part", "float32", delivers=True, density=1.0, density_down=0.1),
+        _two_shot_down("more", "float32", density=0.1, density_down=0.5),
+        _two_shot_down("all", "float32", density=0.1, density_down=1.0),
+        _two_shot_down("part", "float32", density=1.0, density_down=0.1),
         _two_shot_down("more", "sign", density=0.1, density_down=0.4),
         _two_shot_down("finer", "sign", density=1.0, values_down="int3"),
         _two_shot_down("finer", "ternary", density=1.0, values_down="int3"),
@@ -270,10 +263,10 @@ def _two_shot_down_rows() -> list[Row]:
     ]
 
 
-def _two_shot_down(how: str, values: str, delivers: bool = False, **config: Any) -> Row:  # Any: the fields of TwoShot
+def _two_shot_down(how: str, values: str, **config: Any) -> Row:  # Any: the fields of TwoShot
     row = _rounded(TwoShot, f"two-shot-down-{how}", values, **config)
     exact = {values, config.get("values_down", values)} == {"float32"}
-    row = replace(row, delivers=delivers, complete=partial(TwoShot, 1.0, "float32") if exact else None)
+    row = replace(row, complete=partial(TwoShot, 1.0, "float32") if exact else None)
     if "divide_by" in config:
         return row
     if config["density"] < 1:
@@ -293,7 +286,6 @@ def _in_turn_rows() -> list[Row]:
                 partial(whole, every=every),
                 partial(whole, every=1),
                 has_residual=True,
-                delivers=True,
             )
             for every in (1, 3, 16)
         ],
@@ -349,7 +341,7 @@ def _momentum_rows() -> list[Row]:
 
 
 def _rival_rows() -> list[Row]:
-    """Published schemes to compare with. Those that find a threshold may find one that nothing reaches, and so promise no delivery."""
+    """Published schemes to compare with."""
     equal = {"balance": "the regions that ranks own have equal lengths, wherever the large elements are"}
     return [
         *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
@@ -397,7 +389,7 @@ ROWS = [
     *_slow_but(_in_turn_rows()),
     _sparse("micro", MiCRO, 0.1, exact=False),
     _sparse("exdyna", ExDyna, 0.1, exact=False),
-    _sparse("oktopk", OkTopk, 0.1, delivers=False),  # its threshold stands for 32 steps
+    _sparse("oktopk", OkTopk, 0.1),  # its threshold stands for 32 steps
     replace(_sparse("per-parameter", _mixed, 0.1), sums_in_gradient_type=True),  # in its dense part
     *_rounded_rows(),
     *_slow_but([*_quantized_rows(), *_tile_rows(), *_momentum_rows(), *_low_rank_rows(), *_rival_rows()]),

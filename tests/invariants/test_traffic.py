@@ -43,16 +43,6 @@ def test_skip_reduce_saves_s_chunks_at_every_shift(form: Form, P: int) -> None:
             assert step.counted == [Cost(rounds, messages, messages * n * FLOAT_NBYTES // P)] * P
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("P", [13, 16])
-def test_skip_reduce_saves_s_chunks_in_large_worlds(P: int) -> None:
-    n = 2 * P
-    for skip in range(P):
-        step = run(started(SkipReduce(skip=skip), P), reals(P, n, 1), first_step=skip)[0]
-        messages = 2 * (P - 1) - skip
-        assert step.counted == [Cost(messages, messages, messages * n * FLOAT_NBYTES // P)] * P
-
-
 def test_two_levels_skip_between_nodes_only() -> None:
     """G ranks a node send 2 (G-1)/G of the bytes inside it, and (2 (N-1) - s)/N of a G-th of them between N nodes."""
     G, N, skip, n = 2, 4, 3, 48

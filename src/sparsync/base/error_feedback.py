@@ -100,7 +100,7 @@ class ErrorFeedbackScheme(Scheme):
 
         `state` is what this rank remembers: change it in `commit`, which is not called where the mean is not finite. `bucket` gives key,
         step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
-        or Inf; where that is not known beforehand it may show in the mean instead. What is sent through `comm` is
+        or Inf; if that is not known beforehand it may show in the mean instead. What is sent through `comm` is
         counted for the report.
         """
 

@@ -131,7 +131,7 @@ def _checked(found: Any, name: str) -> Callable[..., Any]:  # Any: what a module
 
 
 def _no_class(text: str, error: ValueError) -> str:
-    """Return what is wrong with a text in which `error` found no class: for "topk:density", that a setting has no value."""
+    """Return the message for a text in which `error` found no class: for "topk:density", that a setting has no value."""
     name, _, rest = text.partition(":")
     if name not in names():
         return str(error)
@@ -151,11 +151,11 @@ def _known(name: str) -> str:
 
 
 def locate(spec: str, kind: str) -> Any:  # Any: the class, or one of its constructors
-    """Return what `spec` names: "package.module:Class", "path/to/file.py:Class", or the name of an installed entry point.
+    """Return the class that `spec` names: "package.module:Class", "path/to/file.py:Class", or the name of an installed entry point.
 
     `kind` is what is looked for, such as "scheme": it stands in messages, and entry points are those of the group "sparsync.schemes".
     Behind the colon a dotted name may stand, such as "Class.bf16". A file is executed once in a process. Raises ValueError
-    when there is no such thing or when its module fails to import.
+    when there is none or when its module fails to import.
     """
     where, colon, name = spec.rpartition(":")
     if not colon and spec.endswith(".py"):

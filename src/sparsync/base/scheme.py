@@ -83,7 +83,7 @@ class Scheme(ABC):
         return {}
 
     def parts(self, bucket: Bucket) -> dict[str, Bucket]:
-        """Return what each scheme inside reduces of a bucket, by the keys of `inner`."""
+        """Return the part of a bucket that each scheme inside reduces, by the keys of `inner`."""
         return {}
 
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:

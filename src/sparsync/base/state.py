@@ -44,7 +44,7 @@ class Tables:
         return [({name for name, _ in each["shape"][1:]}, _made(each, make)) for each in kept]
 
     def common(self, key: str) -> dict[str, Any]:  # Any: numbers or tensors
-        """Return what all ranks have in common, by parameter name, for reading and writing. Ranks compare the numbers in it."""
+        """Return the numbers that all ranks have in common, by parameter name, for reading and writing. Ranks compare the numbers in it."""
         return self._common.setdefault(key, {})
 
     def common_vector(self, key: str, bucket: Bucket) -> Tensor:
@@ -63,7 +63,7 @@ class Tables:
         self._shared, self._common = {}, {}
 
     def text(self, bucket: str, names: Sequence[str]) -> str:
-        """Return what all ranks have in common of the bucket with this key and these parameters, without tensors."""
+        """Return the state that all ranks have in common for the bucket with this key and these parameters, without tensors."""
         found = [f"{key}: {_fields(table[bucket])}" for key, table in self._shared.items() if bucket in table]
         for key, values in self._common.items():
             if isinstance(values, dict):
@@ -116,7 +116,7 @@ class State(Tables):
 
     A scheme keeps four kinds of things in it, and all of them are saved:
 
-    - `vector`: what this rank holds back of its own, by parameter name. It follows learning rates and clipping, is redistributed to other
+    - `vector`: what this rank holds back, by parameter name. It follows learning rates and clipping, is redistributed to other
       numbers of ranks, and stays after a failure. A wrapper and the schemes inside it share these, because each parameter belongs to one
       of them.
     - `shared_state`: numbers of a bucket that all ranks have in common. Ranks compare them before each bucket, and they start again after
@@ -133,7 +133,7 @@ class State(Tables):
         self.name: str = scheme.name
         self.vectors = Vectors() if vectors is None else vectors
         self.inner: dict[str, State] = {key: each.start(self.vectors) for key, each in scheme.inner.items()}
-        # What `rollback` does for the last step of a bucket, by key, where that is not to add what was written to the residual.
+        # What `rollback` does for the last step of a bucket, by key, if it is anything else than adding what was written to the residual.
         self.undo: dict[str, Callable[[Bucket], None]] = {}
         self._stays = 1.0
         self._hints: dict[str, float] = {}
@@ -253,7 +253,7 @@ class State(Tables):
         self.vectors.rescale(factors)
 
     def shared_text(self, bucket: Bucket) -> str:
-        """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error."""
+        """Return, as text, the state that must agree across ranks before `bucket` is reduced; ranks that differ get an error."""
         return _text(self, bucket.key, [entry.name for entry in bucket.layout])
 
     def reset_shared_state(self) -> None:
@@ -357,7 +357,7 @@ class Rollback:
     def __init__(self, waits: bool = False) -> None:
         self._waits = waits
         self._step: int | None = None
-        # With whether the bucket itself is non-finite, where that is not known yet.
+        # With a flag that tells whether the bucket is non-finite, if that is not known yet.
         self._written: list[tuple[Any, Bucket, Arriving | None]] = []
         self._skipped = False
 

@@ -1,7 +1,7 @@
 """All-reduces that may leave ranks out of chunks: SkipReduce (doi 10.1145/3725843.3756092) as a ring, directly, and in two levels.
 
 A vector of n elements is cut into P chunks. Chunk c belongs to position o(c) = (c - shift) mod P, which ends up with its sum. With the
-set of offsets S, position o + i is left out of that sum for each i in S. Elements of which nobody is left out (`always` of them) lie first
+set of offsets S, position o + i is left out of that sum for each i in S. Elements that all ranks contribute to (`always` of them) lie first
 in their chunks and ride along in the messages of the others, so there are never more rounds than without skipping; that is ours.
 
     ring            S = {1, ..., s}: the reduce-scatter starts s steps late
@@ -59,7 +59,7 @@ class Chunk:
         return Span(self.always.start, self.others.stop)
 
     def sent(self, skipping: bool) -> Span:
-        """Return what of the chunk travels in a step, which may be one that is skipped."""
+        """Return the part of the chunk that travels in a step, which may be a skipped one."""
         return self.always if skipping else self.span
 
 
@@ -69,6 +69,22 @@ def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
     lengths = [len(part) for pair in zip(spans(always, P), spans(count - always, P), strict=True) for part in pair]
     parts = [Span(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
     return tuple(Chunk(first, rest) for first, rest in zip(parts[::2], parts[1::2], strict=True))
+
+
+@lru_cache(maxsize=256)
+def by_chunk(dense: SpanSet, skipping: SpanSet, node_size: int, nodes: int) -> SpanSet:
+    """Return all elements in the order of the chunks: the share of each in `dense`, then that in `skipping`, so that a message is one span.
+
+    Each of both is cut as a separate vector: first for the ranks of a node, then for the nodes.
+    """
+    found: list[Span] = []
+    for place in range(node_size):
+        for node in range(nodes):
+            for each in (dense, skipping):
+                outer = spans(len(each), node_size)[place]
+                inner = spans(len(outer), nodes)[node]
+                found += each.part(Span(outer.start + inner.start, outer.start + inner.stop))
+    return SpanSet.joined(found)
 
 
 def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:

@@ -1,8 +1,8 @@
 """The three exchanges of a sparse all-reduce over regions: split and reduce, balance, all-gather (arXiv 2201.07598).
 
 Every rank owns one region of the vector. First each rank sends its elements of a region to the region's owner, which adds them up.
-Then, as published where the survivors lie very unevenly, some move to other ranks. Then all ranks gather them. Each is one exchange.
-Counts travel at the heads of packets; as published, in exchanges of their own. Messages go out in rotated order where the transport does
+In the paper, some survivors then move to other ranks if they lie very unevenly. Then all ranks gather them. Each is one exchange.
+Counts travel at the heads of packets; in the paper, in separate exchanges. Messages go out in rotated order where the transport does
 so (gloo and NCCL do).
 """
 
@@ -170,7 +170,7 @@ def balance(
     `held` and `wanted` are the same on all ranks. `mine` lies in this rank's region; positions are those in the whole vector. The codec
     is exact: values must arrive as they are.
     Steps: 1; 0 where nothing moves
-    Bytes sent per rank: the packets of held - wanted elements, where that is positive
+    Bytes sent per rank: the packets of held - wanted elements, if that is positive
     """
     if list(wanted) == list(held):
         return mine, regions
@@ -204,7 +204,7 @@ def all_gather_elements(
 
     `held`, how many elements each rank has, and `places`, a span that these lie in, are known to all.
     Steps: 1
-    Bytes sent per rank: P-1 times the packet of its own elements
+    Bytes sent per rank: P-1 times the packet of its elements
     """
     dtype, own = mine.value.dtype, places[comm.rank]
     with phase("encode"):
@@ -243,7 +243,7 @@ def gather_survivors(
     `mine` are the survivors of this rank's region, by their positions in it; how many others have is at the head of their packets. A note
     of FOUND_INF says that this rank met NaN or Inf. Raises NonFiniteError on all ranks where one did. The host reads `beside` [1] along.
     Steps: 1
-    Bytes sent per rank: P-1 times the packet of its own elements, and 16 (P-1)
+    Bytes sent per rank: P-1 times the packet of its elements, and 16 (P-1)
     """
     dtype, rank, count = mine.value.dtype, comm.rank, mine.index.numel()
     with phase("encode"):
@@ -282,7 +282,7 @@ def details(
     incoming: Sequence[int],
     rank: int,
 ) -> dict[str, Detail]:
-    """Return what the report says besides the counts; `thresholds` are the smallest magnitudes in `mine` and of the sums that survive."""
+    """Return further details for the report; `thresholds` are the smallest magnitudes in `mine` and of the sums that survive."""
     total = sum(held)
     return {
         "local_threshold": thresholds[0],

@@ -62,7 +62,7 @@ class ArrivedMean(Protocol):
         ...
 
     def fits(self, times: int) -> bool:
-        """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
+        """Return whether `times` the mean is finite everywhere, the same on all ranks."""
         ...
 
 
@@ -72,7 +72,7 @@ def mean_at(
     """Return the means over ranks of `acc` [n] at K positions, the same on every rank, and what rounding dropped there.
 
     The positions come in `parts`, each ascending and none in common. What rounding dropped is of this rank's values, and empty with an
-    exact quantizer. With `at_once`, every rank sends all its values to all others where that takes at most AT_ONCE_NBYTES more: one
+    exact quantizer. With `at_once`, every rank sends all its values to all others if that takes at most AT_ONCE_NBYTES more: one
     exchange fewer, and values are rounded once.
     Steps: those of an all-reduce; where values are rounded 2; at once 1
     Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the quantizer may add; at once (P-1) * K values
@@ -119,7 +119,7 @@ class QuantizedMean:
             chunk.of(out).copy_(self.quantizer.decode(packet, len(chunk), self.dtype))
 
     def fits(self, times: int) -> bool:
-        """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
+        """Return whether `times` the mean is finite everywhere, the same on all ranks."""
         if self.kernel_bits is not None:  # on a GPU a host sync
             lengths = [len(chunk) for _, chunk in self._chunks()]
             return bool(kernels.packets_fit(self.packets, lengths, self.kernel_bits, times))
@@ -173,7 +173,7 @@ def quantized_all_reduce_(
     value = P * mean + error, up to the rounding of an error to the type of `value`. If an exchange fails, `value` holds
     nothing of use.
     Steps: 2, an all-to-all and an all-gather
-    Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
+    Bytes sent per rank: the packets of all other chunks, then P-1 times the packet of its chunk
     """
     P, rank, dtype, down = comm.size, comm.rank, value.dtype, down or quantizer
     chunks = spans(value.numel(), P)
@@ -220,7 +220,7 @@ def _sum_(value: Tensor, packets: Sequence[Tensor], quantizer: Quantizer, P: int
 
 
 def _kernel_bits(quantizer: Quantizer, dtype: torch.dtype) -> int | None:
-    """Return the bits of a format that has kernels of its own, which are for float32."""
+    """Return the bits of a format with kernels, which are for float32."""
     return getattr(quantizer, "kernel_bits", None) if dtype == torch.float32 else None
 
 
@@ -238,7 +238,7 @@ def exchange_counts(count: int, finite: bool | Tensor, comm: Comm, device: torch
 
 
 def gather_differences(shard: Float[Tensor, " m"], held: Float[Tensor, " n"], quantizer: Quantizer, comm: Comm) -> None:
-    """Move `held` [P m], chunk r of which estimates the shard of rank r, towards the shards, in place and by the same bits everywhere.
+    """Move `held` [P m] towards the shards, in place and by the same bits everywhere; chunk r estimates the shard of rank r.
 
     An all-gather of shards that change little from one time to the next, such as parameters: their owners send rounded differences, and
     what rounding drops stays in the next difference: error feedback without a residual, as in EF21 (arXiv:2106.05203) for gradients.

@@ -1,10 +1,10 @@
 """Messages between two ranks over gloo that take one delay of the link, because their receives are posted a step ahead.
 
-Gloo sends data only once the receiver has said that it is ready, which is a delay of the link before the data's own. Here each message of
-a step has a tag of its own, a channel. When a message has arrived, its receiver posts a receive for the one that the channel brings two
-steps later: as long as the last one, or a little longer where lengths vary. Two, because after one the next message may be sent at once,
-before the sender has heard of a receive that is posted then. Sender and receiver know the same of a channel's past, so the sender knows how
-much of a message fits. What does not fit follows in a second message, whose receive is posted when both are there.
+Gloo sends data only once the receiver has said that it is ready: one delay of the link before the data's delay. Here each message of a
+step has a tag, its channel. When a message has arrived, its receiver posts a receive for the message that the channel brings two steps
+later: as long as the last one, or a little longer if lengths vary. Two steps, because after one the next message may be sent at once,
+before the sender knows of a receive that is posted then. Sender and receiver know the same past of a channel, so the sender knows how
+much of a message fits. The rest follows in a second message, whose receive is posted when both are there.
 """
 
 from collections import defaultdict, deque
@@ -18,27 +18,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LENGTH_NBYTES = 8  # of the length that goes before the bytes of a message whose receiver does not know it
-# What is posted ahead of a message at most, of up to 4 ranks: memory that is held from step to step. While it travels, receiver and sender
-# meet for the rest.
+LENGTH_NBYTES = 8  # of the length before the bytes of a message whose receiver does not know it
+# The most that is posted ahead of a message, with up to 4 ranks: memory that is held from step to step.
 MOST_AHEAD = 2**19
 AHEAD = 2  # receives that are posted for messages to come
 _FIRST = 2**14  # where lengths vary, room for the first message of a channel
-_TAGS_OF_OTHERS = 16  # the lowest tags belong to announcements and to what nothing is posted ahead of
+_TAGS_OF_OTHERS = 16  # the lowest tags belong to announcements, and to messages without a receive posted ahead
 _ABORT_TAG = 3  # one of them: of the receive that aborts
-_PLACES = 1024  # messages between two ranks of a bucket in one step; the next ones share their tags in turn
+_PLACES = 1024  # messages between two ranks of a bucket in one step; further ones share their tags in turn
 _NUMBERS = 4096  # likewise buckets
 _NOT_AHEAD = 0
-_REST = (
-    2**28
-)  # added to the tag of what does not fit, because the receives that are posted with the tag itself are for other messages
+_REST = 2**28  # added to the tag for what does not fit: receives posted with the tag itself are for other messages
 
 Each = TypeVar("Each")
 Waits = Callable[[], AbstractContextManager[object]]
 
 
 class Incoming(NamedTuple):
-    """A message to receive: its channel, None to post nothing ahead; its length in bytes, None where the message says it; and where to."""
+    """A message to receive: its channel (None: post nothing ahead), its length in bytes (None: the message says it), and where to."""
 
     source: int
     tag: int | None
@@ -64,7 +61,7 @@ class _Posted:
 
 
 def channel(number: int, place: int, sized: bool) -> int:
-    """Return the tag of a rank's message to another one at `place` of the bucket with this number; those with their lengths have others."""
+    """Return the tag of a message between two ranks at `place` of the bucket with this number; messages with lengths have other tags."""
     return _TAGS_OF_OTHERS + ((number % _NUMBERS) * _PLACES + place % _PLACES) * 2 + sized
 
 
@@ -73,7 +70,7 @@ class Channels:
     """The channels of this rank to the others in a gloo group without other users."""
 
     group: dist.ProcessGroup
-    # By tag and rank, for the next messages: the receives that this rank has posted, and the bytes that the other one has.
+    # By tag and rank, for the next messages: the receives that this rank has posted, and the room that the other rank has posted.
     _posted: defaultdict[tuple[int, int], deque[_Posted]] = field(default_factory=lambda: defaultdict(deque))
     _room: defaultdict[tuple[int, int], deque[int]] = field(default_factory=lambda: defaultdict(deque))
 
@@ -86,10 +83,10 @@ class Channels:
     ) -> list[Tensor]:
         """Send and receive messages, and return those received, as uint8.
 
-        `settle` waits until ranks have found that they do the same. It is called before anything is sent that may not fit, and before this
+        `settle` waits until ranks know that they do the same. It is called before anything is sent that may not fit, and before this
         returns. `waits` is entered around each wait. Raises RuntimeError as the group does; it names the rank that was waited for.
         """
-        # Receives first: the ready message of one travels on the connection that the data of sends takes, and would be late behind it.
+        # Receives first: their ready messages travel on the same connections as the data of sends, and would be late behind it.
         arriving = [
             _Arriving(each, None if each.tag is None else _next(self._posted[each.tag, each.source]))
             for each in incoming
@@ -130,13 +127,13 @@ class Channels:
             return
         nbytes = self._room_after(arrived.nbytes, known is None)
         posted = self._posted[tag, source]
-        with suppress(RuntimeError):  # the other rank has ended since; where it has not, the next exchange raises
+        with suppress(RuntimeError):  # the other rank may have ended; if it should not have, the next exchange raises
             while len(posted) < AHEAD:
                 room = torch.empty(nbytes, dtype=torch.uint8)
                 posted.append(_Posted(room, self.receive(room, source, tag)))
 
     def _room_after(self, nbytes: int, sized: bool) -> int:
-        """Return how much is posted ahead after a message of so many bytes, on both sides: less where there are many ranks."""
+        """Return how much both sides post ahead after a message of `nbytes` bytes: less if there are many ranks."""
         most = min(MOST_AHEAD, 4 * MOST_AHEAD // self.group.size())
         return min(max(_FIRST, nbytes + nbytes // 4) if sized else nbytes, most)
 
@@ -146,17 +143,17 @@ def _next(ahead: deque[Each]) -> Each | None:
 
 
 class _Arriving:
-    """A message on its way here: what of it was posted ahead, and the rest."""
+    """A message on its way here: the receive that was posted ahead, and the rest."""
 
     def __init__(self, message: Incoming, posted: _Posted | None) -> None:
         self.message, self._posted, self._who = message, posted, f"rank {message.source}"
         self._tag = _NOT_AHEAD if message.tag is None else message.tag
-        self.nbytes = message.nbytes or 0  # with the length that goes before
+        self.nbytes = message.nbytes or 0  # including the length before it
         self._rest: dist.Work | None = None
         self._whole: Tensor | None = None
 
     def post(self, channels: Channels) -> None:
-        """Post a receive for what does not fit into what was posted ahead, as far as its length is known."""
+        """Post a receive for what does not fit into the room that was posted ahead, if the length is known."""
         source, _, nbytes, into = self.message
         if nbytes is None:
             if self._posted is None:
@@ -197,7 +194,7 @@ class _Arriving:
         self._rest = channels.receive(whole[here:], self.message.source, self._tag + _REST)
 
     def _complete(self, here: Tensor, nbytes: int) -> Tensor:
-        """Return the message, of which `here` is the beginning, or all."""
+        """Return the message; `here` is its beginning, or all of it."""
         whole = self._whole if self._whole is not None else self.message.into
         if whole is None:
             return here[:nbytes]
@@ -207,7 +204,7 @@ class _Arriving:
 
 
 class _Leaving:
-    """A message on its way to another rank: what fits into what that has posted ahead, and the rest."""
+    """A message on its way to another rank: what fits into the room that the other rank has posted, and the rest."""
 
     def __init__(self, message: Outgoing, room: int) -> None:
         self.message, self._works = message, list[dist.Work]()
@@ -240,22 +237,22 @@ class _Leaving:
 
 
 def wait_for(work: dist.Work, who: str) -> None:
-    """Wait for an operation; an error says who was waited for."""
+    """Wait for an operation; the error of a failure says who was waited for."""
     try:
         work.wait()
     except RuntimeError as error:
         raise RuntimeError(f"waiting for {who}: {error}") from error
 
 
-def abort(group: Any) -> None:  # Any: a process group, also one of gloo's by itself, of which torch's stubs know little
-    """Close the connections of `group`, and make everything that waits on them fail, on whatever thread."""
+def abort(group: Any) -> None:  # Any: a process group, or a gloo group by itself, which torch's stubs hardly know
+    """Close the connections of `group`, and make everything that waits on them fail, on any thread."""
     with suppress(RuntimeError):
         group.abort()
         own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
         if own.name() == "gloo":
-            # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
-            # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
-            # what gloo does after a timeout, and on a tag without other users.
+            # HACK: gloo's abort does not wake operations that wait already. A receive that times out closes all connections of its group
+            # and wakes them; a receive from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests
+            # on what gloo does after a timeout, and on a tag without other users.
             others = (rank for rank in range(group.size()) if rank != group.rank())
             for other in others:
                 with suppress(RuntimeError):

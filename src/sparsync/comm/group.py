@@ -1,4 +1,4 @@
-"""A communicator over a torch.distributed process group: gloo for what is on the CPU, and for what ranks compare; NCCL on GPUs."""
+"""A communicator over a torch.distributed process group: gloo for CPU tensors and for what ranks compare, NCCL on GPUs."""
 
 import os
 import threading
@@ -30,35 +30,35 @@ from sparsync.core import digest
 
 
 class ConnectionLostError(RuntimeError):
-    """An operation between ranks failed, perhaps because another rank did."""
+    """An operation between ranks failed, perhaps because another rank failed."""
 
 
 REPORTS_S = 3.0  # how long a rank waits, after a failure, for the others to report theirs
-FINISH_S = 30.0  # how long a rank that closes without one waits for its device
+FINISH_S = 30.0  # how long a rank that closes without a failure waits for its device
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The process in which this was made. A fork of it, such as a DataLoader's worker, inherits the objects, but no thread of them."""
+    """The process in which this was made. A fork of it, such as a DataLoader's worker, inherits the objects, but not their threads."""
 
     process: int = field(default_factory=os.getpid)
 
     @property
     def is_here(self) -> bool:
-        """Whether that is the present process, and not a fork of it."""
+        """Whether this is that process, and not a fork of it."""
         return os.getpid() == self.process
 
     def check(self) -> None:
         """Raise RuntimeError in a fork of that process."""
         if not self.is_here:
             raise RuntimeError(
-                f"this is process {os.getpid()}, forked from process {self.process}, which made the handle or communicator: threads and "
-                "connections of it are not here; use it in the process that made it"
+                f"this is process {os.getpid()}, forked from process {self.process}, which made the handle or communicator; its threads "
+                "and connections are not here; use it in the process that made it"
             )
 
 
-# The communicators of this process, by id. A fork keeps them until it ends: gloo's destructors act on sockets and an epoll instance that it
-# shares with its parent, whose exchanges they would end with SIGABRT.
+# The communicators of this process, by id. A fork keeps them until it ends: gloo's destructors act on sockets and an epoll instance that
+# the fork shares with its parent, and would end the parent's exchanges with SIGABRT.
 _connected: "weakref.WeakValueDictionary[int, GroupComm]" = weakref.WeakValueDictionary()
 _kept = list["GroupComm"]()
 os.register_at_fork(after_in_child=lambda: _kept.extend(_connected.values()))
@@ -67,23 +67,23 @@ os.register_at_fork(after_in_child=lambda: _kept.extend(_connected.values()))
 class GroupComm:
     """This rank's view of `group`; None is the default group.
 
-    Give it a group without other users: gloo matches collectives by order, so calls of another thread on the same group would mix, and
-    one failed collective breaks the group permanently. `private()` makes such a group, `reconnect()` another after a failure.
-    All ranks must call the same operations with the same lengths: only what was announced is compared.
+    Give it a group without other users: gloo matches collectives by order, so calls of another thread on the same group would mix, and one
+    failed collective breaks the group permanently. `private()` makes such a group, and `reconnect()` makes another after a failure. All
+    ranks must call the same operations with the same lengths: only what was announced is compared.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group: dist.ProcessGroup | None = _existing(group)  # None once closed
         if "cpu" not in (config := dist.get_backend_config(self.group)):
             raise ValueError(
-                f"a communicator needs a group that sends CPU tensors too, which ranks compare, but its backends are {config}; "
+                f"a communicator needs a group that sends CPU tensors too, for what ranks compare, but its backends are {config}; "
                 "use GroupComm.private(), which adds gloo, or make the group with backend='cpu:gloo,cuda:nccl'"
             )
         self.ranks = dist.get_process_group_ranks(self.group)  # of the world, in the order of the group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.origin = Origin()
         self.reports_s = REPORTS_S  # how long a rank waits for others to report a failure; 0: none reports
-        self.timeout_s = 0.0  # how long a rank waits for the others; 0 where that is the process group's own matter
+        self.timeout_s = 0.0  # how long a rank waits for the others; 0: as long as the process group does
         self._base: dist.ProcessGroup | None = None  # the group that `private` was given
         self._meeting: Meeting | None = None
         self._name = ""  # of the meeting that made this group, the same on all ranks
@@ -92,7 +92,7 @@ class GroupComm:
         self._undecided = 0  # announcements that no lane counts yet
         self._difference = ""  # of what was announced
         self._settling = threading.Lock()
-        self._heard: list[list[int]] | None = None  # what others have announced, where this rank was undecided
+        self._heard: list[list[int]] | None = None  # what others announced while this rank was undecided
         self._channels: Channels | None = None
         self._lane = Lane(self)  # of the operations of this communicator itself
 
@@ -102,9 +102,9 @@ class GroupComm:
     ) -> "GroupComm":
         """Return a communicator on a new group with the ranks and backend of `group`, and gloo for the CPU. Collective over its ranks.
 
-        A rank that waits longer than `timeout_s` seconds, in here or in one operation, raises RuntimeError. So do all ranks when
-        their `fingerprint` differs; the error names the lines in which it does. Where they know that it does not, and that all come, they
-        pass `agreed`, a name that is new to `group`: they do not meet then, which saves many round trips to the store.
+        A rank that waits longer than `timeout_s` seconds, here or in one operation, raises RuntimeError. So do all ranks if their
+        `fingerprint` differs; the error names the lines that differ. Ranks that know that all come and agree pass `agreed`, a name that is
+        new to `group`: they do not meet then, which saves many round trips to the store.
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
@@ -125,18 +125,18 @@ class GroupComm:
         meeting: Meeting,
         timeout_s: float,
         fingerprint: str = "",
-        cure: str = "",
+        fix: str = "",
         agreed: bool = False,
     ) -> "GroupComm":
         _check_not_destroyed(base)
         ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
         # The first meeting is number 1.
-        name = f"{meeting.name}/0" if agreed else meeting.meet(fingerprint, timeout_s, cure)
+        name = f"{meeting.name}/0" if agreed else meeting.meet(fingerprint, timeout_s, fix)
         backend, config = dist.get_backend(base), dist.get_backend_config(base)
         if "cpu" not in config:
             backend = f"cpu:gloo,{config}"
 
-        # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to; where that
+        # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to. If that number
         # differs between ranks, they wait for each other without end. Price: a function that torch may change.
         def make() -> Any:
             return c10d._new_process_group_helper(
@@ -161,7 +161,7 @@ class GroupComm:
             ) from error
         assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number
         if not agreed:
-            # One that closes while others still connect would make them fail.
+            # A rank that closes while others still connect would make them fail.
             meeting.wait_for_all(f"{name}/connected", min(REPORTS_S, timeout_s))
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
         comm = cls(made)
@@ -169,38 +169,41 @@ class GroupComm:
         _connected[id(comm)] = comm
         return comm
 
-    def reconnect(self, fingerprint: str = "", cure: str = "") -> "GroupComm":
-        """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private`.
+    def reconnect(self, fingerprint: str = "", fix: str = "") -> "GroupComm":
+        """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private` does.
 
-        `cure` is what the error says where fingerprints differ.
+        `fix` is what the error advises if fingerprints differ.
         """
         assert self._base is not None and self._meeting is not None, "only a private communicator can reconnect"
         self.origin.check()
-        return GroupComm._connected(self._base, self._meeting, self.timeout_s, fingerprint, cure)
+        return GroupComm._connected(self._base, self._meeting, self.timeout_s, fingerprint, fix)
 
     def finish(self) -> None:
-        """Wait until the device has done what was enqueued over NCCL, for 30 s at most. Call it before `close` where nothing has failed.
+        """Wait until the device has done what was enqueued over NCCL, for 30 s at most. Call it before `close` if nothing has failed.
 
-        The host may be steps ahead of the device, and what is on its way when connections close leaves tensors written in part.
+        The host may be steps ahead of the device, and an exchange that is on its way when connections close leaves tensors half written.
         """
         if self.group is not None and "nccl" in dist.get_backend_config(self.group) and torch.cuda.is_initialized():
             doing = f"rank {self.rank} of {self.size} waits for its GPU"
             within(FINISH_S, partial(torch.cuda.synchronize, torch.cuda.current_device()), doing)
 
-    def close(self) -> None:
+    def close(self, for_good: bool = False) -> None:
         """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout.
 
-        In a fork it does nothing: sockets are shared, and those of the parent would be closed.
+        It does nothing in a fork, which shares its parent's sockets. `for_good`: forget the group that `private` was given, too, whose
+        threads and connections end when nothing refers to it.
         """
         assert self._base is not None or self.group is None, "only a private communicator can be closed"
         if not self.origin.is_here:
             return
-        # At once, because two threads may close: without a group, the world would be destroyed.
+        # At once, because two threads may close, and to destroy no group is to destroy the world.
         group, self.group = self.group, None
+        if for_good:
+            self._base = None
         if group is None:
             return
         with suppress(ValueError):  # destroyed already, with the world
-            abort(group)  # an error's traceback may refer to what waits, which keeps sockets open
+            abort(group)  # an error's traceback may refer to an operation that waits, which keeps sockets open
             dist.destroy_process_group(group)
         # Gloo closes its sockets when nothing refers to the group any more.
         for each in list(self._unsettled):
@@ -208,17 +211,12 @@ class GroupComm:
         self._unsettled.clear()
         self._announcements = self._channels = None
 
-    def close_for_good(self) -> None:
-        """Close, and forget the group that `private` was given, whose threads and connections end when nothing refers to it."""
-        self.close()
-        self._base = None
-
     def close_and_report(self, cause: str, within_s: float | None = None) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
 
-        `cause` is what this rank reports; "" where it only lost its connections. Ranks that report no cause are left out, and those that
-        have not reported within `within_s` seconds (None: `reports_s`) are named. Returns "" when this communicator was closed before,
-        and in a fork.
+        `cause` is what this rank reports; "" if it only lost its connections. Ranks that report no cause are left out, and those that
+        have not reported within `within_s` seconds (None: `reports_s`) are named. Returns "" if this communicator was closed before, and
+        in a fork.
         """
         if self.group is None or not self.origin.is_here:
             return ""
@@ -231,9 +229,9 @@ class GroupComm:
         return _reports(self._meeting, self._name, cause, min(within_s, self.timeout_s))
 
     def announce(self, announcement: Announcement, number: int = 0, waits: Waits = nullcontext) -> Lane:
-        """Tell all ranks what the operations that follow are about; the first raises RanksDifferError where ranks differ.
+        """Tell all ranks what the operations that follow are about; the first operation raises RanksDifferError if ranks differ.
 
-        Returns the lane of these operations, which this communicator has from here on. `number` and `waits`: see Lane.
+        Returns the lane of these operations, which this communicator uses from here on. `number` and `waits`: see Lane.
         """
         announced, made, self._undecided = None, self._undecided, 0
         rows, self._heard = self._heard, None
@@ -241,10 +239,11 @@ class GroupComm:
             self._check_the_same(rows, announcement)
             if list(announcement.numbers) not in rows:
                 raise RuntimeError(
-                    f"rank {self.rank} of {self.size} differs from the other ranks in what it reduces; {announcement.told()[0].cure}"
+                    f"rank {self.rank} of {self.size} differs from the other ranks in what it reduces; {announcement.told()[0].fix}"
                 )
         elif self.size > 1:
-            announced, made = self._made(announcement), made + 1
+            with self.named("comparison"):
+                announced, made = self._announcing().send(announcement), made + 1
             self._unsettled.append(announced)
         self._lane = Lane(self, number, announced, waits, made)
         return self._lane
@@ -254,7 +253,7 @@ class GroupComm:
         if announced is None:
             self._lane.settle()
             return
-        # One thread at a time, in the order in which was announced: to tell what differs takes exchanges that match by their order.
+        # One thread at a time, in the order of the announcements: to tell what differs takes exchanges that match by their order.
         with waits(), self._settling:
             if self._difference:
                 raise RanksDifferError(self._difference)
@@ -266,7 +265,7 @@ class GroupComm:
                 self._unsettled.popleft()
 
     def _check_the_same(self, rows: list[list[int]], announcement: Announcement) -> None:
-        """Raise RanksDifferError, on all ranks, where those that were decided have announced other numbers, or any is at another step."""
+        """Raise RanksDifferError, on all ranks, if decided ranks have announced different numbers, or any rank is at another step."""
         decided = [row for row in rows if row[2] != UNDECIDED]
         if all(row[:2] == rows[0][:2] for row in rows) and all(row == decided[0] for row in decided):
             return
@@ -279,28 +278,24 @@ class GroupComm:
     def any_of(self, own: Sequence[str], names: Sequence[str], step: int, reduced: int) -> set[str]:
         """Return which of `names` any rank has among its `own`; `step` and `reduced` are as in the next announcement.
 
-        A rank that has all of them knows, and sends nothing more than it does anyway. One that lacks some announces so, and waits for the
-        announcements of the others: one delay of the link more. Where another one has all, that was its announcement of what comes next.
-        Where all ranks lack some, but not the same, they tell each other which.
-        Call it while nothing is announced that was not compared.
+        A rank that has all of them knows the answer, and sends nothing more than it does anyway. A rank that lacks some announces it, and
+        waits for the announcements of the others: one more delay of the link. If another rank has all, that was its announcement of what
+        comes next. If all ranks lack some, but not the same, they tell each other which. Call it while nothing is announced that was not
+        compared.
         """
         if self.size == 1 or len(own) == len(names):
             return set(own)
         text, self._undecided = "\n".join(own), 1
-        announced = self._made(Announcement((step, reduced, UNDECIDED, digest(text)), list))
         with self.named("comparison"):
+            announced = self._announcing().send(Announcement((step, reduced, UNDECIDED, digest(text)), list))
             rows = self._announcing().heard(announced)
             if any(row[2] != UNDECIDED for row in rows):
                 self._heard = rows
                 return set(names)
             if any(row[:2] != rows[0][:2] for row in rows) or all(row == rows[0] for row in rows):
-                return set(own)  # ranks at different steps find that out by what they announce next
+                return set(own)  # ranks at different steps notice it by what they announce next
             texts = self._announcing().exchange_texts(text)
         return {each for other in texts for each in other.split("\n")} & set(names)
-
-    def _made(self, announcement: Announcement) -> Announced:
-        with self.named("comparison"):
-            return self._announcing().send(announcement)
 
     def _announcing(self) -> Announcements:
         group = self.open()
@@ -340,7 +335,7 @@ class GroupComm:
 
     @contextmanager
     def named(self, name: str, doing: str = "with all ranks") -> Iterator[None]:
-        """Raise what fails inside as an error that says what was done with which ranks."""
+        """Turn what fails inside into an error that says what was done with which ranks."""
         self.origin.check()  # not inside: what fails there aborts the group
         try:
             yield
@@ -349,7 +344,7 @@ class GroupComm:
         except RuntimeError as error:
             group = self.group  # another thread may close this communicator
             if self._base is not None and group is not None:
-                # Now, and not when nothing refers to the group any more, as this error's traceback does while others wait for this rank.
+                # Now, and not once nothing refers to the group: this error's traceback does, while others wait for this rank.
                 abort(group)
             raise ConnectionLostError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}") from error
 

@@ -2,12 +2,12 @@
 
 CPU tensors travel over gloo on channels, whose receives are posted a step ahead.
 
-CUDA tensors travel by one collective of NCCL for each exchange, enqueued on the current stream: the host does not wait for the device.
-What it waits for, before it enqueues anything, is what other ranks announce, which they do over gloo. So a rank that is missing, or at
-another step, is found there, within the timeout and by its number, and no device waits for it.
+CUDA tensors travel by one NCCL collective for each exchange, enqueued on the current stream: the host does not wait for the device.
+Before it enqueues anything, it waits for what the other ranks announce over gloo. There a rank that is missing or at another step is
+noticed within the timeout and named, and no device waits for it.
 
-Gloo sends no message of CUDA tensors from one rank to another. Where it is the backend for CUDA, such tensors travel as copies in this
-machine's memory, on the same channels: the same bits and bytes as on the CPU. All parts of an exchange are copied at once, each way.
+Gloo sends no CUDA tensors between two ranks. If it is the backend for CUDA, such tensors travel as copies in host memory, on the same
+channels: the same bits and bytes as on the CPU. All parts of an exchange are copied at once, each way.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsync.comm.announcement import Announced, all_gather_single
-from sparsync.comm.channels import MOST_AHEAD, Incoming, Outgoing, Waits, channel
-from sparsync.comm.pieces import all_reduce_in_pieces
-from sparsync.core import spans, sum_in_rank_order
+from sparsync.comm.channels import MOST_AHEAD, Incoming, Outgoing, Waits, channel, wait_for
+from sparsync.core import Span, spans, sum_in_rank_order
 
 if TYPE_CHECKING:
     from sparsync.comm.group import GroupComm
+
+PIECE_NBYTES = 2**18  # of an all-reduce in pieces
+_PIECES = 2**29  # plus the bucket's number: the tag of pieces, whose receives are posted when the all-reduce begins
 
 
 class Lane:
     """The operations of a communicator over `comm`, for one bucket, or for calls that were not announced.
 
-    Each message of a rank to another one for the bucket with this `number` has its own channel, which it has again in the next step.
-    `number` None: nothing is posted ahead. Several lanes of a group may be in use at once, each by one thread. `waits` is entered around
-    each wait.
+    Each message between two ranks for the bucket with this `number` has a channel, and the same one in the next step. `number` None:
+    nothing is posted ahead. Several lanes of a group may be in use at once, each by one thread. `waits` is entered around each wait.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class Lane:
         made: int = 0,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.announcements = made  # so many of this rank
+        self.announcements = made  # how many this rank has made
         self._comm, self._number, self._announced, self._waits = comm, number, announced, waits
-        # The places of the next messages to each rank, and from it. Two ranks agree on those between them, though in `send_recv` one may
-        # have fewer messages to others. All other operations take a place for each rank, as all ranks call them.
+        # The places of the next messages to each rank, and from it. Two ranks agree on the places between them, even if one sends fewer
+        # messages to others by `send_recv`. All other operations take a place for each rank, as all ranks call them.
         self._sent, self._arrived = [0] * self.size, [0] * self.size
         # Every rank sends to the next one, then to the one after it.
         self._sources = [(self.rank - i) % self.size for i in range(1, self.size)]
@@ -71,7 +72,16 @@ class Lane:
             return
         with self._comm.named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
             if not self._comm.collective(out):
-                self._transfer(out, to, into, source)
+                incoming, outgoing = list[Incoming](), list[Outgoing]()
+                if into.numel():
+                    incoming.append(
+                        Incoming(source, self._tag(self._arrived, source), into.nbytes, into.view(torch.uint8))
+                    )
+                if out.numel():
+                    outgoing.append(Outgoing(to, self._tag(self._sent, to), out.view(torch.uint8)))
+                for arrived in self._through_channels(incoming, outgoing):
+                    if arrived.data_ptr() != into.data_ptr():
+                        into.view(torch.uint8).copy_(arrived)
                 return
             self.settle()
             group, ranks = self._comm.open(), self._comm.ranks
@@ -106,76 +116,61 @@ class Lane:
             with self._comm.named("all_reduce"):
                 dist.all_reduce(total, group=self._comm.open())
             return total
-        if x.nbytes > self.size * MOST_AHEAD:
-            with self._comm.named("all_reduce"):
-                channels, number = self._comm.channels(), self._number or 0
-                return all_reduce_in_pieces(x, channels, self.rank, self.size, number, self.settle, self._waits)
-        total, lengths = torch.empty_like(x), [len(chunk) for chunk in spans(x.numel(), self.size)]
-        arrived = self._moved("all_reduce", list(x.split(lengths)), [lengths[self.rank]] * self.size)
-        chunks = total.split(lengths)
-        chunks[self.rank].copy_(sum_in_rank_order(arrived))
-        self._moved("all_reduce", [chunks[self.rank]] * self.size, lengths, chunks)
-        return total
+        with self._comm.named("all_reduce"):
+            if x.nbytes > self.size * MOST_AHEAD:
+                return self._summed_in_pieces(x)
+            total, lengths = torch.empty_like(x), [len(chunk) for chunk in spans(x.numel(), self.size)]
+            chunks = total.split(lengths)
+            chunks[self.rank].copy_(sum_in_rank_order(self._moved(x.split(lengths), [lengths[self.rank]] * self.size)))
+            self._moved([chunks[self.rank]] * self.size, lengths, chunks)
+            return total
 
     def _is_staged(self, x: Tensor) -> bool:
-        """Return whether `x` travels as a copy in this machine's memory. To make the copy is a host sync."""
+        """Return whether `x` travels as a copy in host memory. To make the copy is a host sync."""
         return self.size > 1 and x.device.type != "cpu" and not self._comm.collective(x)
 
     def _returned(self, arrived: list[Tensor], own: Tensor) -> list[Tensor]:
-        """Return what arrived in this machine's memory on the device of `own`, which has not travelled."""
+        """Return what arrived in host memory on the device of `own`, which has not travelled."""
         returned = _to_device([part[:0] if rank == self.rank else part for rank, part in enumerate(arrived)], own)
         returned[self.rank] = own
         return returned
 
     def _exchange(self, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None) -> list[Tensor]:
-        """Send `parts[r]` to rank r and return what each rank sent here, of lengths that are known or travel with it."""
-        if self._comm.collective(parts[0]):
-            return self._collected(
-                name, parts, self._counts([part.numel() for part in parts]) if counts is None else counts
-            )
-        if counts is not None:
-            return self._moved(name, parts, counts)
-        dtype = parts[0].dtype
-        incoming = [Incoming(source, self._tag(self._arrived, source, True), None) for source in self._sources]
-        outgoing = [
-            Outgoing(to, self._tag(self._sent, to, True), parts[to].view(torch.uint8), sized=True)
-            for to in self._targets
-        ]
-        received = [parts[self.rank]] * self.size
+        """Send `parts[r]` to rank r, and return what each rank sent here."""
         with self._comm.named(name):
-            arriving = self._through_channel(incoming, outgoing)
-        for source, arrived in zip(self._sources, arriving, strict=True):
-            aligned = arrived if arrived.storage_offset() % dtype.itemsize == 0 else arrived.clone()
-            received[source] = aligned.view(dtype)
-        return received
+            if not self._comm.collective(parts[0]):
+                return self._moved(parts, counts)
+            if counts is None:
+                lengths = torch.tensor([part.numel() for part in parts]).split(1)
+                counts = [int(each) for each in self._moved(lengths, [1] * self.size)]
+            return self._collected(name, parts, counts)
 
     def _moved(
-        self, name: str, parts: Sequence[Tensor], counts: Sequence[int], into: Sequence[Tensor] | None = None
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None, into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Send `parts[r]` to rank r and return what each rank sent here: every rank sends to the next one, then to the one after it, ..."""
-        received, dtype = [parts[self.rank]] * self.size, parts[0].dtype
-        arriving = [(source, self._tag(self._arrived, source)) for source in self._sources]
-        leaving = [(to, self._tag(self._sent, to)) for to in self._targets]
-        rooms = [None] * self.size if into is None else [each.view(torch.uint8) for each in into]
-        incoming = [
-            Incoming(source, tag, counts[source] * dtype.itemsize, rooms[source])
-            for source, tag in arriving
-            if counts[source]
-        ]
-        outgoing = [Outgoing(to, tag, parts[to].view(torch.uint8)) for to, tag in leaving if parts[to].numel()]
-        with self._comm.named(name):
-            arrived = self._through_channel(incoming, outgoing)
-        for each, part in zip(incoming, arrived, strict=True):
-            received[each.source] = part.view(dtype)
+        """Send `parts[r]` to rank r, and return what each rank sent here. Without `counts`, each message brings its length."""
+        dtype, sized, received = parts[0].dtype, counts is None, [parts[self.rank]] * self.size
+        incoming, outgoing = list[Incoming](), list[Outgoing]()
         for source in self._sources:
-            if not counts[source]:
+            tag = self._tag(self._arrived, source, sized)
+            if counts is not None and not counts[source]:
                 received[source] = parts[0].new_empty(0)
+                continue
+            nbytes = None if counts is None else counts[source] * dtype.itemsize
+            incoming.append(Incoming(source, tag, nbytes, None if into is None else into[source].view(torch.uint8)))
+        for to in self._targets:
+            tag = self._tag(self._sent, to, sized)
+            if sized or parts[to].numel():
+                outgoing.append(Outgoing(to, tag, parts[to].view(torch.uint8), sized))
+        for each, arrived in zip(incoming, self._through_channels(incoming, outgoing), strict=True):
+            aligned = arrived.clone() if sized and arrived.storage_offset() % dtype.itemsize else arrived
+            received[each.source] = aligned.view(dtype)
         return received
 
     def _collected(self, name: str, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
         """Send `parts[r]` to rank r by one collective, and return what each rank sent here: views of one buffer.
 
-        Nothing is copied before where parts follow each other in memory. All-gathers of lengths that are nearly equal are padded.
+        Parts that follow each other in memory are not copied first. All-gathers of nearly equal lengths are padded.
         """
         self.settle()
         x, group, longest, itemsize = parts[0], self._comm.open(), max(counts), parts[0].element_size()
@@ -184,44 +179,63 @@ class Lane:
             if x.numel() < longest:
                 own = pad(own, (0, (longest - x.numel()) * itemsize))
             if longest:
-                with self._comm.named(name):
-                    all_gather_single(received.view(torch.uint8), own, group)
+                all_gather_single(received.view(torch.uint8), own, group)
             return [row[:count] for row, count in zip(received.view(self.size, longest), counts, strict=True)]
         received = x.new_empty(sum(counts))
         arriving, leaving = [count * itemsize for count in counts], [part.nbytes for part in parts]
-        with self._comm.named(name):
-            dist.all_to_all_single(received.view(torch.uint8), _flat(parts), arriving, leaving, group)
+        dist.all_to_all_single(received.view(torch.uint8), _flat(parts), arriving, leaving, group)
         return list(received.split(list(counts)))
 
-    def _transfer(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Send `out` and fill `into`, on channels; an empty one takes no message."""
-        incoming, outgoing = list[Incoming](), list[Outgoing]()
-        if into.numel():
-            incoming.append(Incoming(source, self._tag(self._arrived, source), into.nbytes, into.view(torch.uint8)))
-        if out.numel():
-            outgoing.append(Outgoing(to, self._tag(self._sent, to), out.view(torch.uint8)))
-        for arrived in self._through_channel(incoming, outgoing):
-            if arrived.data_ptr() != into.data_ptr():
-                into.view(torch.uint8).copy_(arrived)
+    def _summed_in_pieces(self, x: Tensor) -> Tensor:
+        """Do what `all_reduce` does, in pieces: while one is added up, the next ones travel, and the link is never idle."""
+        channels, tag, total = self._comm.channels(), _PIECES + (self._number or 0), torch.empty_like(x)
+        chunks = spans(x.numel(), self.size)
+        count = -(-len(chunks[0]) * x.element_size() // PIECE_NBYTES)  # pieces in a chunk
+        pieces = [
+            [Span(chunk.start + each.start, chunk.start + each.stop) for each in spans(len(chunk), count)]
+            for chunk in chunks
+        ]
+        own = chunks[self.rank]
+        arrived = {source: x.new_empty(len(own)) for source in self._sources}
+
+        def receive(into: Tensor, source: int) -> tuple[dist.Work, int]:
+            return channels.receive(into.view(torch.uint8), source, tag), source
+
+        def send(part: Tensor, to: int) -> tuple[dist.Work, int]:
+            return channels.send(part.view(torch.uint8), to, tag), to
+
+        inside = [slice(each.start - own.start, each.stop - own.start) for each in pieces[self.rank]]
+        adding = [[receive(arrived[source][place], source) for source in self._sources] for place in inside]
+        gathering = [
+            receive(pieces[source][number].of(total), source) for number in range(count) for source in self._sources
+        ]
+        self.settle()
+        sends = [send(pieces[to][number].of(x), to) for number in range(count) for to in self._targets]
+        for piece, place, works in zip(pieces[self.rank], inside, adding, strict=True):
+            self._wait_for(works)
+            addends = [piece.of(x) if rank == self.rank else arrived[rank][place] for rank in range(self.size)]
+            mine = piece.of(total)
+            mine.copy_(sum_in_rank_order(addends))
+            sends += [send(mine, to) for to in self._targets]
+        self._wait_for([*gathering, *sends])
+        return total
+
+    def _wait_for(self, works: Sequence[tuple[dist.Work, int]]) -> None:
+        with self._waits():
+            for work, other in works:
+                wait_for(work, f"rank {other}")
 
     def _tag(self, places: list[int], rank: int, sized: bool = False) -> int | None:
         """Return the tag of the next message to or from a rank; None where nothing is posted ahead."""
         place, places[rank] = places[rank], places[rank] + 1
         return None if self._number is None else channel(self._number, place, sized)
 
-    def _through_channel(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing]) -> list[Tensor]:
-        """Exchange messages of bytes."""
+    def _through_channels(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing]) -> list[Tensor]:
         return self._comm.channels().exchange(incoming, outgoing, self.settle, self._waits)
-
-    def _counts(self, outgoing: list[int]) -> list[int]:
-        """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
-        return [
-            int(each) for each in self._moved("exchange of lengths", torch.tensor(outgoing).split(1), [1] * self.size)
-        ]
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of all parts, one after the other; as a view where they follow each other in memory."""
+    """Return the bytes of all parts, one after the other: a view if they follow each other in memory."""
     filled = [part.view(torch.uint8) for part in parts if part.numel()]
     if not filled:
         return parts[0].new_empty(0, dtype=torch.uint8)
@@ -233,12 +247,12 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _on_host(nbytes: int) -> Tensor:
-    """Return room in this machine's memory, from which and to which a GPU copies without an intermediate copy."""
+    """Return host memory that a GPU copies from and to without an intermediate copy."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of all parts in this machine's memory, by one copy, which is waited for."""
+    """Return copies of all parts in host memory, made by one copy, and wait for it."""
     flat = _flat(parts)
     copied = _on_host(flat.numel())
     copied.copy_(flat, non_blocking=True)
@@ -248,7 +262,7 @@ def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _to_device(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Return copies of all parts on the device of `like`, by one copy, which the current stream waits for."""
+    """Return copies of all parts on the device of `like`, made by one copy on the current stream."""
     lengths = [part.nbytes for part in parts]
     flat = torch.cat([part.view(torch.uint8) for part in parts], out=_on_host(sum(lengths)))
     copied = flat.to(like.device, non_blocking=True)

@@ -1,7 +1,7 @@
 """P ranks in one process: one runs at a time, in a fixed order, and a deadlock is an error that says which rank waits for which.
 
-Each rank is a thread that runs until it must wait; then the next rank that can continue does. The order depends on nothing but the
-calls the ranks make, so the same program gives the same bits each time. For tests at P = 1..64 and for studies at P = 256..1024.
+Each rank is a thread that runs until it must wait; then the next rank that can continue runs. The order depends on nothing but the calls
+of the ranks, so the same program gives the same bits each time. For tests with 1 to 64 ranks, and studies with 256 to 1024.
 """
 
 import threading
@@ -23,7 +23,7 @@ class DeadlockError(RuntimeError):
 
 
 class _Stopped(BaseException):
-    """Unwinds a rank's thread after another rank failed; a BaseException, so that no `except Exception` in a scheme catches it."""
+    """Ends a rank's thread after another rank failed; a BaseException, so that no `except Exception` in a scheme catches it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Rendezvous:
     name: str
     deposits: dict[int, Any] = field(default_factory=dict)
     left: int = 0
-    total: Tensor | None = None  # of an all-reduce: one rank adds P tensors up, in place of all P
+    total: Tensor | None = None  # of an all-reduce, which the first rank adds up for all
 
     def in_rank_order(self) -> list[Any]:
         return [self.deposits[rank] for rank in range(len(self.deposits))]
@@ -137,7 +137,7 @@ class _Waiting:
 
 
 class _Scheduler:
-    """Which rank runs, which rank waits for what, and the messages sent but not received. Only the thread that runs uses it."""
+    """Which rank runs, which rank waits for what, and messages sent but not received. Only the thread that runs uses it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -178,7 +178,7 @@ class _Scheduler:
             raise _Stopped
 
     def rendezvous(self, rank: int, name: str, deposit: object) -> _Rendezvous:
-        """Wait for all ranks at this rank's next collective, and return it with what each deposited."""
+        """Wait for all ranks at this rank's next collective, and return it with the deposits of all."""
         number = self._collectives[rank]
         self._collectives[rank] += 1
         entry = self._rendezvous.setdefault(number, _Rendezvous(name))
@@ -205,7 +205,7 @@ class _Scheduler:
             self.error = error
 
     def finish(self, rank: int) -> None:
-        """Let the next rank run after this one has returned; after an error, all that still wait, one after the other."""
+        """Let the next rank run after this one has returned; after an error, let all that wait end, one after the other."""
         self._finished.add(rank)
         following = self._next(rank)
         if following is None and len(self._finished) < self.size:
@@ -249,7 +249,7 @@ def _check_peer(rank: int, size: int) -> None:
 
 
 def _check_arrived(rank: int, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None) -> None:
-    """Raise RuntimeError where a tensor has not the length that this rank expects, or not the type of its own tensor."""
+    """Raise RuntimeError if a tensor does not have the length that this rank expects, or the type of its own tensor."""
     if counts is not None and len(counts) != len(parts):
         raise ValueError(f"counts of {name} must have one length for each of {len(parts)} ranks, got {list(counts)}")
     for source, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Where ranks find each other on a store: before they connect, again after each failure, and to tell each other why they failed."""
+"""How ranks meet on a store: before they connect, again after each failure, and to tell each other why they failed."""
 
 import json
 import threading
@@ -24,30 +24,29 @@ GRACE_S = 1.0  # how much longer than its timeout a call of the store may take b
 
 
 class RanksMissingError(RuntimeError):
-    """Not all ranks of a group have come to connect, or they cannot reach each other."""
+    """Not all ranks of a group came to connect, or they cannot reach each other."""
 
 
 class StoreSilentError(RuntimeError):
-    """The store of a process group does not answer: its process hangs, is gone, or cannot be reached."""
+    """The store of a process group does not answer: its process hangs, has ended, or cannot be reached."""
 
 
 def asked(seconds: float, call: Callable[[], Result], doing: str) -> Result:
-    """Return `call()`, which asks a store. Raises StoreSilentError when that takes longer than `seconds`, or the store is gone."""
+    """Return `call()`, which asks a store. Raises StoreSilentError if it takes longer than `seconds`, or the store is gone."""
     try:
         return within(seconds, call, doing)
     except StoreSilentError:
         raise
     except RuntimeError as error:
         raise StoreSilentError(
-            f"{doing}: the store of the process group is gone, and with it the process that hosts it, which is rank 0 unless it is an "
-            f"agent such as torchrun's: {error}"
+            f"{doing}: the store of the process group is gone, with its process, rank 0 or an agent such as torchrun's: {error}"
         ) from error
 
 
 def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
-    """Return `call()`, made on a separate thread. Raises StoreSilentError when it takes longer than `seconds`.
+    """Return `call()`, made on a separate thread. Raises StoreSilentError if it takes longer than `seconds`.
 
-    A TCPStore waits without a bound for a server that neither answers nor closes the connection, whatever timeout it was given.
+    A TCPStore waits forever for a server that neither answers nor closes the connection, whatever timeout it was given.
     """
     found: list[Result] = []
     failed: list[BaseException] = []
@@ -65,17 +64,17 @@ def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
         raise failed.pop()
     if not found:
         raise StoreSilentError(
-            f"{doing}: the store of the process group has not answered for {seconds:g} s; the process that hosts it, which is rank 0 "
-            "unless it is an agent such as torchrun's, hangs or cannot be reached"
+            f"{doing}: the store of the process group has not answered for {seconds:g} s; the process that hosts it, rank 0 or an agent "
+            "such as torchrun's, hangs or cannot be reached"
         )
     return found.pop()
 
 
 @dataclass(frozen=True)
 class _Note:
-    """What one rank has written: which meeting it has come to, how that went, and a digest of what all must have in common.
+    """What one rank has written: the meeting it has come to, how that went, and a digest of what must be the same on all ranks.
 
-    A rank "waits" for the others until all are there. Then it has "met" them; or it "left", because its time was over.
+    A rank "waits" for the others until all are there. Then it has "met" them; or it has "left", because its time was over.
     """
 
     round: int
@@ -96,20 +95,20 @@ class Meeting:
     """
 
     store: Store
-    name: str  # the same on all ranks, and of no other meeting
+    name: str  # the same on all ranks; no other meetings have it
     rank: int
     size: int
 
-    def meet(self, fingerprint: str, timeout_s: float, cure: str = "") -> str:
+    def meet(self, fingerprint: str, timeout_s: float, fix: str = "") -> str:
         """Wait until all ranks are here, and return a name that no meeting has returned before, the same on all ranks.
 
-        Raises RuntimeError, within `timeout_s` seconds and a little, that names ranks that did not come, or the lines in which the
-        fingerprint of another one differs, for which `cure` says what to do.
+        Raises RuntimeError within `timeout_s` seconds and a little. It names the ranks that did not come, or the lines in which another
+        rank's fingerprint differs; `fix` says what to do then.
         """
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} waits for the other ranks"
         number, notes, differing = asked(timeout_s + GRACE_S, lambda: self._meet(fingerprint, deadline), doing)
-        # One that has left again had come, and waited without success as this rank has.
+        # A rank that has left again did come, and waited without success as this one has.
         missing = [str(other) for other, note in enumerate(notes) if note is None or note.round != number]
         if missing or not _all_at(notes, number):
             absent = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "all ranks at once"
@@ -121,14 +120,14 @@ class Meeting:
             # The store may live in a process that this error ends.
             self.wait_for_all(f"{self.name}/{number}/read", LINGER_S)
             raise RuntimeError(
-                f"ranks must agree, but {differing}; {cure or 'give all ranks the same settings and the same checkpoint'}"
+                f"ranks must agree, but {differing}; {fix or 'give all ranks the same settings and the same checkpoint'}"
             )
         return f"{self.name}/{number}"
 
     def _meet(self, fingerprint: str, deadline: float) -> tuple[int, list[_Note | None], str]:
-        """Return the number of a meeting, and the notes of all ranks, in which those that did not come are not at that meeting.
+        """Return the number of a meeting, the notes of all ranks, and the difference to another rank's fingerprint as text.
 
-        Also in what the fingerprint of one of them differs, as text.
+        The notes of ranks that did not come have another number, or are None.
         """
         own = digest(fingerprint)
         self.store.set(self._text_key(own), fingerprint)
@@ -139,12 +138,12 @@ class Meeting:
             newest = max(note.round for note in notes if note is not None)
             if newest > number:
                 if (met := self._all_met(number)) is None:
-                    number = newest  # without this rank that one was not complete
+                    number = newest  # the earlier meeting was not complete without this rank
                     self._write(_Note(number, "waits", own))
                     continue
                 notes = met
             if _all_at(notes, number):
-                # Before the note that this rank has met, which those that leave with an error wait for.
+                # Before the note that this rank has met: ranks that leave with an error wait for that note.
                 digests = [note.digest for note in notes if note is not None]
                 differing = self._differing(fingerprint, digests)
                 self.store.set(self._complete_key(number), json.dumps(digests))
@@ -157,20 +156,20 @@ class Meeting:
             pause = min(1.5 * pause, SLOWEST_POLL_S)
 
     def _first(self, notes: Sequence[_Note | None]) -> int:
-        """Return the meeting to come to: the newest one, if another rank waits there and this one has not met the others there before."""
+        """Return the meeting to come to: the newest one if another rank waits there and this one has not met the others there."""
         newest = max((note.round for note in notes if note is not None), default=0)
         at_newest = {rank: note.status for rank, note in enumerate(notes) if note is not None and note.round == newest}
         before = at_newest.pop(self.rank, None)
         return newest if "waits" in at_newest.values() and before != "met" else newest + 1
 
     def _all_met(self, number: int) -> list[_Note | None] | None:
-        """Return the notes of a meeting that others, quicker than this rank, have left for the next; None where not all had met there."""
+        """Return the notes of a meeting that quicker ranks have left for the next one; None if not all had met there."""
         if not self.store.check([self._complete_key(number)]):
             return None
         return [_Note(number, "met", each) for each in json.loads(self.store.get(self._complete_key(number)))]
 
     def _differing(self, fingerprint: str, digests: Sequence[int]) -> str:
-        """Return in what the first rank with another fingerprint differs from this one; "" where there is none."""
+        """Return how the first rank with another fingerprint differs from this one; "" if there is none."""
         for other, theirs in enumerate(digests):
             if theirs != digests[self.rank]:
                 text = self.store.get(self._text_key(theirs)).decode()
@@ -194,9 +193,9 @@ class Meeting:
             asked(timeout_s + GRACE_S, wait, "")
 
     def report(self, of: str, cause: str, timeout_s: float) -> list[str | None]:
-        """Tell the other ranks why this one failed after the meeting `of`, and return what each has told within `timeout_s` seconds.
+        """Tell the other ranks why this one failed after the meeting `of`, and return what each rank reports within `timeout_s` seconds.
 
-        None stands for a rank that has told nothing. Raises StoreSilentError.
+        None stands for a rank that reported nothing. Raises StoreSilentError.
         """
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} reports a failure"
@@ -209,12 +208,12 @@ class Meeting:
             time.sleep(min(pause, left))
             pause = min(1.5 * pause, SLOWEST_POLL_S)
         found = [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
-        with suppress(RuntimeError):  # what was found is more than that the store is gone by now
+        with suppress(RuntimeError):  # the reports matter more than that the store is gone by now
             self._stay_until_read(f"{prefix}/read", sum(each is not None for each in found))
         return found
 
     def _stay_until_read(self, key: str, reporting: int) -> None:
-        """On rank 0, whose process may host the store and end with its error, wait until all that have reported have read."""
+        """Wait on rank 0, whose process may host the store and end with its error, until all ranks that reported have read."""
         read, deadline = self.store.add(key, 1), time.monotonic() + STAY_S
         while self.rank == 0 and read < reporting and time.monotonic() < deadline:
             time.sleep(POLL_S)

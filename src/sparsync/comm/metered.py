@@ -1,7 +1,7 @@
 """The cost of each operation of a communicator: in closed form, and counted by a wrapper.
 
-NCCL's own all_reduce may be another algorithm than the one that is counted here, of the same volume per rank but other numbers of messages
-and of steps. Only the network interface counts what really left the machine.
+NCCL's all_reduce may use another algorithm than the one counted here: it sends as many bytes per rank, in other numbers of messages and
+steps. Only the network interface counts what really left the machine.
 """
 
 import time
@@ -15,7 +15,7 @@ from sparsync.core import Comm, Cost
 
 
 def send_cost(nbytes: int) -> Cost:
-    """Return the cost of one message; of none when there is nothing to send."""
+    """Return the cost of one message, or of none if there is nothing to send."""
     return Cost(steps=1, messages=1 if nbytes else 0, nbytes=nbytes)
 
 
@@ -31,7 +31,7 @@ def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
 def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
     """Return the cost of one message to each other rank, all at once; `nbytes[r]` go to rank r.
 
-    Nothing is sent where there is nothing to send, but for the length, where it is not known.
+    An empty message is not sent, unless its length is not known.
     """
     P = len(nbytes)
     if P == 1:
@@ -43,7 +43,7 @@ def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True)
 
 
 def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:
-    """Return the cost of sending each other rank its chunk, of P near-equal ones, and the sum of the own one to all."""
+    """Return the cost of sending each other rank its chunk, of P nearly equal ones, and the sum of this rank's chunk to all."""
     if P == 1:
         return Cost()
     own = count // P + (rank < count % P)

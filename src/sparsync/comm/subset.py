@@ -1,6 +1,6 @@
-"""A communicator over some ranks of another one, made of its point-to-point messages alone.
+"""A communicator over some ranks of another one, made of point-to-point messages alone.
 
-No process group is created, so a scheme can divide its ranks into nodes without the other ranks taking part.
+No process group is created, so a scheme can divide its ranks into nodes although other ranks take no part.
 """
 
 from collections.abc import Sequence

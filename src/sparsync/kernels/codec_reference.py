@@ -4,8 +4,8 @@
     bitmap      a bit for each position of the span
     elias_fano  the low bits of all positions, then their high parts as ones in a stream
 
-All bit streams begin with the lowest bit of the first byte and are padded with zeros to whole bytes. How long a packet is depends on k
-and the span alone. Decoders take any bytes: what comes out ascends inside [0, span), or a RuntimeError says why not.
+All bit streams begin with the lowest bit of the first byte and are padded with zeros to whole bytes. The length of a packet depends on k
+and the span alone. Decoders take any bytes: the result ascends inside [0, span), or a RuntimeError says why not.
 """
 
 from functools import lru_cache
@@ -67,7 +67,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
 
 
 def _decoded(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
-    """Return what stands in a packet of the right length, whatever that is; its size does not depend on it."""
+    """Return the positions in a packet of the right length, valid or not; the work does not depend on its content."""
     if codec == "packed":
         return unpack(packet, k, packed_bits(span))
     bits = elias_fano_bits(k, span) if codec == "elias_fano" else 0
@@ -89,7 +89,7 @@ def nbytes(codec: PositionCodec, k: int, span: int) -> int:
 
 
 def size_of(codec: PositionCodec, k: int, span: int) -> int:
-    """Return the same for any span, also for those that are too long to be encoded: what a longer position would take."""
+    """Return the same for any span, even one that is too long to be encoded."""
     if codec == "packed":
         return -(-k * packed_bits(span) // 8)
     return -(-span // 8) if codec == "bitmap" else _elias_fano_nbytes(k, span, elias_fano_bits(k, span))

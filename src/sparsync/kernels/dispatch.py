@@ -2,7 +2,7 @@
 
 The specification of an operation is a function in plain torch, decorated by `operation`. A backend is a table from names of operations to
 functions. `run` asks the backend in use, then the one for GPUs. A function that does not take the types, the device or the shape of its
-tensors returns NotImplemented, and the next one is asked; the specification takes everything.
+tensors returns NotImplemented, and the next function is asked; the specification takes everything.
 
     backend     where                           operations
     cpp         csrc/, at one instruction set   all
@@ -48,7 +48,7 @@ _chosen = _Chosen()
 
 
 def operation(specification: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Return the operation of this name: the first function for it that takes the arguments, else its specification."""
+    """Return a function that calls the first backend that takes the arguments, else the specification."""
     name, parameters = specification.__name__, signature(specification)
     defaults = [each.default for each in parameters.parameters.values() if each.default is not each.empty]
     count = len(parameters.parameters)
@@ -67,7 +67,7 @@ def operation(specification: Callable[Given, Result]) -> Callable[Given, Result]
 
 
 def run(name: str, specification: Callable[..., Any], *arguments: Any) -> Any:  # Any: as of the specification
-    """Return what the first function for the operation `name` that takes `arguments` returns, else what its specification does."""
+    """Call the first function for the operation `name` that takes `arguments`, else its specification."""
     for table in _default() if _chosen.tables is None else _chosen.tables:
         if (kernel := table.get(name)) is not None and (found := kernel(*arguments)) is not NotImplemented:
             return found
@@ -100,7 +100,7 @@ def backends() -> list[str]:
 
 
 def why_missing() -> str | None:
-    """Return why the C++ kernels cannot be loaded; None where they are there."""
+    """Return why the C++ kernels cannot be loaded; None if they are there."""
     return None if _cpu else _why_missing
 
 
@@ -127,7 +127,7 @@ def _default() -> tuple[Table, ...]:
 
 
 def _choose(name: str | None) -> None:
-    """Make `name` the backend in use, or none for None. The one place that sets the instruction set of the C++ kernels and codecs."""
+    """Make `name` the backend in use, or none for None. Only this sets the instruction set of the C++ kernels and codecs."""
     compiled = name is not None and name.startswith(CPP)
     if compiled and _cpu is not None and name is not None:
         _cpu.set_level(name.removeprefix("cpp/"))
@@ -142,7 +142,7 @@ def _choose(name: str | None) -> None:
 
 
 def _triton() -> ModuleType | None:
-    """Return the Triton kernels; None where Triton is missing or has no GPU. Asked each time: its interpreter may be turned on."""
+    """Return the Triton kernels; None without Triton or without a GPU. Asked each time: its interpreter may be turned on."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return None
     return _triton_kernels()

@@ -1,9 +1,8 @@
 """The operations over whole vectors and over what was selected from them: their specification in plain torch, short and slow.
 
-`dispatch.operation` has C++ and Triton kernels do each operation where they take its arguments: C++ takes float32 in this machine's memory,
-and gradients in bfloat16 and float16 too; so does Triton on a GPU. Results are the same bits everywhere, but for the bits inside a NaN.
-Arguments are not checked, but that positions lie inside of a vector; on a GPU, where the host would have to wait for that, elements at
-other positions are left out.
+`dispatch.operation` calls C++ and Triton kernels if they take the arguments: C++ takes float32 in host memory, and gradients in bfloat16
+and float16; Triton takes the same on a GPU. Results have the same bits everywhere, except the bits inside a NaN. Of the arguments only
+positions are checked, to lie inside the vector. On a GPU, where the host would have to wait, elements at other positions are left out.
 
 All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64. The passes of exchanged steps are in
 `step_reference`, codecs in `value_reference` and `codec_reference`.
@@ -38,7 +37,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by t
 def accumulate(residual: Vector, grad: Vector, out: Vector) -> bool | Tensor:
     """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere.
 
-    On a GPU that is a tensor [], for which nobody waits; likewise in the functions below.
+    On a GPU that is a tensor [], and nobody waits for it; likewise in the functions below.
     """
     torch.add(residual, grad, out=out)
     return all_finite(out)
@@ -108,7 +107,7 @@ def all_finite(x: Vector) -> bool:
 
 @operation
 def finite_each(parts: Sequence[Sparse], times: int) -> bool | Tensor:
-    """Return whether `times` all values of `parts`, and so these, are finite, in float32 at least; on a GPU a tensor []."""
+    """Return whether all values of `parts`, and `times` them, are finite, in float32 at least; on a GPU a tensor []."""
     values = [part.value.to(torch.promote_types(part.value.dtype, torch.float32)) for part in parts]
     return all(all_finite(each * times) for each in values)
 
@@ -134,7 +133,7 @@ def top_k(x: Vector, k: int, bound: float | None = None) -> Sparse:
 
 @operation
 def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
-    """Return what `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements where fewer are not zero.
+    """Return what `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements if fewer are not zero.
 
     `k` may be more than n.
     """
@@ -148,7 +147,7 @@ def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | No
 
 @operation
 def top_k_of_rows(x: Vector, rows: Rows, k: int, bound: float | None = None) -> Sparse:
-    """Return the `top_k` of the elements of `x` in rows, which are read where they are. Positions are places in the rows.
+    """Return the `top_k` of the elements of `x` in rows, without copying them first. Positions are places in the rows.
 
     Raises IndexError for rows outside of `x`.
     """
@@ -183,7 +182,7 @@ def smallest_magnitude(x: Vector) -> float:
 
 @operation
 def divide_rows_(x: Vector, rows: Rows, divisor: int) -> None:
-    """Divide the elements of `x` in rows, no two of which are the same. Raises IndexError for rows outside of `x`."""
+    """Divide the elements of `x` in rows that do not overlap. Raises IndexError for rows outside `x`."""
     at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
     put_(x, at, gather(x, at) / exact_divisor(x, divisor))
 
@@ -216,7 +215,7 @@ def write_own_(
 def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
     """Return a digest of the bits in each tensor, of any types and shapes, int64 on the device of the first.
 
-    It depends on bits and number of elements only. A change of one element always shows, another one but once in 2^64 times.
+    It depends only on the bits and the number of elements. A change of one element always shows; other changes are missed once in 2^64.
     """
     found = [_digest(each.detach()) for each in tensors]
     return torch.stack([each.to(found[0].device) for each in found]) if found else torch.empty(0, dtype=torch.int64)
@@ -257,7 +256,7 @@ def move_put_(
     """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
 
     Values of `written` may lie in `source`. Raises IndexError, before anything is written, for positions outside. If `skip`, one number,
-    is not zero, `to` stays, and what `source` holds then is of no use.
+    is not zero, `to` stays, and `source` holds nothing of use.
     """
     for part in (*kept, *written):
         check_inside(part.index, to)
@@ -342,7 +341,7 @@ def word_of(flat: Tensor) -> int:
 
 
 def outside(index: Tensor, n: int) -> str:
-    """Return the message of the IndexError for positions `index` [k] of which some lie outside of [0, n)."""
+    """Return the message of the IndexError for positions `index` [k] that are not all in [0, n)."""
     return f"positions must be in [0, {n}) for {n} elements, got {int(index.min())} to {int(index.max())}"
 
 

@@ -1,4 +1,4 @@
-"""Rounding that makes no infinities, and what it drops: of the codecs, of sums in 16 bits, and of what is written to a gradient."""
+"""Rounding that makes no infinities, and what it drops: for codecs, sums in 16 bits, and gradients."""
 
 import torch
 from jaxtyping import Float
@@ -8,7 +8,7 @@ from sparsync.kernels.operations import all_finite
 
 
 def rounded(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
-    """Return `x` in `dtype`, rounded to nearest; finite numbers beyond its largest become that. NaN and Inf stay what they are."""
+    """Return `x` in `dtype`, rounded to nearest; finite numbers beyond its largest become that. NaN and Inf stay."""
     largest = torch.finfo(dtype).max
     if not x.numel() or largest >= torch.finfo(x.dtype).max:
         return x.to(dtype)
@@ -21,7 +21,7 @@ def rounded(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
 def lacking(
     x: Float[Tensor, " n"], received: Float[Tensor, " n"], times: int | Float[Tensor, " n"] = 1
 ) -> Float[Tensor, " n"]:
-    """Return `x` - `times` * `received` in the type of `x`, also where the product is beyond its largest number."""
+    """Return `x` - `times` * `received` in the type of `x`, even if the product is beyond its largest number."""
     received = received.to(x.dtype)
     if isinstance(times, int) and times == 1:
         return x - received
@@ -33,7 +33,7 @@ def lacking(
 
 
 def add_rounded_(x: Float[Tensor, " n"], addend: Float[Tensor, " n"], dropped: Float[Tensor, " n"] | None) -> None:
-    """Add `addend` to `x`, and what the type of `x` does not hold of the sum to `dropped`, if that is given and wider."""
+    """Add `addend` to `x`, and the rounding of the sum to `dropped`, if that is given and wider."""
     if dropped is None or dropped.dtype == x.dtype:
         x.add_(addend)
         return

@@ -1,9 +1,9 @@
 """The passes of exchanged steps: their specification in plain torch, as in `operations`.
 
 A rank's gradients are read where they lie: `gradients[i]`, of any shape and floating type, has its first element at `starts[i]` of the
-vector of all elements, and counts `factors[i]` times. Where no gradient lies it counts as zero. `spans[j]` are adjacent elements with the
-same `numbers[j]`; nothing is done outside of them. `skip`, one number, leaves everything as it is where it is not zero: it may be on a
-device, and nobody waits for it.
+vector of all elements, and is multiplied by `factors[i]`. Elements without a gradient count as zero. `spans[j]` are adjacent elements with
+the same `numbers[j]`; nothing is done outside them. If `skip`, one number, is not zero, nothing changes. It may be on a device, and nobody
+waits for it.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ Move = tuple[float, float, float]  # beta1, the share of a weight that stays, 1 
 
 @operation
 def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> bool | Tensor:
-    """Return whether the sum of the squares of all elements, each times its tensor's factor, is at most `most`; not where any is NaN.
+    """Return whether the sum of the squares of all elements, each times its tensor's factor, is at most `most`; false if any is NaN.
 
-    The sum is made in float64. On a GPU a tensor [] that says so, for which nobody waits.
+    The sum is made in float64. On a GPU a tensor [] that nobody waits for.
     """
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
     for each, factor in zip(tensors, factors, strict=True):
@@ -116,9 +116,9 @@ def encode_steps_(
 def packets_fit(
     packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
 ) -> bool | Tensor:
-    """Return whether all values in packets of so many are finite in `dtype`, and `times` them in float32.
+    """Return whether all values in packets of these lengths are finite in `dtype`, and `times` them in float32.
 
-    On a GPU a tensor [] that says so, for which nobody waits.
+    On a GPU a tensor [] that nobody waits for.
     """
     if not any(lengths):
         return True
@@ -262,14 +262,14 @@ def encode_share(value: Tensor, bits: int, P: int) -> Tensor:
     packet = values_encode(value / exact_divisor(value, P), bits)
     received = values_decode(packet, value.numel(), bits)
     error = value - P * received
-    # Where P times what was received is beyond float32, the difference may still be inside.
+    # P times the received value may be beyond float32 although the difference is not.
     error = torch.where(error.isfinite(), error, (value.double() - P * received.double()).to(value.dtype))
     value.copy_(error)
     return packet
 
 
 def signs(n: int, key: int, device: torch.device) -> Tensor:
-    """Return for each of `n` places whether a sketch counts it as less than nothing: the lowest bit of a hash of the place and `key`."""
+    """Return for each of `n` places whether a sketch subtracts it: the lowest bit of a hash of the place and `key`."""
     first, *factors = HASH
     word = (torch.arange(n, device=device) * first + key) & _WORD
     for shift, factor in zip((16, 13), factors, strict=True):
@@ -286,7 +286,7 @@ def gathered(gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequen
 
 
 def _folded(x: Tensor, block: int) -> Tensor:
-    """Return the sum of each block. Halves of a power of two of elements, zeros behind those that are there, are added: a fixed order."""
+    """Return the sum of each block, padded with zeros to a power of two, by adding halves: a fixed order."""
     rows = pad(x, (0, -x.numel() % block)).view(-1, block)
     rows = pad(rows, (0, (1 << (block - 1).bit_length()) - block))
     while rows.shape[1] > 1:

@@ -64,9 +64,9 @@ def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[
 def _scaled_encode(value: Tensor, bits: int) -> Tensor:
     """Return the scales of all blocks, then codes of 8, 4 or 3 bits, two's complement, the first in the low bits: value / scale, rounded.
 
-    To nearest, ties to even. 3 bits have all codes, one more below zero than above: there the scale has the sign that makes the greatest
-    magnitude of the block that code, and is positive where both signs reach it. What has the other sign and would round beyond the last
-    code gets that.
+    Rounded to nearest, ties to even. 3 bits use all codes, one more below zero than above: the scale then has the sign that gives the
+    greatest magnitude of the block that code, and is positive if both signs reach it. A value of the other sign that would round beyond
+    the last code gets the last code.
     """
     max_code = MAX_CODE[bits]
     signed = bits == 3  # of 15 or 255 codes one more is no gain in training
@@ -112,7 +112,7 @@ def _powers_on(device: torch.device) -> Tensor:
 
 
 def greatest_of(packets: Sequence[Tensor], lengths: Sequence[int], bits: int) -> Float[Tensor, ""]:
-    """Return a bound of the magnitudes in packets of so many values, out of their scales alone; NaN where a block is NaN. Not of none."""
+    """Return a bound of the magnitudes in packets of these lengths, from their scales alone; NaN if a block is NaN. Not for no packets."""
     each = zip(packets, lengths, strict=True)
     scales = torch.cat([packet[: SCALE_NBYTES * -(-k // BLOCK)] for packet, k in each]).view(torch.bfloat16)
     # 2^(bits - 1) is the greatest magnitude of a code.
@@ -126,7 +126,7 @@ def _counts(value: Tensor) -> Tensor:
 
 
 def _mean(number: Tensor, count: Tensor) -> Tensor:
-    """Return the mean of `count` numbers of each block, of which the others are zero. Halves are added, in float64: a fixed order."""
+    """Return the mean of the first `count` numbers of each block; the others are zero. Halves are added, in float64: a fixed order."""
     total = number.to(torch.float64)
     while total.shape[1] > 1:
         half = total.shape[1] // 2

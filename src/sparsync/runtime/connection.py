@@ -251,7 +251,7 @@ class Connection:
         """Reduce over `group`, that of other ranks, after `step`, the last one that was reduced. Weights are compared in the next one."""
         if isinstance(self._group, GroupComm):
             with suppress(Exception):  # the process group may be gone already
-                self._group.close_for_good()
+                self._group.close(for_good=True)
         self._group = group
         self._broken, self.lost, self.failed, self._compared = False, False, True, None
         self._numbers.clear()

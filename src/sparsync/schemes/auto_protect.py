@@ -111,7 +111,7 @@ class Disagreement:
 
     @classmethod
     def of(cls, state: State) -> Self:
-        """Return what `state` has of it, for reading and writing."""
+        """Return the measurements in `state`, for reading and writing."""
         return cls(*(state.common(each.name) for each in fields(cls)))
 
     def observe(self, layout: Sequence[ParameterSpan], mean_square: Tensor, mean: Tensor) -> None:

@@ -61,7 +61,8 @@ class Dense(Scheme):
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         if self.wire == "gradient":
-            from sparsync.schemes.skip_reduce import SkipReduce, SkipReduceScatter
+            from sparsync.schemes.sharded import SkipReduceScatter
+            from sparsync.schemes.skip_reduce import SkipReduce
 
             return SkipReduceScatter(SkipReduce(skip=0), self.name)
         raise ValueError(

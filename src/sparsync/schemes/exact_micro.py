@@ -1,6 +1,6 @@
 """MiCRO with exact counts: quotas from sketches of the partitions' tails in place of a learnt threshold. A variant of `micro`.
 
-Rank r looks for large elements in partition (t + r) mod P of its own accumulated gradient only. The positions found by all ranks never
+Rank r looks for large elements in partition (t + r) mod P of its accumulated gradient only. The positions found by all ranks never
 meet, and every rank sends its value at each of them. Unlike in the paper, partitions are block-cyclic, so that layers of different scale
 load all ranks equally. With its positions each rank sends 6 bytes about the upper tail of its next partition. From all of them every
 rank computes how many elements each rank sends at the next step: exactly density * n together, at every scale of the gradient.
@@ -158,8 +158,8 @@ def _counts(last: Sketches, free: Sequence[int], total: int, step: int) -> list[
 
 
 def sample_stride(allowed: Budget, P: int) -> int:
-    """Return of how many rows a sketch looks at one."""
-    if allowed.known:  # are left out by their places in all rows
+    """Return the stride of a sketch, which looks at one of so many rows."""
+    if allowed.known:  # known positions are left out by their places in all rows
         return 1
     return max(1, min(_MOST_STRIDE, allowed.count // (P * _LEAST_SAMPLE)))
 
@@ -175,8 +175,8 @@ def gather_positions(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the levels, int16, and the positions of every rank, both in rank order, on the device.
 
-    Rank r sends as many levels as this one, of which FOUND_INF says that it holds NaN or Inf, and `counts[r]` ascending positions inside
-    [0, lengths[r]).
+    All ranks send equally many levels; a level of FOUND_INF says that the rank holds NaN or Inf. Rank r sends `counts[r]` ascending
+    positions inside [0, lengths[r]).
     Steps: 1
     Bytes sent per rank: (P-1) (2 bytes a level, and the packet of its positions)
     """

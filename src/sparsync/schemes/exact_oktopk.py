@@ -14,6 +14,7 @@ Differs from the paper, so that traffic has a bound, nothing drifts, and a step 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,12 +24,9 @@ from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.base.state import State
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import details
-from sparsync.comm.metered import MeteredComm
 from sparsync.core import (
     Bucket,
     Comm,
-    Detail,
-    Report,
     Span,
     Sparse,
     check_density,
@@ -39,7 +37,7 @@ from sparsync.core import (
 )
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.rounding import lacking, rounded
+from sparsync.kernels.rounding import lacking
 from sparsync.selection.shares import (
     Profile,
     before_blocks,
@@ -81,6 +79,8 @@ class ExactOkTopk(ErrorFeedbackScheme):
             raise ValueError(f"dense_steps must be at least 0, got {self.dense_steps}")
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
+        from sparsync.schemes.sharded import OkTopkReduceScatter
+
         return OkTopkReduceScatter(self)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
@@ -89,10 +89,13 @@ class ExactOkTopk(ErrorFeedbackScheme):
         if bucket.step < self.dense_steps:
             return replace(everything(acc, comm), commit=control.advance)
         regions, profile = control.regions(n, P), state.shared_state("profile", Profile, bucket, P)
+        # 1: the largest elements outside this rank's region; all of its own region counts, at no cost
         own, shares = regions[rank], equal_shares([len(region) for region in regions], k, control.t)
         mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
-        region = own.of(acc.values)  # all of this rank's own region counts, at no cost
+        region = own.of(acc.values)
+        # 2: owners add up what they receive
         reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, codec, undoable=True)
+        # 3: the largest sums of each region survive; the region's own values come back
         sums = acc.top_k_nonzero_of(region, shares[rank], "sums")
         with phase("select"):
             assert reduced.before is not None
@@ -100,17 +103,18 @@ class ExactOkTopk(ErrorFeedbackScheme):
             # NaN and Inf are the largest.
             finite = acc.is_finite & sums.value.isfinite().all()
             note = or_found_inf(levels_of(smallest_of(sums.value), _LEVEL_BITS), finite)
+        # 4: all ranks gather the survivors of all regions
         share = replace(sums, value=sums.value / exact_divisor(sums.value, P))
         least = smallest_of(mine.value)
         gathered = sparse_allreduce.gather_survivors(share, note, regions, n, comm, codec, least)
         parts, levels = gathered.parts, gathered.notes
         held = [part.index.numel() for part in parts]
-        # Where all non-zero sums of a region survive, the others are zero, which is what is written.
-        whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
         mean = Sparse(torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts]), n)
-        at = _survived(mine, mean, reduced.outgoing, whole)
-        left = torch.where(at, 0.0 if reduced.error is None else reduced.error, mine.value)
-        cleared = _positions(own, mine.index) if whole[rank] else parts[rank].index
+        # 5: what survivors consist of leaves the residuals. Where all non-zero sums of a region survive, so do those that are zero
+        whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
+        kept = replace(mine, value=_kept(mine, mean, reduced, whole))
+        everywhere = partial(torch.arange, own.start, own.stop, dtype=mine.index.dtype, device=mine.index.device)
+        cleared = everywhere() if whole[rank] else parts[rank].index
         errors = [] if codec.exact else [Sparse(parts[rank].index, lacking(sums.value, gathered.decoded, P), n)]
 
         def commit() -> None:
@@ -126,8 +130,7 @@ class ExactOkTopk(ErrorFeedbackScheme):
         smallest = min((level for level, count in zip(levels, held, strict=True) if count), default=0)
         thresholds = gathered.beside, magnitude_of(smallest, _LEVEL_BITS)
         found = details(mine, thresholds, held, held, reduced.incoming, rank)
-        kept = [replace(mine, value=left)]
-        return Update(mean, cleared, mine.index.numel() + held[rank], errors, found, commit, replaced=kept)
+        return Update(mean, cleared, mine.index.numel() + held[rank], errors, found, commit, replaced=[kept])
 
 
 @dataclass
@@ -146,72 +149,12 @@ class Control:
         self.t += 1
 
 
-def _survived(mine: Sparse, mean: Sparse, outgoing: Sequence[int], whole: Sequence[bool]) -> Tensor:
-    """Return which of `mine` this rank gave to survivors, or to a region whose `whole` sums were sent: bool [k]."""
+def _kept(mine: Sparse, mean: Sparse, reduced: sparse_allreduce.Reduced, whole: Sequence[bool]) -> Tensor:
+    """Return what stays of `mine` in the residual, [k]: rounding errors of what survived or lies in a `whole` region, all of the rest."""
     survived = kernels.isin(mine.index, mean.index)
     start = 0
-    for count, all_sent in zip(outgoing, whole, strict=True):
+    for count, all_sent in zip(reduced.outgoing, whole, strict=True):
         if all_sent:
             survived[start : start + count] = True
         start += count
-    return survived
-
-
-def _positions(span: Span, like: Tensor) -> Tensor:
-    return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
-
-
-@dataclass(frozen=True)
-class OkTopkReduceScatter(ReduceScatterScheme):
-    """Split-and-reduce only, with the chunks as regions: each rank sends its k (P-1)/P largest elements outside its own.
-
-    Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
-    the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
-    """
-
-    config: ExactOkTopk
-    name = "exact_oktopk"
-
-    @property
-    def residuals(self) -> Residuals:
-        """The precision of the residual."""
-        return self.config.residuals
-
-    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
-        n, P, m = bucket.grad.numel(), comm.size, out.numel()
-        acc = state.accumulate(bucket)
-        chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
-        own, codec = chunks[comm.rank], Elements(self.config.values)
-        density = 1.0 if bucket.step < self.config.dense_steps else self.config.density
-        k = count_for(density, n)
-        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
-        if not acc.finite:
-            mine = _nan_for_each_owner(acc.values, own)
-        region = own.of(acc.values).clone()
-        comm = MeteredComm(comm)
-        reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
-        share = P if average else 1
-        out.copy_(rounded(region / exact_divisor(region, share), out.dtype))
-        if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
-            return self.found_inf(bucket, out, comm.sent)
-        with phase("apply"):
-            acc.keep()
-            own.of(acc.residual).zero_()
-            kernels.clear_(acc.residual, mine.index)
-            if reduced.error is not None:
-                kernels.scatter_add_(acc.residual, Sparse(mine.index, reduced.error, n))
-            if out.dtype != region.dtype:
-                # What rounding to its type drops.
-                own.of(acc.residual).copy_(lacking(region, out, share))
-        sent = mine.index.numel()
-        received = sum(reduced.incoming) - reduced.incoming[comm.rank]
-        found: dict[str, Detail] = {"sent_count": sent, "received_count": received, "overflow": False}
-        return Report(self.name, bucket.key, bucket.step, n, sent + m, n, comm.sent, details=found)
-
-
-def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
-    """Return a NaN for each other rank, in place of what was selected: so all of them learn of it without another message."""
-    n, m = acc.numel(), len(own)
-    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
-    index = first[first != own.start]
-    return Sparse(index, acc.new_full(index.shape, torch.nan), n)
+    return torch.where(survived, 0.0 if reduced.error is None else reduced.error, mine.value)

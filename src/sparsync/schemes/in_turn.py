@@ -71,7 +71,7 @@ class InTurn(ErrorFeedbackScheme):
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
         """Return this rank's residual, [n], and its own region, where it holds what rounding dropped of all ranks' sums.
 
-        What waits there of its own gradients for their turn is divided, too: the residual does not tell the two apart.
+        Its own gradients that wait there for their turn are divided too: the residual does not tell the two apart.
         """
         residual = state.residual(bucket)
         if comm.size == 1:

@@ -56,7 +56,7 @@ def gather_selections(
     """Return the update in which the mean is the sum of all ranks' selections divided by P, and each rank clears its own.
 
     `counts[r]`, how many elements rank r selected, are known to all; `values` says how values travel.
-    Exchanges: one all-gather. Bytes sent per rank: P-1 times the packet of its own selection.
+    Exchanges: one all-gather. Bytes sent per rank: P-1 times the packet of its selection.
     """
     n, P, dtype, k = bucket.grad.numel(), comm.size, own.value.dtype, own.index.numel()
     codec = Elements(values)

@@ -1,16 +1,15 @@
 """TwoShot: an all-reduce of the largest elements, or of all, in few bits and two exchanges.
 
 Every rank owns a region of the vector. It sends each other region's largest elements, rounded, to the region's owner. The owner adds
-them to all of its own elements, and sends the largest sums, rounded, to all. What a sender's rounding drops stays in the sender's
-residual, and what the owner does not send in the owner's: no mass is lost. How many elements travel is known beforehand. Regions take
-their rows from all over the vector in a hashed order, so that layers of different scale load all owners equally.
+them to all of its own elements, and sends the largest sums, rounded, to all. Nothing is lost: what is not sent stays in residuals. How
+many elements travel is known beforehand. Regions take rows from all over the vector in a hashed order, so that all owners have equal load.
 
-The two exchanges are those of SparseReduceScatter and all-gather in Ok-Topk (arXiv 2201.07598) and of a quantized all-reduce; the fixed
-counts and the owner's residual are our own. Dividing by those who sent is SparseLoCo's mean (arXiv 2508.15706), taken at the owner.
+The exchanges are those of Ok-Topk (arXiv 2201.07598) and of a quantized all-reduce; fixed counts and the owner's residual are ours.
+Dividing by those who sent is SparseLoCo's mean (arXiv 2508.15706), taken at the owner.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,29 +19,22 @@ from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Updat
 from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.base.state import State
 from sparsync.collectives.values import quantized_all_reduce_
-from sparsync.comm.metered import MeteredComm
 from sparsync.core import (
     Bucket,
     Comm,
-    Detail,
     Divisor,
-    Report,
     Rows,
-    Span,
     Sparse,
     check_density,
     check_one_of,
     count_for,
-    exact_divisor,
     phase,
 )
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.rounding import lacking, rounded
+from sparsync.kernels.rounding import lacking
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values, check_values
-
-_DOWN = ("density_down", "values_down")  # settings of the way down, None where it has those of the way up
 
 
 @dataclass(frozen=True)
@@ -53,16 +45,13 @@ class TwoShot(ErrorFeedbackScheme):
     about (P-1)/P * (density + density_down) * n elements in each step, whatever the gradients. Where any rank's gradient holds NaN or Inf,
     or the mean overflows the gradient's type, it shows in the gradient of every rank, and residuals stay as they were.
 
-    The way down has settings because its errors weigh more. What is rounded or left out on the way up is one rank's, and is divided by P;
-    on the way down it is missing in the mean itself. So at equal bytes more elements, or more bits, on the way down can be better:
-    `TwoShot(0.03, "sign", density_down=0.13)`. With one rank nothing travels, and only the way down selects and rounds.
+    An error on the way up is one rank's, and is divided by P; an error on the way down is in the mean itself. So at equal bytes more
+    elements, or more bits, on the way down can be better. With one rank nothing travels, and only the way down selects and rounds.
 
-    `divide_by="contributors"`: the owner divides each sum by the number of ranks whose element is in it, of this step: those that sent it,
-    and the owner. The bytes are the same. With density 1 everybody contributes, so nothing changes; below, what is written is longer than
-    the mean, up to P times. The owner's residual loses the contributors times what is written: it keeps what the sum has beyond that,
-    which is what rounding dropped, and whole the sums that are not sent. A sum that waits is divided by the contributors of the step in
-    which it is sent, whoever sent to it before. So P times what is written + residuals is not what came in; a rollback returns to
-    the residuals what they lost.
+    With `divide_by="contributors"` the owner divides each sum by the number of ranks whose element is in it at this step: those that sent
+    it, and the owner. What is written is then longer than the mean, up to P times. The owner's residual keeps what the sum has beyond
+    the contributors times what is written, and sums that are not sent whole. So P times what is written + residuals is not what came in; a
+    rollback returns to the residuals what they lost. With density 1 everybody contributes, so nothing changes.
     """
 
     density: float = 0.05  # share of the elements that travels to owners
@@ -86,12 +75,6 @@ class TwoShot(ErrorFeedbackScheme):
             check_values(self.values_down, "values_down")
         check_one_of("divide_by", self.divide_by, Divisor)
 
-    def __repr__(self) -> str:
-        """Return all settings but those of the way down that are left out, so that the fingerprints of saved states still match."""
-        left_out = [name for name in _DOWN if getattr(self, name) is None]
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left_out}
-        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
     @property
     def heeds_skip(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
         return self.divide_by == "ranks"
@@ -110,14 +93,11 @@ class TwoShot(ErrorFeedbackScheme):
         if not self.leaves_out:
             mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values), ValueCodec(self._down[1]))
             return DenseUpdate(mean, acc.values, bucket.grad.numel(), bucket.grad.numel())
-        n, rank = bucket.grad.numel(), comm.rank
-        up, down = (
-            _regions_of(n, comm.size, *each, acc.residual.device, acc.dtype)
-            for each in ((self.density, self.values), self._down)
-        )
+        n, rank, both = bucket.grad.numel(), comm.rank, ((self.density, self.values), self._down)
+        up, down = (_regions_of(n, comm.size, *each, acc.residual.device, acc.dtype) for each in both)
         packets, kept = scatter_top_k(acc, up, comm)
-        divided = self.divide_by == "contributors" and self.density < 1  # else everybody contributes
-        senders = torch.ones_like(acc.values) if divided else None
+        # With density 1 everybody contributes.
+        senders = torch.ones_like(acc.values) if self.divide_by == "contributors" and self.density < 1 else None
         add_(acc.values, packets, up, rank, senders)
         (top,) = acc.top_k_of_rows([down.rows[rank]], [down.counts[rank]], "sums")
         selected = sum(up.counts) - up.counts[rank] + up.rows[rank].length
@@ -138,19 +118,14 @@ class TwoShot(ErrorFeedbackScheme):
         residual = state.residual(bucket)
         if comm.size == 1 or not self.leaves_out:
             return residual, own_chunk(residual, comm)  # adjacent elements, because no position travels
-        n, device, dtype = residual.numel(), residual.device, residual.dtype
-        return residual, _regions_of(n, comm.size, *self._down, device, dtype).rows[comm.rank]
+        regions = _regions_of(residual.numel(), comm.size, *self._down, residual.device, residual.dtype)
+        return residual, regions.rows[comm.rank]
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
-        if self.divide_by != "ranks":
-            raise ValueError(
-                f'two_shot with divide_by="{self.divide_by}" has no reduce-scatter; on a shard axis use divide_by="ranks"'
-            )
-        for name in _DOWN:
-            if (value := getattr(self, name)) is not None:
-                raise ValueError(
-                    f"two_shot with {name}={value!r} has no reduce-scatter, which has the way up only; on a shard axis leave {name} out"
-                )
+        if self != replace(self, divide_by="ranks", density_down=None, values_down=None):
+            raise ValueError(f"on a shard axis leave out density_down, values_down and divide_by, got {self}")
+        from sparsync.schemes.sharded import TwoShotReduceScatter
+
         return TwoShotReduceScatter(self)
 
     @property
@@ -201,9 +176,8 @@ def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list
 def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int, senders: Tensor | None) -> None:
     """Add what other ranks sent of this rank's region to `values` [n], and one to `senders` [n], if given, where each did."""
     codec, sent = regions.codec, [packet for source, packet in enumerate(packets) if source != rank]
-    others = len(sent)  # of which each sends the same of the own region
-    counts, lengths = [regions.counts[rank]] * others, [regions.lengths[rank]] * others
-    rows = [regions.rows[rank]] * others
+    counts, lengths = [regions.counts[rank]] * len(sent), [regions.lengths[rank]] * len(sent)
+    rows = [regions.rows[rank]] * len(sent)
     with phase("decode"):
         codec.add_each_(values, sent, counts, lengths, rows)
         if senders is not None:
@@ -216,64 +190,9 @@ def gather(own: Sparse, regions: _Regions, comm: Comm, divisor: int = 1) -> tupl
 
     Divided before: times its divisor a decoded value is exact, which a mean of decoded values is not.
     """
-    rank, rows, n, codec = comm.rank, regions.rows, regions.n, regions.codec
+    rows, n, codec = regions.rows, regions.n, regions.codec
     with phase("encode"):
-        packets, dropped = codec.encode_each([own], divisor, [rows[rank]], n)
+        packets, dropped = codec.encode_each([own], divisor, [rows[comm.rank]], n)
     packets = comm.all_gather(packets[0], regions.nbytes)
     with phase("decode"):
         return codec.decode_each(packets, regions.counts, regions.lengths, own.value.dtype, rows, n), dropped[0]
-
-
-@dataclass(frozen=True)
-class TwoShotReduceScatter(ReduceScatterScheme):
-    """The way up only, with the chunks as regions: each rank sends the share `density` of every other chunk.
-
-    Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
-    the sum of residuals over ranks + P x the mean. Where any rank's gradient holds NaN or Inf, all ranks get NaN and residuals stay as they
-    were; a sum that overflows at its owner is NaN there only.
-    """
-
-    config: TwoShot
-    name = "two_shot"
-
-    @property
-    def residuals(self) -> Residuals:
-        """The precision of the residual."""
-        return self.config.residuals
-
-    @property
-    def decay(self) -> float:
-        """The share of the residual that joins the next gradient."""
-        return self.config.decay
-
-    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
-        n, P, m = bucket.grad.numel(), comm.size, out.numel()
-        acc = state.accumulate(bucket)
-        own, codec, dtype = Span(comm.rank * m, (comm.rank + 1) * m), Elements(self.config.values), acc.values.dtype
-        chunks, count = [Span(owner * m, (owner + 1) * m) for owner in range(P)], count_for(self.config.density, m)
-        others = [owner for owner in range(P) if owner != comm.rank]
-        chosen = [acc.top_k_of(chunks[owner].of(acc.values), count, "sent") for owner in others]
-        if not acc.finite:
-            # So that every owner learns of it without another message.
-            chosen = [Sparse(each.index, torch.full_like(each.value, torch.nan), m) for each in chosen]
-        packets = [codec.encode(each) for each in chosen]
-        packets.insert(comm.rank, packets[0].new_empty(0) if packets else torch.empty(0, dtype=torch.uint8))
-        region, size = own.of(acc.values).clone(), codec.nbytes(count, m, dtype)
-        comm = MeteredComm(comm)
-        received = comm.all_to_all(packets, [size if source != comm.rank else 0 for source in range(P)])
-        for source, packet in enumerate(received):
-            if source != comm.rank:
-                kernels.scatter_add_(region, codec.decode(packet, count, m, dtype))
-        share = P if average else 1
-        out.copy_(rounded(region / exact_divisor(region, share), out.dtype))
-        if not acc.finite or not kernels.all_finite(out):
-            return self.found_inf(bucket, out, comm.sent)
-        with phase("apply"):
-            acc.keep()
-            for owner, each in zip(others, chosen, strict=True):
-                error = each.value - codec.decode_values(packets[owner], count, m, dtype)
-                kernels.put_(chunks[owner].of(acc.residual), each.index, error.to(acc.residual.dtype))
-            # What rounding to its type drops.
-            own.of(acc.residual).copy_(lacking(region, out, share))
-        details: dict[str, Detail] = {"overflow": False}
-        return Report(self.name, bucket.key, bucket.step, n, count * (P - 1) + m, n, comm.sent, details=details)

@@ -30,7 +30,7 @@ def rotation(rank: int, step: int, P: int) -> int:
 
 
 def by_rank(items: Sequence[Item], step: int) -> list[Item]:
-    """Return what belongs to the partition of each rank at `step`, in rank order, of what belongs to each partition."""
+    """Return the items of the partitions in the order of the ranks that examine them at `step`."""
     return [items[rotation(rank, step, len(items))] for rank in range(len(items))]
 
 
@@ -68,11 +68,11 @@ class BlockCyclic:
 
     n: int
     P: int
-    longest: int = 32  # elements of a row, where that leaves 1024 groups
+    longest: int = 32  # elements of a row, if there are 1024 groups then
 
     @property
     def row(self) -> int:
-        """Elements of a row: 32, a cache line or two, where that leaves 32 groups; `longest` in long vectors."""
+        """Elements of a row: 32, a cache line or two, if there are 32 groups then; `longest` in long vectors."""
         if self.n >= 1024 * self.P * self.longest:
             return self.longest
         return max(1, min(32, self.n // (32 * self.P)))
@@ -162,9 +162,9 @@ class Budget:
 
 
 def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str], refresh: float, step: int) -> Budget:
-    """Return what `density` of the elements of `layout` allows at `step`: at least 1 element of a bucket that has any.
+    """Return the budget at `step` for a `density` of the elements of `layout`: at least 1 element of a bucket that has any.
 
-    Over many steps exactly density * n a step are sent, also where that is not a whole number (but below 1).
+    Over many steps exactly density * n a step are sent, even if that is not a whole number (but below 1).
     Parameters whose names match `dense` are sent whole, the smallest first, as long as they take at most DENSE_SHARE of the budget.
     A window takes the share `refresh` of the budget and cycles through the vector, so no element waits longer than 1/(refresh * density)
     steps, and one step more for rounding.
@@ -266,7 +266,7 @@ class Examined:
 def examine(
     partition: Contiguous | BlockCyclic, allowed: Budget, rank: int, step: int, device: torch.device
 ) -> Examined:
-    """Return what `rank` examines at `step`, outside the positions known to all."""
+    """Return the partition that `rank` examines at `step`, without the positions known to all."""
     lengths, known = partition.lengths(), allowed.known_index(device)
     mine = rotation(rank, step, len(lengths))
     rows, free, taken = partition.rows(mine, device), lengths, known

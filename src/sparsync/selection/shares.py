@@ -2,7 +2,7 @@
 
 Tail sketches: every rank sends at which magnitudes its partition holds a few agreed numbers of elements, its sample points. From all
 ranks' sketches every rank finds the same common magnitude, and from it the same quotas. A sketch is free of any scale, so no threshold
-is learnt. Profiles: every partition sends equally many elements, and its boundaries move to where that is the selection of one threshold.
+is learnt. Profiles: every partition sends equally many elements, and its boundaries move until that is the selection of one threshold.
 
 Magnitudes travel as levels: the upper bits of a float32, which order as the numbers do and are about their logarithm. Only integers and
 correctly rounded operations, so that unlike machines agree too.
@@ -100,7 +100,7 @@ def quotas(
 
 
 def _reaching(level: int, levels: tuple[int, ...], counts: tuple[float, ...], limit: int, octave: float) -> float:
-    """Return about how many elements of a partition reach a level, of which `octave` lie between a magnitude and its double.
+    """Estimate how many elements of a partition reach a level; `octave` levels lie between a magnitude and its double.
 
     Straight lines through the sample points, in logarithms: `counts[j]` is the logarithm of how many reach `levels[j]`, which descend.
     """
@@ -182,7 +182,7 @@ class Profile:
         return [Span(start, stop) for start, stop in pairwise(_spread([*cuts, n], min(least, n // P)))]
 
     def observe(self, before: Sequence[int], counts: Sequence[int], weights: Sequence[int], memory: int) -> None:
-        """Add a step of elements of which so many stand `before_blocks`: the `counts[p]` of partition p, of mass `weights[p]` each.
+        """Add the elements of a step, `counts[p]` of partition p with mass `weights[p]` each; `before` is as `before_blocks` returns it.
 
         A step `memory` steps back counts 1/e.
         """
@@ -204,7 +204,7 @@ def before_blocks(index: Int[Tensor, " K"], n: int) -> Int[Tensor, " edges"]:
 
 
 def profile_memory(count: int, P: int) -> int:
-    """Return over how many steps a profile is smoothed, of which `count` elements are observed at each."""
+    """Return the number of steps over which a profile is smoothed that observes `count` elements in each."""
     return max(_MEMORY_STEPS, -(-_MEMORY_COUNT * P // count))
 
 
@@ -220,7 +220,7 @@ def _edges_on(n: int, blocks: int, device: torch.device) -> Tensor:
 
 
 def _masses(before: Sequence[int], counts: Sequence[int], weights: Sequence[int]) -> list[int]:
-    """Return the mass of each block, of which `before[b]` elements lie before block b."""
+    """Return the mass of each block; `before[b]` elements lie before block b."""
     masses = [0] * (len(before) - 1)
     block = start = 0
     for count, weight in zip(counts, weights, strict=True):

@@ -73,7 +73,7 @@ class Turns:
 
     @property
     def count(self) -> int:
-        """The number of turns: `every`, where that leaves a row of each region for each turn."""
+        """The number of turns: `every`, or fewer if there is not a row of each region for each turn."""
         return max(1, min(self.every, self.regions.groups))
 
     def number(self, step: int) -> int:

@@ -1,10 +1,11 @@
-"""Checks of steps that were run. A failure names the world, the step, the rank and both values."""
+"""Checks of steps after they were run. A failure names the world, the step, the rank and both values."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sparsync.testing.subject import SchemeUnderTest
 from sparsync.testing.world import Step, fail, integer_sum, same_bits
 
 _SCALE = 2.0**-16
@@ -68,9 +69,9 @@ def check_rounding(
         2      that, and what the gradient's type drops of the mean, added to the residual
 
     What rounds in fewer bits than a residual has is exact there, so the gradient's type has no part in this; with `in_gradient_type` u is
-    that of the coarser of the two. `tolerance`, times the largest M, comes on top where elements are mixed. A step whose mean is
-    infinite leaves residuals as they were, or adds the gradients to them. Nothing is said of an element where sums over some
-    ranks are beyond the residual's type.
+    that of the coarser of the two. `tolerance`, times the largest M, comes on top for schemes that mix elements. A step whose mean is
+    infinite leaves residuals as they were, or adds the gradients to them. Elements whose sums over some ranks are beyond the residual's
+    type are not checked.
     """
     P = steps[0].size
     before = [torch.zeros_like(residual).double() for residual in steps[0].residuals]
@@ -142,6 +143,40 @@ def check_finite_residuals(step: Step) -> None:
 def described(x: Tensor) -> str:
     """Return the type and shape of a tensor for a message."""
     return f"{x.dtype} of shape {tuple(x.shape)}"
+
+
+def check_step_invariants(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
+    """Check what holds at every step of finite integers: replicas, traffic and conservation."""
+    check_replicas(steps)
+    check_traffic(steps)
+    conserved(subject, steps, before)
+
+
+def conserved(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
+    """Check conservation from a sum of residuals `before` (None: zero), where the scheme promises it."""
+    if not subject.unaccounted:
+        before = torch.zeros_like(steps[0].grads[0], dtype=torch.float64) if before is None else before
+        check_conservation(steps, before, subject.tolerance, subject.decay)
+
+
+def check_dense_mean(steps: Sequence[Step]) -> None:
+    """Check that the exact mean of integers is written, and that nothing is left in the residuals."""
+    for step in steps:
+        mean = integer_sum(step.grads) / step.size
+        check_equal(step.where(), "what is written", step.written[0].double(), "the dense mean", mean)
+        for rank, residual in enumerate(step.residuals):
+            check_equal(step.where(rank), "the residual", residual, "it must be", torch.zeros_like(residual))
+
+
+def check_nothing_lost(step: Step, before: Tensor) -> None:
+    """Check that a step which will not be applied leaves the sum of the residuals as it was, or adds the gradients to it.
+
+    The latter is so where a scheme of several parts has rolled back those that were finite.
+    """
+    after = integer_sum(step.residuals)
+    rolled_back = before + integer_sum(step.grads)
+    left = torch.where(after == rolled_back, before, after)
+    check_equal(step.where(), "the sum of the residuals after a step with NaN or Inf", left, "before it", before)
 
 
 def _check_bits(where: str, what: str, x: Tensor, reference: str, y: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Invariants of what ranks give and get: each one's elements are examined, means have their size, shares add up, no rank sends most.
+"""Invariants between ranks: each rank's elements are examined, means have the right size, shares add up, no rank sends most.
 
-They return None, or why they say nothing about the scheme.
+They return None, or why they do not apply to the scheme.
 """
 
 import math
@@ -24,10 +24,10 @@ LARGEST = 1 << 13  # elements of a bucket
 
 
 def examination(subject: SchemeUnderTest) -> str | None:
-    """Check that what one rank alone has of an element is written within 4 P n / k steps, wherever the element is; k = density * n.
+    """Check that an element that one rank alone has is written within 4 P n / k steps, wherever it is; k = density * n.
 
-    The first rank, and then the last, has the same gradient at every step, no element of which is larger than twice another. All other
-    ranks have zeros. Where ranks take turns, and k elements of one rank are sent at each step, it takes P n / k steps.
+    The first rank, and then the last, has the same gradient at every step, and no element is larger than twice another. All other ranks
+    have zeros. If ranks take turns, and k elements of one rank are sent at each step, it takes P n / k steps.
     """
     if subject.decay != 1.0:
         return "the residual decays, so what stays small is never written"
@@ -64,9 +64,9 @@ def never_written(states: Sequence[State], grads: Sequence[Tensor], warmup: int,
 
 
 def scale(subject: SchemeUnderTest) -> str | None:
-    """Check that where all ranks have the same gradient, what is written of it is as large: in total, within a factor of 1.2.
+    """Check that the written elements have the size of the gradient if all ranks have the same one: in total, within a factor of 1.2.
 
-    It is the first gradient, or the first after the warm-up, so that there is nothing else in any residual; 16 elements a rank are sent.
+    It is the first gradient, or the first after the warm-up, so that residuals hold nothing else; each rank sends 16 elements.
     """
     P = subject.world(3)
     source = torch.Generator().manual_seed(0)
@@ -119,7 +119,7 @@ def shares(subject: SchemeUnderTest) -> str | None:
 
 
 def shares_of(states: Sequence[State], step: int) -> list[Tensor]:
-    """Return what `unsent` says on each rank of the bucket of `run`, zeros for None."""
+    """Return `unsent` of each rank for the bucket of `run`, zeros for None."""
 
     def body(comm: LocalComm) -> Tensor:
         bucket = Bucket("bucket0", torch.zeros(COUNT, dtype=torch.bfloat16), step, layout(COUNT))
@@ -144,14 +144,14 @@ def _held_for(where: str, share: Tensor, residual: Tensor, P: int) -> Tensor:
 
 
 def _length(subject: SchemeUnderTest, P: int, each: int) -> int:
-    """Return a number of elements, at least 256, of which each rank sends `each` per step."""
+    """Return a number of elements, at least 256, for which each rank sends `each` per step."""
     return max(256, math.ceil(each * P / subject.share))
 
 
 def balance(subject: SchemeUnderTest) -> str | None:
-    """Check that no rank sends more than 1.5 times the mean of all ranks, where a P-th of the bucket has gradients 100 times as large.
+    """Check that no rank sends more than 1.5 times the mean of all ranks if a P-th of the bucket has gradients 100 times as large.
 
-    Counted are the bytes of P steps, in which ranks that take turns have all had theirs, after 3 steps in which a scheme may learn.
+    The bytes of P steps count, so that ranks that take turns have all had theirs, after 3 steps in which a scheme may learn.
     """
     P = subject.world(4)
     n = _length(subject, P, LEAST)

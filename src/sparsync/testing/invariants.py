@@ -1,57 +1,45 @@
-"""The invariants, by name: functions of the scheme under test that raise InvariantError where the scheme breaks them.
+"""The invariants, by name: functions of the scheme under test that raise InvariantError if the scheme breaks them.
 
-They return None, or why they say nothing about the scheme: conservation is for schemes with a residual, identity for those with a
+They return None, or why they do not apply to the scheme: conservation is for schemes with a residual, identity for schemes with a
 complete form.
 """
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparsync.base.scheme import Scheme
-from sparsync.base.state import State
-from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Cost, add_note, laid_out
 from sparsync.feedback import redistributed
 from sparsync.testing.checks import (
-    check_conservation,
+    check_dense_mean,
     check_equal,
     check_finite,
     check_finite_residuals,
+    check_nothing_lost,
     check_replicas,
     check_rounding,
     check_same,
+    check_step_invariants,
     check_traffic,
+    conserved,
 )
 from sparsync.testing.fairness import balance, examination, scale, shares
+from sparsync.testing.layouts import SIZES, check_layouts
 from sparsync.testing.momentum import undeclared
 from sparsync.testing.subject import SchemeUnderTest
-from sparsync.testing.world import (
-    COUNT,
-    InvariantError,
-    Step,
-    extremes,
-    fail,
-    integer_sum,
-    integers,
-    reals,
-    residual_of,
-    run,
-    started,
-)
+from sparsync.testing.world import COUNT, InvariantError, extremes, fail, integer_sum, integers, reals, run, started
 
-SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}  # parameters that lie in one bucket or another
 WHOLE = laid_out([("whole", COUNT)])
 HOLDS = "holds"
 SMALL = 8  # elements; and the most ranks whose sums of small integers a 16-bit message holds
 
 
 def check(invariant: str, scheme: SchemeUnderTest | Callable[[], Scheme], **promises: Any) -> str | None:
-    """Check one invariant, by its name in INVARIANTS. Return None where it holds, or why it was not checked.
+    """Check one invariant, by its name in INVARIANTS. Return None if it holds, or why it was not checked.
 
     `scheme` makes a new scheme at each call; `promises` are the fields of SchemeUnderTest, for instance
     `complete=lambda: MyScheme(density=1.0)` or `worlds=(2, 4, 8)`.
@@ -84,7 +72,7 @@ def check_scheme(
 ) -> dict[str, str]:
     """Check all invariants of the scheme that `make` makes, in worlds of these numbers of ranks. Raises as `check` does.
 
-    Returns what was found of each: that it holds, or why it was not checked, those that were left out by `without` with their reason.
+    Returns for each that it holds, or why it was not checked; for those left out by `without`, the reason given there.
     """
     subject = SchemeUnderTest(make, complete, worlds, **promises)
     return {invariant: check(invariant, subject) or HOLDS for invariant in INVARIANTS}
@@ -103,7 +91,7 @@ def conservation(subject: SchemeUnderTest) -> None:
 
 
 def rounding(subject: SchemeUnderTest) -> None:
-    """Check that of gradients of any type, the largest numbers too, no more is lost than additions in the residual's type round."""
+    """Check that with gradients of any type and size no more is lost than additions in the residual's type round."""
     P = subject.world(5)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         steps = run(subject.start(P), extremes(P, COUNT, dtype))
@@ -127,7 +115,7 @@ def identity(subject: SchemeUnderTest) -> str | None:
 
 
 def one_rank(subject: SchemeUnderTest) -> str | None:
-    """Check that one rank sends nothing: without residual and momentum its gradient does not change, with a residual nothing is lost."""
+    """Check that one rank sends nothing, that its gradient stays without residual and momentum, and that a residual loses nothing."""
     if 1 not in subject.worlds:
         return "no world has one rank"
     steps = subject.trace(1)
@@ -166,12 +154,12 @@ def resume(subject: SchemeUnderTest) -> None:
         old, new = subject.start(P), subject.start(P)
         run(old, grads[:cut])
         saved = [state.state_dict() for state in old]
-        read = [through_a_file(state) for state in saved]
+        files = [file_of(state) for state in saved]
         run(old, grads[cut:], first_step=cut)
-        if flattened(saved) != flattened(read):
+        if files != [file_of(state) for state in saved]:
             fail(whole[cut].where(), "a saved state has changed, state_dict must return a copy")
-        for state, each in zip(new, read, strict=True):
-            state.load_state_dict(each)
+        for state, each in zip(new, files, strict=True):
+            state.load_state_dict(read(each))
         continued = run(new, grads[cut:], first_step=cut)
         check_same(continued, whole[cut:], "without interruption it is")
 
@@ -184,7 +172,7 @@ def another_world(subject: SchemeUnderTest) -> str | None:
     unit = old * math.lcm(old, *sizes)  # so that dividing by each world's size is exact
     states = subject.start(old)
     last = run(states, integers(old, COUNT, subject.exact_steps, unit, subject.exact))[-1]
-    saved = [through_a_file(state.state_dict()) for state in states]
+    saved = [read(file_of(state.state_dict())) for state in states]
     for P in sizes:
         new = subject.start(P)
         for state, residual in zip(new, redistributed([each["residual"] for each in saved], P), strict=True):
@@ -226,7 +214,7 @@ def rollback(subject: SchemeUnderTest) -> None:
 
 
 def clipping(subject: SchemeUnderTest) -> None:
-    """Check that of a step which counts half, half of what came in and half of what was written is in the account of the residuals."""
+    """Check that residuals account for half of what came in and half of what was written, for a step that counts half."""
     P = subject.world(3)
     *earlier, last = integers(P, COUNT, subject.exact_steps, 2 * P, subject.exact)
     states = subject.start(P)
@@ -254,24 +242,8 @@ def reset(subject: SchemeUnderTest) -> None:
     check_step_invariants(subject, steps, integer_sum(last.residuals))
 
 
-def delivery(subject: SchemeUnderTest) -> str | None:
-    """Check that the residual is sent once gradients are zero: at least one element at each step."""
-    if not subject.has_residual or not subject.delivers:
-        return "the scheme does not promise it: delivers=False" if subject.has_residual else subject.unaccounted
-    if subject.decay != 1.0:
-        return "the residual decays"
-    P = subject.world(4)
-    states = subject.start(P)
-    steps = run(states, integers(P, SMALL, subject.warmup + 1))
-    steps += silence(states, SMALL, first_step=len(steps), at_most=P * SMALL)
-    written = integer_sum([step.written[0] for step in steps])
-    came_in = torch.stack([integer_sum(step.grads) for step in steps]).sum(dim=0)
-    check_equal(steps[-1].where(), "P x all that was written", P * written, "all that came in", came_in)
-    return None
-
-
 def sizes(subject: SchemeUnderTest) -> None:
-    """Check that any number of elements is reduced: one, fewer than ranks, fewer than 1/density, many; none without a message."""
+    """Check buckets of any number of elements: one, fewer than ranks, fewer than 1/density, many, and none, which sends no message."""
     P = subject.world(5)
     for n in (0, 1, max(P - 1, 2), 1000):
         steps = run(subject.start(P), integers(P, n, subject.exact_steps, dtype=subject.exact))
@@ -313,7 +285,7 @@ def types(subject: SchemeUnderTest) -> None:
 
 
 def nonfinite(subject: SchemeUnderTest) -> None:
-    """Check that NaN and Inf of one rank show on every rank, change no residual, and are gone at the next step."""
+    """Check that NaN and Inf on one rank show on every rank, change no residual, and are gone at the next step."""
     P = subject.world(3)
     cases: list[dict[int, float]] = [{P - 1: math.nan}, {P - 1: math.inf}, {P - 1: math.inf, 0: -math.inf}]
     failing = {1, subject.warmup + 1}
@@ -356,7 +328,6 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
         rollback,
         clipping,
         reset,
-        delivery,
         sizes,
         values,
         types,
@@ -369,114 +340,13 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
 }
 
 
-def check_step_invariants(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
-    """Check what holds at every step of finite integers: replicas, traffic and conservation."""
-    check_replicas(steps)
-    check_traffic(steps)
-    conserved(subject, steps, before)
-
-
-def conserved(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
-    """Check conservation from a sum of residuals `before` (None: zero), where the scheme promises it."""
-    if not subject.unaccounted:
-        before = torch.zeros_like(steps[0].grads[0], dtype=torch.float64) if before is None else before
-        check_conservation(steps, before, subject.tolerance, subject.decay)
-
-
-def check_dense_mean(steps: Sequence[Step]) -> None:
-    """Check that the exact mean of integers is written, and that nothing is left in the residuals."""
-    for step in steps:
-        mean = integer_sum(step.grads) / step.size
-        check_equal(step.where(), "what is written", step.written[0].double(), "the dense mean", mean)
-        for rank, residual in enumerate(step.residuals):
-            check_equal(step.where(rank), "the residual", residual, "it must be", torch.zeros_like(residual))
-
-
-def check_nothing_lost(step: Step, before: Tensor) -> None:
-    """Check that a step which will not be applied leaves the sum of the residuals as it was, or adds the gradients to it.
-
-    The latter is so where a scheme of several parts has rolled back those that were finite.
-    """
-    after = integer_sum(step.residuals)
-    rolled_back = before + integer_sum(step.grads)
-    left = torch.where(after == rolled_back, before, after)
-    check_equal(step.where(), "the sum of the residuals after a step with NaN or Inf", left, "before it", before)
-
-
-def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Check that no parameter loses mass at any step, where `plan[step]` are the names in each bucket, and that replicas agree."""
-    P = subject.world(2)
-    source = torch.Generator().manual_seed(1)
-    states = subject.start(P)
-    for step, buckets in enumerate(plan):
-        before = residual_sums(states)
-        grads: list[dict[str, Tensor]] = [{} for _ in range(P)]
-        for grad in grads:
-            for name, size in SIZES.items():
-                grad[name] = P * torch.randint(-4, 5, (size,), generator=source).to(subject.exact)
-        written = reduce_by_name(states, grads, buckets, step)
-        after = residual_sums(states)
-        for name in SIZES:
-            where = f"P = {P}, parameter {name!r} in buckets {[list(names) for names in buckets]}, step {step}"
-            came_in = subject.decay * before[name] + integer_sum([grad[name] for grad in grads])
-            found = after[name] + P * written[0][name].double()
-            kept, given = "residuals after the step + P x written", "residuals before it, decayed, + gradients"
-            if subject.conserves:
-                check_equal(where, kept, found, given, came_in, subject.tolerance)
-            for rank, mine in enumerate(written):
-                place = f"{where}, rank {rank}"
-                check_equal(place, "what is written", mine[name], "rank 0 has written", written[0][name])
-
-
-def reduce_by_name(
-    states: Sequence[State], grads: Sequence[dict[str, Tensor]], buckets: Sequence[Sequence[str]], step: int
-) -> list[dict[str, Tensor]]:
-    """Return what was written for each parameter of SIZES on each rank, when the parameters lie in these buckets."""
-
-    def body(comm: LocalComm) -> dict[str, Tensor]:
-        written: dict[str, Tensor] = {}
-        for number, names in enumerate(buckets):
-            parameters = laid_out((name, SIZES[name]) for name in names)
-            flat = torch.cat([grads[comm.rank][name] for name in names])
-            bucket = Bucket(f"bucket{number}", flat, step, parameters)
-            states[comm.rank].reduce(bucket, comm)
-            written |= {each.name: each.span.of(bucket.grad) for each in parameters}
-        return written
-
-    return LocalWorld(len(states)).run(body)
-
-
-def residual_sums(states: Sequence[State]) -> dict[str, Tensor]:
-    """Return the sum over ranks of the residual of each parameter of SIZES, float64."""
-    by_rank = [state.state_dict()["residual"] for state in states]
-    return {name: integer_sum([residual_of(each, name, n) for each in by_rank]) for name, n in SIZES.items()}
-
-
-def silence(states: Sequence[State], n: int, first_step: int, at_most: int) -> list[Step]:
-    """Return the steps of zero gradients after which no residual is left. Raises AssertionError after `at_most`."""
-    steps: list[Step] = []
-    while not steps or any(residual.any() for residual in steps[-1].residuals):
-        if len(steps) >= at_most:
-            left = integer_sum([residual.abs() for residual in steps[-1].residuals])
-            place = f"after {at_most} steps without gradients"
-            fail(steps[-1].where(), f"{place} the residuals are {left.tolist()}, they must be 0")
-        nothing = [torch.zeros(n) for _ in states]
-        steps += run(states, [nothing] * min(4, at_most - len(steps)), first_step=first_step + len(steps))
-    return steps
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:  # Any: as Scheme.state_dict
-    """Return the state as `torch.load` reads what `torch.save` wrote, with nothing but tensors and plain types."""
+def file_of(state: dict[str, Any]) -> bytes:  # Any: as Scheme.state_dict
+    """Return the file that `torch.save` writes of a state."""
     file = io.BytesIO()
     torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return file.getvalue()
 
 
-def flattened(state: object) -> object:
-    """Return the state with each tensor as a list, so that == compares it."""
-    if isinstance(state, Tensor):
-        return state.tolist()
-    if isinstance(state, list):
-        return [flattened(part) for part in state]
-    return {key: flattened(part) for key, part in state.items()} if isinstance(state, dict) else state
+def read(file: bytes) -> dict[str, Any]:
+    """Return the state in a file, which has nothing but tensors and plain types."""
+    return torch.load(io.BytesIO(file), weights_only=True)

@@ -1,4 +1,4 @@
-"""Whether a scheme keeps a momentum: told from what it writes after its gradient has become zero."""
+"""Whether a scheme keeps a momentum, judged by what it writes after its gradient has become zero."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def keeps_momentum(make: Callable[[], Scheme]) -> bool:
 
 
 def undeclared(make: Callable[[], Scheme]) -> str | None:
-    """Return what the author of a scheme has to add, where it keeps a momentum and its class does not say; None where all is well."""
+    """Return what the author of a scheme has to add if it keeps a momentum that its class does not declare; None if all is well."""
     scheme = make()
     declared = any("has_momentum" in vars(kind) for kind in type(scheme).__mro__ if kind is not Scheme)
     if declared or not keeps_momentum(make):
@@ -43,7 +43,7 @@ def undeclared(make: Callable[[], Scheme]) -> str | None:
 
 
 def _from_nowhere(state: State, gradient: Tensor) -> Tensor:
-    """Return what the scheme writes after the first step, beyond what leaves its residual, [n] in float64."""
+    """Return what the scheme writes after the first step and its residual does not lose, [n] in float64."""
 
     def reduce(comm: LocalComm) -> Tensor:
         written = [gradient.clone(), *(torch.zeros_like(gradient) for _ in range(1, _STEPS))]

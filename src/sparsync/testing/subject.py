@@ -1,4 +1,4 @@
-"""The scheme that is tested, with what its author promises about it."""
+"""The scheme under test, with the promises of its author."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from sparsync.base.scheme import Scheme
 from sparsync.base.state import State
 from sparsync.testing.world import COUNT, Step, integers, reals, run, started
 
-# By published rules that are sound otherwise. The others are what integrations rely on. A rule without "nonfinite" hides NaN and Inf from
-# loss scalers, and one without "values" moves parameters whose gradient is zero.
+# Published rules that are otherwise sound break these. Integrations rely on the others. A rule without "nonfinite" hides NaN and Inf from
+# loss scalers, and a rule without "values" moves parameters whose gradient is zero.
 MAY_BE_LEFT_OUT = ("examination", "scale", "balance", "values", "nonfinite")
 _DENSITIES = ("density", "density_down")
 
@@ -30,7 +30,6 @@ class SchemeUnderTest:
     tolerance: float = 0.0  # of conservation, relative to the largest gradient; above 0 only where no type is exact
     warmup: int = 0  # steps before the scheme starts to leave anything out
     skips_ranks: bool = False  # it leaves out whole ranks, whose NaN and Inf need not show in the result
-    delivers: bool = False  # without new gradients, it sends at least one element of the residual at each step
     # What is written is the mean of what left the residuals; False for rules that change it on its way, such as momentum.
     conserves: bool = True
     # The share of the elements that is sent in a step; None: the smallest `density` or `density_down` of the scheme and of those that it

@@ -1,24 +1,26 @@
 """The kernels for CUDA, in Triton: the reference's results, bit for bit. `sparsync.kernels.dispatch` asks for what is named here.
 
-What is not here is done by torch's own operations: `move_put_` is a copy and a fill, which together move no more bytes than one kernel
-would; `divide_rows_` reads and writes at positions; `isin`, `split` and `merge` are searches and a sort of the few elements selected,
-without atomic additions.
+Torch does the rest: `move_put_` is a copy and a fill, which together move no more bytes than one kernel would; `divide_rows_` reads and
+writes at positions; `isin`, `split` and `merge` search and sort the few selected elements, without atomic additions. Ternary values, which
+no recipe sends, are left to the reference.
 Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
 """
 
 # ruff: noqa: F401  # looked up by name
 
 from sparsync.kernels.cuda.exact_top_k import (
+    accumulate_select_ge,
     accumulate_top_k,
     accumulate_top_k_nonzero,
     accumulate_top_k_of_rows,
+    select_ge,
     top_k,
     top_k_nonzero,
     top_k_of_each,
     top_k_of_rows,
 )
 from sparsync.kernels.cuda.many_tensors import digests, write_own_
-from sparsync.kernels.cuda.passes import accumulate, accumulate_select_ge, all_finite, finite_each, select_ge
+from sparsync.kernels.cuda.passes import accumulate, all_finite, finite_each
 from sparsync.kernels.cuda.positions import decode_positions, encode_positions, locate
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.steps import (
@@ -27,8 +29,7 @@ from sparsync.kernels.cuda.steps import (
     make_steps_,
     move_steps_,
     packets_fit,
-    sketch,
-    squares_fit,
     write_mean_,
 )
+from sparsync.kernels.cuda.sums import sketch, squares_fit
 from sparsync.kernels.cuda.values import reduce_shares_, values_decode, values_encode

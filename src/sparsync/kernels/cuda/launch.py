@@ -15,11 +15,10 @@ from torch import Tensor
 
 from sparsync.core import Sparse
 
-BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
+BLOCK = 2048  # elements for one program of a pass over a whole vector
 WARPS = 8  # of such a program: 8 elements a thread, so few that four programs share a processor, and some load while others wait
 R = TypeVar("R")
 PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # how such programs are launched
-INFINITY, ANY = 0x7F800000, 0x7FFFFFFF  # magnitudes as the bits of a float32; above infinity there is NaN
 
 FLOAT32 = frozenset({torch.float32})
 GRADIENT = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -28,13 +27,13 @@ BYTES = frozenset({torch.uint8})
 
 
 class _Devices:
-    """Whether tensors of any device are taken, which the interpreter can, or those on a GPU only."""
+    """Whether tensors of any device are taken, as the interpreter can, or only those on a GPU."""
 
     any = False
 
 
 def take_tensors_of_any_device(wanted: bool) -> None:
-    """Take tensors of any device from now on, because the backend "triton" was asked for, or those on a GPU only."""
+    """Take tensors of any device from now on, because the backend "triton" was asked for, or only those on a GPU."""
     _Devices.any = wanted
 
 
@@ -61,7 +60,7 @@ def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callab
 
 
 def takes_all(tensors: Sequence[Tensor]) -> bool:
-    """Return whether these tensors, of any types, lie on one device that is taken, and are plain vectors; not where there are none."""
+    """Return whether these tensors, of any types, lie on one device that is taken, and are plain vectors; false for none."""
     if not tensors:
         return False
     device = tensors[0].device
@@ -71,7 +70,7 @@ def takes_all(tensors: Sequence[Tensor]) -> bool:
 
 
 def on_one_device(tensors: Sequence[Tensor]) -> bool:
-    """Return whether these tensors, of any types and shapes, lie on one device that is taken; not where there are none."""
+    """Return whether these tensors, of any types and shapes, lie on one device that is taken; false for none."""
     devices = {each.device for each in tensors}
     return len(devices) == 1 and (_Devices.any or devices.pop().type == "cuda")
 
@@ -99,12 +98,12 @@ def programs(n: int, block: int = BLOCK) -> tuple[int]:
 
 
 def table(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a vector of numbers that a kernel reads on `device`, for whose copy nobody waits. The same numbers are copied once."""
+    """Return a vector of numbers that a kernel reads on `device`. Nobody waits for the copy, and the same numbers are copied once."""
     return _table(tuple(values), dtype, device, stream_of(device))
 
 
 def stream_of(device: torch.device) -> int:
-    """Return which stream is the current one of a device: what was copied on one stream may not be there on others."""
+    """Return the current stream of a device: what was copied on one stream may not be there on others."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -125,7 +124,7 @@ def lanes(BLOCK: tl.constexpr):
 
 @triton.jit
 def loaded(x, lane, left, BLOCK: tl.constexpr):
-    """Return the elements of a block of which `left` are there, zeros behind them.
+    """Return the first `left` elements of a block, and zeros behind them.
 
     Whole blocks are loaded without a mask: one that is not known to be equal for four neighbours would make four loads of one.
     """
@@ -138,7 +137,7 @@ def loaded(x, lane, left, BLOCK: tl.constexpr):
 
 @triton.jit
 def store(x, lane, value, left, BLOCK: tl.constexpr):
-    """Write a block of which `left` elements are there; whole ones without a mask, as `loaded` does."""
+    """Write the first `left` elements of a block; whole blocks without a mask, as `loaded` does."""
     if left >= BLOCK:
         tl.store(x + lane, value)
     else:
@@ -159,5 +158,5 @@ def magnitude(x):
 
 @triton.jit
 def rank_key(x):
-    """Return what elements are ranked by, int32: the bits of |x|, with NaN as infinity."""
+    """Return the rank key of each element, int32: the bits of |x|, with NaN as infinity."""
     return tl.minimum(magnitude(x), 0x7F800000)

@@ -1,4 +1,4 @@
-"""What is done to all parameters of a bucket: a launch for each would take longer than the work, so lists of tensors share launches."""
+"""Operations on all parameters of a bucket: lists of tensors share launches, because one for each takes longer than the work."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -18,7 +18,7 @@ from sparsync.kernels.operations import COLUMNS, MIX, WORDS
 
 SPLIT = 256  # programs at most that share the rows of a tensor
 ROWS = 8  # of them, which a program adds at once
-TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of words of so many bytes
+TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of words with this many bytes
 FOLDED = {"COLUMNS": COLUMNS, "WIDTH": triton.next_power_of_2(COLUMNS)}
 assert TYPES.keys() == WORDS.keys()
 

@@ -1,6 +1,6 @@
 """Positions in packets and in rows: the bytes of the reference, a few launches, and nothing is asked of the device.
 
-What the reference refuses is not noticed. A packet that cannot be one is decoded to positions inside the span, which need not ascend.
+Arguments that the reference refuses are not noticed. An invalid packet is decoded to positions inside the span, which need not ascend.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
@@ -137,7 +137,7 @@ def _ones_kernel(high, ones, size, LANES: tl.constexpr):
 def _places_kernel(
     packet, high, ones, ends, index, size, k, span, BITS: tl.constexpr, UNARY: tl.constexpr, LANES: tl.constexpr
 ):
-    """Write the position of each bit in a byte, whose high part it is."""
+    """Write the position of each bit in a byte, which is its high part."""
     lane = _lanes(LANES)
     inside = lane < size
     byte = tl.load(high + lane, mask=inside, other=0).to(tl.int32)

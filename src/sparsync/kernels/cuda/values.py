@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes
-from sparsync.kernels.step_reference import reduced_shares
-from sparsync.kernels.value_reference import BLOCK, LEVEL, POWERS, TERNARY, nan_packet, values_nbytes
+from sparsync.kernels.value_reference import BLOCK, TERNARY, values_nbytes
 
-BLOCKS = 4  # of 256 values, that one program works on
+BLOCKS = 4  # of 256 values, for one program
 SIZES = {"BLOCKS": BLOCKS, "BLOCK": BLOCK}
 ROUNDED = {**SIZES, "enable_fp_fusion": False}  # each operation is rounded, as in torch
 FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
@@ -24,25 +23,22 @@ INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
 
 
 @takes(FLOAT32)
-def values_encode(value: Tensor, bits: int) -> Tensor:
-    """Return the scales of all blocks of `value` [k], then their codes, as the reference."""
+def values_encode(value: Tensor, bits: int) -> Any:
+    """Return the scales of all blocks of `value` [k], then their codes, as the reference does."""
+    if bits == TERNARY:
+        return NotImplemented
     k = value.numel()
     packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
-    if not k:
-        return packet
-    if bits == TERNARY:
-        _ternary_scale_kernel[grid_of(k)](value, packet, k, LEVEL=LEVEL, **SIZES)
-        # Blocks do not end with a byte, so that bytes are written when the scales of all blocks are there.
-        fives = triton.cdiv(k, len(POWERS))
-        _ternary_codes_kernel[grid_of(fives)](value, packet, k, BLOCK=BLOCK, FIVES=BLOCKS * BLOCK)
-    else:
+    if k:
         _encode_kernel[grid_of(k)](value, packet, k, BITS=bits, **ROUNDED)
     return packet
 
 
 @takes(BYTES)
-def values_decode(packet: Tensor, k: int, bits: int) -> Tensor:
-    """Return the `k` values of a packet, float32, as the reference."""
+def values_decode(packet: Tensor, k: int, bits: int) -> Any:
+    """Return the `k` values of a packet, float32, as the reference does."""
+    if bits == TERNARY:
+        return NotImplemented
     value = torch.empty(k, dtype=torch.float32, device=packet.device)
     if k:
         _decode_kernel[grid_of(k)](packet, value, k, BITS=bits, **SIZES)
@@ -52,9 +48,9 @@ def values_decode(packet: Tensor, k: int, bits: int) -> Tensor:
 def reduce_shares_(
     value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int, skip: Tensor | None = None
 ) -> Any:
-    """Return the packet of the mean of the values and those in packets, and leave what it lacks, in one launch; ternary ones in several."""
-    if any(each.numel() != values_nbytes(value.numel(), bits) for each in packets):
-        return NotImplemented  # the reference says what is wrong
+    """Return the packet of the mean of the values and those in packets, and leave what it lacks, in one launch."""
+    if TERNARY in (bits, bits_down) or any(each.numel() != values_nbytes(value.numel(), bits) for each in packets):
+        return NotImplemented  # the reference says what is wrong with lengths
     if skip is not None and (skip.dtype != torch.float32 or skip.device != value.device):
         return NotImplemented
     kinds = FLOAT32, *[BYTES] * len(packets), FLOAT32
@@ -70,13 +66,6 @@ def _reduce_shares(
     value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int, skip: Tensor | None
 ) -> Tensor:
     k = value.numel()
-    if bits_down == TERNARY:
-        before = value if skip is None else value.clone()
-        found = reduced_shares(value, packets, bits, P, bits_down)
-        if skip is None:
-            return found
-        value.copy_(torch.where(skip != 0, before, value))
-        return torch.where(skip != 0, nan_packet(k, bits_down, value.device), found)
     packet = torch.empty(values_nbytes(k, bits_down), dtype=torch.uint8, device=value.device)
     if k:
         where = table([each.data_ptr() for each in packets], torch.int64, value.device)
@@ -87,9 +76,9 @@ def _reduce_shares(
 
 @triton.jit
 def places(k, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where this program's blocks of `k` values begin, how many of their values are there, and which each is, [BLOCKS, BLOCK].
+    """Return where this program's blocks of `k` values begin, how many values they have, and the place of each, [BLOCKS, BLOCK].
 
-    The last are of 32 bits: addresses are then a number for all and a small one for each, which takes far fewer registers.
+    Places have 32 bits: an address is then one number for all and a small one for each, which takes far fewer registers.
     """
     first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     left = tl.maximum(tl.minimum(k - first, BLOCKS * BLOCK), 0).to(tl.int32)
@@ -124,7 +113,7 @@ def fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr):
 
 @triton.jit
 def _mean(number, count, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mean of `count` numbers of each block, of which the others are zero, [BLOCKS, 1]."""
+    """Return the mean of the first `count` numbers of each block, [BLOCKS, 1]; the others are zero."""
     return fold(number.to(tl.float64), BLOCKS, BLOCK, 8) / count.to(tl.float64)
 
 
@@ -166,7 +155,7 @@ def scales_and_codes(x, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what codes stand for, float32."""
+    """Return the values of codes, float32."""
     if BITS == 1:
         # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
         value = (tl.broadcast_to(upper << 16, (BLOCKS, BLOCK)) ^ code << 31).to(tl.float32, bitcast=True)
@@ -177,14 +166,14 @@ def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def share(acc, left, P: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the scales and the codes of acc / P, and what P times these lack of it."""
+    """Return the scales and the codes of acc / P, and what P times the decoded values lack of acc."""
     times = tl.full((BLOCKS, BLOCK), P, tl.float32)
     part = acc * (1.0 / P) if P & (P - 1) == 0 else tl.div_rn(acc, times)  # the reciprocal of a power of two is exact
     upper, code = scales_and_codes(part, left, BITS, BLOCKS, BLOCK)
     received = _values(upper, code, BITS, BLOCKS, BLOCK)
     error = acc - P * received
     if tl.max(magnitude(error)) >= INFINITE:
-        # Where P times what was received is beyond float32, the difference may still be inside.
+        # P times the received value may be beyond float32 although the difference is not.
         wide = (acc.to(tl.float64) - P * received.to(tl.float64)).to(tl.float32)
         error = tl.where(magnitude(error) < INFINITE, error, wide)
     return upper, code, error
@@ -214,22 +203,16 @@ def decoded(packet, first, left, lane, k, BITS: tl.constexpr, BLOCKS: tl.constex
     number, inside = tl.arange(0, BLOCKS)[:, None], lane < left
     upper = _load_upper(packet + 2 * (first // BLOCK), number, number * BLOCK < left)
     stream = packet + 2 * tl.cdiv(k, BLOCK)
-    if BITS < 0:  # five values a byte
-        place = (first % 5).to(tl.int32) + lane
-        byte, trit = tl.load(stream + first // 5 + place // 5, mask=inside, other=0).to(tl.int32), place % 5
-        power = tl.where(trit < 2, tl.where(trit < 1, 1, 3), tl.where(trit < 3, 9, tl.where(trit < 4, 27, 81)))
-        code = (byte // power + 1) % 3 - 1
-    else:
-        stream += first // 8 * BITS
-        bit = lane * BITS
-        at = bit // 8
-        word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
-        if BITS == 3:  # a code may continue in the next byte
-            more = inside & (at + 1 < (left * BITS + 7) // 8)
-            word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
-        code = word >> bit % 8
-        if BITS > 1:
-            code = (code << 32 - BITS) >> 32 - BITS
+    stream += first // 8 * BITS
+    bit = lane * BITS
+    at = bit // 8
+    word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
+    if BITS == 3:  # a code may continue in the next byte
+        more = inside & (at + 1 < (left * BITS + 7) // 8)
+        word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
+    code = word >> bit % 8
+    if BITS > 1:
+        code = (code << 32 - BITS) >> 32 - BITS
     return _values(upper, code, BITS, BLOCKS, BLOCK)
 
 
@@ -284,31 +267,3 @@ def _reduce_kernel(
     tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < taken)
     upper = tl.where(live, upper, 0x7FC0)  # a skipped packet is NaN
     store_packet(packet, upper, code, first, left, k, DOWN, BLOCKS, BLOCK)
-
-
-@triton.jit
-def _ternary_scale_kernel(value, packet, k, LEVEL: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    first, left, lane = places(k, BLOCKS, BLOCK)
-    x = tl.load(value + first + lane, mask=lane < left, other=0.0).to(tl.float64)
-    number = tl.arange(0, BLOCKS)[:, None]
-    inside, present = number * BLOCK < left, tl.minimum(tl.maximum(left - number * BLOCK, 1), BLOCK)
-    level = tl.full((BLOCKS, 1), LEVEL, tl.float64)
-    _store_scale(
-        packet + 2 * (first // BLOCK),
-        number,
-        _mean_scale(tl.sqrt(_mean(x * x, present, BLOCKS, BLOCK)) * level),
-        inside,
-    )
-
-
-@triton.jit
-def _ternary_codes_kernel(value, packet, k, BLOCK: tl.constexpr, FIVES: tl.constexpr):
-    five = tl.program_id(0).to(tl.int64) * FIVES + tl.arange(0, FIVES)
-    byte, power = tl.zeros((FIVES,), tl.int32), 1
-    for trit in range(5):
-        lane = five * 5 + trit
-        x = tl.load(value + lane, mask=lane < k, other=0.0)
-        half = _scale(_load_upper(packet, lane // BLOCK, lane < k)) * 0.5
-        byte += tl.where(x > half, power, tl.where(x < -half, 2 * power, 0))
-        power *= 3
-    tl.store(packet + 2 * tl.cdiv(k, BLOCK) + five, byte.to(tl.uint8), mask=five * 5 < k)

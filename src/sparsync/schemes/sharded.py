@@ -1,0 +1,193 @@
+"""Reduce-scatter forms: what SkipReduce, ExactOkTopk and TwoShot do on a shard axis, where each rank keeps only its own chunk.
+
+The rules are those of the schemes, with the chunks as regions and without their second exchange. Each scheme's file says more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsync.base.reduce_scatter import KeepingReduceScatter
+from sparsync.base.scheme import parameter_of
+from sparsync.base.state import State
+from sparsync.collectives import sparse_allreduce
+from sparsync.collectives.skipping import SkipPlan, first_offsets, reduce_scatter, rotating_offsets, skip_count, skips
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import (
+    Bucket,
+    Comm,
+    Detail,
+    ParameterSpan,
+    Report,
+    Span,
+    Sparse,
+    count_for,
+    or_found_inf,
+    raise_if_found_inf,
+)
+from sparsync.feedback import Accumulator
+from sparsync.kernels import operations as kernels
+from sparsync.kernels.rounding import rounded
+from sparsync.schemes.exact_oktopk import ExactOkTopk
+from sparsync.schemes.skip_reduce import SkipReduce, divide_, split
+from sparsync.schemes.two_shot import TwoShot
+from sparsync.wire import Elements
+
+
+@dataclass(frozen=True)
+class TwoShotReduceScatter(KeepingReduceScatter):
+    """Each rank sends the share `density` of every other chunk. Of its own chunk everything counts, at no cost."""
+
+    config: TwoShot
+
+    def total(self, acc: Accumulator, own: Span, bucket: Bucket, comm: Comm) -> tuple[Tensor, int, dict[str, Detail]]:
+        P, rank, m, codec, dtype = comm.size, comm.rank, len(own), Elements(self.config.values), acc.values.dtype
+        count, chunks = count_for(self.config.density, m), [chunk_of(acc.values, owner, m) for owner in range(P)]
+        chosen = {p: acc.top_k_of(chunk, count, "sent") for p, chunk in enumerate(chunks) if p != rank}
+        if not acc.finite:  # so that every owner learns of it without another message
+            chosen = {p: replace(each, value=torch.full_like(each.value, torch.nan)) for p, each in chosen.items()}
+        packets = [acc.values.new_empty(0, dtype=torch.uint8)] * P
+        for p, each in chosen.items():
+            packets[p] = codec.encode(each)
+        size = codec.nbytes(count, m, dtype)
+        received = comm.all_to_all(packets, [size * (source != rank) for source in range(P)])
+        total = chunks[rank].clone()
+        for source in chosen:
+            kernels.scatter_add_(total, codec.decode(received[source], count, m, dtype))
+        chunks[rank].zero_()
+        for p, each in chosen.items():
+            dropped = each.value - codec.decode_values(packets[p], count, m, dtype)
+            kernels.put_(chunks[p], each.index, dropped)
+        return total, count * (P - 1) + m, {}
+
+
+@dataclass(frozen=True)
+class OkTopkReduceScatter(KeepingReduceScatter):
+    """Each rank sends its k (P-1)/P largest elements outside its own chunk. Of its own chunk everything counts, at no cost."""
+
+    config: ExactOkTopk
+
+    def total(self, acc: Accumulator, own: Span, bucket: Bucket, comm: Comm) -> tuple[Tensor, int, dict[str, Detail]]:
+        n, P, m = bucket.grad.numel(), comm.size, len(own)
+        k = count_for(1.0 if bucket.step < self.config.dense_steps else self.config.density, n)
+        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
+        if not acc.finite:
+            mine = _nan_for_each_owner(acc.values, own)
+        total, chunks = own.of(acc.values).clone(), [Span(owner * m, (owner + 1) * m) for owner in range(P)]
+        moved = sparse_allreduce.split_and_reduce_(total, mine, chunks, comm, Elements(self.config.values))
+        own.of(acc.values).zero_()
+        kernels.clear_(acc.values, mine.index)
+        if moved.error is not None:
+            kernels.scatter_add_(acc.values, Sparse(mine.index, moved.error, n))
+        sent, received = mine.index.numel(), sum(moved.incoming) - moved.incoming[comm.rank]
+        return total, sent + m, {"sent_count": sent, "received_count": received}
+
+
+def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
+    """Return a NaN for each other rank, in place of what was selected: so all of them learn of it without another message."""
+    n, m = acc.numel(), len(own)
+    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
+    index = first[first != own.start]
+    return Sparse(index, acc.new_full(index.shape, torch.nan), n)
+
+
+@dataclass(frozen=True)
+class SkipReduceScatter(KeepingReduceScatter):
+    """SkipReduce where owners are fixed: each owner's sum lacks s of the P-1 others, other ones at every step.
+
+    An owner always has its own gradient in its chunk, so its weight there is 1/(P-s) where the others' is (P-1-s)/((P-1)(P-s)) in the
+    long run: without effect where all ranks draw from the same data. Always in the direct form, whatever `form` says.
+    """
+
+    config: SkipReduce
+    called: str = "skip_reduce"
+
+    def __post_init__(self) -> None:
+        if self.config.node_size != 1:
+            raise ValueError(
+                f"node_size must be 1 on a shard axis, got {self.config.node_size}; shard inside the node and use "
+                "attach(..., replicate=...) between nodes"
+            )
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets these
+        return self.called
+
+    @property
+    def needs_layout(self) -> bool:
+        return self.config.feedback or bool(self.config.protect)
+
+    @property
+    def has_residual(self) -> bool:
+        return self.config.feedback
+
+    def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        if self.has_residual:
+            return super().reduce_scatter(state, bucket, out, comm, average)
+        n, P, comm = bucket.grad.numel(), comm.size, MeteredComm(comm)
+        step = self._planned(bucket, P, out.numel())
+        reduce_scatter(bucket.grad, out, comm, step.plan, step.always)
+        contributors = P if self.config.divide_by == "ranks" else P - step.plan.skip
+        if average:
+            divide_(out, step.always, P)
+            divide_(out, step.others, contributors)
+        elif contributors != P:  # an estimate of the sum over all P
+            for span in step.others:
+                span.of(out).mul_(P / contributors)
+        lost = sum(map(len, step.left_out(comm.rank, P, out.numel())))
+        return Report(self.name, bucket.key, bucket.step, n, n - lost, n, comm.sent, details=step.details(P))
+
+    def total(self, acc: Accumulator, own: Span, bucket: Bucket, comm: Comm) -> tuple[Tensor, int, dict[str, Detail]]:
+        n, P, step = bucket.grad.numel(), comm.size, self._planned(bucket, comm.size, len(own))
+        flag = or_found_inf(torch.zeros(1, dtype=torch.int32, device=acc.residual.device), acc.is_finite)
+        # A host sync: all ranks must decide the same, and who is left out shows nothing to owners.
+        raise_if_found_inf(torch.cat(comm.all_gather(flag, [1] * P)).tolist())
+        sent = rounded(acc.values, bucket.grad.dtype)
+        total = torch.empty_like(own.of(acc.values))  # in the residual's type, which may be wider
+        reduce_scatter(sent, total, comm, step.plan, step.always)
+        left_out = step.left_out(comm.rank, P, len(own))
+        kept = [span.of(acc.values).clone() for span in left_out]
+        acc.values.sub_(sent)  # leaves what rounding to the wire's type drops
+        for span, values in zip(left_out, kept, strict=True):
+            span.of(acc.values).copy_(values)
+        return total, n - sum(map(len, left_out)), step.details(P)
+
+    def _planned(self, bucket: Bucket, P: int, m: int) -> "_SkipStep":
+        """Return who is left out at this step, which all ranks draw from what they know, and where in a chunk."""
+        skip, config, always, others = skip_count(self.config.skip, P), self.config, (), (Span(0, m),)
+        naive, drawn = config.mode == "naive", (skip, P, config.seed, bucket.key, bucket.step)
+        if self.needs_layout:
+            always, others = _parts_of_a_chunk(bucket.layout, P, config.protect)
+        return _SkipStep(SkipPlan(first_offsets(skip) if naive else rotating_offsets(*drawn)), always, others)
+
+
+@dataclass(frozen=True)
+class _SkipStep:
+    plan: SkipPlan
+    always: Sequence[Span]  # of a chunk, never left out
+    others: Sequence[Span]
+
+    def left_out(self, rank: int, P: int, m: int) -> list[Span]:
+        """Return where in the whole gradient what `rank` has is left out."""
+        owners = [owner for owner in range(P) if skips(rank, owner, P, self.plan)]
+        return [Span(owner * m + span.start, owner * m + span.stop) for owner in owners for span in self.others]
+
+    def details(self, P: int) -> dict[str, Detail]:
+        plan = self.plan
+        return {"skip": plan.skip, "offsets": str(list(plan.offsets)), "protected": P * sum(map(len, self.always))}
+
+
+def _parts_of_a_chunk(
+    layout: Sequence[ParameterSpan], P: int, protect: Sequence[str]
+) -> tuple[Sequence[Span], Sequence[Span]]:
+    """Return the spans of a chunk that are never left out, and the others. Every chunk has the same layout."""
+    first = [replace(entry, name=parameter_of(entry.name)) for entry in layout[: len(layout) // P]]
+    dense, skipping = split(first, protect)
+    return dense.spans, skipping.spans
+
+
+def chunk_of(x: Tensor, owner: int, m: int) -> Tensor:
+    """Return the chunk of `owner` in `x` [P m]."""
+    return x[owner * m : (owner + 1) * m]
