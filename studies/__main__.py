@@ -1,4 +1,4 @@
-"""What makes the figures of the pages, run from the clone of the repository: `python -m studies --help`."""
+"""Makes the figures of the pages, from the clone of the repository: `python -m studies --help`."""
 
 import argparse
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ PARTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one study. Exit status as that of the command `sparsync`."""
+    """Run one study, with the exit status of the command `sparsync`."""
     run_command(parser(), argv)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the name of a study, which parses its options itself."""
+    """Return a parser for the name of a study, which parses its own options."""
     about = "\n".join(f"  {name:13}{what}" for name, what in PARTS.items())
     made = argparse.ArgumentParser(
         "python -m studies",
-        description=f"What makes the figures of the pages:\n\n{about}",
+        description=f"Make the figures of the pages:\n\n{about}",
         epilog="example:\n  python -m studies bench kernels --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""Writes the table of costs in docs/traffic.md anew: what each scheme sends, counted in this process.
+"""Rewrites the table of costs in docs/traffic.md: what each scheme sends, counted in this process.
 
     .venv/bin/python -m studies cost_table [--print]
 

@@ -1,4 +1,4 @@
-"""Runs the demo, its transformer with three seeds, and writes two pages: of each half the picture, its caption, the table and the command.
+"""Runs the demo, its transformer with three seeds, and writes the picture, caption, table and command of each half into two pages.
 
     .venv/bin/python -m studies demo_page [FOLDER]
 

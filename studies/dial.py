@@ -1,4 +1,4 @@
-"""Measures what each recipe takes on five networks, and which of them `bits="auto"` chooses: "Which one?" of docs/advise.md.
+"""Measures step times of each recipe on five networks, and the choice of `bits="auto"`, for "Which one?" of docs/advise.md.
 
     .venv/bin/python -m studies dial [--out FOLDER] [--print]
 

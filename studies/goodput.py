@@ -1,10 +1,10 @@
-"""Trains while ranks are killed and others join, and says what that costs: samples a second, pauses, and the loss at the end.
+"""Trains while ranks are killed and others join, and measures the cost: samples per second, pauses, and the loss at the end.
 
     python -m studies goodput [--seconds 180] [--every 60] [--link 100mbit] [--out build/goodput] [--print]
     python -m studies goodput --quality [--seeds 0,1,2] [--steps 800] [--kills 10] [--out build/goodput]
     python -m studies goodput --joiner [--option width=384 --option layers=6] [--out build/goodput]
 
-The first form trains the gpt job over links with a rate and a delay, one rank in each network namespace, and the store in one of its own:
+The first form trains the gpt job over links with a rate and a delay, each rank and the store in a separate network namespace:
 without `sparsync_elastic`; with it, undisturbed; with it, a random rank killed every --every seconds and a new one started; and under
 torchrun, which after the same kills starts all ranks again from the last checkpoint, one every --checkpoint-every steps. Goodput is the
 samples of the steps that are in the weights at the end, a second, over those of the undisturbed run. --quality compares the perplexity
@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -40,6 +39,7 @@ from sparsync_lab.netlab import Delay, RunNetwork, network, parse_delay, parse_r
 from sparsync_lab.report.format import significant
 from studies import parts
 from studies.elastic.rank import serve
+from studies.elastic.supervisor import free_port
 from studies.trials import process
 from studies.trials.process import Entry, Seat, Tell, Worker, await_all, descendants_of, stop, take_seat
 
@@ -94,7 +94,7 @@ class Ranks:
     def __init__(self, net: RunNetwork, places: int, folder: Path, spec: Spec) -> None:
         self.folder, self.all, self.places = folder, list[Worker](), dict[int, Worker]()
         # The program that delays packets is this process's.
-        self._net, self._port = replace(net, forwarder=None), _free_port()
+        self._net, self._port = replace(net, forwarder=None), free_port()
         self._spec = {**spec, "places": places, "address": f"{net.address(places)}:{self._port}"}
         store = Worker(self._seat(places), serve, self._port)
         self.all.append(store)
@@ -125,7 +125,7 @@ class Ranks:
         _kill(workers)
 
     def told(self) -> list[Entry]:
-        """Return what ranks have logged, by time."""
+        """Return the lines of all ranks, by time."""
         return sorted((entry for each in self.all for entry in each.entries), key=lambda entry: entry["t"])
 
     def step(self) -> int:
@@ -148,12 +148,6 @@ def _kill(pids: Sequence[int]) -> None:
 
 def _content(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
 
 
 @contextmanager
@@ -200,7 +194,7 @@ def _goodput(given: argparse.Namespace) -> str:
 
 
 def _trained(given: argparse.Namespace, mode: str) -> dict[str, float]:
-    """Return what a run of one kind has done in so many seconds after its first steps."""
+    """Train one kind of run, and return its figures for the given seconds after its first steps."""
     chance = random.Random(0)
     spec = {"mode": mode, "until": ENDLESS, "checkpoint": str(given.out / mode), "every": given.checkpoint_every}
     with _started(given, mode, spec) as ranks:
@@ -251,7 +245,7 @@ def _quality(given: argparse.Namespace) -> str:
 
 
 def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, float]:
-    """Return the perplexity at the end of a run in which so many ranks were killed, and as many have joined."""
+    """Return the perplexity at the end of a run in which this many ranks were killed and as many joined."""
     chance, spec = random.Random(seed), {"mode": "killed", "until": given.steps, "seed": seed}
     with _started(given, f"quality-{seed}-{kills}", spec, linked=False) as ranks:
         for place in range(given.ranks):
@@ -279,7 +273,7 @@ def _joiner(given: argparse.Namespace) -> str:
 
 
 def _joined(given: argparse.Namespace, background: bool) -> dict[str, str]:
-    """Return what there is to say of a rank that joins."""
+    """Let a rank join, and return its figures."""
     spec = {"mode": "killed", "until": ENDLESS, "first": given.ranks - 1, "background": background}
     with _started(given, f"joiner-{background}", spec) as ranks:
         for place in range(given.ranks - 1):
@@ -334,7 +328,7 @@ class Training:
 
 
 def _member(seat: Seat, spec: Spec) -> None:
-    """Be a rank of an elastic run."""
+    """Run a rank of an elastic run."""
 
     def work(tell: Tell) -> None:
         training = Training(spec)
@@ -365,7 +359,7 @@ def _member(seat: Seat, spec: Spec) -> None:
 
 
 def _agent(seat: Seat, spec: Spec) -> None:
-    """Become the agent of torchrun at a place, with one rank."""
+    """Replace this process by torchrun's agent with one rank."""
     take_seat(seat)
     spec = {**spec, "log": str(seat.path("log"))}
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-conf=is_host=0", f"--rdzv-endpoint={spec['address']}"]
@@ -377,7 +371,7 @@ def _agent(seat: Seat, spec: Spec) -> None:
 
 
 def _under_torchrun(spec: Spec) -> None:
-    """Be a rank that torchrun has started: from the last checkpoint, if there is one."""
+    """Train as a rank of torchrun, from the last checkpoint if there is one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank, ranks, saves = dist.get_rank(), dist.get_world_size(), spec["mode"] == "torchrun"

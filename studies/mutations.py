@@ -1,4 +1,4 @@
-"""Small faults put into the library, and for each of them the quick tests of which one must fail.
+"""Puts small faults into the library, each with quick tests, one of which must fail.
 
     .venv/bin/python -m studies mutations [NAME ...] [--whole]
 
@@ -89,7 +89,7 @@ def told(mutation: Mutation, result: str, by: str) -> str:
 
 
 def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
-    """Return what the tests make of a mutation of the copy in `unchanged`, and the tests that fail or else what is wrong."""
+    """Apply a mutation to a copy of `unchanged`, run its tests, and return the result with the tests that fail or the error."""
     folder = unchanged.with_name(mutation.name)
     shutil.copytree(unchanged, folder)
     file = folder / mutation.package / mutation.file

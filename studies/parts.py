@@ -1,4 +1,4 @@
-"""What studies share that write a part of a page: their options, tables in Markdown, and the part's place between its markers."""
+"""Options, Markdown tables and parts of pages, for studies."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def options(name: str, about: str | None, writes: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a study; one that `writes` a part of a page can print it instead."""
+    """Return the parser of a study; one that `writes` a part of a page can print it."""
     parser = argparse.ArgumentParser(
         prog=f"python -m studies {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )

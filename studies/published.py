@@ -1,4 +1,4 @@
-"""Published figures, each predicted from the parameters that its own source gives, and the page that compares the two.
+"""Predicts published figures from the parameters that their sources give, and writes the page that compares them.
 
 Rows are data (`published.toml`): a model of this file, its inputs with their source, and the published figure. A row that fixes an unknown
 of its set-up is a calibration and is not counted; a row whose source says too little to predict it is listed with what is missing.

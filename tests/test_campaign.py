@@ -1,4 +1,4 @@
-"""`python -m studies campaign`: which trials it draws, how it judges them, what it keeps; and a few of its trials, in real processes."""
+"""`python -m studies campaign`: the trials it draws, how it judges and keeps them, and a few of them in real processes."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -7,32 +7,24 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.programs import run
-from sparsync import schemes
-from sparsync.comm import LocalWorld
-from sparsync.core import Bucket, Comm, recorded_phases
-from sparsync_lab.netlab import Delay
 from studies.campaign import command
 from studies.campaign.supervisor import RankEnd, TrialSeen, observe
 from studies.campaign.training import CHECK_EVERY
 from studies.campaign.trials import (
     ALL,
-    DIFFERENT,
     FAULTS,
     INTEGRATIONS,
     ONE,
-    PHASES,
     RAISED,
     SAME_BITS,
-    SCHEMES,
     Trial,
     cells,
     drawn,
-    phases_of,
 )
 from studies.campaign.verdict import Verdict, absent_ranks, judged
+from studies.trials import page
 
 GRACE_S = 60.0  # the machine that runs tests may be busy
 
@@ -60,28 +52,14 @@ def test_only_keeps_what_is_named_of_each_kind() -> None:
         cells(["freze"])
 
 
-def phases_seen(comm: Comm, scheme: str) -> set[str]:
-    """Return the phases that a scheme passes in a few steps."""
-    made, seen = schemes.get(scheme, **SCHEMES[scheme][0]).start(), set()
-    for step in range(3):
-        with recorded_phases("bucket") as spent:
-            made.reduce(Bucket("bucket", torch.ones(2000), step), comm)
-        seen |= spent.keys()
-    return seen
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_exceptions_are_drawn_for_phases_that_the_scheme_passes(scheme: str) -> None:
-    for seen in LocalWorld(2).run(lambda comm: phases_seen(comm, scheme)):
-        assert set(phases_of(scheme)) <= seen <= set(PHASES)
-
-
 SAID = {
     "rank 1 does not answer": {1},
     "rank 0 of 3: send_recv, sending to rank 1, receiving from rank 2, failed (rank 2 does not answer)": {2},
     "ranks 1, 2 did not come to make a private group within 3 s": {1, 2},
     "the store of the process group has not answered for 5 s; the process that hosts it, which is rank 0's, hangs": {0},
     "rank 1 reports ValueError: no": set(),
+    "receiving from rank 0, failed: waiting for rank 0: [/pair.cc:553] Connection closed by peer": {0},
+    "failed: waiting for rank 0: Connection reset by peer. (rank 1 does not answer)": {1},
 }
 
 
@@ -94,81 +72,66 @@ GONE, DIED = ("error", "rank 0 of 2: all_gather failed (rank 1 does not answer)"
 STEPS = ("error", "ranks differ: rank 0 has step 3, rank 1 has step 6; load the same checkpoint")
 CAUSE = ("error", "rank 1 reports FaultError: no luck today")
 SAME, OTHER, HUNG = ("done", "abc"), ("done", "xyz"), ("hung", "")
-RESET = ("error", "Connection reset by peer")
+RESET, CRASHED = ("error", "Connection reset by peer"), ("crashed", "exit status -6")
 MOVED = ("error", "WrongResultError: first.bias has moved, although it is frozen")
 NAN = ("error", "NaN or Inf")
+THIRD_NAMES_1 = ("error", "rank 2 of 3: failed (rank 1 does not answer)")
+THIRD_NAMES_0 = ("error", "rank 2 of 3: failed (ranks 0, 1 did not come)")
 
-# What ranks say of what the library says of each fault that makes one of them differ; and the same without what matters of it.
+# For faults that make one rank differ: an error of the library, and one without what matters.
 APART = "ranks must agree, but rank 0 has {}, and rank 1 has {}; give all ranks the same"
 DIFFER = {
     "other_step": (STEPS[1], APART.format("step 3", "step 3")),
     "other_sizes": ("ranks differ: rank 0 has 32 elements, rank 1 has 16", STEPS[1]),
     "other_rate": (APART.format("lr=0.01 in parameter group 0", "lr=0.02 in parameter group 0"), "ranks differ"),
     "other_groups": (
-        APART.format("'first.bias' in parameter group 0", "'first.bias' in parameter group 1"),
-        APART.format("lr=0.01", "lr=0.02"),
+        APART.format("'w' in parameter group 0", "'w' in parameter group 1"),
+        APART.format("lr=1", "lr=2"),
     ),
-    "frozen": (
-        APART.format("'first.bias' in parameter group 0", "'first.bias' in parameter group 0, frozen"),
-        APART.format("step 3", "step 4"),
-    ),
-    "loaded_late": (
-        APART.format("weights 'first.bias' with digest 0a", "weights 'first.bias' with digest 0b"),
-        APART.format("weights 'first.bias' with digest 0a", "weights 'first.bias' with digest 0a"),
-    ),
+    "frozen": (APART.format("'first.bias'", "'first.bias' in group 0, frozen"), APART.format("step 3", "step 4")),
+    "loaded_late": (APART.format("weights 0a", "weights 0b"), APART.format("weights 0a", "weights 0a")),
 }
 ALONE = made("raise_at_message", "collectives", "none")
 ON_ALL = made("frozen", when="setup", detail=ALL)
 # What ranks of a trial do, and the verdict; an undisturbed training ends with the digest abc.
-JUDGED: list[tuple[Trial, list[tuple[str, str]], Verdict]] = [
-    (made(), [GONE, DIED], "right"),
-    (made(), [RESET, DIED], "wrong"),
-    (made(), [HUNG, DIED], "hung"),
-    (made(), [SAME, DIED], "silent"),
-    (made(), [("crashed", "exit status -6"), DIED], "crashed"),
-    (made(ranks=3), [GONE, DIED, ("error", "rank 2 of 3: failed (rank 1 does not answer)")], "right"),
-    (made(ranks=3), [GONE, DIED, ("error", "rank 2 of 3: failed (rank 0 does not answer)")], "wrong"),
-    (made(ranks=3), [GONE, DIED, ("error", "rank 2 of 3: failed (ranks 0, 1 did not come)")], "wrong"),
-    (made(ranks=3), [GONE, DIED, HUNG], "hung"),
-    *((made(fault), [CAUSE, CAUSE], "right") for fault in RAISED),
-    *((made(fault), [GONE, CAUSE], "wrong") for fault in RAISED),
-    (made("raise", ranks=3), [CAUSE, CAUSE, ("error", "rank 1 has left")], "wrong"),
-    # Where no integration tells the others of an exception, they see that the rank is gone.
-    (ALONE, [GONE, CAUSE], "right"),
-    (ALONE, [CAUSE, CAUSE], "right"),
-    (ALONE, [RESET, CAUSE], "wrong"),
-    *((made(fault, detail=ONE), [("error", right)] * 2, "right") for fault, (right, _) in DIFFER.items()),
-    *((made(fault, detail=ONE), [("error", each) for each in both], "wrong") for fault, both in DIFFER.items()),
-    (made("other_rate", detail=ONE), [SAME, OTHER], "silent"),
-    (ON_ALL, [OTHER, OTHER], "right"),
-    (ON_ALL, [SAME, OTHER], "silent"),
-    (ON_ALL, [STEPS, STEPS], "wrong"),
-    (ON_ALL, [MOVED, MOVED], "silent"),
-    (made("nan"), [OTHER, OTHER], "right"),
-    (made("nan"), [SAME, OTHER], "silent"),
-    (made("nan"), [NAN, NAN], "right"),
-    (made("nan"), [NAN, SAME], "silent"),
-    (
-        made("nan"),
-        [("error", "WrongResultError: the training has ended with NaN or Inf in 'first.bias'")] * 2,
-        "silent",
-    ),
-    *((made(fault), [SAME, SAME], "right") for fault in SAME_BITS),
-    *((made(fault), [OTHER, OTHER], "silent") for fault in SAME_BITS),
-    *((made(fault), [SAME, ("crashed", "exit status -6")], "crashed") for fault in SAME_BITS),
-    *((made(fault), [SAME, HUNG], "hung") for fault in SAME_BITS),
-    (made("delay"), [GONE, GONE], "wrong"),
+JUDGED: list[tuple[Trial, list[list[tuple[str, str]]], Verdict]] = [
+    (made(), [[GONE, DIED]], "right"),
+    (made(), [[RESET, DIED]], "wrong"),
+    (made(), [[HUNG, DIED]], "hung"),
+    (made(), [[SAME, DIED]], "silent"),
+    (made(), [[CRASHED, DIED]], "crashed"),
+    (made(ranks=3), [[GONE, DIED, THIRD_NAMES_1]], "right"),
+    (made(ranks=3), [[GONE, DIED, THIRD_NAMES_0]], "wrong"),
+    (made(ranks=3), [[GONE, DIED, HUNG]], "hung"),
+    *((made(fault), [[CAUSE, CAUSE]], "right") for fault in RAISED),
+    *((made(fault), [[GONE, CAUSE]], "wrong") for fault in RAISED),
+    # Without an integration nobody tells the others of an exception, so they see that the rank is gone.
+    (ALONE, [[GONE, CAUSE], [CAUSE, CAUSE]], "right"),
+    (ALONE, [[RESET, CAUSE]], "wrong"),
+    *((made(fault, detail=ONE), [[("error", right)] * 2], "right") for fault, (right, _) in DIFFER.items()),
+    *((made(fault, detail=ONE), [[("error", each) for each in both]], "wrong") for fault, both in DIFFER.items()),
+    (made("other_rate", detail=ONE), [[SAME, OTHER]], "silent"),
+    (ON_ALL, [[OTHER, OTHER]], "right"),
+    (ON_ALL, [[SAME, OTHER], [MOVED, MOVED]], "silent"),
+    (ON_ALL, [[STEPS, STEPS]], "wrong"),
+    (made("nan"), [[OTHER, OTHER], [NAN, NAN]], "right"),
+    (made("nan"), [[SAME, OTHER], [NAN, SAME], [MOVED, MOVED]], "silent"),
+    *((made(fault), [[SAME, SAME]], "right") for fault in SAME_BITS),
+    *((made(fault), [[OTHER, OTHER]], "silent") for fault in SAME_BITS),
+    *((made(fault), [[SAME, CRASHED]], "crashed") for fault in SAME_BITS),
+    *((made(fault), [[SAME, HUNG]], "hung") for fault in SAME_BITS),
+    (made("delay"), [[GONE, GONE]], "wrong"),
 ]
 
 
-@pytest.mark.parametrize(("trial", "ends", "due"), JUDGED)
-def test_a_verdict_is_that_of_the_worst_surviving_rank(trial: Trial, ends: list[tuple[str, str]], due: Verdict) -> None:
-    ranks = [RankEnd(rank, state, said) for rank, (state, said) in enumerate(ends)]
-    assert judged(trial, TrialSeen("somewhere", ranks, 1.0), lambda: "abc")[0] == due
-
-
-def test_a_fault_that_did_not_strike_says_nothing() -> None:
-    assert judged(made(), TrialSeen("", [RankEnd(0, "done")], 1.0), str)[0] == "missed"
+@pytest.mark.parametrize(("trial", "cases", "due"), JUDGED)
+def test_a_verdict_is_that_of_the_worst_surviving_rank(
+    trial: Trial, cases: list[list[tuple[str, str]]], due: Verdict
+) -> None:
+    for case in cases:
+        ranks = [RankEnd(rank, state, said) for rank, (state, said) in enumerate(case)]
+        assert judged(trial, TrialSeen("somewhere", ranks, 1.0), lambda: "abc")[0] == due
+        assert judged(trial, TrialSeen("", ranks, 1.0), str)[0] == "missed"  # the fault did not strike
 
 
 def test_one_rank_or_all_are_changed_long_enough_before_the_end_for_weights_to_be_compared() -> None:
@@ -180,53 +143,31 @@ def test_one_rank_or_all_are_changed_long_enough_before_the_end_for_weights_to_b
     assert all(trial.step <= CHECK_EVERY <= trial.steps - 2 for trial in trials)  # LocalSteps compares every other step
 
 
-def stub(trial: Trial, timeout_s: float, delay: Delay) -> TrialSeen:
-    """Return what no process has seen: ranks that name what happened, but in trials of LocalSteps."""
-    if trial.integration == "local_steps":
-        return TrialSeen("here", [RankEnd(rank, "hung", "<stacks>") for rank in range(trial.ranks)], 1.0)
-    return TrialSeen("here", [RankEnd(rank, "error", "no luck today", after_s=0.1) for rank in range(trial.ranks)], 1.0)
+def stub(trial: Trial, timeout_s: float) -> TrialSeen:
+    """Return what no process has seen: ranks that name what happened, except in trials of LocalSteps."""
+    end = ("hung", "<stacks>") if trial.integration == "local_steps" else ("error", "no luck today")
+    return TrialSeen("here", [RankEnd(rank, *end, after_s=0.1) for rank in range(trial.ranks)], 1.0)
 
 
-@pytest.mark.usefixtures("signal_handlers_are_put_back")
-def test_a_stopped_campaign_goes_on_where_it_was_and_writes_its_part_of_the_page(
+def test_a_stopped_campaign_continues_where_it_was_and_writes_its_part_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "restart_with_rights", lambda *_: None)
+    monkeypatch.setattr(page, "restart_with_rights", lambda *_: None)
     monkeypatch.setattr(command, "observe", stub)
-    page = tmp_path / "page.md"
-    page.write_text("above\n<!-- begin campaign -->\n<!-- end campaign -->\nbelow\n")
+    written = tmp_path / "page.md"
+    written.write_text("above\n<!-- begin campaign -->\n<!-- end campaign -->\nbelow\n")
     argv = f"studies campaign --only raise,ddp,local_steps --seed 5 --out {tmp_path} --trials"
     run(f"{argv} 2")
-    with (tmp_path / command.FILE_NAME).open("a") as file:
+    with (tmp_path / page.FILE_NAME).open("a") as file:
         file.write('{"trial": {"fault": "ki')  # as a campaign that was killed leaves it
-    run(f"{argv} 4 --page {page}")
+    run(f"{argv} 4 --page {written}")
     assert "[1/2]" in (told := capsys.readouterr().err) and "[2/2]" in told and "[3/" not in told
-    found = command.read(tmp_path)
-    assert [each.trial for each in found[:2]] == drawn(5, 2, ["raise", "ddp", "local_steps"])
-    assert sorted(each.verdict for each in found) == ["hung", "hung", "right", "right"]
-    text = page.read_text()
-    assert text.startswith(
-        "above\n<!-- begin campaign -->\n\n```text\npython -m studies campaign --only raise,ddp,local_steps"
-    )
-    assert text.endswith("<!-- end campaign -->\nbelow\n")
+    text = written.read_text()
+    begin = "above\n<!-- begin campaign -->\n\n```text\npython -m studies campaign --only raise,ddp,local_steps"
+    assert text.startswith(begin) and text.endswith("<!-- end campaign -->\nbelow\n")
     assert "| raise: an exception in a phase | 4 | 2 | 2 |" in text
-    assert "| local_steps: LocalSteps | 2 | 0 | 2 |" in text
+    assert "the last error came 0.1 s after its fault: raise, rank " in text
     assert "- hung: raise, rank " in text
-    run(f"{argv} 1 --delay 25ms")  # is another campaign
-    assert "[1/1]" in capsys.readouterr().err
-    assert [each.setting[2] for each in command.read(tmp_path)] == [0, 0, 0, 0, 0.025]
-
-
-def tried(trials: list[Trial]) -> dict[str, str]:
-    """Run the trials, several at a time, and return those that are not right, and why."""
-
-    def one(trial: Trial) -> tuple[Verdict, str]:
-        seen = observe(trial, 2.0, grace_s=GRACE_S)
-        return judged(trial, seen, lambda: observe(trial, 2.0, undisturbed=True).ranks[0].said)
-
-    with ThreadPoolExecutor(3) as pool:
-        found = dict(zip(trials, pool.map(one, trials), strict=True))
-    return {f"{verdict}: {trial.label}": why for trial, (verdict, why) in found.items() if verdict != "right"}
 
 
 QUICK = [
@@ -250,14 +191,10 @@ QUICK = [
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_one_trial_of_each_kind_ends_as_it_should() -> None:
-    assert not tried(QUICK)
+    def verdict(trial: Trial) -> tuple[Verdict, str]:
+        seen = observe(trial, 2.0, grace_s=GRACE_S)
+        return judged(trial, seen, lambda: observe(trial, 2.0, undisturbed=True).ranks[0].said)
 
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_no_rank_hangs_crashes_or_goes_on_as_if_nothing_had_happened() -> None:
-    # Not the sharded axis, whose forward pass is torch's own, and no comparisons, which have tests of their own.
-    named = ["kill", "freeze", "leave", "delay", "raise", "raise_at_message", "raise_late", "nan", *DIFFERENT]
-    where = ["ddp", "reducer", "local_steps", "local_steps_delayed", "steps", "fsdp_replicate"]
-    found = tried(drawn(1, 40, [*named, *where]))
-    assert not {label: why for label, why in found.items() if not label.startswith(("wrong", "missed"))}
+    with ThreadPoolExecutor(3) as pool:
+        found = dict(zip(QUICK, pool.map(verdict, QUICK), strict=True))
+    assert {trial.label: each for trial, each in found.items() if each[0] != "right"} == {}

@@ -1,25 +1,22 @@
-"""Steps of a run in which a rank was lost: they leave nothing behind where they are taken again, and nothing is sent twice."""
+"""Failed steps of a run: nothing of them remains if they are taken again, and nothing is sent twice."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 import sparsync
 import sparsync_elastic as elastic
 from helpers.distributed import run_fresh as run_on
-from helpers.elastic_runs import digest_of, network, patient_run
+from helpers.elastic_runs import Training, assert_equal, digest_of, network, patient_run, served, signals_at
 from sparsync.comm.group import ConnectionLostError
-from sparsync_elastic.board import TCPStore
-
-EXCHANGES = {"steps": sparsync.Steps(), "gradients": sparsync.Gradients()}
 
 
 def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
-    """Return a digest of the weights after steps with a loss scaler, of which one `fails` at first, and the numbers of the steps."""
-    dist.destroy_process_group()
+    """Take steps with a loss scaler, of which one `fails` at first; return a digest of the weights and the numbers of the steps."""
     run = elastic.Run(f"127.0.0.1:{port}", name=f"fails-{fails}")
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -46,100 +43,80 @@ def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
             optimizer.zero_grad()
     found = digest_of(model, handle)
     assert run._members._read(run._members._key("ended"))
-    numbers.append(next(run.steps(5)))  # more steps of a run that had ended: it goes on
+    numbers.append(next(run.steps(5)))  # a run that had ended continues
     assert not run._members._read(run._members._key("ended"))
     run.close()
     return found, numbers
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_step_that_is_taken_again_gives_the_same_weights() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ((weights, numbers),) = run_on(retaken, 1, port=store.port, fails=False)
-    ((again, retried),) = run_on(retaken, 1, port=store.port, fails=True)
-    assert (numbers, retried) == ([0, 1, 2, 3, 4], [0, 1, 2, 2, 3, 4])
-    assert weights == again
+Reduce = Callable[[sparsync.schemes.State, sparsync.Bucket, sparsync.Comm], Any]
 
 
-def taken_back(port: int, exchange: str, wrapped: bool) -> tuple[dict[str, torch.Tensor], ...]:
-    """Return what is held back before a step, and after it has failed when its buckets were reduced: what a meeting then finds."""
-    dist.destroy_process_group()
-    run = elastic.Run(f"127.0.0.1:{port}", name=f"{exchange}-{wrapped}")
-    bare = network()
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
-    model = nn.parallel.DistributedDataParallel(bare) if wrapped else bare
-    scheme = sparsync.schemes.TopK(density=0.2)
-    options = sparsync.Options(dense_below=0) if wrapped and exchange == "gradients" else sparsync.Options()
-    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange], options=options)
-    run.add(model, handle, optimizer)
-    found: list[dict[str, torch.Tensor]] = []
-    run.on_change = lambda _: found.append(handle.state.state_dict()["residual"])
-    whole, numbers = scheme.reduce, list[int]()
+def failing(training: Training, found: list[dict[str, Tensor]], then: Callable[[], object] = lambda: None) -> Reduce:
+    """Return a reduction that notes what is held back after it, and fails."""
+    whole = training.scheme.reduce
 
     def fails(state: sparsync.schemes.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
         whole(state, bucket, comm)
-        found.append(handle.state.state_dict()["residual"])
+        found.append(training.residual)
+        then()
         raise ConnectionLostError("a rank is gone")
 
+    return fails
+
+
+def taken_back(port: int, exchange: str, wrapped: bool) -> None:
+    """Have a step fail after its buckets were reduced: what is held back is then as before it."""
+    run = elastic.Run(f"127.0.0.1:{port}", name=f"{exchange}-{wrapped}")
+    options = {"dense_below": 0} if wrapped and exchange == "gradients" else {}
+    # A constant rate, because residuals of gradients are scaled to the rate.
+    training = Training(run, exchange, wrapped, sparsync.schemes.TopK(density=0.2), decay=1.0, **options)
+    found: list[dict[str, Tensor]] = []
+    run.on_change = lambda _: found.append(training.residual)
+    whole, fails, numbers = training.scheme.reduce, failing(training, found), list[int]()
     for step in run.steps(6):
         numbers.append(step)
         with run.attempt():
             if numbers.count(3) == 1:
-                found.append(handle.state.state_dict()["residual"])
-            vars(scheme).update({"reduce": fails} if numbers.count(3) == 1 else {"reduce": whole})
-            optimizer.zero_grad()
-            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
-            (model(inputs) - inputs[:, :5].sin()).square().mean().backward()
-            if exchange == "gradients" and not wrapped:
-                handle.reduce()
-            optimizer.step()
+                found.append(training.residual)
+            vars(training.scheme)["reduce"] = fails if numbers.count(3) == 1 else whole
+            training.step(step)
     assert (numbers, run.lost) == ([0, 1, 2, 3, 3, 4, 5], [])
     run.close()
-    return tuple(found)
+    begun, before, failed, after = found
+    assert not any(each.any() for each in begun.values())
+    assert any(not torch.equal(before[name], failed[name]) for name in before)
+    assert_equal(before, after)
+
+
+def alone(port: int) -> None:
+    dist.destroy_process_group()
+    (weights, numbers), (again, retried) = (retaken(port, fails) for fails in (False, True))
+    assert (numbers, retried) == ([0, 1, 2, 3, 4], [0, 1, 2, 2, 3, 4])
+    assert weights == again
+    for exchange in ("steps", "gradients"):
+        for wrapped in (False, True):
+            taken_back(port, exchange, wrapped)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("exchange", ["steps", "gradients"])
-def test_a_step_that_failed_when_its_buckets_were_reduced_leaves_nothing_behind(exchange: str, wrapped: bool) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ((begun, before, failed, after),) = run_on(taken_back, 1, port=store.port, exchange=exchange, wrapped=wrapped)
-    assert not any(each.any() for each in begun.values()) and any(each.any() for each in before.values())
-    assert any(not torch.equal(before[name], failed[name]) for name in before)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+def test_a_step_that_failed_leaves_nothing_behind_and_gives_the_same_weights_when_it_is_taken_again() -> None:
+    store = served()
+    run_on(alone, 1, port=store.port)
 
 
-def applied_by_another(port: int, exchange: str) -> list[dict[str, torch.Tensor]]:
+def applied_by_another(port: int, exchange: str) -> list[dict[str, Tensor]]:
     """Return what rank 0 holds back after the buckets of a step, which it then fails and the other applies, and after the meeting."""
-    number = dist.get_rank()
-    dist.destroy_process_group()
-    signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    run = patient_run(port, ranks=2)
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheme = sparsync.schemes.TopK(density=0.2)
-    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
-    run.add(model, handle, optimizer)
-    found: list[dict[str, torch.Tensor]] = []
-    run.on_change = lambda of: found.append(handle.state.state_dict()["residual"]) if of.epoch.number == 2 else None
-    whole = scheme.reduce
-
-    def fails(state: sparsync.schemes.State, bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
-        whole(state, bucket, comm)
-        found.append(handle.state.state_dict()["residual"])
-        signals.wait(["applied"])
-        raise ConnectionLostError("a rank is gone")
-
+    number, signals, run = dist.get_rank(), signals_at(port), patient_run(port, ranks=2)
+    training = Training(run, exchange, scheme=sparsync.schemes.TopK(density=0.2), decay=1.0)
+    found: list[dict[str, Tensor]] = []
+    run.on_change = lambda of: found.append(training.residual) if of.epoch.number == 2 else None
+    whole, fails = training.scheme.reduce, failing(training, found, lambda: signals.wait(["applied"]))
     for step in run.steps(14):
         with run.attempt():
-            vars(scheme)["reduce"] = fails if step == 10 and number == 0 and run.epoch.number == 1 else whole
-            optimizer.zero_grad()
-            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + number))
-            (model(inputs) - inputs[:, :5].sin()).square().mean().backward()
-            if exchange == "gradients":
-                handle.reduce()
-            optimizer.step()
+            is_failed = step == 10 and number == 0 and run.epoch.number == 1
+            vars(training.scheme)["reduce"] = fails if is_failed else whole
+            training.step(10 * step + number)
             if step == 10 and number == 1:
                 signals.set("applied", "")
     run.close()
@@ -150,7 +127,6 @@ def applied_by_another(port: int, exchange: str) -> list[dict[str, torch.Tensor]
 @pytest.mark.distributed
 @pytest.mark.parametrize("exchange", ["steps", "gradients"])
 def test_what_a_rank_sent_in_a_step_that_others_applied_is_not_sent_again(exchange: str) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = served()
     (failed, after), (_,) = run_on(applied_by_another, 2, port=store.port, exchange=exchange)
-    assert any(each.any() for each in failed.values())
-    assert failed.keys() == after.keys() and all(torch.equal(failed[name], after[name]) for name in failed)
+    assert_equal(failed, after)

@@ -1,11 +1,12 @@
-"""What moves the common weights, as another rank replays it: the same bits, in few bytes; and what ends a journal."""
+"""The moves of the common weights, as another rank replays them: the same bits, in few bytes; and what ends a journal."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, testing
 
 from sparsync import AdamWSteps, Snapshot
 from sparsync.comm import LocalWorld
@@ -23,7 +24,7 @@ def normal(n: int) -> Tensor:
 
 
 def in_signs(n: int, density: float) -> Tensor:
-    """Return elements of which few are not zero, 256 after one another with the same magnitude."""
+    """Return few elements that are not zero, with the same magnitude in runs of 256."""
     x = normal(n)
     index = (x.abs() > x.abs().quantile(1 - density)).nonzero().view(-1)
     kept = torch.zeros(n)
@@ -118,7 +119,7 @@ def caught_up(comm: Comm, kind: str, made_steps: int) -> list[dict[str, Any]]:
         other, its_optimizers = start(kind, alone)
         train(other, its_optimizers, 7, range(made_steps))
         other.restore(Snapshot(state.moved))
-        first = [journal.take() for _ in range(2)]
+        first = [journal.moves.popleft() for _ in range(2)]
         for moves in (first, list(journal.moves)):
             other.restore(Snapshot(moves=list(map(unpacked_move, moves))))
         assert digest_of(other.snapshot()) == digest_of(method.snapshot())
@@ -139,42 +140,22 @@ def common_of(method: AdamWSteps | LocalTraining) -> dict[str, Any]:
     return {"step": shared["step"], **{key: moved[key] for key in keys if key in moved}}
 
 
-@pytest.mark.parametrize("made_steps", [0, 3])
-@pytest.mark.parametrize("kind", ["steps", "muon", "local", "local, outer, fragments"])
+@pytest.mark.parametrize(
+    ("kind", "made_steps"), [("steps", 0), ("steps", 3), ("muon", 3), ("local", 3), ("local, outer, fragments", 3)]
+)
 def test_a_rank_catches_up_to_the_bit_by_the_journal_of_another(kind: str, made_steps: int) -> None:
     (own, found), _ = LocalWorld(P).run(partial(caught_up, kind=kind, made_steps=made_steps))
-    assert_same(own, found)
+    testing.assert_close(found, own, rtol=0.0, atol=0.0)
 
 
-def assert_same(a: Any, b: Any) -> None:  # Any: as state_dict
-    """The same numbers and bits, all through."""
-    if isinstance(a, Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    else:
-        assert a == b
-
-
-def outgrown(comm: Comm) -> list[bool]:
-    """Return whether a journal has ended after the first and the second move, where the copy takes a little more than one."""
-    method, _ = start("steps", comm)
+def test_a_journal_ends_when_a_copy_is_smaller() -> None:
     move = {"means": [normal(100)], "place": 0, "idle": [], "groups": []}
-    journal, found = Journal(method, nbytes_of(packed(normal(100))) + 1), []
-    for _ in range(2):
-        journal.note(move)
-        found.append(journal.broken)
-    assert not journal.moves
-    return found
-
-
-def test_a_journal_ends_where_a_copy_is_less() -> None:
-    assert LocalWorld(1).run(outgrown) == [[False, True]]
+    handle: Any = SimpleNamespace(on_move=lambda _: None)
+    journal = Journal(handle, nbytes_of(packed(normal(100))) + 1)
+    journal.note(move)
+    assert not journal.broken
+    journal.note(move)
+    assert journal.broken and not journal.moves
 
 
 def ended(comm: Comm, how: str) -> bool:

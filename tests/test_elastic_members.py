@@ -1,7 +1,6 @@
-"""Who takes part in a run: how members meet over a store while some of them, or it, are away."""
+"""Members of a run agree over a store while some of them, or the store, are away."""
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,24 +35,16 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def member_of(store: Any, own: str | None, *, ranks: int = 2, least: int = 1, wait_s: float = 4 * PATIENT_S) -> Members:
+def member_of(
+    store: Any, own: str | None, *, ranks: int = 2, wait_s: float = 4 * PATIENT_S, name: str = "run"
+) -> Members:
     presence = Presence("127.0.0.1", store.port, own)
-    return Members(
-        "127.0.0.1", store.port, "run", presence, ranks=ranks, least=least, timeout_s=PATIENT_S, wait_s=wait_s
-    )
+    return Members("127.0.0.1", store.port, name, presence, ranks=ranks, least=1, timeout_s=PATIENT_S, wait_s=wait_s)
 
 
-def test_ranks_without_the_weights_wait_for_those_that_have_them(store: Any) -> None:
-    own, last = member_of(store, "x", wait_s=65.0), Epoch(3, ("a", "x"), step=9)
-    assert not own._all_here(last, {"x": note(-1)}, (), 64.0)
-    assert own._all_here(last, {"x": note(-1), "a": note(9)}, (), 64.0)
-    with pytest.raises(RuntimeError, match="no rank that has the weights of step 9 has come within 65 s"):
-        own._all_here(last, {"x": note(-1)}, (), 66.0)
-
-
-def wait_for_line(store: Any, meeting: int) -> None:
-    """Wait until somebody has come to a meeting, or has asked to be let in there."""
-    key = f"{PREFIX}/said/{meeting - 1}"
+def wait_for_line(store: Any, meeting: int, name: str = "run") -> None:
+    """Wait until somebody has come to a meeting, or has asked to join there."""
+    key = f"sparsync/elastic/{name}/said/{meeting - 1}"
     while not (store.check([key]) and b'"position": ' in store.get(key)):
         time.sleep(0.01)
 
@@ -64,27 +55,27 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def met(store: Any, *names: str) -> Iterator[list[Members]]:
-    found = [member_of(store, each, ranks=len(names)) for each in names]
+def met(store: Any, *names: str, name: str = "run") -> Iterator[list[Members]]:
+    found = [member_of(store, each, ranks=len(names), name=name) for each in names]
     epochs = together(*(partial(each.join, note(0)) for each in found))
     assert all(each == epochs[0] for each in epochs)
     assert set(epochs[0].members) == set(names)
     for each in found:
         each.watch()
-    store.wait([f"{PREFIX}/epoch"])  # which a watcher writes down, for those that come later
+    store.wait([f"sparsync/elastic/{name}/epoch"])  # which a watcher writes
     yield found
     for each in found:
         each.close()
 
 
-def test_all_agree_on_the_members(store: Any) -> None:
-    with met(store, "a", "b", "c") as (a, b, c):
-        epochs = together(*(partial(each.meet, note(1)) for each in (a, b, c)))
-        assert [each.number for each in epochs] == [2, 2, 2]
+def moves(store: Any, *found: Members) -> None:
+    """Have members find another store at their address, as one that was started again."""
+    for each in found:
+        each._port, each._store = store.port, None
 
 
 class Clock:
-    """A time that goes on where somebody sleeps, and calls `each` after every tenth of a second."""
+    """A time that passes only in `sleep`, and calls `each` after every tenth of a second."""
 
     def __init__(self, each: Callable[[int], None] = lambda _: None) -> None:
         self.each, self.ticks, self.now_s = each, 0, 0.0
@@ -110,21 +101,6 @@ def test_whoever_gets_the_weights_part_by_part_is_waited_for_and_whoever_gets_no
         assert not a.wait_for("done/9", ["b"])
 
 
-def test_a_member_without_a_process_is_missing_soon_and_one_that_answers_is_waited_for(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members, "ANSWER_S", 2.0)
-    with met(store, "a", "b", "c") as (a, b, _):
-        notes = {"a": note(1, False), "b": note(1, False)}
-        assert not a._all_here(a.current, notes, ["a", "b"], waited=1.9)
-        assert a._all_here(a.current, notes, ["a", "b"], waited=2.1)
-        assert not a._all_here(a.current, notes, ["a", "b", "c"], waited=2.1)
-        assert a._all_here(a.current, notes, ["a", "b", "c"], waited=PATIENT_S + 1)
-        a.say("comes", asdict(note(1, False)))
-        b._do(b._look)  # what its watcher does when it is rung for
-        assert "b" in a._said().alive
-
-
 def test_one_that_was_left_out_finds_out_when_it_wakes_and_joins_again(store: Any) -> None:
     with met(store, "a", "b", "c") as (a, b, c), ThreadPoolExecutor(1) as threads:
         c._shut.set()  # as a frozen process, it answers nothing
@@ -143,74 +119,23 @@ def test_one_that_was_left_out_finds_out_when_it_wakes_and_joins_again(store: An
         assert list(asks.result().behind) == ["c"]
 
 
-@pytest.mark.parametrize("serves", [True, False])
-def test_one_that_is_to_join_asks_a_member_for_the_state(store: Any, serves: bool) -> None:
-    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
-        x = member_of(store, "x")
-        found = threads.submit(x.source)
-        while a.fetching != ["x"]:
-            assert not found.done(), found.result()
-            time.sleep(0.01)
-        own = a.answer("x", serves)
-        if not serves:
-            assert (own, found.result()) == (None, None)
-            return
-        source, theirs = found.result() or ("", own)
-        assert source == "a"
-        own.set("key", "value")
-        assert theirs.get("key") == b"value"
-
-
-def test_one_that_has_to_wait_asks_again_after_a_meeting(store: Any) -> None:
-    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
-
-        def is_asked() -> None:
-            while a.fetching != ["x"]:
-                assert not found.done(), found.result()
-                a.look()
-                time.sleep(0.01)
-
-        x = member_of(store, "x")
-        found = threads.submit(x.source)
-        is_asked()
-        a.meet(note(1))
-        a.store_of(a.current)  # writes it down
-        is_asked()
-        a.answer("x", True)
-        source, _ = found.result() or ("", None)
-        assert (source, x.current.number) == ("a", 2)
-
-
-def test_nobody_is_asked_for_the_state_where_nobody_trains(store: Any) -> None:
-    assert member_of(store, "x").source() is None
-    with met(store, "a", "b") as (a, b), ThreadPoolExecutor(1) as threads:
-        meets = threads.submit(a.meet, note(1))
-        wait_for_line(store, 2)
-        assert member_of(store, "x").source() is None
-        b.meet(note(1))
-        meets.result()
-
-
-def test_a_member_whose_process_has_ended_is_not_waited_for(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_whose_process_has_ended_is_not_waited_for_unless_it_was_never_reached(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(members, "ANSWER_S", 1000.0)
-    a, b = member_of(store, None), member_of(store, None)
+    a, b, unknown = member_of(store, None), member_of(store, None), Presence("127.0.0.1", store.port)
     together(*(partial(each.join, note(0)) for each in (a, b)))
     while b.own not in a._presence._reached:
         time.sleep(0.01)
+    unknown.close()
+    for each in (unknown.member, "no address"):
+        for call in (a._presence.reach, a._presence.ask):
+            call([each])
+            a._presence._asked[each].join()
+    assert a._presence.ended == set()
     a.timeout_s = 1000.0
     b._presence.close()
     assert a.meet(note(1, False)).gone == (b.own,)
-
-
-def test_one_that_could_never_be_reached_is_not_taken_to_have_ended(store: Any) -> None:
-    own, other = (Presence("127.0.0.1", store.port) for _ in range(2))
-    other.close()
-    for each in (other.member, "no address"):
-        for call in (own.reach, own.ask):
-            call([each])
-            own._asked[each].join()
-    assert own.ended == set()
-    own.close()
 
 
 def test_one_that_does_not_reach_the_store_does_not_go_on(store: Any) -> None:
@@ -228,7 +153,7 @@ def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
         again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for each in (a, b):
             each.close()  # their threads wait at the old store
-            each._port, each._store = again.port, None
+            moves(again, each)
             each.look()
         asks = threads.submit(member_of(again, "x", ranks=1).join, note(0))
         wait_for_line(again, 2)
@@ -246,8 +171,7 @@ def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(
         def said_and_restarted(*what: Any) -> None:
             say(*what)
             if a._port != again.port:
-                for each in (a, b):
-                    each._port, each._store = again.port, None
+                moves(again, a, b)
 
         monkeypatch.setattr(a, "say", said_and_restarted)
         epoch = a.meet(note(1, False))
@@ -271,11 +195,11 @@ def test_one_that_was_frozen_waits_in_an_empty_store_for_those_that_have_gone_on
         other.current = Epoch(2, ("x",))  # x has come, and b has ended: all that `frozen` knows of are gone
         frozen._presence.ended.add("b")
         frozen.close()
-        frozen._port, frozen._store = again.port, None
+        moves(again, frozen)
 
         def finds_the_store() -> None:
             time.sleep(0.3)
-            other._port, other._store = again.port, None
+            moves(again, other)
             other.look()
 
         if again_s:
@@ -300,8 +224,7 @@ def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> N
         alone.watch()
         assert not alone.dropped
         a._do(a._ring)  # the watcher of a finds another store at its address
-        for each in (a, b):
-            each._port, each._store = again.port, None
+        moves(again, a, b)
         a._do(a._ring)
         for _ in range(1200):
             if alone.dropped:
@@ -311,60 +234,12 @@ def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> N
         alone.close()
 
 
-def test_fewer_than_the_least_do_not_go_on(store: Any) -> None:
-    with met(store, "a", "b") as (a, _):
-        a._least, a._wait_s, a.timeout_s = 2, 1.0, 0.5
-        with pytest.raises(RuntimeError, match=r"1 ranks are left after 1 s, and at least 2 are to go on"):
-            a.meet(note(1, False))
-
-
-def test_a_first_meeting_of_too_few_says_how_many_came(store: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"1 of 2 ranks have come within 0\.3 s; start the others, or pass ranks=1"):
-        member_of(store, "a", wait_s=0.3).join(note(0))
-
-
-def test_what_nobody_can_read_is_ignored(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
-        for number in (1, 2):
-            own = {"position": [9], "step": 9, "whole": False}
-            for line in (
-                "no JSON",
-                "[]",
-                '["c", "comes"]',
-                '["c", "comes", {"step": 1}]',
-                '["c", "next", "{"]',
-                '["c", "stop", "x"]',
-            ):
-                store.append(f"{PREFIX}/said/{number}", f"{line}\n")
-            store.append(f"{PREFIX}/said/{number}", f"{json.dumps(['c', 'asks', own])}\n")
-        epochs = together(*(partial(each.meet, note(1)) for each in (a, b)))
-        assert epochs[0] == epochs[1]
-        assert (set(epochs[0].members), list(epochs[0].behind)) == ({"a", "b", "c"}, ["c"])
-        assert a.stop_at is None
-
-
-def test_one_of_another_release_or_with_other_settings_is_refused_before_it_joins(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_with_other_settings_is_refused_before_it_joins(store: Any) -> None:
     a, b = member_of(store, "a"), member_of(store, "b")
     a.agree("TopK(density=0.1)\nGradients()")
     b.agree("TopK(density=0.1)\nGradients()")
     with pytest.raises(RuntimeError, match=r"begun with 'Gradients\(\)', and this process has 'Steps\(\)'; give all"):
         b.agree("TopK(density=0.1)\nSteps()")
-    monkeypatch.setattr(members, "VERSION", board.VERSION + 1)
-    with pytest.raises(
-        RuntimeError, match="begun with 'release 4 of what members say', and this process has 'release 5"
-    ):
-        b.agree("TopK(density=0.1)\nGradients()")
-
-
-def test_a_run_whose_members_are_all_gone_is_named(store: Any) -> None:
-    with met(store, "a"):
-        pass
-    with pytest.raises(
-        RuntimeError, match=r"no member of epoch 1 of this run has answered for 0\.5 s.*remembers the members a"
-    ):
-        member_of(store, "x", wait_s=0.5).join(note(0))
 
 
 def test_a_step_to_stop_before_is_the_first_that_was_named_and_of_its_epoch(store: Any) -> None:
@@ -402,3 +277,64 @@ def test_an_end_waits_for_tries_to_connect_which_the_end_of_the_interpreter_woul
     monkeypatch.setattr(board, "TCPStore", slow)
     Members("127.0.0.1", 1, "run", Presence("127.0.0.1", 1), ranks=1, least=1, wait_s=1.0).close()
     assert ended.is_set()
+
+
+def test_a_meeting_waits_for_members_that_may_come(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "ANSWER_S", 2.0)
+    own, last = member_of(store, "x", wait_s=65.0), Epoch(3, ("a", "x"), step=9)
+    assert own._all_here(last, {"x": note(-1), "a": note(9)}, (), 64.0)
+    assert not own._all_here(last, {"x": note(-1)}, (), 64.0)  # "a" has the weights
+    with pytest.raises(RuntimeError, match="no rank that has the weights of step 9 has come within 65 s"):
+        own._all_here(last, {"x": note(-1)}, (), 66.0)
+    here = {"x": note(9, False)}
+    assert [own._all_here(last, here, ["x"], waited) for waited in (1.9, 2.1)] == [False, True]
+    assert [own._all_here(last, here, ["a", "x"], waited) for waited in (2.1, PATIENT_S + 1)] == [False, True]
+    with met(store, "a", "b") as (a, b):
+        a.say("comes", asdict(note(1, False)))
+        b._do(b._look)  # as its watcher does when the bell rings
+        assert "b" in a._said().alive
+
+
+def test_a_process_asks_a_training_member_for_the_state_again_after_a_meeting(store: Any) -> None:
+    assert member_of(store, "x").source() is None  # nobody is there
+    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
+
+        def asks(name: str) -> Any:
+            found = threads.submit(member_of(store, name).source)
+            is_asked(found, name)
+            return found
+
+        def is_asked(found: Any, name: str) -> None:
+            while name not in a.fetching:
+                assert not found.done(), found.result()
+                a.look()
+                time.sleep(0.01)
+
+        found = asks("x")
+        a.meet(note(1))
+        a.store_of(a.current)  # writes the epoch
+        is_asked(found, "x")
+        own = a.answer("x", True)
+        source, theirs = found.result() or ("", own)
+        own.set("key", "value")
+        assert (source, theirs.get("key")) == ("a", b"value")
+        found = asks("y")
+        assert (a.answer("y", False), found.result()) == (None, None)
+    with met(store, "c", "d", name="other") as (c, d), ThreadPoolExecutor(1) as threads:
+        meets = threads.submit(c.meet, note(1))
+        wait_for_line(store, 2, "other")
+        assert member_of(store, "x", name="other").source() is None  # nobody trains
+        d.meet(note(1))
+        meets.result()
+
+
+def test_waits_that_end_say_who_is_missing(store: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"1 of 2 ranks have come within 9 s; start the others, or pass ranks=1"):
+        member_of(store, "a", wait_s=9.0)._all_here(Epoch(), {"a": note(0)}, (), 9.1)
+    with met(store, "a", "b") as (a, _):
+        a._least, a._wait_s, a.timeout_s = 2, 3.0, 0.5
+        with pytest.raises(RuntimeError, match=r"1 ranks are left after 3 s, and at least 2 are to go on"):
+            a.meet(note(1, False))
+    gone = r"no member of epoch 1 of this run has answered for 3 s.*remembers the members [ab], [ab];"
+    with pytest.raises(RuntimeError, match=gone):
+        member_of(store, "x", wait_s=3.0).join(note(0))

@@ -1,5 +1,6 @@
-"""Runs that go on while ranks die, freeze, leave and join: replicas stay the same, and nothing is lost unsaid."""
+"""Runs that continue while ranks die, freeze, leave and join: replicas stay the same, and nothing is lost unsaid."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -7,126 +8,91 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import sparsync
 import sparsync_elastic as elastic
 from helpers.distributed import run_fresh as run_on
-from helpers.elastic_runs import LastStep, digest_of, network, patient_run
+from helpers.elastic_runs import (
+    LastStep,
+    Training,
+    assert_equal,
+    assert_same_weights,
+    network,
+    patient_run,
+    served,
+    signals_at,
+)
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync_elastic.__main__ import main
-from sparsync_elastic.board import TCPStore
+from sparsync_elastic.board import store_address
 from sparsync_elastic.epochs import Factors
 from sparsync_elastic.trained import Trained
 from sparsync_elastic.world import receive, send
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":29400", "host:0", "host:70000", "host:port"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"address must be host:port of the store, such as 10\.0\.0\.1:29400, got "):
-        elastic.Run(address)
-
-
-def test_numbers_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"least must be in \[1, ranks=2\], got 3"):
-        elastic.Run("host:1", ranks=2, least=3)
-    with pytest.raises(ValueError, match=r"timeout_s and wait_s must be above 0 seconds, got 0\.0 and 300\.0"):
-        elastic.Run("host:1", timeout_s=0.0)
-
-
-EXCHANGES = {
-    "steps": sparsync.Steps(),
-    "local": sparsync.LocalSteps(every=3),
-    "gradients": sparsync.Gradients(),
-}
+        store_address(address)
 
 
 @dataclass
 class Told:
-    """What a rank says of its training."""
+    """What a rank tells of its training."""
 
     steps: int = 0
     left: bool = False
     digests: dict[tuple[int, int], str] = field(default_factory=dict)  # of the common weights, by epoch and step
     sizes: list[int] = field(default_factory=list)
     lost: list[elastic.Lost] = field(default_factory=list)
-    rates: set[float] = field(default_factory=set)
-    refused: str = ""
+    rate: float = 0.0
 
 
-def trained(port: int, exchange: str, wrapped: bool, killed: int, leaves: int, joins: int) -> Told:
-    """Train; rank `killed` dies in step 6, `leaves` goes after step 9, and `joins` comes when the others have done 12."""
-    number = dist.get_rank()
-    bare = network()
-    dist.destroy_process_group()
-    signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    if number == joins:
+def trained(port: int, exchange: str, wrapped: bool) -> Told:
+    """Train 3 ranks; rank 1 dies in step 6, rank 2 leaves after step 9, and rank 3 joins when the others have done 12."""
+    number, bare, signals = dist.get_rank(), network(), signals_at(port)
+    if number == 3:
         signals.wait(["twelve", "left"])
     run = patient_run(port, ranks=3)
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
-    model = nn.parallel.DistributedDataParallel(bare) if wrapped else bare
-    scheme = (
-        sparsync.schemes.TwoShot(density=0.2, values="sign")
-        if exchange != "gradients"
-        else sparsync.schemes.ExactMiCRO(density=0.2)
-    )
-    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
-    run.add(model, handle, optimizer, schedule)
-    told, last = Told(), LastStep(run, number == joins)
+    scheme = sparsync.schemes.ExactMiCRO(density=0.2) if exchange == "gradients" else None
+    training = Training(run, exchange, wrapped, scheme, bare)
+
+    def dies() -> None:
+        if step == 6 and number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    told, last = Told(), LastStep(run, number == 3)
     for step in run.steps(cast("int", last)):
         with run.attempt():
-            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + run.rank))
-            optimizer.zero_grad()
-            (model(inputs) - inputs[:, :5].sin()).square().mean().backward()
-            if step == 6 and number == killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if exchange == "gradients" and not wrapped:
-                handle.reduce()
-            optimizer.step()
-            schedule.step()
-            if step == 9 and number == leaves:
+            training.step(100 * step + run.rank, dies)
+            if step == 9 and number == 2:
                 run.leave()
-            if exchange != "local" or handle.exchanged * 3 == run.step:
-                told.digests[run.epoch.number, run.step] = digest_of(bare, handle)
+            if training.is_common:
+                told.digests[run.epoch.number, run.step] = training.digest()
             told.sizes.append(run.size)
             if run.step == 12:
                 signals.set("twelve", "")
             if run.step >= 9 and not last.is_known:
                 time.sleep(0.05)  # until the one that joins is there
-    told.steps, told.left, told.lost = run.step, run.left, run.lost
+    told.steps, told.left, told.lost, told.rate = (
+        run.step,
+        run.left,
+        run.lost,
+        float(training.schedule.get_last_lr()[0]),
+    )
     if told.left:
         signals.set("left", "")
-    told.rates = {group["lr"] for group in optimizer.param_groups}
     run.close()
     return told
 
 
-def check(found: list[Told], leaves: int) -> None:
-    """All ranks have had the same weights after the same step, and those that stayed have taken every step."""
-    seen: dict[tuple[int, int], str] = {}
-    for number, told in enumerate(found):
-        assert told.left == (number == leaves)
-        assert told.steps == found[-1].steps or told.left
-        for place, digest in told.digests.items():
-            assert seen.setdefault(place, digest) == digest, place
-    assert len({frozenset(each.rates) for each in found if not each.left}) == 1
-
-
-CASES = [
-    ("steps", False),
-    ("steps", True),
-    ("local", False),
-    ("local", True),
-    ("gradients", False),
-    ("gradients", True),
-]
+CASES = [(exchange, wrapped) for exchange in ("steps", "local", "gradients") for wrapped in (False, True)]
 
 
 @pytest.mark.distributed
@@ -135,54 +101,30 @@ CASES = [
     [pytest.param(*case, marks=[] if case == ("steps", True) else pytest.mark.slow) for case in CASES],
 )
 def test_a_rank_dies_one_leaves_and_one_joins(exchange: str, wrapped: bool) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = run_on(
-        trained,
-        4,
-        doomed=[1],
-        port=store.port,
-        exchange=exchange,
-        wrapped=wrapped,
-        killed=1,
-        leaves=2,
-        joins=3,
-    )
-    stayed = [each for number, each in enumerate(found) if number != 1]
-    check(stayed, leaves=1)
-    assert [each.sizes[-1] for each in stayed] == [2, 2, 2]
-    assert {1, 2, 3} == set(stayed[0].sizes) | {1}
-    assert [each.what for each in stayed[0].lost][:1] == ["what this rank had not sent, unless it comes back"]
-    assert stayed[2].lost == []
+    store = served()
+    first, _, left, joined = run_on(trained, 4, doomed=[1], port=store.port, exchange=exchange, wrapped=wrapped)
+    assert_same_weights([each.digests for each in (first, left, joined)])
+    assert [each.left for each in (first, left, joined)] == [False, True, False]
+    assert (first.steps, first.rate, first.sizes[-1]) == (joined.steps, joined.rate, joined.sizes[-1])
+    assert {2, 3} <= set(first.sizes) and (left.sizes[-1], joined.sizes[-1]) == (2, 2)
+    assert [each.what for each in first.lost][:1] == ["what this rank had not sent, unless it comes back"]
+    assert joined.lost == []
 
 
-def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return what this rank has not sent before and after another one has left, each as a sum over parameters by name."""
-    number = dist.get_rank()
-    bare = network()
-    dist.destroy_process_group()
-    run = patient_run(port, ranks=3)
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
-    scheme = sparsync.schemes.TwoShot(density=0.1, values="int4")
-    handle: Any = sparsync.attach(bare, scheme, optimizer=optimizer, exchange=sparsync.Steps())
-    run.add(bare, handle, optimizer)
+def mass(port: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what this rank holds back before and after another one has left."""
+    number, bare, run = dist.get_rank(), network(), patient_run(port, ranks=3)
+    training = Training(run, scheme=sparsync.schemes.TwoShot(density=0.1, values="int4"), bare=bare)
     before, after = {}, {}
-
-    def changed(of: elastic.Run) -> None:
-        if of.epoch.leaving:
-            after.update(handle.state.state_dict()["residual"])
-
-    run.on_change = changed
-    for step in run.steps(60):  # more than it takes to leave where others hear late of it
+    run.on_change = lambda of: after.update(training.residual) if of.epoch.leaving else None
+    for step in run.steps(60):  # more than it takes to leave even if others hear late of it
         with run.attempt():
-            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + run.rank))
-            optimizer.zero_grad()
-            bare(inputs).square().mean().backward()
-            optimizer.step()
+            training.step(100 * step + run.rank)
             if step == 4 and number == 0:
                 run.leave()
             if run.size == 3:
                 time.sleep(0.02)
-                before = handle.state.state_dict()["residual"]
+                before = training.residual
     run.close()
     return before, after
 
@@ -190,90 +132,125 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_what_a_leaving_rank_has_not_sent_is_handed_over_for_the_mean_over_those_that_stay() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = served()
     (gone, nothing), *stayed = run_on(mass, 3, port=store.port)
     assert nothing == {}
-    share = 2 / 3
-    heirs = [
-        all(torch.equal(after[name], share * (before[name] + gone[name])) for name in gone) for before, after in stayed
-    ]
-    others = [all(torch.equal(after[name], share * before[name]) for name in gone) for before, after in stayed]
-    assert sorted(zip(heirs, others, strict=True)) == [(False, True), (True, False)]
+    share, heirs = 2 / 3, list[bool]()
+    for before, after in stayed:
+        heirs.append(not all(torch.equal(after[name], share * before[name]) for name in gone))
+        handed = gone if heirs[-1] else dict.fromkeys(gone, 0.0)
+        assert all(torch.equal(after[name], share * (before[name] + handed[name])) for name in gone)
+    assert sorted(heirs) == [False, True]
 
 
-def local(seed: int, comm: sparsync.Comm) -> tuple[nn.Module, LocalTraining]:
+class Fault(NamedTuple):
+    """What a rank tells of a run in which the last rank has a fault."""
+
+    member: str
+    error: str
+    steps: int
+    size: int
+
+
+def fault(port: int, what: str) -> Fault:
+    """Train 3 ranks; from step 2 on, while all are there, the last one is too slow, or calls another collective."""
+    number, signals, run = dist.get_rank(), signals_at(port), patient_run(port, timeout_s=12.0, ranks=3)
+    training = Training(run, "gradients", wrapped=what == "slow", scheme=sparsync.schemes.TopK(0.2))
+
+    def errs() -> None:
+        if step >= 2 and number == 2 and run.size == 3:
+            time.sleep(15.0) if what == "slow" else dist.barrier()
+
+    error = ""
+    try:
+        for step in run.steps(24):
+            if run.size == 1:
+                time.sleep(1.0)  # the others ask to join again
+            with run.attempt():
+                errs()
+                training.step(step)
+    except RuntimeError as raised:
+        error = str(raised)
+    told = Fault(run.member, error, run.step, run.size)
+    signals.add("done", 1)
+    while signals.add("done", 0) < 3:
+        time.sleep(0.05)
+    with contextlib.suppress(RuntimeError):
+        run.close()
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", ["barrier", "slow"])
+def test_a_rank_that_is_too_slow_or_errs_is_told_why_and_the_others_continue(what: str) -> None:
+    store = served()
+    *others, out = run_on(fault, 3, port=store.port, what=what)
+    assert [(each.error, each.steps, each.size) for each in others] == [("", 24, 2)] * 2
+    assert out.error.startswith(f"this rank, {out.member}, is left out of the run: ")
+    assert f"the others waited for {out.member} (" in out.error
+
+
+def learnt(seed: int, comm: sparsync.Comm) -> tuple[LocalTraining, list[Tensor], list[Tensor]]:
+    """Return local steps after one that has learnt, the weights before it, and what it has learnt."""
     torch.manual_seed(seed)
     model = nn.Linear(4, 3)
-    return model, LocalTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), sparsync.schemes.Dense(), every=4, comm=comm
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    local = LocalTraining(model, optimizer, sparsync.schemes.Dense(), every=4, comm=comm)
+    start = [each.detach().clone() for each in model.parameters()]
+    with torch.no_grad():
+        local._before_optimizer()
+        for each in model.parameters():
+            each.sub_(0.25)
+    local.step()
+    return local, start, [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
 
 
 def test_what_a_late_rank_has_learnt_by_local_steps_waits_for_the_next_exchange() -> None:
-    (_, ahead), (model, late) = (sparsync.comm.LocalWorld(1).run(partial(local, seed))[0] for seed in (0, 1))
-    start = [each.detach().clone() for each in model.parameters()]
-    with torch.no_grad():
-        late._before_optimizer()
-        for each in model.parameters():
-            each.sub_(0.25)
-    late.step()
-    learnt = [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
+    ((ahead, _, _),) = sparsync.comm.LocalWorld(1).run(lambda comm: learnt(0, comm))
+    ((late, _, own),) = sparsync.comm.LocalWorld(1).run(lambda comm: learnt(1, comm))
+    ahead.flush()
     common = [each.detach().clone() for each in ahead.model.parameters()]
     late.restore(ahead.snapshot()._replace(own=None))
-    for each, theirs, change in zip(model.parameters(), common, learnt, strict=True):
-        assert torch.equal(each, theirs + change)
+    due = [a + b for a, b in zip(common, own, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(late.model.parameters(), due, strict=True))
     late.flush()
     with late.averaged():
-        assert all(torch.equal(a, b + c) for a, b, c in zip(model.parameters(), common, learnt, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(late.model.parameters(), due, strict=True))
 
 
 def test_what_local_steps_have_learnt_is_multiplied_with_what_waits() -> None:
-    ((model, handle),) = sparsync.comm.LocalWorld(1).run(partial(local, 0))
-    start = [each.detach().clone() for each in model.parameters()]
-    with torch.no_grad():
-        handle._before_optimizer()
-        for each in model.parameters():
-            each.sub_(0.25)
-    handle.step()
-    learnt = [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
-    run = Trained(model, handle, handle.optimizers, ())
+    ((local, start, own),) = sparsync.comm.LocalWorld(1).run(lambda comm: learnt(0, comm))
+    run = Trained(local.model, local, local.optimizers, ())
     assert run.multiply(lambda _: Factors(held=9.0, still=9.0, learnt=0.5)) == 9.0
-    assert all(torch.equal(a.detach(), b + c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
-    handle.flush()
-    assert all(torch.allclose(a, b + 0.5 * c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
+    weights = list(local.model.parameters())
+    assert all(torch.equal(a.detach(), b + c) for a, b, c in zip(weights, start, own, strict=True))
+    local.flush()
+    assert all(torch.allclose(a, b + 0.5 * c) for a, b, c in zip(weights, start, own, strict=True))
 
 
-def clipped(moved: bool) -> dict[str, torch.Tensor]:
-    """Return the residual after steps of which one was clipped, where the handle is `moved` to a group of the same ranks then."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    scheme = sparsync.schemes.TopK(density=0.1)
-    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=sparsync.Gradients())
-    for step in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        handle.reduce()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step in (2, 4) else 1e3)
-        optimizer.step()
-        if moved and step == 4:
-            handle.regroup(sparsync.comm.GroupComm.private())
-    return handle.state_dict()["scheme"]["residual"]
+def moved() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Return pairs of residuals that are to be equal."""
 
+    def attached(density: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        scheme = sparsync.schemes.TopK(density)
+        return model, optimizer, sparsync.attach(model, scheme, optimizer=optimizer, exchange=sparsync.Gradients())
 
-@pytest.mark.distributed
-def test_a_move_to_another_group_keeps_the_residual_of_a_clipped_step() -> None:
-    (stayed,), (moved,) = run_on(clipped, 1, moved=False), run_on(clipped, 1, moved=True)
-    assert stayed.keys() == moved.keys() and any(each.any() for each in stayed.values())
-    assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
+    def clipped(regroups: bool) -> dict[str, Tensor]:
+        model, optimizer, handle = attached(0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            handle.reduce()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step in (2, 4) else 1e3)
+            optimizer.step()
+            if regroups and step == 4:
+                handle.regroup(sparsync.comm.GroupComm.private())
+        return handle.state_dict()["scheme"]["residual"]
 
-
-def slowed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the residual of a rank before and after the first step with one whose rate is half of its last one."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    handle: Any = sparsync.attach(
-        model, sparsync.schemes.TopK(density=0.1), optimizer=optimizer, exchange=sparsync.Gradients()
-    )
+    model, optimizer, handle = attached(0.1)
     for step in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -284,14 +261,15 @@ def slowed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     shared = {**others.shared, "rates": dict.fromkeys(others.shared["rates"], 5e-3)}
     handle.restore(others._replace(shared=shared, own=None))
     handle._rescaler.rescale()
-    return before, handle.state_dict()["scheme"]["residual"]
+    after = handle.state_dict()["scheme"]["residual"]
+    return [(clipped(False), clipped(True)), ({name: 2 * each for name, each in before.items()}, after)]
 
 
 @pytest.mark.distributed
-def test_the_residual_of_a_rank_that_is_behind_follows_the_rate_of_the_others() -> None:
-    ((before, after),) = run_on(slowed, 1)
-    assert any(each.any() for each in before.values())
-    assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+def test_residuals_survive_a_new_group_after_a_clipped_step_and_follow_the_rate_of_the_others() -> None:
+    ((new_group, half_rate),) = run_on(moved, 1)
+    assert_equal(*new_group)
+    assert_equal(*half_rate)
 
 
 class Sends:
@@ -308,13 +286,13 @@ class Mailbox:
     """A process group of one, which receives what it has sent."""
 
     def __init__(self) -> None:
-        self._sent: list[torch.Tensor] = []
+        self._sent: list[Tensor] = []
 
-    def send(self, parts: list[torch.Tensor], to: int, tag: int) -> "Mailbox":
+    def send(self, parts: list[Tensor], to: int, tag: int) -> "Mailbox":
         self._sent.append(parts[0].clone())
         return self
 
-    def recv(self, parts: list[torch.Tensor], source: int, tag: int) -> "Mailbox":
+    def recv(self, parts: list[Tensor], source: int, tag: int) -> "Mailbox":
         parts[0].copy_(self._sent.pop(0))
         return self
 
@@ -333,57 +311,69 @@ def test_what_a_member_sends_makes_tensors_and_calls_nothing() -> None:
     assert ran == []
 
 
-def refusals(port: int) -> list[str]:
+def refusals(port: int) -> dict[str, str]:
     """Return what a run says of what it cannot train."""
-    told = []
+    told = dict[str, str]()
 
-    def tell(call: Callable[[], Any]) -> None:
+    def tell(what: str, call: Callable[[], Any]) -> None:
         try:
             call()
         except (RuntimeError, TypeError, ValueError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+            told[what] = f"{type(error).__name__}: {error}"
 
-    tell(lambda: elastic.Run(f"127.0.0.1:{port}"))
+    address, model = f"127.0.0.1:{port}", nn.Linear(2, 2)
+    tell("initialised", lambda: elastic.Run(address))
     dist.destroy_process_group()
-    run = elastic.Run(f"127.0.0.1:{port}")
-    tell(lambda: next(run.steps(1)))
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = sparsync.LocalSteps(every=4, delay=2)
-    handle: Any = sparsync.attach(model, sparsync.schemes.Dense(), optimizer=optimizer, exchange=exchange)
-    tell(lambda: run.add(model, handle, optimizer))
-    other = nn.Linear(2, 2)
-    unknown: Any = sparsync.attach(other, sparsync.schemes.Dense(), exchange=sparsync.Gradients())
-    tell(lambda: run.add(other, unknown, torch.optim.SGD(other.parameters(), lr=0.1)))
-    unknown.close()
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    own: Any = sparsync.attach(other, sparsync.schemes.Dense(), optimizer=optimizer, exchange=sparsync.Gradients())
-    run.add(other, own, optimizer)
+    tell("least", lambda: elastic.Run(address, ranks=2, least=3))
+    tell("timeout", lambda: elastic.Run(address, timeout_s=0.0))
+    run = elastic.Run(address)
+    tell("nothing", lambda: next(run.steps(1)))
+
+    def add(**attached: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = {"optimizer": optimizer} if attached.pop("with_optimizer", True) else {}
+        handle: Any = sparsync.attach(model, sparsync.schemes.Dense(), **given, **attached)
+        try:
+            run.add(model, handle, optimizer)
+        except ValueError:
+            handle.close()
+            raise
+
+    tell("delay", lambda: add(exchange=sparsync.LocalSteps(every=4, delay=2)))
+    tell("optimizer", lambda: add(exchange=sparsync.Gradients(), with_optimizer=False))
+    add(exchange=sparsync.Gradients())
+    told["settings"] = run._trained[0].settings_text()
+    next(run.steps(1))
 
     def errs() -> None:
-        next(run.steps(1))
         with run.attempt():
             raise ValueError("of the program itself")
 
-    tell(errs)
+    tell("own", errs)
     run.close()
     return told
 
 
 @pytest.mark.distributed
 def test_what_a_run_cannot_train_and_errors_of_the_program_itself_are_raised() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    initialised, nothing, delayed, uncounted, own = run_on(refusals, 1, port=store.port)[0]
-    assert initialised.startswith("RuntimeError: torch.distributed is initialised already")
-    assert (
-        nothing == "RuntimeError: there is nothing to train; call run.add(model, handle, optimizer) before run.steps()"
-    )
-    assert delayed.startswith("ValueError: a run takes local steps without a delay, got delay=2")
-    assert uncounted.endswith("which this handle does not know; pass optimizer= to sparsync.attach")
-    assert own == "ValueError: of the program itself"
+    store = served()
+    (told,) = run_on(refusals, 1, port=store.port)
+    for what, begin in {
+        "initialised": "RuntimeError: torch.distributed is initialised already",
+        "least": "ValueError: least must be in [1, ranks=2], got 3",
+        "timeout": "ValueError: timeout_s and wait_s must be above 0 seconds, got 0.0 and 300.0",
+        "nothing": "RuntimeError: there is nothing to train; call run.add",
+        "delay": "ValueError: a run takes local steps without a delay, got delay=2",
+        "optimizer": "ValueError: a run counts optimizer steps, but this handle has no optimizer",
+        "own": "ValueError: of the program itself",
+        "settings": "a model without DistributedDataParallel\n",  # which ranks compare before they join
+    }.items():
+        assert told[what].startswith(begin), told[what]
 
 
-def test_a_store_serves_until_it_is_told_to_end(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_store_serves_until_it_is_told_to_end_and_names_a_port_that_is_taken(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
 
     def end() -> None:
@@ -398,10 +388,7 @@ def test_a_store_serves_until_it_is_told_to_end(capfd: pytest.CaptureFixture[str
         for each, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(each, handler)
     assert capfd.readouterr().out.startswith("serving on port ")
-
-
-def test_a_store_at_a_port_that_is_taken_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    taken = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    taken = served()
     with pytest.raises(SystemExit):
         main(["--port", str(taken.port)])
-    assert f"cannot listen on port {taken.port}: " in capsys.readouterr().err
+    assert f"cannot listen on port {taken.port}: " in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What benchmarks share: the loop over cases, measurements on several ranks, memory in fresh processes, and JSON lines."""
+"""The loop over cases, measurements on several ranks, memory in new processes, and JSON lines, for benchmarks."""
 
 import argparse
 import gc

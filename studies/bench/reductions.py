@@ -1,14 +1,13 @@
-"""What reducing all elements costs its own process: processor time and memory of schemes in few bits, on gradients that are given.
+"""Measures processor time and memory of reducing all elements by schemes in few bits, on given gradients.
 
     python -m studies bench reductions [--ranks 2,4 --n 4000000 --schemes quantized:values=int4,bf16,... --rounds 12] [--json -]
     python -m studies bench reductions --memory [--ranks 2]
 
 Torch computes with one thread. One JSON line a case. "bf16 hook" is a hook of five lines: to bfloat16, an all-reduce, a copy back.
 
-Time: ranks are threads of one process, of which one runs at a time, so the seconds of a thread, a mean over ranks, are all that a
-reduction computes, and none that it waits or sends. `passes` is the median over rounds of a case's seconds to those of
-torch.add(a, b, out=c) over as many float32 elements, 12 bytes each, in the same round. The cases are interleaved, in changing order. The
-mean is compared with the exact one.
+Time: ranks are threads of one process, and one runs at a time, so the seconds of a thread, a mean over ranks, are computing time without
+waits and transfers. `passes` is the median over rounds of a case's seconds to those of torch.add(a, b, out=c) over as many float32
+elements, 12 bytes each, in the same round. The cases are interleaved, in changing order. The mean is compared with the exact one.
 
 Memory: ranks are processes, joined by gloo. `settled` and `peak` are bytes per element of rank 0, as Linux counts them, after some steps
 and at most, besides the gradient: `settled` has the residual. The C library is told to give back at once what is freed.

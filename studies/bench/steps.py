@@ -1,13 +1,13 @@
-"""What a step costs its own process: processor time and memory of AdamWSteps beside torch's AdamW, on gradients that are given.
+"""Measures processor time and memory of a step by AdamWSteps beside torch's AdamW, on given gradients.
 
     python -m studies bench steps [--ranks 1,2,4 --width 128 --layers 5 --density 0.07 --values sign] [--json -]
     python -m studies bench steps --memory --width 512 [--ranks 1,4 --bucket-mb 25]
 
 The parameters are those of a GPT; the defaults have 1 M, a width of 512 has 16 M. One JSON line a case. Torch computes with one thread.
 
-Time: ranks are threads of one process, of which one runs at a time, so the seconds of rank 0's thread are all that a step computes, and
-none that it waits. The cases are interleaved, in changing order; `ratio` is the median over rounds of a case's seconds to those of torch's
-fused AdamW in the same round. `backward_s` is what forward and backward pass take longer than without the handle.
+Time: ranks are threads of one process, and one runs at a time, so the seconds of rank 0's thread are computing time without waits. The
+cases are interleaved, in changing order; `ratio` is the median over rounds of a case's seconds to those of torch's fused AdamW in the same
+round. `backward_s` is what forward and backward pass take longer than without the handle.
 
 Memory: ranks are processes, joined by gloo. `settled` and `peak` are bytes per parameter of rank 0, as Linux counts them, after some steps
 and at most, besides weights and gradients; the C library is told to give back at once what is freed. With few parameters they are noise.

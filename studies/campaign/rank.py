@@ -1,4 +1,4 @@
-"""The process of one rank of a trial: joins the group, trains, and tells how it ended."""
+"""The process of one rank of a trial: joins the group, trains, and tells how it ends."""
 
 import os
 import time
@@ -16,12 +16,12 @@ from studies.trials.process import Seat, Tell, await_all
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 JOIN_S = 60.0  # for the processes of a trial to start, on a machine that is busy
 RANDOM_PAUSE_S = 0.004  # where the fault comes at a random time
-# Files by which the supervisor tells all ranks to begin, that the link of one is cut, and that all have ended.
+# Files of the supervisor: all ranks may begin, the link of one is cut, all have ended.
 GO, CUT, END = "go", "cut", "end"
 
 
 def run(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool) -> None:
-    """Train, and end the process. Tells that it has `joined`, is `ready`, of the `strike`, and is `done` or has `left`."""
+    """Train, and end the process. Tells `joined`, `ready`, `strike`, and `done` or `left`."""
 
     def work(tell: Tell) -> None:
         try:
@@ -31,13 +31,13 @@ def run(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool) -> None:
             tell(left="")
             return
         tell(done=digest)
-        await_told(seat, END)  # a store that closes is an error for those that still train
+        await_told(seat, END)  # closing the store would be an error for ranks that still train
 
     process.run(seat, work, finalizes=False)
 
 
 def await_told(seat: Seat, what: str) -> None:
-    """Wait until the supervisor has made a file; it ends the processes that wait too long."""
+    """Wait until the supervisor has made a file; it ends processes that wait too long."""
     await_all((seat.folder / what).exists, float("inf"))
 
 

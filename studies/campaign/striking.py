@@ -1,4 +1,4 @@
-"""The fault inside the rank that it strikes, at its moment: in a phase, at a message, after a bucket or between steps."""
+"""Strikes a rank with a fault from inside: in a phase, at a message, after a bucket or between steps."""
 
 import os
 import signal
@@ -14,25 +14,25 @@ from studies.campaign.training import ModelTraining, RankTraining
 from studies.campaign.trials import ALL, CHANGED, GONE, MADE_OTHERWISE, RAISED, WITHIN, Trial
 from studies.trials.process import Tell
 
-CAUSE = "no luck today"  # the message of exceptions that are raised on purpose
+CAUSE = "no luck today"  # the message of exceptions raised on purpose
 DELAY = 0.4  # of the timeout
-LOOK_FOR = 3  # steps in which the moment may come; then the fault strikes between two steps
-# The step before which the state is saved that rank 0, or all of them, load later. After its first step DDP makes its buckets anew.
+LOOK_FOR = 3  # steps in which the moment may come; after them the fault strikes between two steps
+# The step before which the state is saved that rank 0 or all ranks load later; after its first step DDP rebuilds its buckets.
 SAVED_STEP = 2
-AHEAD = 3  # steps that one rank counts too many
+AHEAD = 3  # steps by which one rank miscounts
 _CALLS = ("announce", "settle", "send_recv", "all_gather", "all_to_all", "all_reduce")
 
 
 class LeaveEarly(BaseException):
-    """This rank ends normally."""
+    """Ends this rank normally, too early."""
 
 
 class FaultError(Exception):
-    """An exception that is raised on purpose."""
+    """Raised on purpose."""
 
 
 class Striker:
-    """Strikes once, on the victim of `trial`; on the other ranks it does nothing.
+    """Strikes once, on the victim of `trial`, and does nothing on other ranks.
 
     The supervisor is told of the strike before it happens; `await_cut` returns once it has cut the link of a partition.
     """
@@ -59,12 +59,12 @@ class Striker:
             self._watch_phases()
 
     def begins_setup(self) -> None:
-        """Tell of a rank that is made otherwise than the others."""
+        """Tell of a model or scheme that differs from the others'."""
         if self.armed and self.trial.fault in MADE_OTHERWISE:
             self._tell("where the model or the scheme is made")
 
     def watch(self, training: RankTraining) -> None:
-        """Take note of every bucket that the scheme of this training has reduced."""
+        """Count the buckets that the scheme of this training reduces."""
         if not self.armed or training.handle is None:
             return
         state = training.handle.state
@@ -73,7 +73,7 @@ class Striker:
                 setattr(state, name, self._then(inner))
 
     def begins(self, step: int, training: RankTraining) -> None:
-        """Strike, if it is time, before this step of the training."""
+        """Strike before this step if it is time."""
         if isinstance(training, ModelTraining):
             self._disturb(step, training)
         if not self.armed:
@@ -92,7 +92,7 @@ class Striker:
             self._tell(f"in the batch of step {step}")
 
     def goes_back(self, training: RankTraining, error: Exception) -> int:
-        """Load what was saved on this rank, after an error that all ranks get, and return the step to go on with."""
+        """Load the saved state after an error that all ranks get, and return the next step."""
         if not isinstance(training, ModelTraining) or CAUSE not in "; ".join(
             [str(error), *getattr(error, "__notes__", [])]
         ):
@@ -102,7 +102,7 @@ class Striker:
         return SAVED_STEP
 
     def strike(self, where: str) -> None:
-        """Let it happen, here and now."""
+        """Do what the fault does, now."""
         fault = self.trial.fault
         if fault not in (*GONE, *RAISED, "delay", "retry_after_error"):
             return
@@ -123,7 +123,7 @@ class Striker:
             raise FaultError(CAUSE)
 
     def _disturb(self, step: int, training: ModelTraining) -> None:
-        """Do, before a step, what has no place in it."""
+        """Save, fork or change before a step."""
         trial = self.trial
         if trial.fault == "retry_after_error" and step == SAVED_STEP and not self._back:
             self.saved = training.state()
@@ -192,7 +192,7 @@ class Striker:
 
 
 class _Ledger(dict[str, float]):
-    """The seconds of each phase, and a strike when the phase of the trial ends."""
+    """Seconds by phase; strikes when the phase of the trial ends."""
 
     def __init__(self, striker: Striker, spent: dict[str, float]) -> None:
         super().__init__()

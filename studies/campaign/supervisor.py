@@ -1,39 +1,39 @@
-"""One trial: starts its ranks, lets the fault happen, and waits for what every surviving rank makes of it."""
+"""Runs one trial: starts its ranks, lets the fault happen, and waits for how each surviving rank ends."""
 
 import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from sparsync_lab.netlab import NO_DELAY, Delay, RunNetwork, network
+from sparsync_lab.netlab import RunNetwork, network
 from studies.campaign.rank import CUT, END, GO, JOIN_S, run
 from studies.campaign.trials import Trial
 from studies.trials.process import LOOK_S, Entry, Seat, Worker, await_all, stacks, stop
 
-GRACE_S = 6.0  # after the timeout: exchanging causes takes up to 3 s, and the machine may be busy
-TRAIN_S = 60.0  # for a training that nothing disturbs
+GRACE_S = 6.0  # after the timeout: ranks exchange causes for up to 3 s, and the machine may be busy
+TRAIN_S = 60.0  # for an undisturbed training
 END_S = 15.0  # for a process to end once it has its error
-RATE_BITS_PER_S = 1e9  # of links that are cut, or have a delay
+RATE_BITS_PER_S = 1e9  # of links that are cut
 MESSAGE = 1000
-LAST = ("done", "left", "error")  # what a rank tells last
+LAST = ("done", "left", "error")  # the last entry of a rank
 
 
 @dataclass
 class RankEnd:
-    """What became of one rank."""
+    """The end of one rank."""
 
     rank: int
     state: str = "hung"  # or "done", "error", "left", "crashed", "victim"
     said: str = ""  # its error, its digest, its exit status, or the stacks of a rank that hung
-    ours: bool = True  # False: an error of a collective of torch's own
+    ours: bool = True  # False: the error of a collective of torch
     after_s: float | None = None  # after the fault
 
 
 @dataclass
 class TrialSeen:
-    """What became of all ranks, and where the fault struck; "" where it never did."""
+    """The ends of all ranks, and where the fault struck; "" if it did not."""
 
     struck: str
     ranks: list[RankEnd]
@@ -44,26 +44,20 @@ class TrialSeen:
 class _Struck:
     where: str = ""
     at: float = 0.0
-    victim: int | None = None  # the rank that is killed or stopped, and says nothing any more
+    victim: int | None = None  # the rank that was killed or stopped
 
 
-def observe(
-    trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S, delay: Delay = NO_DELAY
-) -> TrialSeen:
-    """Run the ranks of a trial, and return what each of them made of it; no process is left. `undisturbed`: without the fault.
+def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S) -> TrialSeen:
+    """Run the ranks of a trial, and return how each ended; no process is left. `undisturbed`: without the fault.
 
     A rank that has neither raised nor finished `timeout_s` and `grace_s` seconds after the fault has hung.
     """
     began = time.monotonic()
     cut = trial.fault == "partition" and not undisturbed
-    rate = RATE_BITS_PER_S if cut or delay else None
-    with (
-        tempfile.TemporaryDirectory(prefix="sparsync-campaign-") as name,
-        network(trial.ranks, rate, delay=delay) as links,
-    ):
-        # The program that delays packets is this process's.
-        theirs, folder = replace(links, forwarder=None), Path(name)
-        seats = [Seat(number, number, folder, theirs) for number in range(trial.ranks)]
+    rate = RATE_BITS_PER_S if cut else None
+    with tempfile.TemporaryDirectory(prefix="sparsync-campaign-") as name, network(trial.ranks, rate) as links:
+        folder = Path(name)
+        seats = [Seat(number, number, folder, links) for number in range(trial.ranks)]
         workers = [Worker(seat, run, trial, timeout_s, undisturbed) for seat in seats]
         try:
             struck = _watch(trial, workers, links, folder, timeout_s + grace_s)
@@ -74,7 +68,7 @@ def observe(
 
 
 def _watch(trial: Trial, workers: Sequence[Worker], links: RunNetwork, folder: Path, bound_s: float) -> _Struck:
-    """Return where the fault struck and when, once every rank has told its last or its time is over."""
+    """Wait until every rank has ended or its time is over, and return where and when the fault struck."""
     struck, strike_at, silent = _Struck(), None, trial.fault in ("kill", "freeze")
     deadline = time.monotonic() + JOIN_S + TRAIN_S
     while time.monotonic() < deadline and not all(_settled(each, struck) for each in workers):
@@ -102,12 +96,12 @@ def _watch(trial: Trial, workers: Sequence[Worker], links: RunNetwork, folder: P
 
 
 def _settled(worker: Worker, struck: _Struck) -> bool:
-    # Whether it has ended is looked at before what it has told.
+    # First whether it has ended, because a rank tells its last entry before it ends.
     return worker.seat.number == struck.victim or not worker.alive or worker.said(*LAST) is not None
 
 
 def _ends(workers: Sequence[Worker], struck: _Struck, folder: Path) -> list[RankEnd]:
-    """Return what became of each rank; those that have told their last get some time to end their process."""
+    """Return the end of each rank, after some time for processes whose rank has told its last entry."""
     others = [each for each in workers if each.seat.number != struck.victim]
     last = {each.seat.number: each.said(*LAST) for each in others}
     told = [each for each in others if last[each.seat.number]]
@@ -125,7 +119,7 @@ def _ends(workers: Sequence[Worker], struck: _Struck, folder: Path) -> list[Rank
 
 
 def _end(number: int, last: Entry | None, status: int | None, stack: str) -> RankEnd:
-    """Return what became of a rank that told `last`; `status` is that of its process, and None where it has not ended."""
+    """Return the end of a rank that told `last`; `status` is the exit status of its process, None if it has not ended."""
     if last is None:
         return RankEnd(number, "hung", stack) if status is None else RankEnd(number, "crashed", f"exit status {status}")
     state = next(each for each in LAST if each in last)

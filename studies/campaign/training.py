@@ -1,4 +1,4 @@
-"""A tiny training behind each integration, on one rank: what a trial disturbs."""
+"""A tiny training on one rank behind each integration, which a trial disturbs."""
 
 import ctypes
 import gc
@@ -39,21 +39,21 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class WrongResultError(Exception):
-    """The training has ended, with a result that is not what it should be."""
+    """The training has ended with a wrong result."""
 
 
 class RankTraining(Protocol):
-    """What the loop of a rank needs."""
+    """The training in the loop of a rank."""
 
     @property
     def handle(self) -> Handle | None:
-        """What the integration returned; None for plain collectives."""
+        """The handle of the integration; None for plain collectives."""
         ...
 
     def step(self, number: int) -> None: ...
 
     def digest(self) -> str:
-        """Return a digest of what must be the same on all ranks; "" where nothing is. Raises WrongResultError."""
+        """Return a digest that must be the same on all ranks. Raises WrongResultError."""
         ...
 
 
@@ -117,7 +117,7 @@ class ModelTraining:
             self._after()
 
     def change(self) -> None:
-        """Do on this rank what the trial's fault changes."""
+        """Change on this rank what the fault changes."""
         if self.trial.fault == "other_rate":
             self.optimizer.param_groups[0]["lr"] = OTHER_RATE
         elif self.trial.fault == "frozen":
@@ -127,7 +127,7 @@ class ModelTraining:
             self._load_others()
 
     def fork(self) -> None:
-        """Fork a child, in which the handle and all that holds it are collected."""
+        """Fork a child in which the handle and everything that refers to it are collected."""
         handle = weakref.ref(self.handle)
         self._child = os.fork()
         if self._child == 0:
@@ -167,7 +167,7 @@ class ModelTraining:
         return f"rank{self.rank}/" * (self.trial.integration == "fsdp_shard") + digest.hexdigest()[:16]
 
     def _check(self) -> None:
-        """Raise WrongResultError where a frozen layer has moved, loaded weights were lost, or a forked child did not end well."""
+        """Raise WrongResultError if a frozen layer has moved, loaded weights were lost, or a forked child failed."""
         for name, own in self._common_weights(self._layer()):
             if self._frozen is not None and not torch.equal(own, self._frozen[name]):
                 raise WrongResultError(f"{name} has moved, although it is frozen")
@@ -205,7 +205,7 @@ class ModelTraining:
             return [(name, _local(each.detach()).clone()) for name, each in named]
 
     def _groups(self) -> Any:  # Any: what an optimizer takes
-        """Return the parameters, in two groups with rates of their own where a rank is to have these swapped."""
+        """Return the parameters; for `other_groups` in two groups with different rates, which one rank has swapped."""
         if self.trial.fault != "other_groups":
             return self.model.parameters()
         names = ["first", "second"]
@@ -222,7 +222,7 @@ class ModelTraining:
         return made(self._groups(), lr=RATE)
 
     def _all_finite(self) -> bool:
-        """Return what a loss scaler finds: whether the gradients of all ranks are finite."""
+        """Return whether the gradients of all ranks are finite, as a loss scaler does."""
         bad = torch.zeros(1)
         for parameter in self.model.parameters():
             if parameter.grad is not None and not _local(parameter.grad).isfinite().all():
@@ -303,7 +303,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 class CollectivesTraining:
-    """Each call of a communicator once in a step, and a check of what it returned."""
+    """Makes each call of a communicator once per step, and checks its result."""
 
     handle = None
 

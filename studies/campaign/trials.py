@@ -1,4 +1,4 @@
-"""What is tried: one fault at one moment of one training. Drawn from a seed; nothing is run here."""
+"""Draws trials from a seed: one fault at one moment of one training. Nothing runs here."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparsync.base.registry import nearest
 
-# Settings by scheme; the second ones are those of the rank that has others.
+# Settings by scheme, and those of a rank that differs.
 SCHEMES = {
     "dense": ({}, {"form": "ring"}),
     "topk": ({"density": 0.05}, {"density": 0.1}),
@@ -32,7 +32,7 @@ TRAININGS = {
     "fsdp_replicate": "attach, FSDP2, replicate axis",
     "fsdp_shard": "attach, FSDP2, shard axis",
 }
-INTEGRATIONS = {**TRAININGS, "collectives": "GroupComm, no integration", "compare": "sparsync compare"}
+INTEGRATIONS = {**TRAININGS, "collectives": "GroupComm, no integration"}
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")
 # Of some schemes; the others have all.
@@ -73,10 +73,6 @@ FAULTS = {
     "loaded_late": "other weights are loaded, on one rank or on all",
     "forked_gc": "a forked child collects the handle",
     "retry_after_error": "after an exception all ranks load a checkpoint",
-    "killed_worker": "compare: SIGKILL of a worker",
-    "killed_parent": "compare: SIGKILL of the program",
-    "full_disk": "compare: the disk is full",
-    "two_at_once": "compare: two of them into one folder",
 }
 GONE = ("kill", "freeze", "partition", "leave")
 RAISED = ("raise", "raise_at_message", "raise_late")
@@ -86,7 +82,6 @@ ONE, ALL = "one", "all"  # ranks that are changed
 DIFFERENT = ("other_step", "other_state", *MADE_OTHERWISE, *CHANGED)
 AT_A_STEP = ("nan", "other_step", "other_state", "forked_gc", *CHANGED)
 SAME_BITS = ("delay", "forked_gc", "retry_after_error")  # nothing of the result may change
-OF_COMPARE = ("killed_worker", "killed_parent", "full_disk", "two_at_once")
 OF_COLLECTIVES = ("kill", "freeze", "partition", "leave", "delay", "raise_at_message")
 
 _WHEN = {
@@ -108,7 +103,7 @@ STEPS, MANY_STEPS = 10, 300  # many, where the fault comes at a random time
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in one training, described in full: the same Trial does the same again, as far as processes can."""
+    """One fault in one training, described in full, so that it can be repeated as far as processes allow."""
 
     fault: str
     integration: str
@@ -134,7 +129,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """A line for people."""
+        """One line about the trial."""
         when = {
             "start": "before the first step",
             "before": f"before step {self.step}",
@@ -193,11 +188,11 @@ def drawn(seed: int, count: int, only: Collection[str] = ()) -> list[Trial]:
 
 def _trial(seed: int, number: int, fault: str, integration: str, schemes: Sequence[str]) -> Trial:
     draw = random.Random(f"{seed}/{number}")
-    ranks = 2 if integration == "compare" else draw.choice((2, 3))
+    ranks = draw.choice((2, 3))
     victim = 0 if fault == "other_state" else draw.randrange(ranks)
     scheme = draw.choice(schemes)
     possible = [SETUP, "start", "before", "message", "random"]
-    if integration not in ("collectives", "compare"):
+    if integration != "collectives":
         possible += phases_of(scheme)
         # After the last bucket the next exchange of a sharded model is FSDP2's own, which no checkpoint mends once it has failed.
         if (fault, integration) != ("retry_after_error", "fsdp_shard"):
@@ -225,12 +220,10 @@ def _details(fault: str, integration: str) -> tuple[str, ...]:
 
 
 def _integrations(fault: str) -> tuple[str, ...]:
-    if fault in OF_COMPARE:
-        return ("compare",)
     return (*TRAININGS, *(["collectives"] if fault in OF_COLLECTIVES else []))
 
 
 def _schemes(integration: str) -> tuple[str, ...]:
-    if integration in ("collectives", "compare"):
+    if integration == "collectives":
         return (NONE,)
     return SHARD_SCHEMES if integration == "fsdp_shard" else tuple(SCHEMES)

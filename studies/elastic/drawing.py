@@ -1,4 +1,4 @@
-"""What is tried: several events at random moments of one run. Drawn from a seed; nothing is run here."""
+"""Draws trials from a seed: several events at random moments of one run. Nothing runs here."""
 
 import random
 from collections.abc import Collection
@@ -31,12 +31,12 @@ MOST_LONGER_S = 4.0  # than the timeout
 
 @dataclass(frozen=True)
 class Event:
-    """One event, described in full except for its ranks, which depend on who is there."""
+    """One event; its ranks depend on who is there."""
 
     kind: str
     after_s: float  # after the event before it
-    lasts_s: float  # until a rank or a link is back, or the store is started again; 0 where nothing comes back
-    share: float  # in [0, 1): which of the ranks that are there
+    lasts_s: float  # until a rank, a link or the store is back; 0: nothing comes back
+    share: float  # in [0, 1): which of the present ranks
     two: bool = False  # ranks are cut off together
 
 
@@ -50,7 +50,7 @@ class Trial:
     exchange: str
     scheme: str
     events: tuple[Event, ...]
-    finish_s: float  # after the last event, when rank 0 is told to name a last step
+    finish_s: float  # from the last event until rank 0 names a last step
 
     @property
     def label(self) -> str:
@@ -58,7 +58,7 @@ class Trial:
 
 
 def drawn(seed: int, number: int, timeout_s: float, only: Collection[str] = ()) -> Trial:
-    """Return a trial of a campaign, with events of these kinds; none: of all. Raises ValueError for a kind that is none."""
+    """Return a trial with events of these kinds, or of all. Raises ValueError for an unknown kind."""
     if unknown := [each for each in only if each not in KINDS]:
         raise ValueError(f"--only takes {', '.join(KINDS)}, got {unknown[0]!r}")
     chance = random.Random(f"{seed}/{number}")

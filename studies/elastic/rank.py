@@ -1,4 +1,4 @@
-"""The processes of a trial: a rank, which trains and writes down what happens to it, and the store."""
+"""The processes of a trial: the store, and a rank, which trains and writes what happens to it."""
 
 import hashlib
 import os
@@ -37,13 +37,13 @@ _SCHEMES = {
 
 
 def serve(seat: Seat, port: int) -> None:
-    """Be the store of a run."""
+    """Run the store."""
     process.take_seat(seat)
     serve_store(["--port", str(port)])
 
 
 def run(seat: Seat, trial: Trial, address: str, timeout_s: float) -> None:
-    """Be a rank of the run whose store is at an address, and end the process."""
+    """Run a rank with the store at an address, and end the process."""
     process.run(seat, lambda tell: _Rank(seat, trial, address, timeout_s, tell).train(), finalizes=True)
 
 
@@ -127,7 +127,7 @@ class _Rank:
         return hashlib.sha256(weights).hexdigest()[:16]
 
     def _changed(self, run: elastic.Run) -> None:
-        """Write down the meeting, and what this rank holds back where that has changed since its last step, or should have."""
+        """Write the meeting down, and what this rank holds back if that has changed since its last step or should have."""
         held, mass = residual(self.handle), ""
         if differing(self.held, held) or run.changes[-1].factor != 1.0:
             mass = f"mass{self.seat.number}.{run.epoch.number}.pt"
@@ -145,7 +145,7 @@ def residual(handle: Any) -> dict[str, Tensor]:  # Any: see _Rank
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Return the names of which the bits differ; what is not there is zero."""
+    """Return the names whose bits differ; a missing vector is zero."""
 
     def same(name: str) -> bool:
         first, second = one.get(name), other.get(name)

@@ -1,12 +1,11 @@
-"""One trial: starts the store and the ranks, has the events strike, and reads what the ranks have written down."""
+"""Runs one trial: starts the store and the ranks, causes the events, and reads what the ranks have written."""
 
 import heapq
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync_lab.netlab import NetworkUnavailableError, RunNetwork, network
+from sparsync_lab.netlab import RunNetwork, network
 from studies.elastic.drawing import Event, Trial
 from studies.elastic.rank import run, serve
 from studies.trials.process import Entry, Seat, Worker, await_all, stacks, stop
@@ -42,7 +41,7 @@ class Struck:
 
 @dataclass
 class RankSeen:
-    """A rank, and what it has written down."""
+    """A rank, and what it has written."""
 
     number: int
     started_at: float
@@ -55,25 +54,12 @@ class RankSeen:
 
 @dataclass
 class TrialSeen:
-    """What became of a trial. Residuals by name of their file: of ranks where they have changed in a meeting, and of those that left."""
+    """A trial that has ended, with residuals by file: of ranks whose residual changed in a meeting, and of those that left."""
 
     struck: list[Struck]
     ranks: list[RankSeen]
     masses: dict[str, dict[str, Any]]  # Any: vectors by name, before and after
     left: dict[int, dict[str, Tensor]]
-
-
-@contextmanager
-def places() -> Iterator[tuple[RunNetwork, str]]:
-    """Yield a network for trials, one after the other; over loopback where this user cannot have one, and why."""
-    try:
-        with network(PLACES + 1, RATE_BITS_PER_S) as links:
-            yield links, ""
-            return
-    except NetworkUnavailableError as error:
-        why = str(error)
-    with network(PLACES + 1, None) as links:
-        yield links, why
 
 
 class _Rank(Worker):
@@ -114,13 +100,13 @@ class _Trial:
         self.struck: list[Struck] = []
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
-        self._port = PORT + trial.number % 1000 if links.limited else _free_port()
+        self._port = PORT + trial.number % 1000 if links.limited else free_port()
         self._start_store()
         for _ in range(trial.ranks):
             self._start_rank()
 
     def watch(self) -> None:
-        """Have all events strike, and wait for the ranks to end, or to hang."""
+        """Cause all events, and wait until ranks end or hang."""
         await_all(lambda: all(each.healthy for each in self.ranks), time.monotonic() + START_S)
         at = time.monotonic()
         for event in self.trial.events:
@@ -201,7 +187,7 @@ class _Trial:
         begin: Callable[[int], object],
         end: Callable[[int], object],
     ) -> None:
-        """Have the victims be away for so long: `begin` and `end` take their places in the network."""
+        """Keep victims away for this long; `begin` and `end` get their places in the network."""
         for each in victims:
             begin(each.seat.place)
             each.goes(struck.at)
@@ -230,11 +216,13 @@ class _Trial:
             self.stores.append(Worker(seat, serve, self._port))
 
 
-def observe(trial: Trial, timeout_s: float, links: RunNetwork, keep: Path | None = None) -> TrialSeen:
-    """Run a trial, and return what became of it; no process is left. `keep`: a folder for what the ranks write."""
-    with tempfile.TemporaryDirectory(prefix="sparsync-elastic-") as made:
-        folder = Path(made) if keep is None else keep
-        folder.mkdir(parents=True, exist_ok=True)
+def observe(trial: Trial, timeout_s: float, rate_bits_per_s: float | None = RATE_BITS_PER_S) -> TrialSeen:
+    """Run a trial; no process is left. Without a rate, over loopback."""
+    with (
+        tempfile.TemporaryDirectory(prefix="sparsync-elastic-") as name,
+        network(PLACES + 1, rate_bits_per_s) as links,
+    ):
+        folder = Path(name)
         running = _Trial(trial, timeout_s, links, folder)
         try:
             running.watch()
@@ -246,7 +234,8 @@ def observe(trial: Trial, timeout_s: float, links: RunNetwork, keep: Path | None
         return TrialSeen(running.struck, [each.seen for each in running.ranks], masses, left)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port on which nothing listens."""
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind(("", 0))
         return found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What must hold in a trial: ranks go on, replicas are the same, nothing unsent is lost unsaid, and only one membership takes steps."""
+"""Judges a trial: ranks continue, replicas are the same, no residual is lost unsaid, and only one membership takes steps."""
 
 import math
 from collections import defaultdict
@@ -23,7 +23,7 @@ Problem = tuple[float, str]  # when, and what
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an event."""
+    """The verdict on an event."""
 
     kind: str
     seconds: float | None  # until all that were left have taken a step without, or with, those of the event
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def judged(seen: TrialSeen, timeout_s: float, local: bool) -> list[Outcome]:
-    """Return what became of each event. What went wrong counts for the last event before."""
+    """Return the outcome of each event. A problem counts for the last event before it."""
     outcomes: list[Outcome] = []
     problems = [
         *ended_badly(seen.ranks),
@@ -59,7 +59,7 @@ def judged(seen: TrialSeen, timeout_s: float, local: bool) -> list[Outcome]:
 
 
 def went_on(struck: Struck, seen: TrialSeen, timeout_s: float) -> tuple[float | None, float | None, list[str]]:
-    """Return the seconds of an Outcome, and what is wrong: ranks that took no steps afterwards, or not with the right members."""
+    """Return the seconds of an Outcome, and the ranks that took no steps afterwards or not with the right members."""
     ranks = {each.number: each for each in seen.ranks}
     members = {each.number: member_of(each) for each in seen.ranks}
     gone = {members[each] for each in struck.victims} if struck.kind in _GONE else set[str | None]()
@@ -91,7 +91,7 @@ _COMING = ("join", "freeze", "pause", "partition")
 
 
 def ended_badly(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
-    """Yield ranks that ended with an error, or that hang. Whoever comes when all have taken the last step is told so by an error."""
+    """Yield ranks that ended with an error or hang, except for those that came after the last step and were told so."""
     done_at = min((each["t"] for rank in ranks for each in rank.entries if "done" in each), default=float("inf"))
     for rank in ranks:
         last: Entry = rank.entries[-1] if rank.entries else {"t": rank.started_at}
@@ -121,9 +121,9 @@ def unequal(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
 
 
 def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
-    """Yield meetings in which what a rank holds back changed by anything but what a rank that left has handed over, and its factor.
+    """Yield meetings that changed what a rank holds back by anything but its factor and what a leaving rank handed over.
 
-    Not of a rank that had failed a step which others applied: `run.lost` names it, and what it has sent in that step is in the weights.
+    Not for a rank that had failed a step which others applied: `run.lost` names it, and the weights have what it sent in that step.
     """
     heirs = [
         (entry["left"], entry["heir"], member_of(rank), seen.left[rank.number])
@@ -181,7 +181,7 @@ def _near(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def dropped(seen: TrialSeen) -> int:
-    """Return how often an epoch lacked a rank of the one before to which nothing had happened: it comes back, but has lost time."""
+    """Return how often an epoch lacked a member of the last one to which nothing had happened; it comes back, but loses time."""
     met: dict[int, Entry] = {}
     for rank in seen.ranks:
         met.update({each["change"]: each for each in rank.entries if "change" in each})

@@ -37,7 +37,7 @@ SHOWN = {  # the rows of the page, and what they count
     "SkipReduce": "skip_reduce",
 }
 RANKS = (1, 4)
-STEPS = 10  # numbers 0 to 8 measure the ratio of AdamW steps, where that is measured, and 9 does not
+STEPS = 10  # AdamW steps measure their ratio in numbers 0 to 8, and not in 9
 COUNTED = 5  # the last ones: whoever takes turns has had all of them
 DENSITY = 0.01  # of schemes that do not say theirs
 IN_TENSORS = (
@@ -75,7 +75,7 @@ def count(text: str) -> dict[str, dict[str, Pair]]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Have kernels say in tensors, as those of a GPU do, whether something is finite, and keep no hints for the next selection."""
+    """Make kernels return flags as tensors, as on a GPU, and keep no hints for the next selection."""
     with ExitStack() as stack:
         for name in IN_TENSORS:
             stack.enter_context(patch.object(operations, name, _in_tensors(getattr(operations, name))))

@@ -1,4 +1,4 @@
-"""Counts on a CPU what a piece of work would launch on a GPU, and how often it would wait for one.
+"""Counts on a CPU how many launches a piece of work would make on a GPU, and how often it would wait for it.
 
 A launch is a call of a kernel, a call of a communicator, or a torch operation on at least one element; views and metadata are none. What a
 kernel or a communicator does inside is not looked at. A wait is an operation whose result the host needs: a number, a size that depends

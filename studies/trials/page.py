@@ -1,61 +1,99 @@
-"""The command of a study of trials: its options, the file of finished trials, and the part of a page that it writes."""
+"""What studies of trials share: their options, the file of finished trials, and the part of a page that they write."""
 
 import argparse
+import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+from sparsync_lab import environment, json_lines
 from sparsync_lab.cli_options import positive
+from sparsync_lab.netlab import restart_with_rights
 from sparsync_lab.report.parts import replaced
+from sparsync_lab.writable import check_file
 from studies import parts
 
-SHOWN = 300  # characters of what went wrong
+FILE_NAME = "trials.jsonl"
+SHOWN = 300  # characters of an error
 _NOISE = re.compile(
     r"\[/[^]]*\] |Got the following error when running the callback: | This is typically caused by .*?GLHF! \S+"
 )
 
-Found = TypeVar("Found")
+Record = Mapping[str, Any]  # Any: JSON; a finished trial
 
 
-def options(name: str, about: str | None, counted: str, default: int) -> argparse.ArgumentParser:
-    """Return the parser of a study that tries `default` times what is `counted`."""
+def options(name: str, about: str | None, jobs: int) -> argparse.ArgumentParser:
+    """Return the parser of a study that runs `jobs` trials at a time."""
     parser = parts.options(name, about, writes=False)
     add = parser.add_argument
-    add(f"--{counted}", type=int, default=default, help=f"how many (default: {default})")
-    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-    add("--only", type=_names, default=(), metavar="A,B", help="these alone, by the names that the tables have")
+    add("--trials", type=int, default=200, help="how many (default: 200)")
+    add("--seed", type=int, default=0, help="of the drawn trials (default: 0)")
+    add("--only", type=lambda text: text.split(","), default=(), metavar="A,B", help="names from the tables")
     add("--timeout", type=positive, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
-    add("--page", type=Path, default=None, metavar="FILE.md", help=f"a page, of which the part {name} is written anew")
-    add("--out", type=Path, default=Path(name), help=f"folder of finished trials (default: {name})")
+    add("--jobs", type=int, default=jobs, metavar="N", help=f"trials at a time (default: {jobs})")
+    add("--page", type=Path, default=None, metavar="FILE.md", help=f"rewrite the part {name} of this page")
+    add("--out", type=Path, default=Path("build") / name, help=f"folder of finished trials (default: build/{name})")
     return parser
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(each for each in text.split(",") if each)
+def run(
+    name: str,
+    words: Sequence[str],
+    given: argparse.Namespace,
+    trials: Sequence[Any],  # Any: a dataclass with a `label`
+    tried: Callable[[Any], tuple[str, dict[str, Any]]],
+    content: Callable[[Sequence[Record]], Sequence[str]],
+) -> None:
+    """Do the trials that the file lacks, print the tables of all, and write them into the page.
 
-
-def check(page: Path | None, part: str) -> None:
-    """Raise ValueError, before anything is tried, for a page without the part."""
-    if page is not None:
-        replaced(page, part, "")
-
-
-def show(page: Path | None, part: str, command: Sequence[str], content: Sequence[str]) -> None:
-    """Print the paragraphs below the command that found them, and write them into the page."""
-    text = "\n\n".join([f"```text\n{shlex.join(['python', '-m', 'studies', *command])}\n```", *content])
+    `tried` returns a verdict to print and what to keep of a trial; `content` makes paragraphs of records.
+    """
+    check_file(given.out / FILE_NAME)
+    if given.page is not None:
+        replaced(given.page, name, "")  # raises ValueError if the page has no such part
+    if given.jobs < 1:
+        raise ValueError(f"--jobs must be above 0, got {given.jobs}")
+    restart_with_rights("studies", [name, *words])
+    key = [given.timeout, environment.versions()["commit"]]
+    done = {_text(each["trial"]): each for each in _read(given.out) if each["key"] == key}
+    missing = [each for each in trials if _text(asdict(each)) not in done]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        waiting = {pool.submit(tried, each): each for each in missing}
+        try:
+            for number, ended in enumerate(as_completed(waiting), start=1):
+                trial, (verdict, kept) = waiting[ended], ended.result()
+                record = {"trial": asdict(trial), "key": key, "label": trial.label, **kept}
+                done[_text(asdict(trial))] = record
+                json_lines.append(given.out / FILE_NAME, record)
+                print(f"[{number}/{len(missing)}] {trial.label}: {verdict}", file=sys.stderr, flush=True)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    found = [done[_text(asdict(each))] for each in trials]
+    text = "\n\n".join([f"```text\n{shlex.join(['python', '-m', 'studies', name, *words])}\n```", *content(found)])
     print(text)
-    if page is not None:
-        page.write_text(replaced(page, part, text))
+    if given.page is not None:
+        given.page.write_text(replaced(given.page, name, text))
+
+
+def _read(folder: Path) -> list[Record]:
+    return json_lines.read(folder / FILE_NAME, dict, "finished trial")
+
+
+def _text(trial: Any) -> str:  # Any: JSON
+    return json.dumps(trial)
 
 
 def by_name(
     heads: Sequence[str],
     names: Mapping[str, str],
-    found: Collection[Found],
-    of: Callable[[Found], str],
-    cells: Callable[[list[Found]], list[str]],
+    found: Sequence[Any],
+    of: Callable[[Any], str],
+    cells: Callable[[Sequence[Any]], list[str]],  # Any: of `found`
 ) -> str:
     """Return a table with a row for each name that occurs in `found`, and one for all."""
     rows: list[list[str]] = []
@@ -67,7 +105,7 @@ def by_name(
 
 
 def exceptions(lines: Sequence[str]) -> str:
-    """Return a list of what did not end as it should, or that nothing did."""
+    """Return a list of trials that did not end as they should."""
     return "\n".join(["Exceptions:", "", *(f"- {plain(line)}" for line in lines)]) if lines else "No exceptions."
 
 
@@ -78,5 +116,5 @@ def short(why: str) -> str:
 
 
 def plain(line: str) -> str:
-    """Return the line without what Markdown would read as markup."""
+    """Escape what Markdown would read as markup."""
     return "".join(f"\\{each}" if each in "\\`*_<>[]|" else each for each in line)

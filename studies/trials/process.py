@@ -1,6 +1,6 @@
-"""A process of a trial: what surrounds its work, and how its supervisor reads, signals and ends it.
+"""Processes of trials: how they run their work, and how a supervisor reads, signals and ends them.
 
-A process tells what happens by lines of JSON in a file, and is told by files that appear in the folder.
+A process writes lines of JSON to a file, and waits for files that its supervisor makes in the folder.
 """
 
 import atexit
@@ -41,13 +41,13 @@ LOOK_S = 0.02
 STACKS = 6000  # characters: each thread's stack begins where it waits, and the main thread's comes last
 _NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
 
-Entry = dict[str, Any]  # Any: JSON; what a process has told, with the time `t`
+Entry = dict[str, Any]  # Any: JSON; a line of a process, with the time `t`
 Tell = Callable[..., None]  # takes what it writes by name
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a process is: its number among those of its trial, its place in the network, and the folder for what it says."""
+    """The number of a process in its trial, its place in the network, and the folder for its files."""
 
     number: int
     place: int
@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def entries(self) -> list[Entry]:
-        """What it has told so far."""
+        """The lines it has written so far."""
         path = self.seat.path("log")
         if path.exists():
             with path.open("rb") as log:
@@ -96,7 +96,7 @@ class Worker:
 
 
 def await_all(condition: Callable[[], bool], deadline: float) -> bool:
-    """Wait until the condition holds; return False where it does not by the deadline."""
+    """Wait until the condition holds; return False if it does not by the deadline."""
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
     return met
@@ -118,7 +118,7 @@ def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type
 
 
 def take_seat(seat: Seat) -> None:
-    """Enter the network at the seat, and write what the process prints into files of its folder."""
+    """Enter the network at the seat, and redirect output to files of the folder."""
     _end_with_parent()
     output = seat.path("output").open("w")
     os.dup2(output.fileno(), 1)
@@ -150,7 +150,7 @@ def run(seat: Seat, work: Callable[[Tell], object], finalizes: bool) -> None:
             tell(error=_said(error), ours=_is_ours(error))
             error.__traceback__ = error.__cause__ = error.__context__ = None
             code = 1
-    # What a program does at its end, which a process of the fork server would leave out.
+    # A process of the fork server would skip what a program does at its end.
     if finalizes:
         ctypes.pythonapi.Py_Exit(code)
     atexit._run_exitfuncs()
@@ -158,7 +158,7 @@ def run(seat: Seat, work: Callable[[Tell], object], finalizes: bool) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """Return what a user reads at the end of the traceback: types, messages and notes, causes last."""
+    """Return types, messages and notes of an error and its causes, as at the end of a traceback."""
     parts: list[str] = []
     at: BaseException | None = error
     while at is not None:
@@ -168,7 +168,7 @@ def _said(error: BaseException) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether the library raised it, or passed it on; False for a collective of torch's own, such as FSDP2's all-gather."""
+    """Return whether the library raised or passed on an error; False for torch's collectives, such as FSDP2's all-gather."""
     package = Path(sparsync.__file__).parent
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     return (
@@ -187,10 +187,10 @@ def _enter(process: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End when the supervisor does, and with the fork server, which does the same: a rank that is stopped cannot end itself."""
+    """End with the supervisor, and with the fork server, which ends with it, because a stopped rank cannot end itself."""
     die_with_parent()
-    # HACK: what tells the fork server that the supervisor lives is open in every rank too; there is no public way to close it. Price: a
-    # rank that is stopped outlives a supervisor that is killed, where Python changes it.
+    # HACK: every rank inherits the pipe that shows the fork server that the supervisor lives, without a public way to close it. Price: if
+    # Python changes it, a stopped rank outlives a killed supervisor.
     with suppress(AttributeError, OSError, TypeError):
         os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
     parent = parent_process()
@@ -211,7 +211,7 @@ def stop(workers: Iterable[Worker]) -> None:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return the processes that a process has started, directly or not, and that still run below it."""
+    """Return the running processes below a process."""
     with suppress(OSError):
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return found + [below for child in found for below in descendants_of(child)]

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m sparsync_elastic", description="Serve the store of a sparsync_elastic.Run until Ctrl-C."
     )
-    parser.add_argument("--port", type=int, default=29400, help="0: any that is free (default: 29400)")
+    parser.add_argument("--port", type=int, default=29400, help="0: any free port (default: 29400)")
     given = parser.parse_args(argv)
     try:
         store = TCPStore("localhost", given.port, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""The store of a run, where its members write and read: one list for each epoch, which only grows, so one round trip reads all of it."""
+"""The store of a run: a list of lines for each epoch, which only grows, so that one round trip reads all of it."""
 
 import json
 import math
@@ -6,9 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from timeit import repeat
 from typing import Any
 
 import torch.distributed as dist
@@ -19,59 +19,56 @@ from sparsync_elastic.world import Result, StoreSilentError, asked
 # Public, but missing from torch's __all__.
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-CALL_S = 5.0  # how long a call of the store may take before another connection is tried
-CONNECT_S = 2.0  # how long torch tries to connect to the store, with longer and longer pauses, before it begins anew
-# Of what is said at the store: another number where members of two releases could not follow each other.
-VERSION = 4
-_NOTHING = "-"  # what no key has as its value
+CALL_S = 5.0  # of a call to the store, until another connection is tried
+CONNECT_S = 2.0  # of one try to connect; within it torch makes longer and longer pauses
+_NOTHING = "-"  # the value of no key
 
 
 class Said:
-    """What was said in an epoch, in order: who has said it, of what kind it is, and what more.
+    """The lines of one epoch, in order: each has the member that wrote it, a kind, and a value.
 
-    Of a meeting: "comes", with the note of a member, which all others must follow; "asks", with the note of one that is to be let in; and
-    "lives", of one that has heard. The first "next" has the text of the next epoch, and the first "stop" the step before which all meet.
-    "ready" says one that has got the weights, and "done/N" one that has taken step N, the last. "fetches" names the source from which one
-    that will ask to be let in would have the state before, and that one "serves" or "declines". Lines that cannot be read are
-    ignored.
+    - "comes", with a Note: a member is at the meeting, and all others must come too. "asks", with a Note: a process wants to join.
+      "lives": a member has heard of the meeting. The first "next" has the text of the next epoch.
+    - The first "stop" has the step before which all members meet.
+    - "ready": a member has the weights. "done/N": a member has taken step N, the last one.
+    - "fetches", with a member: a process that is to join asks it for the state. That member "serves" or "declines", with the process.
     """
 
-    def __init__(self, text: bytes | None) -> None:
-        self._lines = [line for each in (text or b"").splitlines() if (line := _line(each)) is not None]
+    def __init__(self, text: bytes | None = None) -> None:
+        self._lines: list[list[Any]] = [json.loads(each) for each in (text or b"").splitlines()]  # Any: see above
 
     def of(self, kind: str) -> dict[str, Any]:  # Any: see above
-        """Return what was said last, of a kind, by member."""
+        """Return the last value of a kind, by member."""
         return {member: what for member, each, what in self._lines if each == kind}
 
     def has(self, *line: object) -> bool:
-        """Return whether a member has said this: member, kind, and what more."""
+        """Return whether this line was written: member, kind and value."""
         return list(line) in self._lines
 
     @property
     def notes(self) -> dict[str, Note]:
-        said = (line for kind in ("asks", "comes") for line in self.of(kind).items())
-        return {member: note for member, each in said if (note := Note.read(each)) is not None}
+        return {member: Note(**each) for kind in ("asks", "comes") for member, each in self.of(kind).items()}
 
     @property
     def next(self) -> Epoch | None:
         """The next epoch, once it is decided."""
-        return next((found for _, kind, text in self._lines if kind == "next" and (found := Epoch.read(text))), None)
+        return next((Epoch.read(text) for _, kind, text in self._lines if kind == "next"), None)
 
     @property
     def stop(self) -> int | None:
-        """The step before which all meet."""
-        return next((step for _, kind, step in self._lines if kind == "stop" and isinstance(step, int)), None)
+        """The step before which all members meet."""
+        return next((step for _, kind, step in self._lines if kind == "stop"), None)
 
     @property
     def alive(self) -> set[str]:
-        """Who has answered since a meeting was called, or asks to be let in."""
+        """The processes that have answered since a meeting was called, or ask to join."""
         return {member for member, kind, _ in self._lines if kind in ("lives", "comes", "asks")}
 
 
 class Board:
-    """The store of a run, as one process sees it. Raises StoreSilentError when the store has not answered for `wait_s` seconds.
+    """The store of a run, as one process sees it. Raises StoreSilentError if the store has not answered for `wait_s` seconds.
 
-    A store that was started again is empty, and its members write down the epoch once more.
+    A store that was started again is empty, so members write the epoch into it again.
     """
 
     def __init__(self, host: str, port: int, name: str, wait_s: float) -> None:
@@ -80,29 +77,27 @@ class Board:
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
         self.current = Epoch()
         self._found_before = False  # the store has answered
-        self._found_again = -math.inf  # when one has answered that may be another
+        self._found_again = -math.inf  # when a store has answered that may have been started again
         self._connecting = set[threading.Thread]()
 
     def round_trip_s(self) -> float:
-        """Return the least of a few round trips to the store, in seconds."""
-        found = list[float]()
-        for _ in range(5):
-            began = time.monotonic()
-            self._do(lambda store: store.add(self._key("rings"), 0))
-            found.append(time.monotonic() - began)
-        return min(found)
+        """Return the shortest of five round trips to the store, in seconds."""
+        return min(repeat(lambda: self._do(lambda store: store.add(self._key("rings"), 0)), number=1))
 
     def _write_epoch(self, store: Any) -> None:  # Any: see `_store`
-        """Write down the present epoch, unless a later one is."""
+        """Write the present epoch to the store, unless a later one is there."""
         key, epoch = self._key("epoch"), self.current
         text = value(store, key)
-        while epoch.members and ((found := Epoch.read(text)) is None or found.number < epoch.number):
-            text = store.compare_set(key, "" if text is None else text.decode(), epoch.text)
-            if text == epoch.text.encode():
-                return
+        while epoch.members and (text is None or Epoch.read(text).number < epoch.number):
+            text = store.compare_set(key, (text or b"").decode(), epoch.text)
+
+    def _written_epoch(self) -> Epoch | None:
+        """Read the epoch that is written to the store."""
+        text = self._read(self._key("epoch"))
+        return None if text is None else Epoch.read(text)
 
     def _said(self) -> Said:
-        """Return what was said in the present epoch."""
+        """Read the lines of the present epoch."""
         return Said(self._read(self._key("said", self.current.number)))
 
     def _ring(self, store: Any) -> None:  # Any: see `_store`
@@ -116,7 +111,7 @@ class Board:
         return "/".join([self._prefix, *map(str, parts)])
 
     def _do(self, call: Callable[[Any], Result]) -> Result:  # Any: see `_store`
-        """Return `call` of the store, over another connection where one fails."""
+        """Return `call(store)`; if a connection fails, make another one and try again."""
         deadline = time.monotonic() + self._wait_s
         while True:
             try:
@@ -152,29 +147,20 @@ class Board:
         return asked(CONNECT_S + 1, connect)
 
     def _wait_for_threads(self) -> None:
-        """Wait for tries to connect: what comes back from C++ when the interpreter has ended is killed there, with SIGABRT."""
+        """Wait for threads that are connecting: one that returns from C++ after the interpreter has ended is killed, with SIGABRT."""
         deadline = time.monotonic() + 3 * CALL_S  # torch tries once more after its timeout
         for each in list(self._connecting):
             each.join(max(0.0, deadline - time.monotonic()))
 
 
 def value(store: Any, key: str) -> bytes | None:  # Any: see `Board`
-    """Return the value of a key, or None, in one round trip: a comparison with what no key has changes nothing, and brings the value."""
+    """Return the value of a key, or None, in one round trip: a comparison with what no key has changes nothing."""
     found = store.compare_set(key, _NOTHING, _NOTHING)
     return None if found == _NOTHING.encode() else found
 
 
-def _line(text: bytes) -> list[Any] | None:  # Any: see `Said`
-    """Return a line as member, kind, and what more; None where it is none."""
-    with suppress(ValueError, TypeError):
-        member, kind, what = json.loads(text)
-        if isinstance(member, str) and isinstance(kind, str):
-            return [member, kind, what]
-    return None
-
-
 def store_address(address: str | None) -> tuple[str, int]:
-    """Return host and port of the store. Raises ValueError for an address that is none."""
+    """Return host and port of the store. Raises ValueError for an invalid address."""
     if address is None:
         address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     host, _, port = address.rpartition(":")

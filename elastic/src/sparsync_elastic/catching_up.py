@@ -1,8 +1,8 @@
 """How a rank that joins gets the state of a run while the others train.
 
-One of them, its source, copies its state between two steps, sends the copy on a thread, and keeps a journal of what moves the weights from
-there on. The one that joins replays it, and is a few steps behind when it asks to be let in: then only these are missing. Both are at
-these weights to the bit, which a digest shows.
+A member, its source, copies its state between two steps, sends the copy on a thread, and keeps a journal of the moves of the weights from
+then on. The rank that joins replays them, and lacks only the last few when it asks to join. A digest shows that both then have the same
+bits.
 """
 
 import atexit
@@ -24,38 +24,36 @@ from sparsync_elastic.trained import Trained
 from sparsync_elastic.world import Group, StoreSilentError, abort, forget_frames, is_loss, receive, send
 
 _LOG = logging.getLogger("sparsync")
-_END_S = 5.0  # how long a thread may take to end whose connections are closed
+_END_S = 5.0  # for a thread to end once its connections are closed
 
 
 class Sources:
-    """What this rank does for those that join: one after the other, because each takes a copy of the state."""
+    """Sends the state to ranks that join, one after the other, because each needs a copy of the state."""
 
     def __init__(self, members: Members, trained: Sequence[Trained]) -> None:
         self._members, self._trained = members, trained
-        self._servings: dict[str, Serving] = {}  # by the member that is to join
+        self._servings: dict[str, Serving] = {}  # by the process that is to join
         self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
 
     def answer(self, willing: bool) -> None:
-        """Answer those that ask for the state, unless that was done; with the state if this rank is `willing`."""
+        """Answer processes that ask for the state; a `willing` rank serves them."""
         for each in self._members.fetching:
             asked = self._members.current.number, each
-            if asked in self._answered or any(one.sends for one in self._servings.values()):
-                continue  # one that has to wait is looked at before the next step again
+            if asked in self._answered or any(one.thread.is_alive() for one in self._servings.values()):
+                continue  # one that has to wait is answered before a later step
             self._answered.add(asked)
             try:
-                self._serve(each, willing and all(one.done for one in self._trained))
+                store = self._members.answer(each, willing and all(one.done for one in self._trained))
             except StoreSilentError as error:
                 _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
-
-    def _serve(self, member: str, serves: bool) -> None:
-        store = self._members.answer(member, serves)
-        if serves:
-            if member in self._servings:
-                self._servings[member].stop()
-            self._servings[member] = Serving(self._trained, member, store, self._members.timeout_s)
+                continue
+            if store is not None:
+                if each in self._servings:
+                    self._servings[each].stop()
+                self._servings[each] = Serving(self._trained, each, store, self._members.timeout_s)
 
     def state_for(self, receiver: str, is_ahead: bool) -> list[dict[str, Any]]:  # Any: as Trained.state
-        """Return what a rank lacks that is behind; `is_ahead`: it has got most of it from here before."""
+        """Return the state for a rank that is behind; only the rest for one that `is_ahead`, because it has most of it from here."""
         serving = self._servings.pop(receiver, None)
         rest = serving.rest() if serving is not None and is_ahead else None
         if serving is not None:
@@ -69,7 +67,7 @@ class Sources:
 
 
 class Serving:
-    """What a source does for one that joins. `member` is that one; the store serves a process group of the two."""
+    """Sends the state to `member`, which is to join, over a process group of two, which meets at the store."""
 
     def __init__(self, trained: Sequence[Trained], member: str, store: Any, timeout_s: float) -> None:  # Any: a store
         self._trained, self.member, self._timeout_s = trained, member, timeout_s
@@ -78,11 +76,11 @@ class Serving:
         for each in trained:
             states.append(on_processor(each.handle.snapshot().moved))
             self._journals.append(Journal(each.handle, nbytes_of(states[-1])))
-        self._near = False  # all is sent but the moves that are still to come
+        self._near = False  # the copy and the moves so far are sent
         self._group: Group | None = None
-        self._thread = threading.Thread(target=self._send, args=(states, store), name="sparsync-serving", daemon=True)
-        atexit.register(self.end)  # a thread inside C++ when the interpreter ends is killed there, with SIGABRT
-        self._thread.start()
+        self.thread = threading.Thread(target=self._send, args=(states, store), name="sparsync-serving", daemon=True)
+        atexit.register(self.end)  # the end of the interpreter kills a thread that is in C++, with SIGABRT
+        self.thread.start()
 
     def _send(self, states: list[Any], store: Any) -> None:  # Any: as Snapshot.moved; a store
         try:
@@ -95,7 +93,7 @@ class Serving:
                 before = counts
             self._send_moves(counts)
             self._near = True
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:  # IndexError: the journal was ended
             if not self._is_broken():
                 _LOG.warning("the weights that a rank sends ahead to %s did not arrive: %s", self.member, error)
         finally:
@@ -106,33 +104,28 @@ class Serving:
                     each.stop()
 
     def _send_moves(self, counts: Sequence[int]) -> None:
-        """Send so many moves of each journal, one by one, because the one that joins takes time for each."""
+        """Send this many moves of each journal, one by one, because the receiver takes time for each."""
         self._send_one(counts)
         for journal, count in zip(self._journals, counts, strict=True):
             for _ in range(count):
-                self._send_one(journal.take())
+                self._send_one(journal.moves.popleft())
 
     def _send_one(self, what: object) -> None:
         def check() -> None:
             if self._is_broken():
-                raise RuntimeError("there is no catching up by moves any more")
+                raise RuntimeError("the journal has ended")
 
         check()
         send(what, self._group, 1, check)
 
-    @property
-    def sends(self) -> bool:
-        """Whether it may still have a copy of the state."""
-        return self._thread.is_alive()
-
     def rest(self) -> list[dict[str, Any]] | None:  # Any: as Trained.state
-        """Return what the one that joins lacks still; None where it needs all."""
+        """Return what the rank that joins still lacks; None if it needs all."""
         if not self._near or self._is_broken():
             return None
         return [each.state(journal.moves) for each, journal in zip(self._trained, self._journals, strict=True)]
 
     def stop(self) -> None:
-        """End the journals, and have the thread end soon."""
+        """End the journals and the connection, so that the thread ends."""
         for each in self._journals:
             each.end()
         if (group := self._group) is not None:
@@ -142,40 +135,40 @@ class Serving:
     def end(self) -> None:
         """Stop, and wait for the thread."""
         self.stop()
-        self._thread.join(_END_S)
+        self.thread.join(_END_S)
 
     def _is_broken(self) -> bool:
         return any(each.broken for each in self._journals)
 
 
 class Joiner:
-    """What this rank does to get most of the state while the others train."""
+    """Gets most of the state from a member while the others train."""
 
     def __init__(self, members: Members, trained: Sequence[Trained]) -> None:
         self._members, self._trained = members, trained
-        self.source = ""  # the member from which this rank has got most of the state
-        self._before: list[dict[str, Any]] | None = None  # this rank's state before that; Any: as Trained.state
-        self._ahead = 0, 0.0  # bytes and seconds of that
+        self.source = ""  # the member from which this rank has most of the state
+        self._ahead = 0, 0.0  # its bytes and seconds
 
-    def get_ahead(self, knows: bool) -> None:
-        """Get most of the state if anybody trains; a rank that `knows` the run has a state to go back to."""
-        self.source, self._ahead = "", (0, 0.0)
+    def get_ahead(self) -> bool:
+        """Get most of the state if anybody trains; return whether this rank's own weights were overwritten."""
+        self.source, self._ahead, begun = "", (0, 0.0), False
         try:
             if (found := self._members.source()) is not None:
                 source, store = found
-                # One that comes back may still be the last that is left, and goes on then from where it was.
-                self._before = [each.state() for each in self._trained] if knows else None
-                self._ahead = self._fetch(pair(store, 1, self._members.timeout_s))
+                group, begun = pair(store, 1, self._members.timeout_s), True
+                self._ahead = self._fetch(group)
                 self.source = source
         except RuntimeError as error:
             if not (is_loss(error) or isinstance(error, StoreSilentError)):
                 raise
-            _LOG.warning("the weights did not come while the others train, all of them are to come later: %s", error)
+            _LOG.warning(
+                "the weights did not come while the others train; all of them will come at the meeting: %s", error
+            )
             forget_frames(error)
-            self.go_back()
+        return begun
 
     def _fetch(self, group: Group) -> tuple[int, float]:
-        """Get near the state of a source; return the bytes and the seconds of it. Raises RuntimeError where the source is lost."""
+        """Get near the state of a source; return the bytes and seconds. Raises RuntimeError if the source is lost."""
         began, nbytes = time.monotonic(), 0
 
         def next_one() -> Any:  # Any: as it was sent
@@ -195,22 +188,13 @@ class Joiner:
         return nbytes, time.monotonic() - began
 
     def arrive(self, states: Sequence[Mapping[str, Any]], late: bool) -> None:  # Any: as Trained.load
-        """Take what this rank lacks still; `late`: see there."""
+        """Load what this rank still lacks; `late` is that of `Trained.load`."""
         self.source = ""
         for each, state in zip(self._trained, states, strict=True):
             each.load(state, late, self._members.moved)
-        self._before = None
-
-    def go_back(self) -> None:
-        """Take the state from before `get_ahead`, if there is any, where the rest did not come."""
-        if self._before is not None:
-            for each, state in zip(self._trained, self._before, strict=True):
-                each.load(state, late=True)
-            self.source = ""
-        self._before = None
 
     def take(self) -> tuple[int, float]:
-        """Return the bytes and the seconds of what came ahead, and forget them."""
+        """Return the bytes and seconds of what came ahead, and forget them."""
         found, self._ahead = self._ahead, (0, 0.0)
         return found
 
@@ -221,7 +205,7 @@ def pair(store: Any, rank: int, timeout_s: float) -> Group:  # Any: a store
 
 
 def on_processor(state: Any) -> Any:  # Any: as a part of a Snapshot
-    """Return a state with its tensors in this machine's memory."""
+    """Return a state with its tensors in the memory of the CPU."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, dict):
@@ -230,5 +214,5 @@ def on_processor(state: Any) -> Any:  # Any: as a part of a Snapshot
 
 
 def _is_near(counts: Sequence[int], before: Sequence[int] | None) -> bool:
-    """Return whether hardly any moves are left; or as many as before, where the link takes no more than training makes."""
+    """Return whether no moves are left, or no fewer than `before`: then the link is no faster than the training."""
     return not sum(counts) or (before is not None and sum(counts) >= sum(before))

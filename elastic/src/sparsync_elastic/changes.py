@@ -1,13 +1,16 @@
-"""What a run tells of its meetings."""
+"""What a run tells of its meetings, and what a rank tells the others of epochs that have failed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sparsync_elastic.epochs import Epoch
+from sparsync_elastic.world import brief, waited_for
 
 
 @dataclass(frozen=True)
 class Lost:
-    """What is missing in the weights for good. Everything else that ranks have not sent waits in their residuals."""
+    """What the weights lack for good. Everything else that ranks have not sent waits in their residuals."""
 
     member: str
     step: int  # steps that were done by then
@@ -21,16 +24,45 @@ class Change:
     epoch: int
     ranks: int
     step: int  # steps that were done
-    seconds: float  # from its beginning until training goes on; of a rank that joins, with what came before
-    received_nbytes: int = 0  # of weights and states of optimizers, where this rank lacked them
+    seconds: float  # until training went on; for a rank that joins, since it began to ask for the state
+    received_nbytes: int = 0  # of weights and optimizer states, if this rank lacked them
     received_s: float = 0.0
-    ahead_nbytes: int = 0  # received before, while the others trained
+    ahead_nbytes: int = 0  # received before the meeting, while the others trained
     ahead_s: float = 0.0
-    factor: float = 1.0  # by which what this rank holds back of the first model was multiplied; the mean is over others
+    factor: float = 1.0  # by which the residual of the first model was multiplied, because the mean is over other ranks
 
 
 def losses(epoch: Epoch, before: Epoch) -> list[Lost]:
-    """Return what is missing for good after the meeting of an epoch."""
+    """Return what the weights lack for good after the meeting of an epoch."""
     gone = [Lost(each, epoch.step, "what this rank had not sent, unless it comes back") for each in epoch.gone]
-    what = "got the weights of others; of a step that it lacked, what had not come back to it waits still"
+    what = "it got the weights of others; its residual has what it had not sent in the step that it lacked"
     return gone + [Lost(each, epoch.step, what) for each in epoch.behind if each in before.members]
+
+
+class Failures:
+    """The failures of one rank: how often in a row it has met the same members without taking a step, and the last error."""
+
+    def __init__(self) -> None:
+        self._error, self._waited_for = "", ""
+        self._row, self._members = 0, frozenset[str]()
+        self._began_at: list[int] | None = None  # the position of this rank when it had connected to the others
+
+    def note(self, error: BaseException, epoch: Epoch) -> None:
+        """Note why an epoch has failed, for the next meeting."""
+        awaited = waited_for(error)
+        self._error = brief(error)
+        self._waited_for = epoch.members[awaited] if awaited is not None and awaited < len(epoch.members) else ""
+
+    def begin(self, position: list[int]) -> None:
+        """Note that this rank has connected to the others, at this position."""
+        self._began_at = position
+
+    def told(self, members: Sequence[str], position: list[int]) -> dict[str, Any]:  # Any: fields of Note
+        """Return the fields of the note for the next meeting after an epoch of these members."""
+        if self._began_at not in (None, position):
+            self._row = 0
+        if self._error:
+            self._row = self._row + 1 if self._members == frozenset(members) else 1
+            self._members = frozenset(members)
+        error, self._error, self._began_at = self._error, "", None
+        return {"failures": self._row if error else 0, "error": error, "waited_for": self._waited_for}

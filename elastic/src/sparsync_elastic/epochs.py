@@ -1,13 +1,13 @@
-"""What the members of a run agree on: an epoch, which follows from the one before and from the notes of those who meet."""
+"""What the members of a run agree on: an epoch, which follows from the last one and from the notes of a meeting."""
 
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-TRIES = 3  # how often the same members may fail to take a step before the one that they wait for is left out
-LAST_TRIES = 2 * TRIES  # before all raise, where nobody is known to be the cause
+TRIES = 3  # failures of the same members in a row, before the rank for which they wait is left out
+LAST_TRIES = 2 * TRIES  # before all raise, if the cause is not known
 
 
 @dataclass(frozen=True)
@@ -17,24 +17,24 @@ class Epoch:
     number: int = 0  # 0: nobody has met yet
     members: tuple[str, ...] = ()  # in the order of their ranks
     behind: Mapping[str, str] = field(default_factory=dict)  # members that lack the last step, and who sends it to them
-    leaving: Mapping[str, str] = field(default_factory=dict)  # who goes, and the member that takes over what is unsent
-    gone: tuple[str, ...] = ()  # members of the epoch before that did not come
+    leaving: Mapping[str, str] = field(
+        default_factory=dict
+    )  # who leaves, and the member that takes over its unsent updates
+    gone: tuple[str, ...] = ()  # members of the last epoch that did not come
     step: int = 0  # steps that are done
-    ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
-    # The step since which each of these, or who leaves, holds back.
-    since: Mapping[str, int] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)  # who may not go on, or not join, and why
+    ahead: tuple[str, ...] = ()  # members behind that already have most of the state from their source
+    since: Mapping[str, int] = field(default_factory=dict)  # the step since which a member, or who leaves, holds back
+    refused: Mapping[str, str] = field(default_factory=dict)  # who may not go on or not join, and why
 
     def rank(self, member: str) -> int:
         """Return the rank of a member."""
         return self.members.index(member)
 
     def factors_after(self, last: "Epoch", full_after: int) -> "Factors":
-        """Return the factors for what a rank holds back from the others, where it was there in an earlier epoch.
+        """Return the factors by which a member of the epoch `last` multiplies what it holds back.
 
-        It then moves the weights as far as it would have: a mean over more ranks would make less of it, and one over fewer more. What lost
-        ranks held back is taken to be the mean of those that are left. A rank that began with nothing counts in full after
-        `full_after` steps.
+        It then moves the weights as far as it would have: a mean over more ranks makes less of it, one over fewer more. Lost ranks count as
+        if they had held back the mean of the others. A rank that began with nothing counts in full after `full_after` steps.
         """
 
         def full(epoch: Epoch, members: Collection[str]) -> int:
@@ -55,58 +55,46 @@ class Epoch:
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
-    def read(text: str | bytes | None) -> "Epoch | None":
-        """Return the epoch of a text; None where there is none, or it cannot be read."""
-        try:
-            found = json.loads(text or "")
-            return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
-        except (ValueError, TypeError, KeyError):
-            return None
+    def read(text: str | bytes) -> "Epoch":
+        """Return the epoch of a text."""
+        found = json.loads(text)
+        return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
 
 
 class Factors(NamedTuple):
-    """By what a rank multiplies what it has for the others when ranks have come or gone; see Handle.multiply."""
+    """The factors for what a rank has for the others when ranks have come or gone."""
 
-    held: float
-    still: float
-    learnt: float
+    held: float  # residuals
+    still: float  # residuals of parameters that do not move now
+    learnt: float  # updates of local steps since the last exchange
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank says when it comes to a meeting."""
+    """What a rank writes when it comes to a meeting."""
 
-    position: list[int]  # of each handle: how many common updates it has applied; -1: it has no state of the run yet
+    position: list[int]  # the common updates that each handle has applied; -1: it does not have the state of the run
     step: int  # steps that it has done
-    whole: bool  # it has lost nobody: the connections of the epoch before still serve
+    whole: bool  # it has lost nobody: the connections of the last epoch still work
     leaves: bool = False
-    source: str = ""  # the member from which it has got most of the state already
+    source: str = ""  # the member from which it already has most of the state
     since: int = -1  # the step since which it holds back; -1: it holds back nothing
     failures: int = 0  # epochs in a row, with the same members, in which it could not take a step
-    error: str = ""  # why, the last time
-    waited_for: str = ""  # the member that it waited for then, until the timeout
-
-    @staticmethod
-    def read(found: Any) -> "Note | None":  # Any: JSON
-        """Return the note that was read from a store; None where it is none."""
-        try:
-            note = Note(**found)
-            return note if note.position and all(isinstance(each, int) for each in note.position) else None
-        except TypeError:
-            return None
+    error: str = ""  # of the last failure
+    waited_for: str = ""  # the member for which it then waited until the timeout
 
     @property
     def knows(self) -> bool:
-        """Whether it has the state of the run, and not only asked for it."""
+        """Whether it has the state of the run."""
         return min(self.position) >= 0
 
 
 def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], least: int = 1) -> Epoch:
-    """Return the epoch that follows `last` when these notes are there; `asking` want to join.
+    """Return the epoch that follows `last` after a meeting with these notes; `asking` want to join.
 
-    Who has applied most sends the state to the others: there, what all ranks have sent in the last step is in the weights. Nobody leaves
-    where connections have failed, because what a leaving rank holds back travels over them: it asks again. Where the same members fail
-    again and again, those that are the cause are refused; all are where fewer than `least` would be left.
+    Who has applied most sends the state to the others: its weights have what all ranks sent in the last step. Nobody leaves if connections
+    have failed, because what a leaving rank holds back travels over them; it asks again. If the same members fail again and again, the
+    cause is refused, or all are if fewer than `least` would be left.
     """
     present = [each for each in last.members if each in notes]
     joining = [each for each in dict.fromkeys(asking) if each in notes and each not in last.members]
@@ -123,7 +111,7 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], leas
     whole = len(present) == len(last.members) and all(notes[each].whole for each in present)
     staying = [each for each in present if not (whole and notes[each].leaves)]
     if present and not staying:
-        staying = present[:1]  # the last one has nobody to leave to
+        staying = present[:1]  # the last rank has nobody to leave to
     heads = staying or joining[:1]
     furthest = max(notes[each].position for each in heads)
     sources = [each for each in heads if notes[each].position == furthest]
@@ -148,7 +136,7 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], leas
 
 
 def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str, Note], step: int) -> dict[str, str]:
-    """Return who is the cause where the same members have failed too often, and why."""
+    """Return who is the cause if the same members have failed too often, and why."""
     there = [*present, *joining]
     failing = [each for each in there if notes[each].failures >= TRIES]
     waits = Counter(notes[each].waited_for for each in failing if notes[each].waited_for in there).most_common(2)
@@ -156,7 +144,7 @@ def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str,
         awaited = waits[0][0]
         told = [each for each in failing if notes[each].waited_for == awaited]
         return {awaited: _told(f"the others waited for {awaited}", [*told[:1], awaited], step, notes)}
-    # One that cannot connect to all others never gets the weights.
+    # A rank that cannot connect to all others never gets the weights.
     knowing = any(notes[each].knows for each in there)
     late = [each for each in failing if each in joining or (knowing and not notes[each].knows)]
     if late:
@@ -167,7 +155,7 @@ def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str,
 
 
 def _told(cause: str, who: Sequence[str], step: int, notes: Mapping[str, Note]) -> str:
-    """Return why ranks are refused: the cause, and what those say that know of it."""
+    """Return the message of ranks that are refused: the cause, and the errors of those that know it."""
     tries = max(notes[each].failures for each in who)
     errors = "; ".join(f"{each} says: {notes[each].error}" for each in dict.fromkeys(who) if notes[each].error)
     return (

@@ -1,7 +1,7 @@
-"""What moves the common weights, step by step and to the bit, for a rank that has a copy of older ones and is to catch up.
+"""The moves of the common weights, bit for bit, for a rank that has a copy of older ones and catches up.
 
-A mean that a scheme has made of few positions and of values in few bits takes about as many bytes here as in the scheme's own packets;
-any other takes what its non-zero elements take.
+A sparse mean with values in few bits takes about as many bytes here as in the scheme's packets; any other takes those of its non-zero
+elements.
 """
 
 from collections import deque
@@ -18,9 +18,10 @@ _BITS = torch.arange(8, dtype=torch.uint8)
 
 
 class Journal:
-    """The moves of a handle from now on, in order. `broken`: something else has changed the common weights since, or too much has.
+    """The moves of a handle from now on, in order.
 
-    `most_nbytes` is when a new copy is less than all that has moved the old one.
+    `broken`: something else than a step has changed the common weights, or the moves take more than `most_nbytes` bytes, so that a new copy
+    is smaller.
     """
 
     def __init__(self, handle: sparsync.Handle, most_nbytes: int) -> None:
@@ -30,7 +31,7 @@ class Journal:
         self._end = handle.on_move(self.note)
 
     def note(self, move: Mapping[str, Any] | None) -> None:  # Any: as Snapshot.moves
-        """Add a move of the handle."""
+        """Add a move of the handle; None: the weights have changed in another way."""
         if self.broken:
             return
         means = [] if move is None else [packed(each) for each in move["means"]]
@@ -41,30 +42,23 @@ class Journal:
             self.moves.append({**move, "means": means})
 
     def stop(self) -> None:
-        """Note that there is no way to catch up by these moves."""
+        """Mark the journal as broken, and drop its moves."""
         self.broken = True
         self.moves.clear()
 
     def end(self) -> None:
-        """Stop, and listen no longer. Once, between two steps."""
+        """Stop listening to the handle. Call it once, between two steps."""
         self.stop()
         self._end()
 
-    def take(self) -> Packed:
-        """Return the first move, and forget it. Raises RuntimeError where the journal has ended."""
-        try:
-            return self.moves.popleft()
-        except IndexError as error:
-            raise RuntimeError("the journal has ended") from error
-
 
 def unpacked_move(move: Packed) -> dict[str, Any]:  # Any: as Snapshot.moves
-    """Return a move of a journal as `Handle.restore` takes it."""
+    """Return a move of a journal in the form that `Handle.restore` takes."""
     return {**move, "means": [unpacked(each) for each in move["means"]]}
 
 
 def packed(x: Tensor) -> Packed:
-    """Return the bits of `x` [n]. Those of float32 are shorter where many elements are zero or have the magnitude of the one before."""
+    """Pack the bits of `x` [n]. Many float32 zeros, or elements with the magnitude of the previous one, take few bytes."""
     x = x.detach().cpu().contiguous()
     if x.dtype != torch.float32 or not x.numel():
         return {"values": x.clone()}
@@ -74,17 +68,14 @@ def packed(x: Tensor) -> Packed:
     magnitudes, counts = torch.unique_consecutive(bits & 0x7FFFFFFF, return_counts=True)
     found = {"n": x.numel(), "k": len(bits), **_packed_index(index, x.numel())}
     if 2 * len(counts) > len(bits):
-        return {
-            **found,
-            "bits": bits.clone(),
-        }  # cloned, because a part of a tensor is sent with the whole of its memory
+        return {**found, "bits": bits.clone()}  # a view would be sent with the whole memory behind it
     different, which = torch.unique(magnitudes, return_inverse=True)
     runs = {"magnitudes": different, "which": _short(which), "counts": _short(counts)}
     return {**found, **runs, "signs": _packed_bits(bits < 0)}
 
 
 def unpacked(found: Packed) -> Tensor:
-    """Return what `packed` was given, on this machine's processor."""
+    """Return the tensor that was packed, on the CPU."""
     if "values" in found:
         return found["values"].clone()
     n, k = found["n"], found["k"]
@@ -99,7 +90,7 @@ def unpacked(found: Packed) -> Tensor:
 
 
 def nbytes_of(found: Any) -> int:  # Any: Packed, or as Handle.state_dict
-    """Return the bytes of the tensors in it."""
+    """Return the bytes of all tensors in it."""
     if isinstance(found, Tensor):
         return found.nbytes
     inner = found.values() if isinstance(found, Mapping) else found if isinstance(found, (list, tuple)) else ()
@@ -107,7 +98,7 @@ def nbytes_of(found: Any) -> int:  # Any: Packed, or as Handle.state_dict
 
 
 def _packed_index(index: Tensor, n: int) -> dict[str, Tensor]:
-    """Return ascending numbers below n in 2 + log2(n / k) bits each, by Elias and Fano: low bits as they are, high ones in unary."""
+    """Pack ascending numbers below n into 2 + log2(n / k) bits each, by Elias and Fano: low bits unchanged, high bits in unary."""
     k = len(index)
     if k == n:
         return {}
@@ -132,7 +123,7 @@ def _low_bits(k: int, n: int) -> int:
 
 
 def _short(x: Tensor) -> Tensor:
-    """Return numbers of 0 and more in the shortest type that holds them."""
+    """Return non-negative numbers in the shortest type that holds them."""
     most = int(x.max()) if len(x) else 0
     return x.to(torch.uint8 if most < 1 << 8 else torch.int16 if most < 1 << 15 else torch.int32)
 

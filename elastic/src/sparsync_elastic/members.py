@@ -1,10 +1,9 @@
-"""Who takes part in a run: the members agree on it over a store, in epochs.
+"""Who takes part in a run: its members agree on it over a store, in epochs.
 
-An epoch has members, in the order of their ranks. Where one of them has lost the others, or somebody wants to join or to leave, all meet:
-each writes a note, and the first that finds all notes there, or has waited long enough, proposes the next epoch. All that is said in an
-epoch is in one list on the store, which only grows, so one round trip reads it. The first proposal there is the next epoch, and no second
-half goes on: whoever does not reach the store stays behind. A store that was started again is empty, so a member that lacks others waits
-there for those that may have gone on without it.
+An epoch has members, in the order of their ranks. They meet when one has lost others, wants to join or wants to leave: each writes a note,
+and the first that finds all notes, or has waited long enough, proposes the next epoch. The first proposal in the list of the present epoch
+is the next one, so two halves of a run never both continue: whoever does not reach the store stays behind. A store that was started again
+is empty, so a member that lacks others waits there for those that may have gone on without it.
 """
 
 import atexit
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sparsync_elastic.board import CALL_S, VERSION, Board, Said, value
+from sparsync_elastic.board import CALL_S, Board, Said, value
 from sparsync_elastic.epochs import Epoch, Note, proposed
 from sparsync_elastic.presence import Presence
 from sparsync_elastic.world import StoreSilentError, asked
@@ -32,17 +31,19 @@ PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 POLL_S = 0.02  # between two looks at the others' notes, at first
 SLOWEST_POLL_S = 0.1
-ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its main thread computes
-FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
-LOOK_S = 1.0  # how long one that waits looks at the list of an epoch only
-# How long a meeting that lacks members waits once the store is found again. If others have gone on without this process, a store that was
-# started again has forgotten it, and they write their epoch down when they find the store, too: within CONNECT_S and a pause of torch's.
+ANSWER_S = 2.0  # for a process to write that it lives, whatever its main thread computes
+FIRST_S = (
+    1.0  # for members of a run to write their epoch into a store that was started again, before a first meeting ends
+)
+LOOK_S = 1.0  # between two looks at more than the lines of the present epoch
+# For others that have gone on without this process to write their epoch into a store that was started again: they find it within
+# CONNECT_S and a pause of torch's. A meeting that lacks members waits for this long.
 AGAIN_S = 4.0
-WATCH_S = 60.0  # how long a watcher waits before it asks again
+WATCH_S = 60.0  # of one wait of the watcher for the bell
 
 
 class Members(Board):
-    """The members of a run, as one of them sees them. `timeout_s` is how long one of them may be busy."""
+    """The members of a run, as one of them sees them. A member may be busy for `timeout_s`."""
 
     def __init__(
         self,
@@ -60,37 +61,32 @@ class Members(Board):
         self.own, self._presence, self._ranks, self._least = presence.member, presence, ranks, least
         self.timeout_s = timeout_s
         self._of_groups: Any = None  # Any: see `_store`
-        # The epoch that was looked at, the step before which its members meet, whether somebody wants to join, and who fetches from whom.
-        self._seen: tuple[int, int | None, bool, Mapping[str, str]] = (0, None, False, {})
+        self._seen = 0, Said()  # the lines of the epoch with this number
         self._dropped_in = 0  # the epoch of others that have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
-        """Return a store for the process group of an epoch, over another connection than this object's own, the same for all epochs.
-
-        Writes down the epoch, for those that come later.
-        """
-        try:
-            self._write_epoch_for_groups()
-        except StoreSilentError:
-            self._of_groups = None
-            self._write_epoch_for_groups()
-        # A store that was started again may have taken two epochs of one number.
+        """Return a store for the process group of an epoch, over a connection that all epochs share, and write the epoch to the store."""
+        for tries_again in (True, False):
+            try:
+                self._of_groups = self._of_groups or self._connected()
+                asked(CALL_S, lambda: self._write_epoch(self._of_groups))
+                break
+            except StoreSilentError:
+                self._of_groups = None
+                if not tries_again:
+                    raise
+        # A store that was started again may have had another epoch with this number.
         prefix = f"{self._prefix}/groups/{epoch.number}/{zlib.crc32(epoch.text.encode())}"
         return PrefixStore(prefix, self._of_groups)
 
-    def _write_epoch_for_groups(self) -> None:
-        if self._of_groups is None:
-            self._of_groups = self._connected()
-        asked(CALL_S, lambda: self._write_epoch(self._of_groups))
-
     def watch(self) -> None:
-        """Answer others that ask whether this process lives, and learn of who wants to join, on a thread."""
+        """On a thread, answer others that ask whether this process lives, and learn who wants to join."""
         if self._watching is None:
             self._watching = threading.Thread(target=self._watch, name="sparsync-members", daemon=True)
             self._watching.start()
-            atexit.register(self.close)  # a thread inside C++ when the interpreter ends is killed there, with SIGABRT
+            atexit.register(self.close)  # the end of the interpreter kills a thread that is in C++, with SIGABRT
 
     def close(self) -> None:
         """End the threads."""
@@ -105,10 +101,10 @@ class Members(Board):
         self._wait_for_threads()
 
     def meet(self, note: Note, give_up: Callable[[], None] = lambda: None) -> Epoch:
-        """Meet the members of the present epoch and whoever wants to join, and return the next one. It may lack this process.
+        """Meet the members of the present epoch and whoever wants to join, and return the next epoch, which may lack this process.
 
-        Where another member does not know of the meeting and waits for this one, `give_up` is called, which ends that.
-        Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
+        Calls `give_up` if another member does not know of the meeting and waits for this process in a step; that ends the step.
+        Raises RuntimeError if fewer than the least number of ranks come within `wait_s` seconds.
         """
         last, began, pause, looked, rang = self.current, time.monotonic(), POLL_S, -math.inf, False
         kind = "comes" if self.own in last.members else "asks"
@@ -128,7 +124,7 @@ class Members(Board):
                 return self._advanced(elsewhere)
             waited = time.monotonic() - max(began, self._found_again)
             notes = said.notes
-            if notes.get(self.own) != note:  # another one now, or a store that was started again has forgotten it
+            if notes.get(self.own) != note:  # it has changed, or the store was started again
                 self.say(kind, asdict(note))
                 continue
             if kind == "comes" or not last.members:
@@ -143,9 +139,11 @@ class Members(Board):
                 self._presence.ask([each for each in last.members if each not in notes])
             elif waited > self._wait_s:
                 raise RuntimeError(
-                    f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
+                    f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; its store "
+                    f"at {self._host}:{self._port} remembers the members {', '.join(last.members)}; if these have ended, start a new "
+                    "store, or give this run another name"
                 )
-            if not rang:  # those that have noticed nothing
+            if not rang:  # for those that have noticed nothing
                 self._do(self._ring)
                 rang = True
                 continue
@@ -154,10 +152,10 @@ class Members(Board):
             pause = POLL_S if under_way else min(1.5 * pause, SLOWEST_POLL_S)
 
     def join(self, note: Note) -> Epoch:
-        """Return the first epoch that this process belongs to. Raises RuntimeError where the run has ended, or does not answer."""
+        """Join, and return the first epoch with this process. Raises RuntimeError if the run has ended or does not answer."""
         if self._of_groups is None:
-            with suppress(StoreSilentError):  # `store_of` tries again
-                self._of_groups = self._connected()  # before others wait for it
+            with suppress(StoreSilentError):  # which tries again
+                self._of_groups = self._connected()  # now, because others will wait for `store_of`
         while True:
             self._find()
             epoch = self.meet(note)
@@ -165,17 +163,16 @@ class Members(Board):
                 return epoch
 
     def _find(self) -> None:
-        """Take the epoch that is written down for the present one, if it is not an older one."""
+        """Take the written epoch for the present one, unless it is older: a new epoch is written a moment after it was decided."""
         self._check_running()
-        found = Epoch.read(self._read(self._key("epoch")))
-        # Of an epoch that was decided a moment ago nothing is there yet.
+        found = self._written_epoch()
         if found is not None and found.number >= self.current.number:
             self.current = found
 
     def source(self) -> tuple[str, Any] | None:  # Any: a store
-        """Ask one of the members, while they train, for the state, before `join`; return it, and a store for this process and it.
+        """Before `join`, ask a member for the state while it trains; return the member, and a store for it and this process.
 
-        None where there is nobody, or nobody who trains. One that serves another process answers later; after a meeting this asks again.
+        None if no member trains. A member that serves another process answers later. After a meeting this asks again.
         """
         asked_at, pause = time.monotonic(), POLL_S
         self._find()
@@ -201,21 +198,17 @@ class Members(Board):
         return None
 
     def answer(self, member: str, serves: bool) -> Any:  # Any: a store
-        """Tell one that asks this member for the state whether it gets it; return a store for both."""
+        """Answer a process that asks for the state; return a store for both if this member serves it."""
         store = self.store_of_pair(self.own, member) if serves else None
         self.say("serves" if serves else "declines", member)
         return store
 
     def store_of_pair(self, source: str, member: str) -> Any:  # Any: see `_store`
-        """Return a store for a process group of these two, over a connection of its own."""
+        """Return a store for a process group of these two, over another connection."""
         return PrefixStore(f"{self._prefix}/pairs/{self.current.number}/{source}/{member}", self._connected())
 
     def agree(self, own: str) -> None:
-        """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks.
-
-        So does another release of what is said at the store.
-        """
-        own = f"release {VERSION} of what members say\n{own}"
+        """Raise RuntimeError if the run was begun with other settings than `own`, because a step with both would fail on all ranks."""
         first = self._do(lambda store: store.compare_set(self._key("settings"), "", own)).decode()
         if first != own:
             theirs, ours = next(
@@ -226,15 +219,15 @@ class Members(Board):
             )
 
     def stop_before(self, step: int) -> None:
-        """Have all members meet before this step, or the one that another member has named."""
+        """Have all members meet before this step, or before the one that another member named first."""
         self.say("stop", step)
         self._note(self._said(), self.current.number)
         self._do(self._ring)
 
     def wait_for(self, what: str, of: Sequence[str]) -> bool:
-        """Wait until all of these have said `what` in this epoch, and return True.
+        """Wait until all of these have written `what` in this epoch, and return True.
 
-        False where somebody has called a meeting before, or where nobody has told of `moved` for the timeout.
+        False if somebody calls a meeting first, or if nobody has called `moved` for the timeout.
         """
         looked = moved_at = time.monotonic()
         moved, key = 0, self._key("moved", self.current.number)
@@ -252,48 +245,51 @@ class Members(Board):
             time.sleep(POLL_S)
 
     def say(self, kind: str, what: Any = None, found_again: float | None = None) -> None:  # Any: see `Said`
-        """Say something in the present epoch; with `found_again`, only to the store that was found at that time."""
+        """Write a line in the present epoch; with `found_again`, only to the store that answered at that time."""
         line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
         self._do(lambda store: found_again in (None, self._found_again) and store.append(key, f"{line}\n"))
 
     def moved(self) -> None:
-        """Tell those that wait for this member that it is not stuck: with each part of a transfer, so not in the list, which all read."""
+        """Tell those in `wait_for` that this member is not stuck. Called for each part of a transfer, so it writes no line."""
         key = self._key("moved", self.current.number)
         self._do(lambda store: store.add(key, 1))
 
     def end(self) -> None:
-        """Note that all have taken the last step."""
+        """Write that all have taken the last step."""
         self._do(lambda store: store.set(self._key("ended"), "1"))
 
     def go_on(self) -> None:
-        """Note that there are more steps."""
+        """Write that there are more steps."""
         self._do(lambda store: store.delete_key(self._key("ended")))
 
     @property
     def stop_at(self) -> int | None:
         """The step before which all members meet, if one was named."""
-        number, step, *_ = self._seen
-        return step if number == self.current.number else None
+        return self._present.stop
 
     @property
     def asked_for(self) -> bool:
         """Whether somebody wants to join."""
-        number, _, asked, _ = self._seen
-        return asked and number == self.current.number
+        return bool(self._present.of("asks"))
 
     @property
     def fetching(self) -> Sequence[str]:
-        """Who asks this member for the state."""
-        number, *_, fetching = self._seen
-        return [each for each, source in fetching.items() if source == self.own and number == self.current.number]
+        """The processes that ask this member for the state."""
+        return [each for each, source in self._present.of("fetches").items() if source == self.own]
+
+    @property
+    def _present(self) -> Said:
+        """The lines of the present epoch, as far as they were read."""
+        number, said = self._seen
+        return said if number == self.current.number else Said()
 
     @property
     def dropped(self) -> bool:
-        """Whether others have gone on without this process, as far as its watcher has seen."""
+        """Whether the watcher has seen that others have gone on without this process."""
         return self._dropped_in >= self.current.number > 0
 
     def look(self) -> None:
-        """Look for who wants to join, and whether a step to meet before was named."""
+        """Read the lines of the present epoch."""
         self._note(self._said(), self.current.number)
 
     def _check_running(self) -> None:
@@ -301,7 +297,7 @@ class Members(Board):
             raise RuntimeError("this run has ended: all its ranks have taken their last step; give another name")
 
     def _all_here(self, last: Epoch, notes: Mapping[str, Note], alive: Collection[str], waited: float) -> bool:
-        """Return whether the next epoch can be proposed now. A process that is `alive` may still be busy with its step."""
+        """Return whether the next epoch can be proposed now. Processes that are `alive` may still be busy with a step."""
         if not last.members:  # the first meeting of all
             if len(notes) < self._ranks and waited > self._wait_s:
                 raise RuntimeError(
@@ -312,12 +308,12 @@ class Members(Board):
             return False
         ended = self._presence.ended.difference(alive)
         missing = [each for each in last.members if each not in notes and each not in ended]
-        # Others may not have found a store yet that was started again.
+        # If the store was started again, others may not have found it yet.
         sure = any(each in alive for each in missing) or time.monotonic() < self._found_again + 2 * self.timeout_s
         patience_s = self.timeout_s if sure else min(self.timeout_s, ANSWER_S)
         if missing and waited < patience_s:
             return False
-        # Those that have not got the state yet do not begin anew while others may come back with it.
+        # Ranks without the state wait for those that have it.
         trained = not last.step or any(each.knows for member, each in notes.items() if member in last.members)
         if len(notes) >= self._least and trained:
             return True
@@ -332,8 +328,8 @@ class Members(Board):
         return False
 
     def _elsewhere(self, last: Epoch) -> Epoch | None:
-        """Return the epoch that is written down, where it does not follow from `last`: others have gone on, or the store has forgotten."""
-        found = Epoch.read(self._read(self._key("epoch")))
+        """Return the written epoch if it is another one: others have gone on, maybe in a store that was started again."""
+        found = self._written_epoch()
         if found is None or found.number < max(1, last.number) or found.text == last.text:
             return None
         return found
@@ -352,11 +348,11 @@ class Members(Board):
                 if store is None:
                     store = self._connected()
                     self._write_epoch(store)
-                    if heard >= 0:  # the store may have been started again, and others have begun anew in it
+                    if heard >= 0:  # in a store that was started again others may have begun a new run
                         self._ring(store)
                     heard = store.add(self._key("rings"), 0)
                     self._look(store)
-                    continue  # it may have been told to end before it began to listen
+                    continue  # `close` may have been called before this thread listened
                 store.wait([self._key("bell", str(heard + 1))], timedelta(seconds=WATCH_S))
                 heard += 1
                 self._look(store)
@@ -366,7 +362,7 @@ class Members(Board):
                     self._shut.wait(0.5)
 
     def _look(self, store: Any) -> None:  # Any: see `_store`
-        """Say that this process lives, if a member has called a meeting, and look for what is wanted of it."""
+        """Read the lines of the present epoch. If a member has called a meeting, write that this process lives."""
         number = self.current.number
         if not self.current.members:
             return
@@ -375,17 +371,10 @@ class Members(Board):
         if said.of("comes") and self.own not in said.alive:
             store.append(key, f"{json.dumps([self.own, 'lives', None])}\n")
         self._note(said, number)
-        found = Epoch.read(value(store, self._key("epoch")))
-        if found is not None and found.number >= number and self.own not in found.members:
+        text = value(store, self._key("epoch"))
+        if text is not None and (found := Epoch.read(text)).number >= number and self.own not in found.members:
             self._dropped_in = found.number
 
     def _note(self, said: Said, number: int) -> None:
-        """Note the step that was named in an epoch, and whether somebody wants to join."""
-        if number >= self._seen[0]:  # another thread may have seen a later epoch meanwhile
-            self._seen = number, said.stop, bool(said.of("asks")), said.of("fetches")
-
-    def _found(self) -> str:
-        return (
-            f"its store at {self._host}:{self._port} remembers the members {', '.join(self.current.members)}; if these have ended, start "
-            "a store anew, or give this run another name"
-        )
+        if number >= self._seen[0]:  # another thread may have seen a later epoch
+            self._seen = number, said

@@ -1,4 +1,4 @@
-"""Whether the process of another member still exists. Its kernel knows that at once, and answers however busy the process is."""
+"""Detects at once whether the process of another member has ended, by asking its kernel, however busy the process is."""
 
 import os
 import socket
@@ -12,14 +12,14 @@ _WAITING = 128  # connections that nobody has accepted
 
 
 class Presence:
-    """A listening socket, which the kernel closes when this process ends: it refuses connections from then on.
+    """A listening socket. When this process ends, the kernel closes it and refuses connections.
 
-    A refusal tells that a member has ended only where a connection to it was made before. A process that is frozen, or was forked by the
-    member, still listens, and nothing answers for a machine that is gone: of these a refusal tells nothing.
+    A refused connection means that the member has ended only if an earlier one succeeded. A frozen process, or a fork of the member, still
+    listens, and a machine that is gone refuses nothing.
     """
 
     def __init__(self, host: str, port: int, member: str | None = None) -> None:
-        """Listen at the address that this machine has towards a host; the name of the member tells it, unless another one is given."""
+        """Listen at the address of this machine towards a host, which is part of the member's name unless `member` is given."""
         family, here = _towards(host, port)
         self._socket = socket.create_server((here, 0), family=family, backlog=_WAITING)
         self._socket.setblocking(False)
@@ -30,12 +30,12 @@ class Presence:
         self._asked = dict[str, threading.Thread]()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._socket.close()
 
     def reach(self, members: Iterable[str]) -> None:
         """Connect to members for the first time."""
-        with suppress(OSError):  # nobody else waits
+        with suppress(OSError):  # until nobody else waits
             while True:
                 self._socket.accept()[0].close()
         self._connect(each for each in members if each not in self._reached)
@@ -45,7 +45,7 @@ class Presence:
         self._connect(each for each in members if each in self._reached and each not in self.ended)
 
     def _connect(self, members: Iterable[str]) -> None:
-        """Connect to each, on a thread, unless one does."""
+        """Connect to each on a thread, unless a thread is still connecting."""
         for each in members:
             if each not in self._asked or not self._asked[each].is_alive():
                 self._asked[each] = threading.Thread(
@@ -61,12 +61,12 @@ class Presence:
         except ConnectionRefusedError:
             if member in self._reached:
                 self.ended.add(member)
-        except (ValueError, OSError):  # a name without an address, or a member that is cut off
+        except (ValueError, OSError):  # a name without an address, or a member without a network
             return
 
 
 def _towards(host: str, port: int) -> tuple[int, str]:
-    """Return the family and the address that this machine has towards a host; that of loopback, where others do not connect, if none."""
+    """Return the family and address of this machine towards a host; without a route, those of loopback."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as towards:

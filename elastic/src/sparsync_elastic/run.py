@@ -1,4 +1,4 @@
-"""A run of training that survives its ranks."""
+"""A training that continues while ranks die, freeze, leave and join."""
 
 import logging
 import signal
@@ -20,9 +20,8 @@ from sparsync import ConnectionLostError, Handle
 from sparsync.comm import GroupComm
 from sparsync_elastic.board import store_address
 from sparsync_elastic.catching_up import Joiner, Sources
-from sparsync_elastic.changes import Change, Lost, losses
+from sparsync_elastic.changes import Change, Failures, Lost, losses
 from sparsync_elastic.epochs import Epoch, Note
-from sparsync_elastic.failures import Failures
 from sparsync_elastic.members import Members
 from sparsync_elastic.presence import Presence
 from sparsync_elastic.trained import Saved, Trained
@@ -38,16 +37,16 @@ from sparsync_elastic.world import (
 )
 
 _LOG = logging.getLogger("sparsync")
-_LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
-_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to it, so that all hear of it before
+_LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the default timeout
+_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to the meeting, so that all hear of it in time
 
 
 class Run:
-    """A training that goes on while ranks die, freeze, leave and join, without a restart and without a checkpoint.
+    """A training that continues while ranks die, freeze, leave and join, without a restart and without a checkpoint.
 
-    All ranks meet over a store, a small process of its own: `python -m sparsync_elastic --port 29400`. Until `steps` begins, a rank is in a
-    world of its own, in which the model is wrapped and attached as always; then the ranks meet, and those that come later get the weights,
-    the optimizer's state and the step from one that is there. torch's default process group is always that of the present ranks.
+    All ranks meet over a store, a small process: `python -m sparsync_elastic --port 29400`. Until `steps` begins, each rank is alone in a
+    process group, in which the model is wrapped and attached as always. Then the ranks meet, and those that come later get the weights, the
+    optimizer's state and the step from a member. torch's default process group is always that of the present ranks.
 
         run = elastic.Run("10.0.0.1:29400", ranks=4)
         handle = sparsync.attach(model, scheme, optimizer=optimizer)
@@ -59,23 +58,22 @@ class Run:
                 optimizer.step()
                 schedule.step()
 
-    A step in which a rank is lost is taken again by those that are left, unless it was applied already. What is lost for good is in `lost`.
+    After the loss of a rank the others take the step again, unless it was applied. What is lost for good is in `lost`.
 
     Args:
-        address: "host:port" of the store. None: that of the environment variables MASTER_ADDR and MASTER_PORT.
-        ranks: how many the first meeting waits for.
-        least: the fewest that go on; with fewer the others wait for more.
-        name: of the run, where several use one store.
-        timeout_s: seconds that a rank waits for the others before they count as lost; longer than a step takes, with whatever one of them
-            does between two steps. None: 10 s and 100 round trips to the store, as measured.
-        wait_s: seconds that a rank waits for the store, for the first meeting and to be let in.
-        background: whether a rank that joins gets the state while the others train, and only what these have changed meanwhile when it is
-            let in; with steps and local steps. It needs twice the memory of the state on one rank. False: the others wait for it.
-        backend: of the process groups.
-        on_change: called with the run after every meeting, on all ranks at the same step, such as to share out the batch anew.
+        address: "host:port" of the store. None: from the environment variables MASTER_ADDR and MASTER_PORT.
+        ranks: how many ranks the first meeting waits for.
+        least: the fewest ranks that continue; fewer wait for more.
+        name: of the run, if several use one store.
+        timeout_s: seconds until a rank that does not answer counts as lost; longer than a step takes, with whatever a rank does between two
+            steps. None: 10 s and 100 measured round trips to the store.
+        wait_s: seconds that a rank waits for the store, for the first meeting, and to join.
+        background: whether a rank that joins gets the state while the others train, and only the last changes when it joins. Works with
+            steps and local steps, and needs twice the memory of the state on one rank. False: the others wait.
+        on_change: called with the run after every meeting, on all ranks at the same step, for instance to divide the batch again.
 
     Raises:
-        ValueError: for an address that is none, and for numbers out of range.
+        ValueError: for an invalid address and for numbers out of range.
         RuntimeError: if torch.distributed is initialised already.
     """
 
@@ -89,7 +87,6 @@ class Run:
         timeout_s: float | None = None,
         wait_s: float = 300.0,
         background: bool = True,
-        backend: str = "gloo",
         on_change: Callable[["Run"], None] | None = None,
     ) -> None:
         host, port = store_address(address)
@@ -102,23 +99,22 @@ class Run:
                 "torch.distributed is initialised already, and a run makes its process groups itself; leave init_process_group out"
             )
         presence = Presence(host, port)
-        self.member, self.on_change, self._backend = presence.member, on_change, backend
+        self.member, self.on_change = presence.member, on_change
         self._members = Members(host, port, name, presence, ranks=ranks, least=least, wait_s=wait_s)
-        self.timeout_s = (
-            _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s() if timeout_s is None else timeout_s
-        )
+        self.timeout_s = timeout_s or _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s()
         self._members.timeout_s = self.timeout_s
         self._trained: list[Trained] = []
-        self._lost: list[Lost] = []
-        self._leaves = self._left = self._failed = False
-        self._knows = False  # this rank has the state of the run
-        self._late = False  # the others went on without this rank
+        self.lost: list[Lost] = []  # what the weights lack for good, as far as this rank has seen
+        self.left = False  # this rank has left
+        self._leaves = self._failed = False
+        self._knows = False  # this rank has a state of the run
+        self._late = False  # the others have gone on without this rank
         self._margin = _LEAST_MARGIN
         self._background = background
         self._sources = Sources(self._members, self._trained)
         self._joiner = Joiner(self._members, self._trained)
-        self._weighed = Epoch()  # what this rank holds back is for the mean over the ranks of this epoch
-        self._factor = 1.0  # that it was multiplied by since the last meeting that went well
+        self._weighed = Epoch()  # what this rank holds back counts for the mean over the ranks of this epoch
+        self._factor = 1.0  # by which it was multiplied since the last meeting that succeeded
         self._failures = Failures()
         self._comms = list[GroupComm]()  # of the handles
         self.changes: list[Change] = []
@@ -137,7 +133,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """The rank of this process among the present ones; it may change from step to step."""
+        """The rank of this process among the present ones, which may change from step to step."""
         return self.epoch.rank(self.member) if self.member in self.epoch.members else 0
 
     @property
@@ -147,33 +143,23 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of steps that are done: that of the next one."""
+        """The number of steps that are done, and so that of the next one."""
         return self._trained[0].done if self._trained else 0
 
-    @property
-    def lost(self) -> list[Lost]:
-        """What is missing in the weights for good, as far as this rank has seen."""
-        return list(self._lost)
-
-    @property
-    def left(self) -> bool:
-        """Whether this rank has left."""
-        return self._left
-
     def add(self, model: nn.Module, handle: Handle, optimizer: Optimizer | Sequence[Optimizer], *more: Saved) -> None:
-        """Train `model`, bare or wrapped by DistributedDataParallel, with what `sparsync.attach` returned. Before `steps`.
+        """Add a model, bare or wrapped by DistributedDataParallel, with the handle from `sparsync.attach`. Call it before `steps`.
 
-        `more` has what a rank that joins needs besides, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot
-        change, and ValueError for local steps with a delay, for `bits="auto"` and for gradients where `attach` was not given the optimizer.
+        `more` is what else a rank that joins needs, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot change,
+        and ValueError for local steps with a delay, for `bits="auto"`, and for gradients if `attach` was not given the optimizer.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._trained.append(Trained(model, handle, optimizers, more))
 
     def steps(self, until: int) -> Iterator[int]:
-        """Yield the number of the next step until this many are done, or this rank has left: after a loss the same number again.
+        """Yield the number of each step until this many are done or this rank has left; after a loss the same number again.
 
-        Meets the other ranks first. Between two steps it lets others join and leave. Call `attempt` around each step.
-        Raises RuntimeError where the others leave this rank out, because the same members have failed again and again and it is the cause.
+        Meets the other ranks first, and lets others join and leave between two steps. Put `attempt` around each step.
+        Raises RuntimeError if the others leave out this rank because the same members have failed again and again and it is the cause.
         """
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
@@ -182,21 +168,21 @@ class Run:
             self._change(joins=True)
         elif self.step < until:
             self._members.go_on()
-        while not self._left:
+        while not self.left:
             self._failed |= self._members.dropped
             stop_at = self._members.stop_at
             if self._failed or (stop_at is not None and self.step >= stop_at):
                 self._change()
             elif self.step < until:
                 self._ask()
-                if not self._left:
+                if not self.left:
                     yield self.step
             elif self._all_done():
                 return
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Return a context for one step, which ends without an error where another rank is lost: `steps` then meets the others."""
+        """Return a context for one step. If another rank is lost, it suppresses the error, and `steps` meets the others."""
         try:
             yield
         except Exception as error:
@@ -208,11 +194,11 @@ class Run:
             forget_frames(error)
 
     def leave(self) -> None:
-        """Have this rank hand what it has not sent to another one, and go, a few steps from now: `steps` then ends."""
+        """Have this rank leave a few steps from now: it hands what it has not sent to another rank, and `steps` ends."""
         self._leaves = True
 
     def leave_on(self, *signals: int) -> None:
-        """Have this rank leave when the process gets one of these signals, such as SIGTERM, which spot machines send."""
+        """Have this rank leave when the process gets one of these signals; without any, SIGTERM, which spot machines send."""
         for each in signals or (signal.SIGTERM,):
             signal.signal(each, lambda *_: self.leave())
 
@@ -225,13 +211,13 @@ class Run:
         end_world()
 
     def _ask(self) -> None:
-        """Call a meeting where somebody wants to join or to leave, and serve those who will want to."""
+        """Call a meeting if a rank wants to join or leave, and answer processes that ask for the state."""
         members = self._members
         self._sources.answer(not self._leaves and self._catches_up)
         if self._leaves and self.size == 1 and not members.asked_for:
-            _LOG.warning("the last rank of this run leaves; what was trained is in this process only")
+            _LOG.warning("the last rank of this run leaves; the trained weights are in this process only")
             members.end()
-            self._left = True
+            self.left = True
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
             members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
 
@@ -240,12 +226,12 @@ class Run:
         return self._background and all(each.catches_up for each in self._trained)
 
     def _get_ahead(self) -> None:
-        if self._catches_up:
-            self._joiner.get_ahead(self._knows)
+        if self._catches_up and self._joiner.get_ahead():
+            self._knows = False
 
     def _all_done(self) -> bool:
-        """Return whether all have taken the last step; False where one of them has called a meeting instead."""
-        done = f"done/{self.step}"  # of several last steps, where `steps` is called again
+        """Return whether all have taken the last step; False if one has called a meeting instead."""
+        done = f"done/{self.step}"  # with the number, because `steps` may be called again
         self._members.say(done)
         if self._members.wait_for(done, self.epoch.members):
             self._members.end()
@@ -254,14 +240,15 @@ class Run:
         return False
 
     def _change(self, joins: bool = False) -> None:
-        """Meet the others, and go on with those that are there; again where one of these is lost meanwhile."""
+        """Meet the others and continue with those that come; meet again if one of them is lost meanwhile."""
         began, whole = time.monotonic(), not (joins or self._failed)
         if self._failed:
             for each in self._trained:
                 each.forget()
         while True:
-            joins = self._meet(joins, whole)
-            if self._left:
+            self._meet(joins, whole)
+            joins = False
+            if self.left:
                 return
             self._members.watch()
             try:
@@ -270,11 +257,10 @@ class Run:
             except Exception as error:
                 if is_loss(error):
                     self._failures.note(error, self.epoch)
-                elif not isinstance(error, StoreSilentError):  # without the store the next meeting waits for it
+                elif not isinstance(error, StoreSilentError):  # then the next meeting waits for the store
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
                 forget_frames(error)
-                self._joiner.go_back()
             whole = False
         self._failed = self._late = False
         self._failures.begin([each.position for each in self._trained])
@@ -287,13 +273,13 @@ class Run:
             with self.attempt():
                 self.on_change(self)
 
-    def _meet(self, joins: bool, whole: bool) -> bool:
-        """Go to a meeting, and come out of it with a new epoch, or having left; return whether this process has lost its place in it."""
+    def _meet(self, joins: bool, whole: bool) -> None:
+        """Meet the others: take the next epoch, or leave."""
         if not whole:
             self._cut()
         members, before = self._members, self._members.current
-        position = [each.position if self._knows else -1 for each in self._trained]
-        # One that begins from a checkpoint has something to send as well.
+        position = self._position
+        # A rank that begins from a checkpoint may hold back something, too.
         since = self._weighed.since.get(self.member, 0 if any(each.done for each in self._trained) else -1)
         if joins:
             self._get_ahead()
@@ -303,39 +289,41 @@ class Run:
         if whole:
             self._hand_over(epoch, before)
         if self.member in epoch.leaving:
-            self._left = True
-            return False
+            self.left = True
+            return
         for each, why in epoch.refused.items():
             _LOG.warning("rank %s is left out of this run: %s", each, why)
-        self._lost += losses(epoch, before)
+        self.lost += losses(epoch, before)
         if self.member not in epoch.members:
             end_world()
             self._late = True
             for each in self._trained if self._failed else ():
                 each.take_back()
             self._get_ahead()
-            members.join(replace(note, whole=False, leaves=False, source=self._joiner.source))
-        return False
+            note = replace(note, position=self._position, source=self._joiner.source)
+            members.join(replace(note, whole=False, leaves=False))
+
+    @property
+    def _position(self) -> list[int]:
+        return [each.position if self._knows else -1 for each in self._trained]
 
     def _give_up(self) -> None:
-        """End a step that others have begun, which did not hear in time of the meeting before it; the next one is called earlier."""
+        """End a step that others have begun because they heard too late of the meeting; call the next meeting earlier."""
         self._margin = min(2 * self._margin, _MOST_MARGIN)
         self._cut()
 
     def _cut(self) -> None:
-        """Close the connections, so that others that wait for this rank learn that it does not come."""
+        """Close the connections, so that others stop waiting for this rank."""
         for each in self._comms:
             each.close()
         end_world()
 
     def _hand_over(self, epoch: Epoch, before: Epoch) -> None:
-        """Send what a rank that leaves has not sent to its heir, over the connections of the epoch before."""
+        """Send what a leaving rank has not sent to its heir, over the connections of the last epoch."""
         for member, heir in epoch.leaving.items():
             try:
                 if self.member in (member, heir) and not dist.is_initialized():
-                    raise ConnectionLostError(
-                        "this rank had given up its connections before all had come to the meeting"
-                    )
+                    raise ConnectionLostError("this rank closed its connections before all had come to the meeting")
                 if self.member == member:
                     send([each.own() for each in self._trained], world(), before.rank(heir))
                 elif self.member == heir:
@@ -344,25 +332,21 @@ class Run:
             except RuntimeError as error:
                 if not is_loss(error):
                     raise
-                self._lost.append(Lost(member, epoch.step, "what it had not sent: lost on the way to another rank"))
+                self.lost.append(Lost(member, epoch.step, "what it had not sent: lost on the way to another rank"))
 
     def _gather(self, epoch: Epoch) -> tuple[int, float]:
-        """Make the process group of an epoch, and send the state to those that lack it.
-
-        Returns the bytes that this rank has received, and the seconds that it took.
-        """
+        """Make the process group of an epoch, and send the state to ranks that lack it; return the bytes and seconds of receiving it."""
         end_world()
         store = self._members.store_of(epoch)
         self._begin_world(store, epoch.rank(self.member), len(epoch.members))
         behind = self.member in epoch.behind
-        # Where it is behind, what it sent in the step that failed is in the weights of others.
+        # If it is behind, the weights of others have what it sent in the step that failed.
         for each in self._trained if self._failed and not behind else ():
             each.take_back()
         for place, each in enumerate(self._trained):
             if isinstance(each.model, DistributedDataParallel):
-                # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
+                # HACK: torch has no public function for this. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
-            # A meeting tells who is lost; what ranks exchange was compared when they joined.
             self._comms[place:] = [comm_of(f"handle{place}", self.timeout_s)]
             each.handle.regroup(self._comms[place], step=each.last(None if behind else epoch.step))
         received = 0, 0.0
@@ -387,13 +371,13 @@ class Run:
 
     def _begin_world(
         self, store: Any, rank: int, size: int
-    ) -> None:  # Any: torch's stubs have no common class of stores
+    ) -> None:  # Any: stores have no common class in torch's stubs
         timeout = timedelta(seconds=self.timeout_s)
         store.set_timeout(timeout)
-        dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
     def _weigh(self, epoch: Epoch) -> None:
-        """Have what this rank has for the others move the weights as it would have among the ranks that were there before."""
+        """Have what this rank holds back move the weights as far as it would have with the ranks before."""
         if self._weighed.members:
             last = self._weighed
             first, *_ = [each.multiply(partial(epoch.factors_after, last)) for each in self._trained]

@@ -1,4 +1,4 @@
-"""What a run trains: a model, its handle, and what else a rank that joins needs."""
+"""What a run trains: a model with its handle, and what else a rank that joins needs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ import sparsync
 from sparsync_elastic.epochs import Factors
 from sparsync_elastic.journal import Packed, unpacked_move
 
-FULL_AFTER = 100  # steps after which a new residual is as large as an old one, at least
+FULL_AFTER = 100  # the fewest steps after which a new residual is as large as an old one
 Own = Mapping[str, Any]  # Any: as Snapshot.own
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _NOTHING_LEARNT: Own = {"learnt": {}}
 
 
 class Saved(Protocol):
-    """What has a state to send to ranks that join, such as a learning-rate schedule."""
+    """An object whose state ranks that join need, such as a learning-rate schedule."""
 
     def state_dict(self) -> dict[str, Any]: ...  # Any: as torch's
 
@@ -32,7 +32,7 @@ class Saved(Protocol):
 
 @dataclass(eq=False)
 class Trained:
-    """A model and its handle, and what else a rank that joins needs. Raises as `Run.add`."""
+    """A model with its handle, and what else a rank that joins needs. Raises as `Run.add`."""
 
     model: nn.Module
     handle: sparsync.Handle
@@ -47,16 +47,16 @@ class Trained:
             )
         if local is not None and local.delay:
             raise ValueError(
-                f"a run takes local steps without a delay, got delay={local.delay}: what is on its way when a rank is lost would "
-                "be applied on some ranks only; pass delay=0"
+                f"a run takes local steps without a delay, got delay={local.delay}: after a loss, only some ranks would apply an exchange "
+                "that was under way; pass delay=0"
             )
         if getattr(self.handle, "chooses", False):
             raise ValueError(
-                'bits="auto" chooses by the first 20 steps of a run, and a rank that joins later was not there; pass a number of bits'
+                'bits="auto" chooses by the first 20 steps, which a rank that joins later has not measured; pass a number of bits'
             )
         if self.handle.done is None:
             raise ValueError(
-                "a run counts the steps of the optimizer, which this handle does not know; pass optimizer= to sparsync.attach"
+                "a run counts optimizer steps, but this handle has no optimizer; pass optimizer= to sparsync.attach"
             )
 
     @property
@@ -65,31 +65,31 @@ class Trained:
 
     @property
     def position(self) -> int:
-        """How many updates, which all ranks share, this one has applied."""
+        """The number of common updates that were applied."""
         handle: Any = self.handle  # Any: only local steps count exchanges
         return self.done if self._local is None else handle.exchanged
 
     @property
     def done(self) -> int:
-        """The steps that were taken."""
+        """The number of steps that were taken."""
         return self.handle.done or 0
 
     def last(self, step: int | None) -> int:
-        """Return the last step that was applied. With local steps, of which ranks may have taken different numbers, that before `step`."""
+        """Return the last step that was applied. Ranks may have taken different numbers of local steps, so for these it is `step` - 1."""
         return (self.done if self._local is None or step is None else step) - 1
 
     @property
     def lag(self) -> int:
-        """How many steps one rank may be ahead of another."""
+        """The most steps that one rank may be ahead of another."""
         return 1 if self._local is None else self._local.every
 
     @property
     def catches_up(self) -> bool:
-        """Whether a rank that joins can get here by a copy of older weights and what has moved them since."""
+        """Whether a rank that joins can catch up by a copy of older weights and their moves since."""
         return self.handle.integration != "gradients"
 
     def settings_text(self) -> str:
-        """Return what must be the same on all ranks, line by line."""
+        """Return the settings that must be the same on all ranks, one per line."""
         wrapped, exchange = isinstance(self.model, DistributedDataParallel), self.handle.exchange
         settings = ", ".join(f"{name}={value!r}" for name, value in getattr(exchange, "described", dict)().items())
         lines = [
@@ -101,7 +101,7 @@ class Trained:
         return "\n".join(lines)
 
     def forget(self) -> None:
-        """Forget what a step that failed has left: gradients, and that a loss scaler has unscaled them."""
+        """Forget the gradients of a failed step, and that a loss scaler has unscaled them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for each in self.more:
@@ -110,24 +110,24 @@ class Trained:
                 each._per_optimizer_states.clear()
 
     def take_back(self) -> None:
-        """Make what this rank holds back what it was before a step that has failed, which is to be taken again.
+        """Put back what this rank held back before a failed step that is taken again.
 
-        Not where other ranks have applied that step: there what was sent is in the weights, and what was not sent is in the residual.
+        Not if other ranks have applied the step: then what was sent is in the weights, and what was not sent is in the residual.
         """
         self.handle.restore(self.handle.snapshot(shared=False))
 
     def own(self) -> Own:
-        """Return what this rank has for the others, for one that takes it over."""
+        """Return what this rank holds back, for an heir."""
         return self.handle.snapshot(shared=False).own or {}
 
     def take_over(self, own: Own) -> None:
-        """Add what a rank that leaves has for the others to what this rank has."""
+        """Add what a leaving rank holds back to what this rank holds back."""
         self.handle.restore(sparsync.Snapshot(own=_added(self.own(), own)))
 
     def multiply(self, factors: Callable[[int], Factors]) -> float:
-        """Multiply what this rank has for the others where the mean is over others now, and return the factor of what it holds back.
+        """Multiply what this rank holds back, because the mean is over other ranks now; return the factor of the residual.
 
-        `factors` is given after how many steps a rank that began with nothing holds back about as much as the others.
+        `factors` gets the number of steps after which a rank that began with nothing holds back about as much as the others.
         """
         held, still, learnt = factors(self.lag * max(FULL_AFTER, math.ceil(3 / self.handle.scheme.share_sent)))
         if (held, still, learnt) != (1.0, 1.0, 1.0):
@@ -138,35 +138,31 @@ class Trained:
         return held
 
     def state(self, moves: Sequence[Packed] | None = None) -> dict[str, Any]:
-        """Return what a rank needs that joins, or has missed a step; for one that has caught up but for `moves` no more than these."""
+        """Return the state for a rank that joins or has missed a step. One that lacks only `moves` gets these instead of the weights."""
         found = self.handle.snapshot()
-        digest = None if moves is None else digest_of(found)
+        digest, without = None if moves is None else digest_of(found), {"state": {}} if self.catches_up else {}
         return {
             "moved": found.moved if moves is None else None,
             "shared": found.shared,
             "moves": list(moves or ()),
             "digest": digest,
             "model": {} if self.catches_up else _bare(self.model).state_dict(),
-            # Local steps have their state in the handle's, and other steps their moments.
-            "optimizers": [] if self._local else [self._saved(each) for each in self.optimizers],
+            # The handle has the optimizer's state of local steps, and the moments of other steps.
+            "optimizers": [] if self._local else [{**each.state_dict(), **without} for each in self.optimizers],
             "more": [each.state_dict() for each in self.more],
         }
 
-    def _saved(self, optimizer: Optimizer) -> dict[str, Any]:
-        found = optimizer.state_dict()
-        return {**found, "state": {}} if self.catches_up else found
-
     def load(self, state: Mapping[str, Any], late: bool, moved: Callable[[], None] = lambda: None) -> None:
-        """Continue where the rank of this state is; `late`: it has gone on without this one. `moved` is called after each move.
+        """Continue from the state of another rank; `late`: it has gone on without this one. `moved` is called after each move.
 
-        Raises ConnectionLostError where this rank should have caught up and has other weights: it needs all then.
+        Raises ConnectionLostError if this rank should have caught up but has other weights; then it needs the whole state.
         """
         for each in state["moves"]:
             self.replay(each)
             moved()
         if state["digest"] is not None and digest_of(self.handle.snapshot()) != state["digest"]:
             raise sparsync.ConnectionLostError(
-                "a rank that was to catch up has other weights than its source, and gets all"
+                "a rank that caught up has other weights than its source, and gets all of them"
             )
         if state["model"]:
             _bare(self.model).load_state_dict(state["model"])
@@ -175,17 +171,17 @@ class Trained:
             optimizer.load_state_dict({**saved, "state": own})
         for each, saved in zip(self.more, state["more"], strict=True):
             each.load_state_dict(saved)
-        # What a late rank has learnt by local steps the others have not had yet.
+        # The others do not have yet what a late rank has learnt by local steps.
         own = None if late or self._local is None else _NOTHING_LEARNT
         self.handle.restore(sparsync.Snapshot(state["moved"], state["shared"], own))
 
     def replay(self, move: Packed) -> None:
-        """Move the common weights as another rank has moved its own."""
+        """Move the common weights as another rank has moved them."""
         self.handle.restore(sparsync.Snapshot(moves=[unpacked_move(move)]))
 
 
 def digest_of(snapshot: sparsync.Snapshot) -> int:
-    """Return a digest of the bits of the common weights."""
+    """Return a digest of the common weights' bits."""
     found = 0
     for each in (snapshot.moved or {})["common"].values():
         words = each.detach().view(-1).view(_WORDS[each.element_size()]).long()
@@ -194,7 +190,7 @@ def digest_of(snapshot: sparsync.Snapshot) -> int:
 
 
 def _added(one: Own, other: Own) -> dict[str, Any]:
-    """Return the sums of vectors in two trees; other entries are those of the first."""
+    """Return a tree with the sums of vectors in two trees; other entries are those of the first."""
     sums = {
         key: _added(one[key], each) if isinstance(each, Mapping) else one[key] + each
         for key, each in other.items()

@@ -1,4 +1,4 @@
-"""The default process group of a run: its store, its end, what its loss looks like, and what is sent over it as a whole."""
+"""The default process group of a run: its end, the errors that mean a loss, and transfers of whole states over it."""
 
 import io
 import re
@@ -16,23 +16,23 @@ from sparsync import ConnectionLostError
 from sparsync.comm import GroupComm
 
 Result = TypeVar("Result")
-Group = Any  # a process group, also one of gloo's by itself, of which torch's stubs do not know that it sends
-_PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
-_LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
+Group = Any  # a process group, or gloo's own, for which torch's stubs lack `send` and `recv`
+_PIECE = 1 << 22  # bytes of one message of a transfer; the process group's timeout holds for each message
+_LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # files and texts of gloo, in errors of torch's collectives
 
-_AWAITED = re.compile(r"waiting for rank (\d+): .*Timed out", re.DOTALL)  # in errors of sparsync's own exchanges
+_AWAITED = re.compile(r"waiting for rank (\d+): .*Timed out", re.DOTALL)  # in errors of sparsync's exchanges
 _TAG = 3  # of the receive that aborts
-_LONGEST = 300  # characters of an error that others are told
+_LONGEST = 300  # characters of an error in a note
 
 
 class StoreSilentError(RuntimeError):
-    """The store of a run does not answer: its process hangs, is gone, or cannot be reached."""
+    """The store of a run does not answer: its process hangs, has ended, or cannot be reached."""
 
 
 def asked(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return `call()`, which asks a store. Raises StoreSilentError where that takes longer than `seconds`, or the store is gone.
+    """Return `call()`, which asks a store. Raises StoreSilentError if it takes longer than `seconds`, or if the store is gone.
 
-    A TCPStore waits without a bound for a server that neither answers nor closes the connection, whatever timeout it was given.
+    Whatever its timeout, a TCPStore waits forever for a server that neither answers nor closes the connection.
     """
     found, failed = list[Result](), list[BaseException]()
 
@@ -54,46 +54,46 @@ def asked(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def abort(group: Group) -> None:
-    """Close the connections of a group, and make everything that waits on them fail, on whatever thread."""
+    """Close the connections of a group, so that whatever waits on them fails, on any thread."""
     with suppress(RuntimeError):
         group.abort()
         own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
         if own.name() == "gloo":
-            # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
-            # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
-            # what gloo does after a timeout, and on a tag without other users.
+            # HACK: gloo's abort does not wake threads that already wait. A receive that times out closes all connections of its group,
+            # which wakes them; one from a rank that is gone raises at once and closes nothing, so try each rank. Price: it relies on
+            # gloo's behaviour after a timeout, and on a tag without other users.
             for other in (rank for rank in range(group.size()) if rank != group.rank()):
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1)], other, _TAG).wait(timedelta(milliseconds=1))
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, says that another rank cannot be reached."""
+    """Return whether an error, or one of its causes, says that another rank cannot be reached."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, StoreSilentError):
-            return False  # without the store nobody knows who goes on
+            return False  # without the store nobody knows who continues
         if isinstance(seen, (ConnectionLostError, dist.DistError)):
             return True
         if isinstance(seen, RuntimeError) and any(each in str(seen) for each in _LOSSES):
-            return True  # of torch's own collectives
+            return True
         seen = seen.__cause__ or seen.__context__
     return False
 
 
 def waited_for(error: BaseException) -> int | None:
-    """Return the rank that this one waited for until the timeout; None where it did not, or the error does not say for whom."""
+    """Return the rank for which this one waited until the timeout, or None if the error does not name one."""
     found = _AWAITED.search(str(error))
     return int(found[1]) if found else None
 
 
 def brief(error: BaseException) -> str:
-    """Return what an error says, in short."""
+    """Return the first line of an error, shortened."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST]
 
 
 def forget_frames(error: BaseException) -> None:
-    """Forget the variables of the functions that an error has ended: process groups, with threads and connections, are among them."""
+    """Forget the variables of the functions that an error has ended, because process groups are among them."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -106,8 +106,8 @@ def end_world() -> None:
         with suppress(RuntimeError):
             abort(world())
         dist.destroy_process_group()
-    # HACK: torch names groups by a number, which counts one that could not be made, and ranks with other numbers never find each other.
-    # Price: a private name, which may change with torch.
+    # HACK: torch names groups by a counter, which also counts a group that could not be made; ranks with different counts never find each
+    # other. Price: a private name, which may change with torch.
     dist.distributed_c10d._world.group_count = 0
 
 
@@ -119,7 +119,7 @@ def world() -> dist.ProcessGroup:
 
 
 def comm_of(name: str, timeout_s: float) -> GroupComm:
-    """Return a communicator of the default process group; a meeting tells who is lost, so ranks report nothing."""
+    """Return a communicator of the default process group. Ranks report no causes, because a meeting shows who is lost."""
     try:
         comm = GroupComm.private(timeout_s=timeout_s, agreed=name)
     except RuntimeError as error:
@@ -129,7 +129,7 @@ def comm_of(name: str, timeout_s: float) -> GroupComm:
 
 
 def send(what: object, group: Group, to: int, check: Callable[[], None] = lambda: None) -> None:
-    """Send an object of tensors, numbers and text to a rank of a group; `check` is called after each part."""
+    """Send tensors, numbers and text to a rank of a group; `check` is called after each part."""
     buffer = io.BytesIO()
     torch.save(what, buffer)
     whole = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
@@ -139,10 +139,8 @@ def send(what: object, group: Group, to: int, check: Callable[[], None] = lambda
         check()
 
 
-def receive(
-    group: Group, source: int, moved: Callable[[], None] = lambda: None
-) -> tuple[Any, int]:  # Any: what was sent
-    """Return what `send` sends, and its bytes; `moved` is called after each part."""
+def receive(group: Group, source: int, moved: Callable[[], None] = lambda: None) -> tuple[Any, int]:  # Any: see `send`
+    """Receive what `send` sends, and return it with its number of bytes; `moved` is called after each part."""
     length = torch.zeros(1, dtype=torch.int64)
     group.recv([length], source, 0).wait()
     memory = bytearray(int(length))
