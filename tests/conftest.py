@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import resource
 import signal
 import sys
@@ -21,6 +22,8 @@ from helpers import annotations, slices
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which other tests do too
 # Examples of hypothesis, unless a test asks for another number: with executed annotations, and without.
 EXAMPLES, QUICK_EXAMPLES = 100, 20
 

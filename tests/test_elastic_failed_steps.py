@@ -68,7 +68,7 @@ def failing(training: Training, found: list[dict[str, Tensor]], then: Callable[[
 def taken_back(port: int, exchange: str, wrapped: bool) -> None:
     """Have a step fail after its buckets were reduced: what is held back is then as before it."""
     run = elastic.Run(f"127.0.0.1:{port}", name=f"{exchange}-{wrapped}")
-    options = {"dense_below": 0} if wrapped and exchange == "gradients" else {}
+    options: dict[str, Any] = {"dense_below": 0} if wrapped and exchange == "gradients" else {}
     # A constant rate, because residuals of gradients are scaled to the rate.
     training = Training(run, exchange, wrapped, sparsync.schemes.TopK(density=0.2), decay=1.0, **options)
     found: list[dict[str, Tensor]] = []

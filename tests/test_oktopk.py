@@ -275,7 +275,9 @@ def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  #
         settings: dict[str, Any] = {"dense_steps": dense_steps}
         if rule != "exact":
             settings |= {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5}
-        never: dict[str, Any] = {"imbalance": math.inf} if rule == "code" else {}  # the authors' program does not balance
+        never: dict[str, Any] = (
+            {"imbalance": math.inf} if rule == "code" else {}
+        )  # the authors' program does not balance
         scheme = {"exact": ExactOkTopk, "paper": OkTopk, "code": partial(OkTopk, bug_compatible=True)}[rule]
         grads = [[make(n, rank, step) for rank in range(P)] for step in range(11)]
         restated, schemes = (
