@@ -136,7 +136,7 @@ def test_what_is_no_scheme_is_refused_before_it_is_called(code_that_tells: Path)
         "builtins:dict",
         "sparsync.schemes:from_text",
     ):
-        with pytest.raises(ValueError, match=r"which is no sparsync.Scheme; name a class that subclasses it"):
+        with pytest.raises(ValueError, match=r"not a sparsync.Scheme; name a class that subclasses it"):
             sparsync.schemes.from_text(name.format(folder=code_that_tells.parent))
     assert not code_that_tells.with_name("called").exists()
 
@@ -156,7 +156,7 @@ def test_a_name_of_an_installed_package_loads_what_its_metadata_say(
     assert type(scheme_of_environment()).__name__ == "Telling"
     assert executed.exists()
     monkeypatch.setenv(VARIABLE, "other")
-    with pytest.raises(ValueError, match=r"'other' is <class 'telling.Other'>, which is no sparsync.Scheme"):
+    with pytest.raises(ValueError, match=r"'other' is <class 'telling.Other'>, not a sparsync.Scheme"):
         scheme_of_environment()
 
 

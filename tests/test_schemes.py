@@ -48,7 +48,7 @@ def test_settings_reach_the_scheme() -> None:
 @pytest.mark.parametrize("name", ["topkk", "top_k", "Topk"])
 def test_an_unknown_scheme_is_told_its_nearest_name(name: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"unknown scheme '{name}'; there are dense, bf16, topk, .*; did you mean 'topk'\?"
+        ValueError, match=rf"unknown scheme '{name}'; known are dense, bf16, topk, .*; did you mean 'topk'\?"
     ):
         schemes.get(name)
     with pytest.raises(ValueError, match="unknown scheme"):

@@ -1,4 +1,4 @@
-"""The core types: spans, buckets, sparse vectors, costs, reports, the interface of a communicator, and the phases of a bucket.
+"""The core types: spans, buckets, sparse vectors, costs, reports, the communicator interface, and the phases of a bucket.
 
 Nothing here communicates, selects or keeps state. Letters: P ranks, n elements of a bucket, k selected on one rank, K in the union.
 """
@@ -32,10 +32,10 @@ _FORMATS: dict[torch.dtype, Any] = {  # Any: a literal of memoryview's
 
 
 class Arriving:
-    """A few numbers on their way from a device to the host, which reads them a step later."""
+    """A few numbers that a device is copying to the host, which reads them a step later."""
 
     def __init__(self, numbers: Tensor) -> None:
-        """Begin to copy `numbers` [k], after the work that the device already has."""
+        """Begin to copy `numbers` [k], after the work already queued on the device."""
         on_gpu = numbers.is_cuda
         host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=on_gpu)
         host.copy_(numbers, non_blocking=True)
@@ -43,16 +43,16 @@ class Arriving:
         self._coming, self._read = (host, there), list[float]()
 
     def read(self) -> list[float]:
-        """Return the numbers."""
+        """Wait for the numbers and return them."""
         if (coming := self._coming) is not None:
             host, there = coming
             if there is not None:
                 there.synchronize()
-            self._read, self._coming = [float(each) for each in host.tolist()], None
+            self._read, self._coming = [float(number) for number in host.tolist()], None
         return self._read
 
     def __bool__(self) -> bool:
-        """Return whether any number is not zero."""
+        """Return whether any number is non-zero."""
         return any(self.read())
 
     def __float__(self) -> float:
@@ -65,7 +65,7 @@ class Arriving:
         return bool, (bool(self),)
 
 
-# Of a device: a tensor [], for whose number the host waits, or one that is arriving.
+# A number on a device is a tensor [], for which the host must wait, or Arriving.
 Detail = int | float | str | bool | Tensor | Arriving
 
 
@@ -80,13 +80,13 @@ class Span:
         return self.stop - self.start
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the view of the one-dimensional `x` [n] on this span."""
+        """Return a view of this span of `x` [n]."""
         return x[self.start : self.stop]
 
 
 @lru_cache(maxsize=256)
 def spans(count: int, parts: int) -> tuple[Span, ...]:
-    """Return `parts` adjacent spans that cover [0, count); the first `count mod parts` are one longer, some perhaps empty."""
+    """Cut [0, count) into `parts` adjacent spans, perhaps empty; the first `count mod parts` are longer by one."""
     short, longer = divmod(count, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return tuple(Span(start, stop) for start, stop in pairwise(starts))
@@ -94,7 +94,7 @@ def spans(count: int, parts: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class ParameterSpan:
-    """Where the gradient of the parameter called `name` lies in its bucket."""
+    """The position of the gradient of the parameter `name` in its bucket."""
 
     name: str
     span: Span
@@ -102,7 +102,7 @@ class ParameterSpan:
 
 
 class Layout(tuple[ParameterSpan, ...]):
-    """The parameters of a bucket, one after the other without gaps, as `laid_out` makes them; hashed once."""
+    """The parameters of a bucket, adjacent and in order, as `laid_out` makes them. Caches its hash."""
 
     @cached_property
     def _hash(self) -> int:
@@ -116,7 +116,7 @@ class Layout(tuple[ParameterSpan, ...]):
 
 
 def laid_out(parameters: Iterable[tuple[str, int | Sequence[int]]]) -> Layout:
-    """Return the layout of parameters of these names and shapes, or numbers of elements, one after the other."""
+    """Lay out parameters one after the other, given names and shapes, or numbers of elements."""
     layout: list[ParameterSpan] = []
     start = 0
     for name, size in parameters:
@@ -128,8 +128,8 @@ def laid_out(parameters: Iterable[tuple[str, int | Sequence[int]]]) -> Layout:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a parameter's name is one of `patterns`, or matches one as a shell pattern ("*.bias", "encoder.*")."""
-    # Equality first: "[0]" in a name is no pattern.
+    """Return whether a parameter's name equals one of `patterns` or matches it as a shell pattern ("*.bias", "encoder.*")."""
+    # Equality first: "[0]" in a name is not a pattern.
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -141,12 +141,12 @@ class SpanSet:
 
     @classmethod
     def of(cls, layout: Iterable[ParameterSpan]) -> "SpanSet":
-        """Return the spans of these parameters, neighbours merged."""
+        """Collect the spans of these parameters, neighbours merged."""
         return cls.joined(entry.span for entry in layout)
 
     @classmethod
     def joined(cls, spans: Iterable[Span]) -> "SpanSet":
-        """Return these spans in this order, neighbours merged."""
+        """Collect these spans in this order, neighbours merged."""
         merged: list[Span] = []
         for span in spans:
             if merged and merged[-1].stop == span.start:
@@ -159,15 +159,15 @@ class SpanSet:
         return sum(len(span) for span in self.spans)
 
     def part(self, wanted: Span) -> list[Span]:
-        """Return where the elements `wanted`, counted as in the result of `take`, lie in the vector."""
-        found: list[Span] = []
+        """Locate the elements `wanted` of the result of `take` in the vector."""
+        located: list[Span] = []
         position = 0
         for span in self.spans:
             start, stop = max(wanted.start - position, 0), min(wanted.stop - position, len(span))
             if start < stop:
-                found.append(Span(span.start + start, span.start + stop))
+                located.append(Span(span.start + start, span.start + stop))
             position += len(span)
-        return found
+        return located
 
     def take(self, x: Tensor) -> Tensor:
         """Return these elements of `x`: a view if they are one span, else a copy."""
@@ -186,10 +186,10 @@ class SpanSet:
 
 @dataclass
 class Bucket:
-    """A flat range of the gradient, which a scheme takes in and writes back.
+    """A flat range of the gradient, which a scheme reads and overwrites with the result.
 
-    `key` names the bucket and is the same on every rank, as are `step` and `layout`; only `grad` differs before `Scheme.reduce`.
-    Without a layout the whole bucket counts as one parameter called `key`.
+    `key`, `step` and `layout` are the same on every rank; before `Scheme.reduce` only `grad` differs.
+    Without a layout the bucket counts as one parameter called `key`.
     Raises ValueError if `grad` is not one-dimensional, contiguous and floating, or if `layout` does not cover it.
     """
 
@@ -229,7 +229,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Some elements of a vector of `length` elements: `value[i]` stands at position `index[i]`; positions ascend, none twice."""
+    """Some elements of a vector of `length` elements: `value[i]` is at position `index[i]`. Positions ascend strictly."""
 
     index: Int[Tensor, " k"]
     value: Float[Tensor, " k"]
@@ -238,9 +238,9 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some elements of a vector where they are: `length` of them, in rows of `row` adjacent elements; the last row may be shorter.
+    """A view of `length` elements of a vector, in rows of `row` adjacent elements; the last row may be shorter.
 
-    Row i begins at position `starts[i]`; more starts than rows are allowed. Places count the elements in the order of the rows.
+    Row i begins at position `starts[i]`; more starts than rows are allowed. A place is an index into the rows laid end to end.
     """
 
     starts: Int[Tensor, " rows"]  # int32
@@ -249,18 +249,18 @@ class Rows:
 
 
 def count_for(density: float, n: int) -> int:
-    """Return k = density * n rounded down, but at least one element of a bucket that has any."""
+    """Compute k = density * n, rounded down, but at least 1 for a bucket that is not empty."""
     return min(n, max(1, int(density * n + 1e-9)))
 
 
 def check_one_of(name: str, value: object, kind: Any) -> None:  # Any: a Literal
-    """Raise ValueError unless `value`, of the setting `name`, is one of those of the Literal `kind`."""
+    """Raise ValueError unless `value` of the setting `name` is allowed by the Literal `kind`."""
     if value not in get_args(kind):
         raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
 
 
 def check_density(density: object, name: str = "density") -> None:
-    """Raise ValueError unless `density`, of the setting `name`, is a number with 0 < density <= 1."""
+    """Raise ValueError unless `density` of the setting `name` is a number with 0 < density <= 1."""
     if isinstance(density, bool) or not isinstance(density, Real):
         raise ValueError(
             f"{name} must be a number in (0, 1], the share of elements to send, got {density!r} of type {type(density).__name__}"
@@ -271,12 +271,12 @@ def check_density(density: object, name: str = "density") -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank sends: `steps` exchanges that wait for each other, `messages` and payload bytes leaving the rank.
+    """The traffic of one rank: `steps` consecutive exchanges, `messages` and payload bytes leaving the rank.
 
     An exchange whose messages all leave at once is one step, to any number of ranks: an all_gather, an all_to_all, an exchange of lengths.
-    P-1 sends that each need the one before are P-1 steps: a ring. Each step costs a link's latency, whatever its size.
-    Payload only: framing by the transport (Ethernet, IP, TCP) comes on top. A message without payload is not sent and not counted. Its
-    exchange still is a step, because ranks wait if others have something to send.
+    In a ring every send needs the one before, so P-1 sends are P-1 steps. A step costs the latency of a link, whatever its size.
+    Bytes exclude the transport's framing (Ethernet, IP, TCP). A message without payload is neither sent nor counted. Its
+    exchange is still a step, because ranks wait if others have something to send.
     """
 
     steps: int = 0
@@ -289,12 +289,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Report:
-    """One reduction of one bucket at one step, seen from one rank.
+    """The report of one reduction of one bucket at one step on one rank.
 
-    `selected` is k, the number of elements that this rank put in; `union` is K, the number of elements that any rank put in; `elements` is
-    n. `cost` is what the scheme counted as sent; `sent` is what an integration counted around it, if any, and `wait_s` the seconds inside
-    the communicator. `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has
-    NaN or Inf. On a GPU that may be a tensor [], or may still be arriving: `bool` waits for it.
+    `selected` is k, the number of elements that this rank selected; `union` is K, the number that any rank selected; `elements` is
+    n. `cost` is the traffic that the scheme counted; `sent` is the integration's count, if any, and `wait_s` the seconds inside
+    the communicator. `details` are specific to the scheme, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has
+    NaN or Inf. On a GPU it may be a tensor [] or Arriving: `bool` waits for it.
     """
 
     scheme: str
@@ -307,7 +307,7 @@ class Report:
     sent: Cost | None = None
     seconds: float | None = None  # the whole reduce, on the thread that ran it
     wait_s: float | None = None  # inside the communicator, a part of `seconds`
-    phases: Mapping[str, float] = field(default_factory=dict)  # of `seconds`, those in each `phase`
+    phases: Mapping[str, float] = field(default_factory=dict)  # the parts of `seconds` by `phase`
     details: Mapping[str, Detail] = field(default_factory=dict)
 
     @property
@@ -332,12 +332,12 @@ def reported(
 
 @runtime_checkable
 class Comm(Protocol):
-    """One rank's view of a group of P ranks. Every call except `send_recv` is collective, and returns when its result is there.
+    """One rank's view of a group of P ranks. Every call except `send_recv` is collective, and blocks until its result is complete.
 
-    All tensors are one-dimensional and contiguous, of one dtype and device on all ranks. Results are for reading only: a transport inside
-    one process may hand the same tensor to every rank. `counts` are the numbers of elements from each rank, if all ranks know them;
-    without them each message brings its length, of 8 bytes.
-    Failures raise RuntimeError and name the ranks; nothing waits without a timeout.
+    All tensors are one-dimensional and contiguous, with the same dtype and device on all ranks. Results are read-only: a transport inside
+    one process may hand the same tensor to every rank. `counts` are the numbers of elements by rank, if all ranks know them;
+    without them every message carries its length in 8 bytes.
+    Failures raise RuntimeError and name the ranks. All waits have a timeout.
     """
 
     @property
@@ -347,24 +347,24 @@ class Comm(Protocol):
     def size(self) -> int: ...
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Send `out` to rank `to` while `into` is filled with what rank `source` sends; an empty tensor takes no message."""
+        """Send `out` to rank `to` while receiving from rank `source` into `into`; an empty tensor takes no message."""
         ...
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Return every rank's `x`, in rank order; lengths may differ. Bytes sent per rank: (P-1) * nbytes(x)."""
+        """Gather every rank's `x`, in rank order; lengths may differ. Bytes sent per rank: (P-1) * nbytes(x)."""
         ...
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Send `parts[r]`, perhaps empty, to rank r, and return what arrives, in rank order. Bytes sent per rank: all but its own."""
+        """Send `parts[r]`, perhaps empty, to rank r. Return the received parts in rank order. Bytes sent per rank: all parts to others."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks, the same bits on every rank. Bytes sent per rank: 2 (P-1)/P * nbytes(x)."""
+        """Sum over ranks, with the same bits on every rank. Bytes sent per rank: 2 (P-1)/P * nbytes(x)."""
         ...
 
 
 def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor, added in the order given: the same bits on every rank."""
+    """Sum one or more tensors in the order given, for the same bits on every rank."""
     total = addends[0].clone()
     for addend in addends[1:]:
         total += addend
@@ -372,77 +372,77 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
 
 
 def exact_divisor(x: Tensor, divisor: int) -> Tensor | int:
-    """Return the divisor that gives the bits of the CPU: on a GPU torch multiplies by the reciprocal of a plain number.
+    """Return a divisor with which a GPU divides as the CPU does; by a plain number torch would multiply by the reciprocal.
 
-    A divisor that the type of `x` cannot hold, above 256 for bfloat16 and 2048 for float16, stays a number.
+    A divisor that the type of `x` cannot hold (above 256 for bfloat16, 2048 for float16) stays a number.
     """
     return x.new_full((), divisor) if x.is_cuda and divisor <= 2 / torch.finfo(x.dtype).eps else divisor
 
 
-# Takes the place of a count or a magnitude, which are never negative, in a scheme's first message.
+# Replaces a count or a magnitude, which are never negative, in a scheme's first message.
 FOUND_INF = -1
-# Of a sum: the number of ranks whose element is in it, or P.
+# A mean divides a sum by the number of ranks whose element is in it, or by P.
 Divisor = Literal["contributors", "ranks"]
 
 
 class NonFiniteError(RuntimeError):
-    """NaN or Inf on some rank. Raised on all ranks, from what all of them received; nothing was written."""
+    """NaN or Inf on some rank. All ranks raise it, from the same messages, before writing anything."""
 
 
 def or_found_inf(numbers: Tensor, finite: bool | Tensor) -> Tensor:
-    """Return `numbers`, or FOUND_INF in the place of each if not `finite`, which may be a tensor [] on their device."""
+    """Return `numbers`, all replaced by FOUND_INF unless `finite`, which may be a tensor [] on their device."""
     if isinstance(finite, Tensor):
         return torch.where(finite, numbers, FOUND_INF)
     return numbers if finite else torch.full_like(numbers, FOUND_INF)
 
 
 def numbers_of(*vectors: Tensor) -> list[list[Any]]:  # Any: int or float, by the type of a vector
-    """Return the numbers in some vectors, each of one of five types. A host sync: one copy for all of them."""
-    flat = memoryview(bytes(torch.cat([each.view(-1).view(torch.uint8) for each in vectors]).tolist()))
-    ends = accumulate(each.nbytes for each in vectors)
+    """Read several vectors, of the types in `_FORMATS`, in one copy. A host sync."""
+    flat = memoryview(bytes(torch.cat([vector.view(-1).view(torch.uint8) for vector in vectors]).tolist()))
+    ends = accumulate(vector.nbytes for vector in vectors)
     return [
-        flat[end - each.nbytes : end].cast(_FORMATS[each.dtype]).tolist()
-        for each, end in zip(vectors, ends, strict=True)
+        flat[end - vector.nbytes : end].cast(_FORMATS[vector.dtype]).tolist()
+        for vector, end in zip(vectors, ends, strict=True)
     ]
 
 
 def raise_if_found_inf(received: Iterable[int]) -> None:
-    """Raise NonFiniteError when any rank sent FOUND_INF, or any other negative number, in place of its first number."""
+    """Raise NonFiniteError if any of the ranks' first numbers is FOUND_INF or otherwise negative."""
     if min(received) < 0:
         raise NonFiniteError("a rank's gradient holds NaN or Inf")
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line that tracebacks show below the error; those of Python 3.10 do not, which keeps it in `__notes__` alone."""
+    """Add a line below the error in tracebacks. Python 3.10 does not show it, but keeps it in `__notes__`."""
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def digest(text: str) -> int:
-    """Return a number of 63 bits that depends only on the text, and differs between texts."""
+    """Hash a text to 63 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int, key: str, step: int) -> torch.Generator:
-    """Return a CPU random generator that depends only on (seed, key, step), and so is the same on every rank.
+    """Create a CPU random generator from (seed, key, step), so that all ranks draw the same numbers.
 
-    Never torch's global generator: drawing from it would change what the model draws (dropout, data order).
+    Never use torch's global generator: drawing from it would change the model's random numbers (dropout, data order).
     """
     return torch.Generator().manual_seed(digest(f"{seed}/{key}/{step}"))
 
 
-# The phases of a bucket: a profiler sees each, and the seconds in each can be recorded. Time inside the communicator is no phase:
-# MeteredComm counts it. torch.profiler sees the thread that started it, and the thread that reduces DDP's buckets only with
+# The phases of a bucket, which a profiler shows and `recorded_phases` times. Time inside the communicator is not a phase:
+# MeteredComm counts it. torch.profiler shows the thread that started it, and shows the thread that reduces DDP's buckets only with
 # `_ExperimentalConfig(profile_all_threads=True)`.
 Phase = Literal["accumulate", "select", "encode", "decode", "apply"]
 
-# .ledger: the dict that this thread's phases are added to, .label: their bucket's name; absent outside `recorded_phases`.
+# .ledger: the seconds of this thread's phases, .label: the name of their bucket; absent outside `recorded_phases`.
 _THREAD = threading.local()
 
 
 class phase:  # noqa: N801  # used as a function in a with statement; a generator would take three times as long
     """Name the block in torch's profiler, as "sparsync::select [bucket0]", and add its seconds to those of `recorded_phases`.
 
-    On CUDA the time is the host's only. The bucket's name is there inside `recorded_phases` only.
+    On CUDA it counts the host's time only. The bucket's name appears only inside `recorded_phases`.
     """
 
     __slots__ = ("_began", "_name", "_shown")
@@ -469,7 +469,7 @@ class phase:  # noqa: N801  # used as a function in a with statement; a generato
 
 @contextmanager
 def recorded_phases(bucket: str) -> Iterator[dict[str, float]]:
-    """Return the seconds this thread spends in each phase, filled in while the block runs; a profiler sees the bucket's name."""
+    """Record the seconds that this thread spends per phase, while the block runs. A profiler shows the bucket's name."""
     outer = getattr(_THREAD, "ledger", None), getattr(_THREAD, "label", "")
     _THREAD.ledger, _THREAD.label = {}, f" [{bucket}]"
     try:

@@ -1,4 +1,4 @@
-"""Error feedback: a residual for each parameter holds what was not sent, and joins the next gradient (arXiv 1704.05021)."""
+"""Error feedback: a residual per parameter holds what was not sent, and joins the next gradient (arXiv 1704.05021)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from sparsync.kernels.operations import smallest_magnitude
 
 Residuals = Literal["float32", "bfloat16"]
 
-# Times the smallest magnitude of the last selection: where the next one looks first. A hint, which changes no result.
+# A selection starts at this factor times the smallest magnitude of the last one. A hint that changes no result.
 _WARM = 0.97
 
 
 class Accumulator:
     """acc = decay * residual + gradient of one bucket at one step, and selections from it.
 
-    The sum is made once: when `values` is first read, or in the same pass as the first selection. It takes the memory of `bucket.grad` if
+    The sum is computed once, when `values` is first read or in the same pass as the first selection. It overwrites `bucket.grad` if
     that has the residual's type. The residual changes only in `keep`.
     """
 
@@ -52,71 +52,71 @@ class Accumulator:
     @property
     def finite(self) -> bool:
         """Whether the sum is finite. A host sync on a GPU."""
-        found = self._finite = bool(self._add())
-        return found
+        finite = self._finite = bool(self._add())
+        return finite
 
     @property
     def is_finite(self) -> bool | Tensor:
-        """Whether the sum is finite; on a GPU as a tensor [] that nobody waits for."""
+        """Whether the sum is finite; on a GPU a tensor [], without a host sync."""
         return self._add()
 
     def top_k(self, k: int) -> Sparse:
-        """Return the `k` elements of largest magnitude; among equal ones those that come first. NaN counts as infinity."""
+        """Select the `k` elements of largest magnitude; of equal ones the first. NaN counts as infinity."""
         with phase("select"):
             if self._added:
                 return self._noted(kernels.top_k(self._sum, k, self._hint()))
-            found, self._finite = kernels.accumulate_top_k(self._wide, self._narrow, k, self._sum, self._hint())
-            return self._noted(found)
+            part, self._finite = kernels.accumulate_top_k(self._wide, self._narrow, k, self._sum, self._hint())
+            return self._noted(part)
 
     def top_k_nonzero(self, k: int, skip: Span) -> Sparse:
-        """Return what `top_k` would select outside the span `skip`, without zeros; fewer than `k` if fewer are not zero."""
+        """Select as `top_k` does outside the span `skip`, without zeros; fewer than `k` elements if fewer are non-zero."""
         with phase("select"):
             if self._added:
                 return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint()))
-            found, self._finite = kernels.accumulate_top_k_nonzero(
+            part, self._finite = kernels.accumulate_top_k_nonzero(
                 self._wide, self._narrow, k, self._sum, skip, self._hint()
             )
-            return self._noted(found)
+            return self._noted(part)
 
     def top_k_nonzero_of(self, part: Tensor, k: int, kind: str) -> Sparse:
-        """Return the `k` largest elements of `part`, a part of the sum, without zeros. Parts of a `kind` are expected to be similar."""
+        """Select the `k` largest elements of `part`, a part of the sum, without zeros. Parts of a `kind` are expected to be similar."""
         with phase("select"):
             return self._noted(kernels.top_k_nonzero(part, k, None, self._hint(kind)), kind)
 
     def above(self, threshold: float, span: Span) -> Sparse:
-        """Return the non-zero elements in `span` whose magnitude is `threshold` or more, NaN as infinity, by their positions in the sum."""
+        """Select the non-zero elements in `span` of magnitude `threshold` or more, NaN as infinity. Positions are those in the sum."""
         with phase("select"):
             if self._added:
-                found = kernels.select_ge(span.of(self._sum), threshold)
-                return Sparse(found.index + span.start, found.value, self._sum.numel())
-            found, self._finite = kernels.accumulate_select_ge(self._wide, self._narrow, threshold, self._sum, span)
-            return found
+                part = kernels.select_ge(span.of(self._sum), threshold)
+                return Sparse(part.index + span.start, part.value, self._sum.numel())
+            part, self._finite = kernels.accumulate_select_ge(self._wide, self._narrow, threshold, self._sum, span)
+            return part
 
     def top_k_of_rows(self, regions: Sequence[Rows], counts: Sequence[int], kind: str) -> list[Sparse]:
-        """Return the largest `counts[i]` elements of each region of the sum, as `top_k` does; positions are places in its rows.
+        """Select the largest `counts[i]` elements of region i of the sum, as `top_k` does; positions are places in its rows.
 
         Regions of a `kind` are expected to be like the last step's.
         """
         with phase("select"):
             kinds = [f"{kind}{number}" for number in range(len(regions))]
-            bounds = [self._hint(each) for each in kinds]
+            bounds = [self._hint(kind) for kind in kinds]
             if self._added:
-                found = kernels.top_k_of_each(self._sum, regions, counts, bounds)
+                parts = kernels.top_k_of_each(self._sum, regions, counts, bounds)
             else:
-                found, self._finite = kernels.accumulate_top_k_of_rows(
+                parts, self._finite = kernels.accumulate_top_k_of_rows(
                     self._wide, self._narrow, regions, counts, self._sum, bounds
                 )
-            for its_kind, part in zip(kinds, found, strict=True):
+            for its_kind, part in zip(kinds, parts, strict=True):
                 self._noted(part, its_kind)
-            return found
+            return parts
 
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
-        """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be similar."""
+        """Select the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be similar."""
         with phase("select"):
             return self._noted(kernels.top_k(chunk, k, self._hint(kind)), kind)
 
     def keep(self, kept: Sequence[Sparse] = (), written: Sequence[Sparse] = ()) -> None:
-        """Make the sum the new residual, with the values of `kept` at its positions, and the gradient zero but for `written`.
+        """Write the sum, with `kept` at its positions, to the residual, and `written` to the gradient, which is zero elsewhere.
 
         Values of `written` may lie in the gradient's memory.
         """
@@ -133,7 +133,7 @@ class Accumulator:
             kernels.put_(grad, part.index, part.value)
 
     def keep_if(self, finite: Tensor, kept: Sequence[Sparse], cleared: Tensor | None, errors: Sequence[Sparse]) -> None:
-        """Do what `keep` does to the residual, if `finite` [] on the device; then clear, and add errors. The sum is lost."""
+        """Update the residual as `keep` does if `finite` [], a tensor, is true; then clear and add errors. Overwrites the sum."""
         after = self._sum if self._sum.dtype == self.residual.dtype else self._sum.to(self.residual.dtype)
         for part in kept:
             kernels.put_(after, part.index, part.value)
@@ -144,7 +144,7 @@ class Accumulator:
         torch.where(finite, after, self.residual, out=self.residual)
 
     def keep_error(self, error: Tensor) -> None:
-        """Make `error` [n], which may lie in the sum's memory, the new residual; the gradient is left to be written."""
+        """Copy `error` [n], which may lie in the sum's memory, to the residual. Does not write the gradient."""
         if self.skip is None or error.dtype != self.residual.dtype:
             self.residual.copy_(error if self.skip is None else torch.where(self.skip == 0, error, self.residual))
         else:
@@ -152,7 +152,7 @@ class Accumulator:
 
     @property
     def _added(self) -> bool:
-        """Whether the sum is made. A residual that decays is added here, others in the pass of the first selection."""
+        """Whether the sum is computed. A decaying residual is added here, others in the pass of the first selection."""
         if self._decay != 1.0 or self.skip is not None:
             self._add()
         return self._finite is not None
@@ -162,13 +162,13 @@ class Accumulator:
 
     @property
     def _hinted(self) -> bool:
-        """Whether hints are kept: a GPU does not use them, and the host would wait for them."""
+        """Whether to keep hints: a GPU does not use them, and the host would have to wait for them."""
         return self._sum.device.type == "cpu"
 
-    def _noted(self, found: Sparse, kind: str = "") -> Sparse:
+    def _noted(self, selected: Sparse, kind: str = "") -> Sparse:
         if self._hinted:
-            self._hints[f"{self._bucket.key}/{kind}"] = _WARM * smallest_magnitude(found.value)
-        return found
+            self._hints[f"{self._bucket.key}/{kind}"] = _WARM * smallest_magnitude(selected.value)
+        return selected
 
     def _add(self) -> bool | Tensor:
         if self._finite is None:
@@ -184,17 +184,17 @@ class Accumulator:
 
 @dataclass
 class ByParameter:
-    """A vector for each parameter name: a new bucket layout moves it and loses nothing."""
+    """A vector per parameter name, which moves when the bucket layout changes."""
 
-    # Flat. Views of the buckets' vectors, which stay adjacent.
+    # Flat views of the buckets' vectors.
     by_name: dict[str, Tensor] = field(default_factory=dict)
     _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
     _held: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, as they were at the last `hold`
 
     def of(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-        """Return the vector of this bucket's parameters, [n], for writing; zero, and of `dtype`, for parameters not seen before.
+        """Return the vector of this bucket's parameters, [n], for writing; zero and of `dtype` for new parameters.
 
-        Raises ValueError when a parameter's size has changed.
+        Raises ValueError if a parameter's size has changed.
         """
         flat = self._flat.get(bucket.layout)
         if flat is None or flat.device != bucket.grad.device:
@@ -202,7 +202,7 @@ class ByParameter:
         return flat
 
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the vector of each named parameter, in place, and what `hold` has copied of it."""
+        """Multiply the vectors of the named parameters, and their copies of `hold`, in place."""
         for name, factor in factors.items():
             for vectors in (self.by_name, self._held):
                 if name in vectors and factor != 1.0:
@@ -217,32 +217,32 @@ class ByParameter:
                 self._held[name] = vector.clone()
 
     def weigh(self, factors: Mapping[str, float]) -> None:
-        """Multiply the change of each named vector since `hold` by its factor: 1 changes nothing, 0 takes the change back.
+        """Multiply the change of a named vector since `hold` by its factor: 1 changes nothing, 0 undoes the change.
 
-        A vector that was not held counts as zero then.
+        A vector that did not exist at `hold` counts as zero then.
         """
         for name, factor in factors.items():
             if name in self.by_name:
-                # Not lerp_, whose difference of large numbers of either sign overflows.
+                # Not lerp_, which overflows for large numbers of opposite signs.
                 vector = self.by_name[name].mul_(factor) if factor else self.by_name[name].zero_()
                 if name in self._held:
                     vector.add_(self._held[name].to(vector.device), alpha=1 - factor)
 
     def lay_out_again(self) -> None:
-        """Move the vectors when their buckets come next, to the type that is asked for then."""
+        """Move the vectors when `of` is next called, to the type that it requests."""
         self._flat.clear()
 
     def _lay_out(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(bucket.grad.numel(), dtype=dtype, device=bucket.grad.device)
         names = {entry.name for entry in bucket.layout}
         for layout in [old for old in self._flat if any(entry.name in names for entry in old)]:
-            del self._flat[layout]  # its parameters move; the others keep their views and move when their bucket comes
+            del self._flat[layout]  # shared parameters move now, the others when `of` is called for their bucket
         for entry in bucket.layout:
             known = self.by_name.get(entry.name)
             if known is not None and known.numel() != len(entry.span):
                 raise ValueError(
                     f"the residual of {entry.name!r} has {known.numel()} elements, its gradient {len(entry.span)}; "
-                    "load the state of the same model, or start without"
+                    "load the state of the same model, or start without a state"
                 )
             if known is not None:
                 entry.span.of(flat).copy_(known)
@@ -258,45 +258,46 @@ class Vectors:
         self._kinds: dict[str, ByParameter] = {}
 
     def by_kind(self, kind: str) -> ByParameter:
-        """Return the vectors of a kind."""
+        """Return the vectors of a kind, perhaps empty."""
         return self._kinds.setdefault(kind, ByParameter())
 
     @property
     def hold_anything(self) -> bool:
         """Whether there is any vector: the same on all ranks after the same steps."""
-        return any(each.by_name for each in self._kinds.values())
+        return any(vectors.by_name for vectors in self._kinds.values())
 
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the vectors of each named parameter by its factor."""
-        for each in self._kinds.values():
-            each.rescale(factors)
+        """Multiply the vectors of every named parameter by its factor."""
+        for vectors in self._kinds.values():
+            vectors.rescale(factors)
 
     def hold(self) -> None:
         """Copy the vectors before a step, for `weigh`."""
-        for each in self._kinds.values():
-            each.hold()
+        for vectors in self._kinds.values():
+            vectors.hold()
 
     def weigh(self, factors: Mapping[str, float]) -> None:
-        """Keep a share, its factor in [0, 1], of the step since `hold` for each named parameter, because only that share was applied.
+        """Scale the change since `hold` by the factor in [0, 1] of a parameter, because only that share of the step was applied.
 
-        With c the factor, a vector becomes c times what it is now + (1 - c) times what it was before the step.
+        With factor c, a vector becomes c times its present value + (1 - c) times its value before the step.
         """
-        for each in self._kinds.values():
-            each.weigh(factors)
+        for vectors in self._kinds.values():
+            vectors.weigh(factors)
 
     def lay_out_again(self) -> None:
-        """Move the vectors when their buckets come next, to the type that is asked for then."""
-        for each in self._kinds.values():
-            each.lay_out_again()
+        """Move the vectors when `ByParameter.of` is next called, to the type that it requests."""
+        for vectors in self._kinds.values():
+            vectors.lay_out_again()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the vectors by kind and parameter name, copied: flat, in their own precision."""
+        """Return flat copies of the vectors by kind and parameter name, in their precision."""
         return {
-            kind: {name: vector.clone() for name, vector in each.by_name.items()} for kind, each in self._kinds.items()
+            kind: {name: vector.clone() for name, vector in vectors.by_name.items()}
+            for kind, vectors in self._kinds.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load a result of `state_dict`."""
         self._kinds = {
             kind: ByParameter({name: vector.clone() for name, vector in by_name.items()})
             for kind, by_name in state.items()
@@ -304,11 +305,11 @@ class Vectors:
 
 
 def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """Return the residuals of `size` ranks, made from those of all ranks of another world, with the same mean of every element.
+    """Redistribute the residuals of all ranks of one world to `size` ranks, keeping the mean of every element.
 
     A reduction divides by the number of ranks, so residuals with the same mean move the weights as far as before. New rank r gets
-    size / len(states) times the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. Up to
-    rounding; exact copies for a world of the same size.
+    size / len(states) times the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. The
+    result is rounded, but an exact copy for a world of the same size.
     """
     if size < 1:
         raise ValueError(f"a world has at least 1 rank, got {size}")
@@ -317,14 +318,14 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
         for residual in mine.values():
             residual.mul_(size).div_(
                 exact_divisor(residual, len(states))
-            )  # exact for whole numbers whose result is one
+            )  # exact for whole numbers with a whole result
     return dealt
 
 
 def summed(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the sum of the residuals of several ranks, by name."""
-    found: dict[str, Tensor] = {}
+    """Sum the residuals of several ranks by name."""
+    total: dict[str, Tensor] = {}
     for state in states:
         for name, residual in state.items():
-            found[name] = found[name] + residual if name in found else residual.clone()
-    return found
+            total[name] = total[name] + residual if name in total else residual.clone()
+    return total

@@ -1,1 +1,1 @@
-"""What a scheme is: the base class, the driver of all schemes with error feedback, and the registry of names."""
+"""The base class of all schemes, the driver of those with error feedback, and the registry of names."""

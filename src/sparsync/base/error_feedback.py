@@ -1,7 +1,7 @@
 """The driver of all schemes with error feedback: everything around a scheme's `step`.
 
-A scheme says what is selected and how it travels. Here, once for all of them, stands the rest: accumulating, what NaN and Inf lead to,
-writing the mean, clearing the residual, rollback, state and reports.
+A scheme selects elements and sends them. This module does the rest for all of them: it accumulates, handles NaN and Inf, writes the mean,
+clears the residual, rolls back, and reports.
 """
 
 from abc import abstractmethod
@@ -39,47 +39,47 @@ from sparsync.wire import ValueCodec, Values
 
 @dataclass(frozen=True)
 class Update:
-    """The result of one step. `mean` is the same on every rank; the rest is this rank's own. `errors` share no memory with acc.
+    """The result of one step. `mean` is the same on every rank; the rest is local. `errors` share no memory with acc.
 
-    With acc the sum of residual and gradient on one rank, for each element the sum over ranks of acc is P * mean + what stays in the
-    residuals: acc where it was not cleared, and the errors. A step may also write what stays into `acc.values` itself,
-    or return it as `replaced`: the residual at some positions, which costs less, because all of acc is moved anyway. What the
-    gradient's type drops of the mean joins the residual, each rank's share of the elements on that rank.
+    acc is the sum of residual and gradient on one rank. Invariant: for every element the sum over ranks of acc is P * mean + the residuals,
+    which hold acc where it was not cleared, and the errors. A step may also write the new residual into `acc.values`, or return some
+    of it as `replaced`, which is cheaper because all of acc is moved anyway. The rounding error of a mean in the gradient's type joins the
+    residuals; every rank takes its share of the elements.
     """
 
-    # Written to the gradient, which is zero elsewhere; several parts have no position in common.
+    # Written to the gradient, which is zero elsewhere; several parts must be disjoint.
     mean: Sparse | Sequence[Sparse]
     cleared: Tensor | None  # [c] positions at which the residual becomes zero, int32 or int64; None: nowhere
     selected: int  # k: how many elements this rank selected
     errors: Sequence[Sparse] = ()  # what rounding dropped; added to the residual after clearing
     details: Mapping[str, Detail] = field(default_factory=dict)
-    # Changes the scheme's shared state; called only when the mean is finite, or only a device knows whether it is.
+    # Changes the scheme's shared state. Called when the mean is finite, and when only the device knows whether it is.
     commit: Callable[[], None] = lambda: None
-    replaced: Sequence[Sparse] = ()  # what stays at these positions in place of acc; parts have none in common
-    lost: Sparse | None = None  # what this rank's residual loses, for a rollback; None: its share of P * mean
+    replaced: Sequence[Sparse] = ()  # the residual at these positions in place of acc; parts must be disjoint
+    lost: Sparse | None = None  # what a rollback adds to this rank's residual; None: the mean
 
 
 @dataclass(frozen=True)
 class DenseUpdate:
-    """The result of one step that sends something of every element, or many. `mean` is the same on every rank; the rest is this rank's own.
+    """The result of one step whose mean is a dense vector. `mean` is the same on every rank; the rest is local.
 
-    For each element the sum over ranks of acc is P * mean + error. What the gradient's type drops of the mean joins the residual, each
-    rank's share of the elements on that rank.
+    Invariant: for every element the sum over ranks of acc is P * mean + the sum of the errors. The rounding error of a mean in the
+    gradient's type joins the residuals; every rank takes its share of the elements.
     """
 
     mean: Tensor | ArrivedMean  # [n] written to the gradient
     error: Tensor  # [n] becomes the residual; may share the memory of acc, which a step may change in place
     selected: int | None = None  # k: how many elements this rank selected; None: all
-    union: int | None = None  # K: of how many elements anybody sent something; None: of all
+    union: int | None = None  # K: how many elements any rank selected; None: all
     details: Mapping[str, Detail] = field(default_factory=dict)
     commit: Callable[[], None] = lambda: None  # as in Update
 
 
 class ErrorFeedbackScheme(Scheme):
-    """A scheme that adds what it did not send to the next gradient: subclass it as a dataclass, and write `step`.
+    """A scheme that adds what it did not send to the next gradient. Subclass it as a dataclass and implement `step`.
 
-    A subclass may have a field `residuals`, the precision of the residual ("float32" or "bfloat16"), and a field `decay`, the share of
-    the residual that joins the next gradient. One that defines `__post_init__` calls this one's.
+    A subclass may have the fields `residuals`, the precision of the residual ("float32" or "bfloat16"), and `decay`, the share of
+    the residual that joins the next gradient. If it defines `__post_init__`, that must call `super().__post_init__()`.
     """
 
     residuals: Residuals = "float32"
@@ -96,16 +96,15 @@ class ErrorFeedbackScheme(Scheme):
 
     @abstractmethod
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
-        """Return the mean of what was selected from `acc`, and what this rank's residual loses.
+        """Exchange a selection of `acc`, and return its mean and the changes to this rank's residual.
 
-        `state` is what this rank remembers: change it in `commit`, which is not called where the mean is not finite. `bucket` gives key,
-        step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
-        or Inf; if that is not known beforehand it may show in the mean instead. What is sent through `comm` is
-        counted for the report.
+        `state` is this rank's state: change it in `commit`, which is not called if the mean is non-finite. `bucket` gives key,
+        step and layout; its `grad` belongs to `acc`. If any rank has NaN or Inf, raise NonFiniteError on all ranks, or let it show in the
+        mean. `comm` counts the traffic for the report.
         """
 
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
-        """Replace `bucket.grad` by the mean of `step`. With NaN or Inf on any rank, it shows on all and no state changes."""
+        """Replace `bucket.grad` by the mean of `step`. NaN or Inf on any rank shows on all ranks, and no state changes."""
         return self._reduced(state, bucket, comm, whole=False)
 
     def send_all(self, state: State, bucket: Bucket, comm: Comm) -> Report:
@@ -131,7 +130,7 @@ class ErrorFeedbackScheme(Scheme):
         if isinstance(overflow, Tensor) or not overflow:
             update.commit()
         elif kernels.all_finite(bucket.grad):
-            # Only P times the mean is not: a loss scaler must see it all the same.
+            # The mean is finite and P times the mean is not: a loss scaler must still see it.
             bucket.grad.fill_(torch.nan)
         details = {**update.details, "overflow": overflow}
         return reported(self.name, bucket, comm.sent, selected=update.selected, union=union, details=details)
@@ -139,16 +138,16 @@ class ErrorFeedbackScheme(Scheme):
     def _reduce_in_passes(
         self, state: State, bucket: Bucket, comm: MeteredComm, values: tuple[Values, Values], residual: Tensor
     ) -> Report:
-        """Send every element: one pass adds the gradient and encodes, one sums up, and one writes. On a GPU nobody waits for them.
+        """Send every element in three passes without a host sync: add the gradient and encode; sum; write.
 
-        There all of the gradient becomes NaN where any of the mean is not finite.
+        On a GPU the whole gradient becomes NaN if any element of the mean is non-finite.
         """
         grad, P, (up, down) = bucket.grad, comm.size, map(ValueCodec, values)
         error = grad if grad.dtype == residual.dtype else torch.empty_like(residual)
         mean = quantized_all_reduce_(error, comm, up, down, (residual, grad))
         lengths, bits = [len(chunk) for chunk in spans(grad.numel(), P)], mean.kernel_bits
         assert bits is not None
-        # All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
+        # All ranks received the same mean, so all decide the same. The residuals lose P times the mean, which must be finite too.
         fits = kernels.packets_fit(mean.packets, lengths, bits, P, grad.dtype)
         skip, overflow = (fits.logical_not().view(1), False) if isinstance(fits, Tensor) else (None, not fits)
         with phase("apply"):
@@ -156,7 +155,7 @@ class ErrorFeedbackScheme(Scheme):
                 kernels.write_mean_(grad, error, residual, mean.packets, bits, comm.rank, skip)
             else:
                 grad.copy_(mean.decoded())
-                if kernels.all_finite(grad):  # only P times the mean is not: a loss scaler must see it all the same
+                if kernels.all_finite(grad):  # only P times the mean is non-finite: a loss scaler must still see it
                     grad.fill_(torch.nan)
         details: dict[str, Detail] = {"overflow": overflow}
         if skip is not None:
@@ -166,11 +165,11 @@ class ErrorFeedbackScheme(Scheme):
     def _write_dense(
         self, update: DenseUpdate, acc: Accumulator, bucket: Bucket, comm: Comm
     ) -> tuple[bool, int | None]:
-        """Write the mean, and the residual unless the mean overflows; return whether it does, and K."""
+        """Write the mean, and the residual unless the mean overflows. Return whether it overflows, and K."""
         mean = update.mean
         if not isinstance(mean, Tensor) and mean.dtype != bucket.grad.dtype:
             mean = mean.decoded()
-        # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
+        # Host syncs. All ranks received the same mean, so all decide the same. P times the mean, which the residuals lose, must be finite.
         if isinstance(mean, Tensor):
             written = mean.to(bucket.grad.dtype)
             overflow = not (kernels.all_finite(written) and _fits(mean, comm.size))
@@ -191,7 +190,7 @@ class ErrorFeedbackScheme(Scheme):
     def _write_sparse(
         self, state: State, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm
     ) -> tuple[bool | Tensor, int]:
-        """Do what `_write_dense` does for the mean of some elements."""
+        """Write the mean of some elements as `_write_dense` does for all."""
         grad, means = bucket.grad, [update.mean] if isinstance(update.mean, Sparse) else update.mean
         finite, parts = bucket.skip is not None or kernels.finite_each(means, comm.size), means
         if any(part.value.dtype != grad.dtype for part in means):
@@ -213,10 +212,10 @@ class ErrorFeedbackScheme(Scheme):
                 acc.keep(update.replaced, parts)
                 if update.cleared is not None:
                     kernels.clear_(acc.residual, update.cleared)
-                for each in update.errors:
-                    kernels.scatter_add_(acc.residual, each)
-                for each in zip(means, parts, strict=True) if parts is not means else ():
-                    kernels.scatter_add_(acc.residual, _dropped(*each, comm))
+                for error in update.errors:
+                    kernels.scatter_add_(acc.residual, error)
+                for mean, part in zip(means, parts, strict=True) if parts is not means else ():
+                    kernels.scatter_add_(acc.residual, _dropped(mean, part, comm))
                 if update.lost is not None:
                     state.undo[bucket.key] = partial(_return_lost, state, update.lost)
         return overflow, sum(part.index.numel() for part in parts)
@@ -232,13 +231,13 @@ class ErrorFeedbackScheme(Scheme):
         bucket: Bucket,
         comm: Comm,
     ) -> None:
-        """Do what `_write_sparse` does where only the device knows whether the mean is finite; NaN stands at all its positions if not."""
+        """Write as `_write_sparse` does, if only the device knows whether the mean is finite; if not, write NaN at its positions."""
         with phase("apply"):
             written = _joined(parts)
             shown = torch.where(finite, written.value, torch.nan)  # a copy: values may lie in the gradient
             errors = list(update.errors)
             if parts is not means:
-                errors += [_dropped(*each, comm) for each in zip(means, parts, strict=True)]
+                errors += [_dropped(mean, part, comm) for mean, part in zip(means, parts, strict=True)]
             acc.keep_if(finite, update.replaced, update.cleared, errors)
             kernels.put_(bucket.grad.zero_(), written.index, shown)
             if update.lost is not None:
@@ -246,7 +245,7 @@ class ErrorFeedbackScheme(Scheme):
                 state.undo[bucket.key] = partial(_return_lost, state, replace(update.lost, value=lost))
 
     def _check_found(self, overflow: bool, acc: Accumulator) -> None:
-        """Raise RuntimeError where the mean hides that this rank's gradient is not finite."""
+        """Raise RuntimeError if the mean is finite although this rank's gradient is not."""
         if not overflow and not acc.finite:
             raise RuntimeError(
                 f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
@@ -255,33 +254,33 @@ class ErrorFeedbackScheme(Scheme):
 
     @property
     def leaves_out(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        """Whether a step's mean lacks elements. Here: whether the scheme has a field `density` that is below 1."""
+        """Whether a step's mean lacks elements: true if the scheme has a field `density` below 1."""
         return getattr(self, "density", 1.0) < 1.0
 
     @property
     def share_sent(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        """Here: the field `density`, and 1 without one."""
+        """The field `density`, or 1 without one."""
         return float(getattr(self, "density", 1.0))
 
 
 def _return_lost(state: State, lost: Sparse, bucket: Bucket) -> None:
-    """Return to the residual what it has lost in a step."""
+    """Add to the residual what it lost in a step."""
     kernels.scatter_add_(state.residual(bucket), lost)
 
 
 def _return_mean(residual: Tensor, mean: QuantizedMean, bucket: Bucket) -> None:
-    """Return to the residual its share of P times the mean: the gradient may have changed since."""
+    """Add the decoded mean to the residual; the gradient may have changed since."""
     residual.add_(mean.decoded().to(bucket.grad.dtype))
 
 
 def _fits(mean: Tensor, P: int) -> bool:
     """Return whether P times `mean` is finite everywhere."""
-    # At least in float32: a mean in 16 bits stands for one that its residuals hold.
+    # At least in float32, as the residuals are.
     return kernels.all_finite(mean.to(torch.promote_types(mean.dtype, torch.float32)) * P)
 
 
 def _joined(parts: Sequence[Sparse]) -> Sparse:
-    """Return `parts`, which have no position in common, as one, whose positions need not ascend."""
+    """Join disjoint `parts` into one vector; its positions need not ascend."""
     if len(parts) == 1:
         return parts[0]
     index, value = torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts])
@@ -289,28 +288,28 @@ def _joined(parts: Sequence[Sparse]) -> Sparse:
 
 
 def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:
-    """Return the step that sends all of `acc` and leaves nothing; `details` are further ones of its report."""
+    """Send all of `acc`, and leave no residual. `details` are added to the report."""
     mean = comm.all_reduce(acc.values) / exact_divisor(acc.values, comm.size) if comm.size > 1 else acc.values.clone()
     return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True, **details})
 
 
 def own_chunk(residual: Tensor, comm: Comm) -> Rows | None:
-    """Return the chunk of a residual that this rank owns, of P near-equal adjacent ones; None where there is one rank."""
+    """Return this rank's chunk of a residual cut into P near-equal chunks; None for one rank."""
     if comm.size == 1:
         return None
-    own = spans(residual.numel(), comm.size)[comm.rank]
-    return Rows(torch.tensor([own.start], dtype=torch.int32, device=residual.device), max(1, len(own)), len(own))
+    chunk = spans(residual.numel(), comm.size)[comm.rank]
+    return Rows(torch.tensor([chunk.start], dtype=torch.int32, device=residual.device), max(1, len(chunk)), len(chunk))
 
 
 def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm) -> None:
-    """Add to `residual` [n], for this rank's share of the elements, what the gradient's type has dropped of P times the mean [n]."""
+    """Add the rounding error of P times `mean` [n] to `residual` [n], for this rank's share of the elements."""
     if written.dtype != mean.dtype:
         mine = spans(mean.numel(), comm.size)[comm.rank]
         mine.of(residual).add_(comm.size * (mine.of(mean) - mine.of(written).to(mean.dtype)))
 
 
 def _dropped(mean: Sparse, written: Sparse, comm: Comm) -> Sparse:
-    """Return the same for the mean of some elements: none where no type changes."""
+    """Return the rounding error that `add_dropped_` adds, for the mean of some elements; empty if the type does not change."""
     mine = spans(mean.index.numel() if written.value.dtype != mean.value.dtype else 0, comm.size)[comm.rank]
     value = comm.size * (mine.of(mean.value) - mine.of(written.value).to(mean.value.dtype))
     return Sparse(mine.of(mean.index), value, mean.length)

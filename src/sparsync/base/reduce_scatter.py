@@ -1,4 +1,4 @@
-"""The step that reduce-scatters with a residual share; see `scheme` for what a reduce-scatter is here."""
+"""The driver of reduce-scatters with error feedback. `scheme` describes a reduce-scatter."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from sparsync.kernels.rounding import lacking, rounded
 
 @dataclass(frozen=True)
 class KeepingReduceScatter(ReduceScatterScheme):
-    """A reduce-scatter that keeps what it does not send in a residual of the whole gradient on each rank: write `total`.
+    """A reduce-scatter that keeps what it does not send in a residual of the whole gradient on each rank. Implement `total`.
 
-    Conserved is the sum of residuals over ranks + P x the mean. Where any rank's gradient holds NaN or Inf, all ranks get NaN and residuals
-    stay as they were; a sum that overflows at its owner is NaN there only.
+    Invariant: the sum of the residuals over ranks + P x the mean. If any rank's gradient holds NaN or Inf, all ranks get NaN and residuals
+    do not change; a sum that overflows is NaN on its owner only.
     """
 
     config: Any  # the scheme
@@ -41,9 +41,9 @@ class KeepingReduceScatter(ReduceScatterScheme):
 
     @abstractmethod
     def total(self, acc: Accumulator, own: Span, bucket: Bucket, comm: Comm) -> tuple[Tensor, int, dict[str, Detail]]:
-        """Return the sum over ranks of this rank's chunk, which is at `own`; how many elements this rank selected; and report details.
+        """Sum this rank's chunk, at `own`, over ranks. Return the sum, the number of elements this rank selected, and report details.
 
-        Leaves in `acc.values` what was not sent. Raises NonFiniteError, on all ranks, when any found NaN or Inf, unless that shows in
+        Leaves the unsent part in `acc.values`. Raises NonFiniteError on all ranks if any has NaN or Inf, unless it shows in
         the sums of all ranks.
         """
 
@@ -60,7 +60,7 @@ class KeepingReduceScatter(ReduceScatterScheme):
             return self.found_inf(bucket, out, comm.sent)
         with phase("apply"):
             acc.keep()
-            # What the mean's type drops is this rank's, as the chunk is.
+            # The rounding error of the chunk belongs to its owner.
             own.of(acc.residual).add_(lacking(total, out, share))
         return Report(
             self.name, bucket.key, bucket.step, n, selected, n, comm.sent, details={"overflow": False, **details}

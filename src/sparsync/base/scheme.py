@@ -1,8 +1,7 @@
-"""The base classes of all schemes: what an integration calls, with a default for everything but `reduce`; and their sharded forms.
+"""The base classes of schemes and of their sharded forms: the interface that integrations call, with defaults for all but `reduce`.
 
-A reduce-scatter for sharded training ends with each rank's own chunk of the mean, and no all-gather follows. The gradient is P chunks of m
-elements, chunk r always owned by rank r. Each parameter lies in all chunks, with a shard in each. There are no replicas, so nothing need
-be bit-identical.
+A reduce-scatter for sharded training leaves every rank its chunk of the mean, without an all-gather. The gradient is P chunks of m
+elements; rank r owns chunk r. Every parameter has a shard in every chunk. There are no replicas, so nothing need be bit-identical.
 """
 
 from abc import ABC, abstractmethod
@@ -22,44 +21,44 @@ _NO_COST = Cost()
 
 
 class Scheme(ABC):
-    """One way to reduce gradients: subclass it, give it a `name`, and write `reduce`.
+    """One way to reduce gradients. Subclass it, give it a `name`, and implement `reduce`.
 
-    Write a scheme as a frozen dataclass, so that its settings are compared between the ranks. What it remembers from step to step is in
-    the `State` that it is called with, of one model on one rank, so several models and ranks can have the same scheme. The defaults
-    describe a scheme that remembers nothing. A scheme with error feedback subclasses `sparsync.ErrorFeedbackScheme` instead and writes
-    `step`.
+    Write a scheme as a frozen dataclass, so that ranks can compare its settings. What it remembers between steps is in the `State` that
+    it is called with, one for every model and rank, so several models and ranks can share a scheme. The defaults
+    describe a scheme that remembers nothing. A scheme with error feedback subclasses `sparsync.ErrorFeedbackScheme` instead and
+    implements `step`.
     """
 
     name: str
-    has_residual: bool = False  # whether anything is held back from one step to a later one
-    # Whether what is written has a momentum in it already, so that the optimizer should be SGD without any.
+    has_residual: bool = False  # whether a step may hold anything back for a later one
+    # Whether the result already includes a momentum; the optimizer should then be SGD without momentum.
     has_momentum: bool = False
-    # Whether a bucket may be reduced while another one waits for other ranks: not where a step of one depends on another one's. What
-    # `reduce` does between two exchanges is never interrupted.
+    # Whether a bucket may be reduced while another one waits for other ranks. False if a step of one depends on a step of another.
+    # `reduce` is never interrupted between two exchanges.
     interleaves: bool = True
     # Whether a step's mean lacks elements that ranks hold back in residuals: an optimizer then sees a sparse gradient.
     leaves_out: bool = False
-    share_sent: float = 1.0  # which share of the elements a rank sends in a step
-    # Whether `reduce` asks a device for nothing where `bucket.skip` is given, the same on all ranks: if it is not zero, the state stays as
-    # it was, and what is written is of no use. Gradients are finite then, and whether means are is not looked at.
+    share_sent: float = 1.0  # the share of the elements that a rank sends in a step
+    # Whether `reduce` runs without a host sync if `bucket.skip`, the same on all ranks, is given. If `skip` is not zero, the state does
+    # not change and the result is meaningless. The gradients are then known to be finite; means are not checked.
     heeds_skip: bool = False
     may_send_whole: bool = False  # whether an integration may send a small bucket by `send_all` in place of `reduce`
-    may_forget: bool = False  # whether a share of the residual may be dropped in each step; see `State.forget`
-    # The formats, up and down, of a scheme that sends every element as `quantized_all_reduce_` does, and adds what is not sent to the next
-    # gradient, all of it. An integration that makes and encodes steps in one pass does it in place of `reduce`.
+    may_forget: bool = False  # whether every step may drop a share of the residual; see `State.forget`
+    # The formats, up and down, of a scheme that sends every element as `quantized_all_reduce_` does and adds all of the error to the next
+    # gradient. An integration that computes and encodes steps in one pass uses them in place of `reduce`.
     whole_values: "tuple[Values, Values] | None" = None
 
     @abstractmethod
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` [n] by an estimate of the mean gradient, the same bits on every rank.
 
-        Called on every rank for the same buckets in the same order. NaN or Inf on any rank must show in the result on every rank,
-        and leave `state` as it was. An exception on any rank fails the step on all ranks. Communicate
+        Called on every rank for the same buckets in the same order. NaN or Inf on any rank must show in the result on every rank
+        and must not change `state`. An exception on any rank fails the step on all ranks. Communicate
         through a `MeteredComm` around `comm`, and return `self.report(bucket, metered.sent)`.
         """
 
     def send_all(self, state: State, bucket: Bucket, comm: Comm) -> Report:
-        """Reduce as `reduce` does, but leave nothing behind: all that was held back is in the mean, in the precision of the residual."""
+        """Reduce as `reduce` does, but send the whole residual too, in the precision of the residual."""
         return self.reduce(state, bucket, comm)
 
     def report(
@@ -70,44 +69,44 @@ class Scheme(ABC):
         union: int | None = None,
         details: Mapping[str, Detail] | None = None,
     ) -> Report:
-        """Return the report of one reduction. `selected` (k) and `union` (K) are all n elements where not given."""
+        """Return the report of one reduction. `selected` (k) and `union` (K) default to all n elements."""
         return reported(self.name, bucket, cost, selected, union, details)
 
     def start(self, vectors: Vectors | None = None) -> State:
-        """Return an empty state, for one rank and one model. `vectors`: those of the scheme that this one is inside."""
+        """Create an empty state for one rank and one model. `vectors`: the vectors of the enclosing scheme, if any."""
         return State(self, vectors)
 
     @property
     def inner(self) -> "Mapping[str, Scheme]":
-        """The schemes inside this one, which `state.inner` has the states of, by the same keys."""
+        """The schemes inside this one. `state.inner` has their states under the same keys."""
         return {}
 
     def parts(self, bucket: Bucket) -> dict[str, Bucket]:
-        """Return the part of a bucket that each scheme inside reduces, by the keys of `inner`."""
+        """Split a bucket into the parts that the schemes inside reduce, by the keys of `inner`."""
         return {}
 
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:
-        """Return the residual of a bucket, [n], and the rows of it, if any, in which it holds sums over all ranks. See `State.unsent`."""
+        """Return the residual of a bucket, [n], and the rows, if any, that hold sums over all ranks. See `State.unsent`."""
         return (state.residual(bucket), None) if self.has_residual else None
 
     def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
-        """Rescale what else is in units of the gradient, besides vectors: by the factor of each named parameter."""
+        """Multiply state in units of the gradient, other than vectors, by the factor of each named parameter."""
         return
 
     @property
     def writes_steps(self) -> bool:
-        """Whether elements of what is written are about 1, as those of Adam's steps are, so that SGD takes a learning rate of Adam."""
-        return any(each.writes_steps for each in self.inner.values())
+        """Whether the result has elements of about 1, as Adam's steps do, so that SGD takes a learning rate tuned for Adam."""
+        return any(inner.writes_steps for inner in self.inner.values())
 
     @property
     def follows_rate(self) -> bool:
-        """Whether its authors' residual holds gradients times the learning rate: give `attach` the optimizer, then it is the same."""
+        """Whether the published residual holds gradients times the learning rate. Give `attach` the optimizer for the same effect."""
         return False
 
     def reduce_scatter_form(self) -> "ReduceScatterScheme":
-        """Return this scheme as a reduce-scatter with the same settings, for FSDP2's shard axis, without its state.
+        """Convert this scheme to a reduce-scatter with the same settings, for FSDP2's shard axis, without its state.
 
-        Raises ValueError where there is none.
+        Raises ValueError if the scheme has none.
         """
         raise ValueError(
             f"{self.name} has no reduce-scatter; for the shard axis there are TwoShot, ExactOkTopk, SkipReduce and Dense. On a "
@@ -115,11 +114,11 @@ class Scheme(ABC):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__qualname__}()"  # a dataclass says its settings
+        return f"{type(self).__qualname__}()"  # a dataclass overrides this with its settings
 
 
 class ReduceScatterScheme(ABC):
-    """The form of a scheme for a shard axis: a frozen dataclass. Its residual is of the whole gradient, by shard."""
+    """The form of a scheme for a shard axis: a frozen dataclass. Its residual covers the whole gradient, by shard."""
 
     name: str
     inner: Mapping[str, Scheme] = {}
@@ -127,31 +126,31 @@ class ReduceScatterScheme(ABC):
 
     @property
     def needs_layout(self) -> bool:
-        """Whether it must know where each parameter lies."""
+        """Whether it needs the layout of the parameters."""
         return True
 
     @property
     def has_residual(self) -> bool:
-        """Whether anything is held back from one step to a later one."""
+        """Whether a step may hold anything back for a later one."""
         return True
 
     def start(self) -> "ShardState":
-        """Return an empty state, for one rank and one model."""
+        """Create an empty state for one rank and one model."""
         return ShardState(self)
 
     @abstractmethod
     def reduce_scatter(self, state: State, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
-        """Write to `out` [m] this rank's chunk of the estimate of the mean gradient, or of the sum. `bucket.grad` is used up."""
+        """Write this rank's chunk of the estimated mean, or sum, of the gradients to `out` [m]. Overwrites `bucket.grad`."""
 
     def found_inf(self, bucket: Bucket, out: Tensor, cost: Cost) -> Report:
-        """Fill `out` with NaN, and return the report of a step that changed no residual."""
+        """Fill `out` with NaN, and report a step that changed no residual."""
         out.fill_(torch.nan)
         n = bucket.grad.numel()
         return Report(self.name, bucket.key, bucket.step, n, 0, 0, cost, details={"overflow": True})
 
 
 class ShardState(State):
-    """The state of a `ReduceScatterScheme`, whose residual is of shards, and all else of whole parameters."""
+    """The state of a `ReduceScatterScheme`: the residual is by shard, everything else by parameter."""
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         self.vectors.rescale(self._of_shards(factors))
@@ -160,13 +159,13 @@ class ShardState(State):
         self.vectors.weigh(self._of_shards(factors))
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
-        """Write to `out` [m] this rank's chunk of the estimate. See `ReduceScatterScheme.reduce_scatter`."""
+        """Write this rank's chunk of the estimate to `out` [m]. See `ReduceScatterScheme.reduce_scatter`."""
         return self.scheme.reduce_scatter(self, bucket, out, comm, average)
 
     def return_shards(self, written: Bucket, share: int) -> None:
-        """Add `share` times what was written to the residual again: P times a mean, once a sum. The step will not be applied."""
+        """Add `share` times the written chunk to the residual, because the step will not be applied: P for a mean, 1 for a sum."""
         residual = self.vectors.by_kind("residual").by_name
-        for entry in written.layout:  # those of this rank's chunk: no other rank received it, so no other rank holds it
+        for entry in written.layout:  # this rank's chunk, which no other rank received
             if entry.name in residual:
                 residual[entry.name].add_(entry.span.of(written.grad), alpha=share)
 
@@ -175,20 +174,20 @@ class ShardState(State):
 
 
 def shard_layout(lengths: Sequence[tuple[str, int]], P: int) -> tuple[ParameterSpan, ...]:
-    """Return where all shards lie in the whole buffer, given each parameter's name and the length of its shards."""
+    """Lay out all shards in the whole buffer, given the parameters' names and the lengths of their shards."""
     return laid_out((shard_name(name, owner), length) for owner in range(P) for name, length in lengths)
 
 
 def own_shard_layout(lengths: Sequence[tuple[str, int]], owner: int) -> tuple[ParameterSpan, ...]:
-    """Return where the shards of `owner` lie in its chunk."""
+    """Lay out the shards of `owner` in its chunk."""
     return laid_out((shard_name(name, owner), length) for name, length in lengths)
 
 
 def shard_name(name: str, owner: int) -> str:
-    """Return the name of the shard of a parameter that `owner` owns."""
+    """Name the shard of a parameter that `owner` owns."""
     return f"{name}[{owner}]"
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter that a shard of this name belongs to."""
+    """Return the parameter's name, given a shard's."""
     return name[: name.rindex("[")]

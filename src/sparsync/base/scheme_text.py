@@ -1,8 +1,8 @@
 """Schemes as a text: "topk", "two_shot:density=0.05:values=sign", "package.module:Class:key=value", "path/to/file.py:Class".
 
-In front of a scheme may stand the steps around it, "steps(keep=0.5)/" or "local_steps(every=4)/". The commands take such texts, the
-environment variable SPARSYNC_SCHEME has one, and `sparsync.schemes.from_text` makes a scheme of one. The module or file of a class is
-executed, so the variable takes names only. Nothing here imports torch before a scheme is made.
+A prefix gives the steps around a scheme, "steps(keep=0.5)/" or "local_steps(every=4)/". The commands, the environment variable
+SPARSYNC_SCHEME and `sparsync.schemes.from_text` take such texts. The variable takes names only, because the module or file of a class is
+executed. This module does not import torch before it makes a scheme.
 """
 
 import os
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from sparsync.base.scheme import Scheme
 
 VARIABLE = "SPARSYNC_SCHEME"
-COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # by `sparsync launch --scheme`: where VARIABLE has the same text, it may name a class
-NOTE = "SPARSYNC_SCHEME_NOTE"  # a file that `sparsync launch` has made for a rank: what reads VARIABLE writes its text there
-# What may stand around a scheme, and what attach takes for it. adamw_steps is the older name of steps.
+COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # from `sparsync launch --scheme`: if equal to VARIABLE, it may name a class
+NOTE = "SPARSYNC_SCHEME_NOTE"  # a file of `sparsync launch` for one rank, which records the text that a script read from VARIABLE
+# The prefixes of a scheme, and the classes that attach takes for them. adamw_steps is the older name of steps.
 STEPS = {"local_steps": "LocalSteps", "steps": "Steps", "adamw_steps": "Steps"}
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
 
-_AROUND = re.compile(rf"({'|'.join(STEPS)})(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
-_BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # and no module or file of that name
+_AROUND = re.compile(rf"({'|'.join(STEPS)})(?:\(([^()]*)\))?/(.*)")  # the steps, their settings, and the scheme
+_BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # not a module or file of that name
 _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
 
 
 def from_text(text: str) -> "Scheme":
-    """Return a new scheme of a text such as "two_shot:density=0.05:values=sign": a name, and settings where they are not the defaults.
+    """Create a scheme from a text such as "two_shot:density=0.05:values=sign": a name, and the settings that differ from the defaults.
 
     The name is one that `sparsync.schemes.get` takes: the module or file of a class is executed. A value is a number, true, false or a
-    text; several are joined by "+", as in "skip_reduce:protect=*.bias+norm.*". Raises ValueError for an unknown name or setting,
-    suggesting the nearest, for a setting that the scheme refuses, and for what stands for more than a scheme: a recipe, or steps around a
+    text; "+" joins several, as in "skip_reduce:protect=*.bias+norm.*". Raises ValueError for an unknown name or setting, suggesting the
+    nearest; for a setting that the scheme refuses; and for a text that means more than a scheme, such as a recipe or steps around a
     scheme. Raises TypeError for anything but a text.
     """
     if not isinstance(text, str):
@@ -52,22 +52,22 @@ def from_text(text: str) -> "Scheme":
 
 
 def scheme_of(text: str) -> "Scheme":
-    """Return a new scheme of the text of one scheme."""
+    """Create a scheme from a text that names one scheme and no steps."""
     if "," in text:
         raise ValueError(f"one scheme is asked for, got {text!r}; name one, and join several values of a setting by +")
     return made(*parsed(text), text)
 
 
 def text_of_environment() -> str:
-    """Return the text in the environment variable SPARSYNC_SCHEME; "" where it is not set.
+    """Read the environment variable SPARSYNC_SCHEME; "" if it is not set.
 
-    It names schemes of `sparsync.schemes.names()`. A class is taken only from `sparsync launch --scheme`, which sets
-    SPARSYNC_SCHEME_OF_COMMAND_LINE to the same text. Where SPARSYNC_SCHEME_NOTE has the path of a file that is there, the text is written
-    into it: so `sparsync launch` learns that a script takes its scheme. Raises ValueError for a class, naming the variable.
+    It names a scheme of `sparsync.schemes.names()`. A class is allowed only from `sparsync launch --scheme`, which sets
+    SPARSYNC_SCHEME_OF_COMMAND_LINE to the same text; otherwise it raises ValueError, naming the variable. If SPARSYNC_SCHEME_NOTE is the
+    path of an existing file, the text is written to it, so that `sparsync launch` learns that the script uses its scheme.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if note := os.environ.get(NOTE):
-        with suppress(OSError), Path(note).open("r+") as file:  # r+ makes no file: it is gone when the launch is over
+        with suppress(OSError), Path(note).open("r+") as file:  # r+ creates no file: it is gone after the launch
             file.write(f"{text}\n")
     if text != os.environ.get(COMMAND_LINE):
         with of_variable(text):
@@ -77,7 +77,7 @@ def text_of_environment() -> str:
 
 @contextmanager
 def of_variable(text: str) -> Iterator[None]:
-    """Have ValueErrors name the variable that has this text."""
+    """Prefix ValueErrors with the variable and its text."""
     try:
         yield
     except ValueError as error:
@@ -85,14 +85,14 @@ def of_variable(text: str) -> Iterator[None]:
 
 
 def taken_apart(text: str, published: Mapping[str, tuple[str, str]] = PUBLISHED) -> tuple[str, dict[str, Any], str]:
-    """Return the steps around a scheme, one of STEPS or "", their settings, and the text of the scheme. Nothing is looked up.
+    """Split a text into the steps (a key of STEPS or ""), their settings, and the text of the scheme. Looks nothing up.
 
-    `published`: names that stand for such texts. Raises ValueError for steps without a scheme.
+    `published`: recipes by name, which stand for such texts. Raises ValueError for steps without a scheme.
     """
     text = published[text][0] if text in published else text
-    if found := _AROUND.fullmatch(text):
-        steps, settings, inner = found.groups()
-        return steps, by_key((each for each in (settings or "").split(":") if each), text), inner
+    if match := _AROUND.fullmatch(text):
+        steps, settings, inner = match.groups()
+        return steps, by_key(filter(None, (settings or "").split(":")), text), inner
     if _BEGINS_AS_STEPS.match(text):
         raise ValueError(
             f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or steps(keep=0.5)/SCHEME, got {text!r}"
@@ -101,19 +101,19 @@ def taken_apart(text: str, published: Mapping[str, tuple[str, str]] = PUBLISHED)
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:  # Any: as `_value`
-    """Return the name and the settings of "NAME:key=value:key=value". Neither is looked up.
+    """Parse "NAME:key=value:key=value" into name and settings. Looks neither up.
 
-    Raises ValueError for a setting that stands there twice, and for one without a value.
+    Raises ValueError for a repeated setting and for one without a value.
     """
     name, *settings = _SETTING.split(text)
     return name, by_key(settings, text)
 
 
 def by_key(settings: Iterable[str], text: str) -> dict[str, Any]:  # Any: as `_value`
-    """Return the values of settings "key=value" by key. Raises ValueError, naming `text`, where a key is there twice or has no value."""
+    """Parse settings "key=value" into a dict. Raises ValueError, naming `text`, for a repeated key and for a key without a value."""
     values: dict[str, Any] = {}
-    for each in settings:
-        key, value = setting(each)
+    for written in settings:
+        key, value = setting(written)
         if key in values:
             raise ValueError(f"the setting {key!r} stands twice in {text!r}; leave one out")
         if value in ("", [""]):
@@ -123,9 +123,9 @@ def by_key(settings: Iterable[str], text: str) -> dict[str, Any]:  # Any: as `_v
 
 
 def made(name: str, config: dict[str, Any], text: str = "") -> "Scheme":  # Any: the fields of the scheme's own config
-    """Return a new scheme of a name and settings. `text`: as it was given, for errors.
+    """Create a scheme from a name and settings. `text`: what the user wrote, for errors.
 
-    Raises ValueError for settings that it does not take, of whatever type they are.
+    Raises ValueError for any setting that the scheme refuses.
     """
     text = text or ":".join([name, *(f"{key}={_written(value)}" for key, value in config.items())])
     registry.check_settings(name, config)
@@ -140,14 +140,14 @@ def made(name: str, config: dict[str, Any], text: str = "") -> "Scheme":  # Any:
 
 
 def setting(text: str) -> tuple[str, Any]:  # Any: as `_value`
-    """Return key and value of "key=value"."""
+    """Parse "key=value" into key and value."""
     key, _, written = text.partition("=")
     value = _value(written)
     return key, [value] if key in LISTS and isinstance(value, str) else value
 
 
 def _written(value: Any) -> str:  # Any: as `_value`
-    """Return a value as it stands in a text."""
+    """Format a value as in a text."""
     if isinstance(value, list | tuple):
         return "+".join(map(_written, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
