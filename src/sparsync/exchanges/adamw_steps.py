@@ -10,17 +10,17 @@ enlarges what was dropped. Here ranks send steps instead, learning rate included
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-The default form sends every element in int3 and keeps nothing: `keep` is 0, so W = A, and of the scheme only the formats are used.
+The default form sends every element in int3, and `keep` is 0, so W = A. It uses only the formats of the scheme.
 `optimizer.step()` calls `_take_step` by a hook. `_read_loop` takes what the loop has changed, `_exchanged` makes and exchanges x by one
 `WholeStep` per bucket, and `_apply` moves the weights. The other branches measure the ratio, skip steps, undo failed ones, and serve the
 forms below 4 bits.
 
-ratio: of the squares of the mean gradient to those of the local one in earlier steps, see BlockRatios. A local gradient has P times the
-variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
+ratio: the squares of the mean gradient over the squares of the local one in earlier steps, see BlockRatios. A local gradient has P times
+the variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
 
-Differs from AdamW, even with one rank or when everything is sent: each gradient is divided by the second moments and multiplied by the
-rate of its own step, while AdamW applies those of the last step to the momentum: it is LaProp (arXiv 2002.04839). And beta2 is at least
-0.99. With beta1 = 0 and the same beta2 there is no difference. Where elements are left out, the residual forgets a little in each step.
+Differs from AdamW, even with one rank or when everything is sent: it divides each gradient by the second moments, and multiplies it by the
+rate, of the step that made the gradient, as LaProp does (arXiv 2002.04839). AdamW applies the latest ones to the momentum. And beta2 is at
+least 0.99. With beta1 = 0 and the same beta2 there is no difference. If elements are left out, the residual forgets a little in each step.
 Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02888); the estimated ratio and own weights are ours.
 """
 
@@ -54,33 +54,33 @@ Mean = WholeStep | SchemeMean
 
 
 class AdamWSteps(StepsState):
-    """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them with `scheme`.
+    """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them by `scheme`.
 
-    `sparsync.attach` makes it, for wrapped models too, and returns it as the handle; make it yourself to pass `comm`. The `step` of the
-    optimizer exchanges until `close()`, which leaves the common weights in the model. Parameters and buffers of rank 0 are copied to all
-    ranks here; later each rank has its own buffers. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
+    `sparsync.attach` makes it, for wrapped models too, and returns it as the handle; make it yourself to pass `comm`. `optimizer.step()`
+    exchanges until `close()`, which leaves the common weights in the model. The constructor copies rank 0's parameters and buffers to all
+    ranks; later buffers differ between ranks. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
     parameters are rounded to 16 bits.
     Collective over the ranks of `group`: make it on all of them, with the same settings.
     Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step one
-    bucket's gradient, and of the others the mean step where it is sparse.
+    bucket's gradient, and the mean steps of the other buckets if these are sparse.
 
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
-        optimizer: a torch.optim.AdamW of all trained parameters, an Adam without weight decay, or several with a torch.optim.Muon. Settings
-            are read from it, and compared between ranks, in each step, so schedules work. Its state has the moments.
-        scheme: how what is exchanged is reduced.
-        options: those of Steps: `keep`, `block`, `measure_every`, `beta2`, `decay` and more.
+        optimizer: a torch.optim.AdamW of all trained parameters, an Adam without weight decay, or several with a torch.optim.Muon. Every
+            step reads its settings, and compares them between ranks, so schedules work. Its state has the moments.
+        scheme: reduces the steps.
+        options: the fields of Steps: `keep`, `block`, `measure_every`, `beta2`, `decay` and more.
         group: the ranks; None is the default group.
-        comm: a communicator to be used in place of `group`, such as that of a `LocalWorld`.
+        comm: a communicator in place of `group`, such as one of a `LocalWorld`.
         timeout_s: seconds; a rank that waits longer for the others gives up.
         scaler: the GradScaler that scales the loss, if there is one. It learns of NaN and Inf on other ranks.
-        replica: what this rank holds of a model that is wrapped or sharded; `sparsync.attach` passes it. None: all of `model`.
+        replica: this rank's part of a wrapped or sharded model; `sparsync.attach` passes it. None: all of `model`.
 
     Raises:
-        TypeError: for a wrapped model, an optimizer of another kind and anything but a Scheme.
-        ValueError: for settings out of range, where model and optimizer have other trained parameters, and for a model that another
-            integration trains until that one is closed.
-        RuntimeError: when a rank is missing, or has other settings or other parameters.
+        TypeError: if the model is wrapped, the optimizer is of another kind, or `scheme` is not a Scheme.
+        ValueError: if a setting is out of range, model and optimizer have different trained parameters, or another integration that is not
+            closed yet trains the model.
+        RuntimeError: if a rank is missing, or has other settings or other parameters.
     """
 
     origin = "sparsync.AdamWSteps"
@@ -117,8 +117,8 @@ class AdamWSteps(StepsState):
         super().__init__(replica, self.optimizers, scheme, self.exchange, group, comm, timeout_s)
         if not self._forget(self.exchange) and self.exchange.decay not in (None, 1.0):
             raise ValueError(
-                f"decay={self.exchange.decay} needs a scheme with a residual and no decay setting, and {scheme.name} is none; leave "
-                "decay out, or set it in the scheme"
+                f"decay={self.exchange.decay} needs a scheme with a residual and no decay setting, unlike {scheme.name}; leave decay "
+                "out, or set it in the scheme"
             )
         self._sender = Sender(groups, self._weights, self.exchange)
         self._totals = {"skipped": 0, **self._totals}
@@ -134,21 +134,21 @@ class AdamWSteps(StepsState):
         self._take_moments()
 
     def step(self) -> list[Report]:
-        """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
+        """Take one step with the gradients of all ranks, as `optimizer.step()` does.
 
-        Returns the reports, also of a step that is skipped: of the ratio, if measured, and of each bucket. A loop calls this or the
-        optimizer's, on every rank. Weights that were set from outside since the last step, the same on all ranks, become the common ones.
-        If only some ranks have a gradient of a parameter, it counts as zero on the others. A parameter that is frozen, or has a gradient
-        on no rank, does not move; its moments stay, and what is unsent of it waits.
-        Where a rank's gradient holds NaN or Inf, or its square norm or that of its sketch overflows, all ranks skip the step, with a
+        Returns the reports of the ratio, if measured, and of each bucket, also if the step is skipped. Call this or `optimizer.step()`, on
+        every rank. Weights that were set from outside since the last step, the same on all ranks, become the common ones.
+        If only some ranks have a gradient of a parameter, it counts as zero on the others. A parameter that is frozen, or without a
+        gradient on any rank, does not move; its moments stay, and its unsent part waits.
+        If a rank's gradient holds NaN or Inf, or the square norm of the gradient or its sketch overflows, all ranks skip the step, with a
         warning: common weights, momentum and ratio stay, and what was sent returns to the residuals. Second moments of ranks with a
-        finite gradient may have taken it in. Raises RuntimeError, on all ranks, where 32 steps in a row are skipped.
-        Where it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
-        connections. That one raises as well if ranks may have applied different steps, or the mean was applied in part: then continue
-        from a checkpoint.
+        finite gradient may contain it already. Raises RuntimeError, on all ranks, if 32 steps in a row are skipped.
+        If it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
+        connections. The next step raises too if ranks may have applied different steps, or one has applied the mean in part: then
+        continue from a checkpoint.
         """
         self._taken.check_caller("handle.step()")
-        # torch's schedules warn where the optimizer they belong to has not stepped.
+        # torch's schedules warn if their optimizer has not stepped.
         for each in self._given:
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return self._take_step()
@@ -156,12 +156,12 @@ class AdamWSteps(StepsState):
     @torch.no_grad()
     def _take_step(self) -> list[Report]:
         self._settle()
-        self._sender.ratios.settle()  # here alone, so that whether a state is saved changes nothing
-        self._step += 1  # also where it fails, for it may fail on some ranks only
+        self._sender.ratios.settle()  # only here, so that saving a state changes nothing
+        self._step += 1  # even if it fails, because it may fail on some ranks only
         with self._connection.step():
             self._read_loop()
             reports, means = self._exchanged()
-            # After buckets that all ranks have, in which they find that only some have loaded moments.
+            # After the buckets of all ranks: their comparison raises if only some ranks have loaded moments.
             reports += self._share_momentum() if self._shares else []
         self._count(reports)
         with self._applying():
@@ -180,25 +180,25 @@ class AdamWSteps(StepsState):
         self._take_moments()
         if later:
             weights.compare_later()
-        # Ranks compare it, because moments are the same on all of them.
+        # Ranks compare this, because moments must be the same on all of them.
         self._comparison.loaded = self._go_back(self._step - 1) if self._loads.found() else []
         if self._shares and "optimizer" not in self._comparison.loaded:
             self._comparison.loaded = [*self._comparison.loaded, "optimizer"]
         self._comparison.thrown_away = self._divisor.passes.thrown_away
-        self._divisor.passes.stepped()  # also where the step fails
+        self._divisor.passes.stepped()  # even if the step fails
         self._check_trained()
         self._replica.take_gradients()
         sender.groups.read()
         if self._rescaler.takes_back:
             self._rescaler.hold()
-        # Idle parameters are frozen, or have a gradient on no rank.
+        # Idle parameters are frozen, or have no gradient on any rank.
         trained = [name for name, each in weights.trained.items() if each.requires_grad]
         mine = [name for name in trained if weights.trained[name].grad is not None]
         sender.idle = frozenset(weights.trained) - self._connection.any_of(mine, trained, self._step)
 
     def _take_moments(self) -> None:
-        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
-        self._settle()  # before they are counted, or saved
+        """Take moments that were loaded into the optimizers since the last step, unless a state of this handle was loaded."""
+        self._settle()  # before steps are counted or saved
         if self._loads.of_handle:
             self._moments.show()
         elif self._moments.take():
@@ -207,7 +207,7 @@ class AdamWSteps(StepsState):
             self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
 
     def _exchanged(self) -> tuple[list[Report], Sequence[Mean] | None]:
-        """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
+        """Exchange this rank's steps; return the reports, and the mean step of each bucket or None if all ranks skip the step."""
         sender, means, reports = self._sender, list[Mean](), list[Report]()
         gradients = [sender.gradients(place, self._divisor) for place in range(len(self._weights.buckets))]
         measures = self._comm.size > 1 and sender.ratios.due(self._step)
@@ -226,7 +226,7 @@ class AdamWSteps(StepsState):
             if sketch is not None and not first:
                 self._observe(sketch, reports[0])
         except BaseException:
-            # After an overflow it has returned already, see Rollback. With `takes_back` it depends on whether others have applied the step.
+            # After an overflow the residuals are restored already, see Rollback. With `takes_back` the others may have applied the step.
             returns = self.state.has_residual and not _overflow(reports) and not self._rescaler.takes_back
             for each in means if returns else ():
                 if each.bucket is not None:
@@ -244,7 +244,7 @@ class AdamWSteps(StepsState):
     ) -> None:
         """Reduce this rank's step of each bucket to the mean over ranks, appended to `means`, and the pairs `beside` it.
 
-        A bucket whose elements are all sent in few bits takes WholeStep; the scheme reduces the others. `gradients` None: they are not
+        WholeStep reduces a bucket that sends every element in few bits; the scheme reduces the others. `gradients` None: they are not
         finite, and NaN is sent.
         """
         sender, buckets, state, pairs = self._sender, self._weights.buckets, self.state, list(beside)
@@ -256,7 +256,7 @@ class AdamWSteps(StepsState):
         for place, bucket in enumerate(buckets):
             form = None
             if not sender.idle and bucket.dtype == torch.float32:
-                like = sender.vectors["square"][place]  # of which only the size and type are read
+                like = sender.vectors["square"][place]  # only its size and type are read
                 form = state.whole_form(bucket.bucket(like, self._step))
             if form is not None:
                 values, residual = form
@@ -278,9 +278,9 @@ class AdamWSteps(StepsState):
             reports.append(self._connection.reduce(*pairs[0]))
 
     def _found_finite(self, gradients: Sequence[Gradients], measures: bool) -> bool:
-        """Return whether the gradients are finite, as far as the host knows; False also where squares overflow."""
+        """Tell whether the gradients are finite, as far as the host knows; False also if squares overflow."""
         finite, device = fit(gradients), self._weights.buckets[0].device
-        # The device decides too: a rank without gradients finds no tensor, while others do.
+        # By the device too: a rank without gradients gets no tensor from `fit`, while others do.
         later = isinstance(finite, Tensor) or host_is_ahead(device)
         alone = type(self._replica).agreed is Replica.agreed
         depends = self._sender.idle or self._rescaler.takes_back or self._of_mean
@@ -291,7 +291,7 @@ class AdamWSteps(StepsState):
         return self._replica.agreed(bool(finite))  # on a GPU a host sync, unless it skips there
 
     def _observe(self, sketch: Measurement, report: Report) -> None:
-        """Take a measurement in that was reduced, if it is finite."""
+        """Add a reduced measurement, if it is finite."""
         if report.details["overflow"]:
             return
         sketch.observe(map(self._sender.taking, range(len(self._weights.buckets))))
@@ -303,9 +303,9 @@ class AdamWSteps(StepsState):
     def _apply(self, means: Sequence[Mean]) -> None:
         """Move the common weights and write the own ones, also after a skipped step, which may have changed the residual."""
         skip, left = None if self._pending is None else self._pending.skip.flag, list(means)
-        moves = skip is None or not self._callbacks or not skip  # a host sync where somebody listens
+        moves = skip is None or not self._callbacks or not skip  # a host sync if there are callbacks
         for place in range(len(left)):
-            mean = left.pop(0)  # writing own weights takes the same memory
+            mean = left.pop(0)  # freed before own weights are written
             if self._callbacks and moves and (whole := mean.whole()) is not None:
                 self._note_move([whole], place=place, idle=sorted(self._sender.idle))
             if (arrived := mean.mean) is not None:  # read once: it may be made here
@@ -313,7 +313,7 @@ class AdamWSteps(StepsState):
         self._write_own()
 
     def _adopt(self) -> list[str]:
-        """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
+        """Adopt weights that were set from outside, and return their names. If they are the common ones, put own ones back."""
         if self._shown is not None:
             return self._shown.adopt(self._sender.idle, self._take_from_model, self._write_own)
         self._take_from_model(changed := self._weights.changed())
@@ -347,9 +347,9 @@ class AdamWSteps(StepsState):
             self._tell_skipped(skipped)
 
     def _settle(self) -> None:
-        """Learn from the device whether the last step was skipped, and if so, no longer count it."""
+        """Learn from the device whether the last step was skipped, and if so, uncount it."""
         pending, self._pending = self._pending, None
-        if pending is None or self._applied != self._step:  # the step has failed
+        if pending is None or self._applied != self._step:  # nothing waits, or the step has failed
             return
         if skipped := pending.skip.seen:
             self._sender.uncount(pending.counted)
@@ -362,25 +362,25 @@ class AdamWSteps(StepsState):
         """Warn of the first skipped step in a row, and raise if there are too many: the same on all ranks."""
         self._totals["skipped"] += skipped
         self._skipped = self._skipped + 1 if skipped else 0
-        found = "the gradient of a rank holds NaN or Inf, or is too long for its squares to be summed"
+        reason = "the gradient of a rank holds NaN or Inf, or is too long for its squares to be summed"
         if self._skipped == _MOST_SKIPPED:
             raise RuntimeError(
-                f"the last {_MOST_SKIPPED} steps were skipped on all ranks, and no weight has moved: {found}; lower the learning rate, "
+                f"the last {_MOST_SKIPPED} steps were skipped on all ranks, and no weight has moved: {reason}; lower the learning rate, "
                 "clip gradients, or find out where the loss is not finite"
             )
         if self._skipped == 1:
-            warn_of(f"step {self._step} was skipped on all ranks: {found}; `stats()` counts these steps")
+            warn_of(f"step {self._step} was skipped on all ranks: {reason}; `stats()` counts these steps")
 
     def _step_for_optimizer(self) -> bool | Tensor:
-        """Take a step in place of the optimizer, and return whether all ranks skipped it; [1], not zero if so, where a device knows."""
+        """Take a step in place of the optimizer; return whether all ranks skipped it, as a tensor [1] if only a device knows."""
         self._take_step()
         return self._skipped > 0 if self._pending is None else self._pending.skip.flag
 
     @property
     def clip_factor(self) -> float:
-        """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before.
+        """The norm of this rank's gradient over the norm of the mean one, as last measured: in [1, sqrt(P)], and 1 before.
 
-        A GPU's measurement counts one step later.
+        A measurement on a GPU counts one step later.
         """
         return self._sender.ratios.clip_factor(self._comm.size)
 
@@ -388,7 +388,7 @@ class AdamWSteps(StepsState):
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
         try:
             self._settle()
-        finally:  # it raises where this was the last of too many skipped steps
+        finally:  # it raises after too many skipped steps
             self._moments.leave()
             self._taken.release()
             self._divisor.release()

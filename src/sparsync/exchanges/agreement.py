@@ -1,4 +1,4 @@
-"""Messages besides steps and weights: step numbers, changed parameters, whether they are finite, buffers, and a few numbers."""
+"""Messages beside steps and weights: step numbers, changed and non-finite parameters, buffers, and a few numbers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from sparsync.exchanges.weights import copy_bytes_, flat_bytes
 from sparsync.runtime.connection import Reduction
 
 KEY = "agreement"
-IDLE, CHANGED, FROZEN = 0, 1, 2  # what a parameter is on a rank
-_PACKED = 24  # parameters in a number: 2 bits each, of the 53 that float64 holds exactly
+IDLE, CHANGED, FROZEN = 0, 1, 2  # states of a parameter on one rank
+_PACKED = 24  # parameters per number, at 2 bits; float64 holds 53 bits exactly
 
 
 class CommonBuffers:
-    """The buffers of a model, and the values that all ranks share: those of rank 0 at an exchange, as under DistributedDataParallel."""
+    """The common values of a model's buffers: rank 0's at an exchange, as under DistributedDataParallel."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -35,21 +35,21 @@ class CommonBuffers:
     @contextmanager
     def in_model(self) -> Iterator[None]:
         """Put the common values into the model, and this rank's back afterwards."""
-        own = [each.detach().clone() for each in self.model.buffers()]
+        before = [each.detach().clone() for each in self.model.buffers()]
         try:
             self.show()
             yield
         finally:
-            _copy_all_(self.model.buffers(), own)
+            _copy_all_(self.model.buffers(), before)
 
 
 class Agreement(Reduction):
-    """One message of a few numbers from every rank to every other, and then the buffers of rank 0, if any.
+    """A few numbers from every rank to every other, then the buffers of rank 0, if any.
 
-    `finite`: this rank's weights are; `parameters` has IDLE, CHANGED or FROZEN of each parameter, by name. `reduce` sets `not_finite`, the
-    ranks whose weights are not; `idle`, the parameters that are frozen or changed on no rank; and `buffers`, the common ones, if all ranks
-    are finite.
-    Raises RuntimeError, on all ranks, when ranks are at different steps, have applied different exchanges, or have frozen other parameters.
+    `finite`: this rank's weights are finite. `parameters`: IDLE, CHANGED or FROZEN for each parameter name.
+    `reduce` sets `not_finite`, the ranks whose weights are not finite; `idle`, the parameters that are frozen or that no rank has changed;
+    and, if all ranks are finite, `buffers`, the common values.
+    `reduce` raises RuntimeError, on all ranks, if ranks differ in their step, their number of exchanges or their frozen parameters.
     """
 
     name = KEY
@@ -68,7 +68,7 @@ class Agreement(Reduction):
         self.idle: frozenset[str] = frozenset()
 
     def bucket(self, step: int, device: torch.device) -> Bucket:
-        """Return the bucket to be reduced: these numbers, in float64."""
+        """Return these numbers as the bucket to reduce, in float64."""
         numbers = torch.tensor((*self.own, *_packed(list(self.parameters.values()))), dtype=torch.float64)
         return Bucket(KEY, numbers.to(device), step)
 
@@ -81,7 +81,7 @@ class Agreement(Reduction):
                 raise RuntimeError(
                     f"ranks are at different steps: rank {comm.rank} exchanges at step {self.own[0]} after {self.own[1]} exchanges, rank "
                     f"{rank} at step {step} after {applied}; call step() equally often on all ranks, attach with scaler= "
-                    "where a GradScaler skips steps, or load one checkpoint on all ranks"
+                    "if a GradScaler skips steps, or load one checkpoint on all ranks"
                 )
         self.not_finite = [rank for rank, row in enumerate(rows) if not row[2]]
         self.idle = self._idle([_unpacked(row[len(self.own) :], len(self.parameters)) for row in rows])
@@ -126,7 +126,7 @@ class FirstRanks(Reduction):
 
 
 def _packed(states: Sequence[int]) -> list[int]:
-    """Return numbers from 0 to 3, `_PACKED` in one."""
+    """Pack numbers from 0 to 3, `_PACKED` into one."""
     return [
         sum(state << 2 * place for place, state in enumerate(states[first : first + _PACKED]))
         for first in range(0, len(states), _PACKED)
@@ -134,7 +134,7 @@ def _packed(states: Sequence[int]) -> list[int]:
 
 
 def _unpacked(numbers: Sequence[int], count: int) -> list[int]:
-    """Return the first `count` states: the inverse of `_packed`."""
+    """Unpack the first `count` states: the inverse of `_packed`."""
     return [numbers[i // _PACKED] >> 2 * (i % _PACKED) & 3 for i in range(count)]
 
 

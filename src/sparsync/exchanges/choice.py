@@ -1,4 +1,4 @@
-"""What `attach` exchanges, and how: a recipe for the optimizer, or what was given; and what suits an optimizer."""
+"""Chooses what `attach` exchanges, and by which scheme: as given, or by a recipe for the optimizer. Checks that both suit it."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +30,9 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 @dataclass(frozen=True)
 class Choice:
-    """What is exchanged, and the scheme that reduces it; the recipe that both are of, None where they were given.
+    """The exchange, the scheme that reduces it, and the recipe that names both; None if they were given.
 
-    `candidates` are the recipes among which the first steps choose, where `bits` is "auto".
+    `candidates` are the recipes among which the first steps choose if `bits` is "auto".
     """
 
     scheme: Scheme
@@ -49,12 +49,11 @@ def choose(
     ranks: int = 1,
     sharded: bool = False,
 ) -> Choice:
-    """Return what to exchange, and how: what was given, what SPARSYNC_SCHEME says, or a recipe.
+    """Choose the exchange and its scheme: as given, as SPARSYNC_SCHEME says, or by a recipe.
 
-    `sharded`: each rank has a shard of the model only, so no steps can be exchanged. Of a scheme without `exchange`: steps of Adam, AdamW
-    and Muon where it sends fewer than 4 bits an element, because gradients that are compressed so far give wrong second moments, and wrong
-    directions to Muon; gradients else. Raises TypeError for what is no Scheme, exchange or optimizer, and ValueError for what does not go
-    together.
+    `sharded`: each rank has only a shard of the model, so steps cannot be exchanged. A scheme without `exchange` exchanges gradients, or
+    steps of Adam, AdamW and Muon if it sends fewer than 4 bits per element: gradients compressed that far give wrong second moments, and
+    give Muon wrong directions. Raises TypeError for an argument of another type, and ValueError for arguments that contradict one another.
     """
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -63,14 +62,14 @@ def choose(
     given = [name for name, value in (("a scheme", scheme), ("exchange=", exchange)) if value is not None]
     if bits is not None and given:
         raise ValueError(f"bits={bits} stands for a scheme and what it exchanges; leave bits or {given[0]} out")
-    found: Recipe | None = None
+    taken: Recipe | None = None
     among: Sequence[Recipe] = ()
     if scheme is not None:
         check_scheme(scheme)
     else:
         text = "" if bits is not None else text_of_environment()
         with of_variable(text) if text else nullcontext():
-            scheme, named, found, among = _of_text(text, bits, exchange, optimizer, ranks, sharded)
+            scheme, named, taken, among = _of_text(text, bits, exchange, optimizer, ranks, sharded)
             if exchange is not None and named is not None:
                 raise ValueError(f"it says what is exchanged, and so does {exchange!r}; leave one of them out")
             exchange = exchange or named
@@ -78,7 +77,7 @@ def choose(
         steps = not sharded and optimizer is not None and _wants_steps(scheme, optimizer)
         return Choice(scheme, Steps() if steps else Gradients())
     if isinstance(exchange, Gradients):
-        return Choice(scheme, exchange, found)
+        return Choice(scheme, exchange, taken)
     if optimizer is None:
         what = "the steps of an optimizer are exchanged"
         if isinstance(exchange, LocalSteps):
@@ -89,13 +88,13 @@ def choose(
             "exchanged steps need the whole model on every rank; under FSDP2 exchange gradients, with "
             "TwoShot(density=1.0, values='int4') for AdamW"
         )
-    return Choice(scheme, exchange, found, among)
+    return Choice(scheme, exchange, taken, among)
 
 
 def _of_text(
     text: str, bits: Bits | None, exchange: Exchange | None, optimizer: Optimizers | None, ranks: int, sharded: bool
 ) -> tuple[Scheme, Exchange | None, Recipe | None, Sequence[Recipe]]:
-    """Return scheme, exchange, recipe and candidates of "bits=0.8", "default" or "", which is the same; or of a scheme with its steps."""
+    """Read scheme, exchange, recipe and candidates from "bits=0.8", from "default" (or ""), or from a scheme with its steps."""
     try:
         bits = bits_of(text) if text else bits
     except LookupError:
@@ -106,13 +105,13 @@ def _of_text(
         )
     gradients = isinstance(exchange, Gradients)
     family = family_of(optimizer, sharded, gradients)
-    among, found = candidates(family, ranks, bits), recipe(family, ranks, bits)
-    scheme, steps = method_of(found.text)
-    return scheme, None if gradients else steps or Gradients(), found, among
+    among, chosen = candidates(family, ranks, bits), recipe(family, ranks, bits)
+    scheme, steps = method_of(chosen.text)
+    return scheme, None if gradients else steps or Gradients(), chosen, among
 
 
 def family_of(optimizer: Optimizers | None, sharded: bool = False, gradients: bool = False) -> Family:
-    """Return the family of recipes for this optimizer, or for several; `gradients`: of those that exchange gradients."""
+    """Choose the family of recipes for one or several optimizers; `gradients`: among those that exchange gradients."""
     if sharded:
         return "shard"
     if optimizer is None:
@@ -126,7 +125,7 @@ def family_of(optimizer: Optimizers | None, sharded: bool = False, gradients: bo
 
 
 def recipe_findings(choice: Choice, optimizer: Optimizers | None, exchange: Exchange | None) -> Iterator[Finding]:
-    """Find out whether a recipe for gradients was taken where steps were wanted, and why."""
+    """Tell why the recipe exchanges gradients if an optimizer might exchange steps."""
     if choice.recipe is None or choice.recipe.family != "other" or exchange is not None:
         return
     sent = f"gradients are exchanged, at {choice.recipe.bits:g} bits per parameter per step"
@@ -140,21 +139,21 @@ def recipe_findings(choice: Choice, optimizer: Optimizers | None, exchange: Exch
 
 
 def method_of(text: str) -> tuple[Scheme, Exchange | None]:
-    """Return the scheme of a text such as "steps(keep=0.0)/topk", and the steps around it; None where there are none."""
+    """Read the scheme from a text such as "steps(keep=0.0)/topk", and the steps around it, None if it has none."""
     steps, settings, inner = taken_apart(text)
     return scheme_of(inner), exchange_of(steps, settings, text) if steps else None
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for a text that SPARSYNC_SCHEME may not have, whatever the optimizer is."""
+    """Raise ValueError for a text that SPARSYNC_SCHEME does not allow for any optimizer."""
     try:
-        recipe("steps", 4, bits_of(text))  # whose least one has the fewest bits of all
+        recipe("steps", 4, bits_of(text))  # this family goes down to the fewest bits
     except LookupError:
         method_of(text)
 
 
 def exchange_of(steps: str, settings: Mapping[str, Any], text: str) -> Steps | LocalSteps:  # Any: numbers and texts
-    """Return the options of steps around a scheme. Raises ValueError, naming `text`, for settings that they do not have or take."""
+    """Make the options of steps around a scheme. Raises ValueError, which quotes `text`, for an unknown setting or a wrong value."""
     local = steps == "local_steps"
     known = [
         *(each.name for each in fields(LocalSteps if local else Steps) if each.name != "outer"),
@@ -173,12 +172,12 @@ def exchange_of(steps: str, settings: Mapping[str, Any], text: str) -> Steps | L
 
 
 def listed(optimizer: Optimizers | None) -> list[Optimizer]:
-    """Return the optimizers that were given, in a list."""
+    """List the optimizers that were given."""
     return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme) -> Iterator[Finding]:
-    """Find out whether these optimizers, or those within them, suit the gradients that this scheme writes."""
+    """Tell which optimizers, wrapped ones included, do not suit the gradients that this scheme writes."""
     if optimizer is None:
         return
     check_optimizer(optimizer)
@@ -208,11 +207,11 @@ def _of_one(inner: Optimizer, scheme: Scheme) -> Iterator[Finding]:
 
 
 def _no_steps(optimizer: Optimizers) -> str:
-    """Return why steps of this optimizer, or of several, cannot be exchanged; "" where they can."""
+    """Tell why the steps of these optimizers cannot be exchanged; "" if they can."""
     try:
         exchangeable(optimizer)
     except (TypeError, ValueError) as error:  # another optimizer, or a setting that steps do not have
-        return str(error).partition("; ")[0]  # its cure may be to exchange gradients
+        return str(error).partition("; ")[0]  # without the advice, which may be to exchange gradients
     return ""
 
 

@@ -1,4 +1,4 @@
-"""One exchange of a fragment of the weights: agreement, each bucket through the scheme, and the new own weights."""
+"""One exchange of a fragment of the weights: agree, reduce the buckets by the scheme, and write the new own weights."""
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -25,18 +25,18 @@ from sparsync.runtime.step_in_flight import Worker
 
 @dataclass
 class PendingExchange:
-    """What is sent of some buckets, and after `wait` the result."""
+    """The changes of some buckets on their way, and after `wait` the result."""
 
     buckets: Sequence[WeightBucket]
     due: int  # applied after this many steps
-    background: bool  # the own weights change before it is applied
+    background: bool  # the own weights change before this is applied
     own: list[Tensor] = field(default_factory=list)  # the own weights when it was sent, [n] each
     changes: list[Bucket] = field(default_factory=list)  # start - own, and afterwards the mean over ranks
-    # What stays in the own weights of what was not sent; None: nothing.
+    # The part of the unsent changes that stays in the own weights; None: nothing.
     held: list[Tensor | None] = field(default_factory=list)
     dropped: bool = False  # NaN or Inf somewhere
     not_finite: list[int] = field(default_factory=list)  # ranks whose weights hold NaN or Inf
-    idle: frozenset[str] = frozenset()  # parameters that were not exchanged: frozen, or changed on no rank
+    idle: frozenset[str] = frozenset()  # parameters that were not exchanged: frozen, or changed by no rank
     buffers: list[Tensor] = field(default_factory=list)  # the common ones, if they were exchanged
     reports: list[Report] = field(default_factory=list)
     raised: bool = False  # an error was raised for it already
@@ -47,7 +47,7 @@ class PendingExchange:
     _origin: Origin = field(default_factory=Origin)
 
     def wait(self) -> str:
-        """Wait for the end of the exchange, and return why it failed; "" if it did not."""
+        """Wait for the end of the exchange, and return its failure as text, "" if it succeeded."""
         if self.job is not None:
             self._origin.check()
             if failure := self.job.result():
@@ -61,7 +61,7 @@ class PendingExchange:
         return ""
 
     def take(self, number: int) -> tuple[bool, dict[str, int]]:
-        """Take what this rank has learnt, to send it as exchange `number` of its fragment; return what `Agreement` is told of it."""
+        """Take this rank's changes for exchange `number` of their fragment; return the arguments `finite` and `parameters` of Agreement."""
         with torch.no_grad():
             self.own = [each.own() for each in self.buckets]
             pairs = zip(self.buckets, self.own, strict=True)
@@ -71,7 +71,7 @@ class PendingExchange:
         return finite, {name: state for bucket, change in pairs for name, state in _states(bucket, change)}
 
     def write_own(self, mixing: float | None) -> None:
-        """Write the new own weights; what was learnt since the exchange was sent stays, see `LocalTraining.step`."""
+        """Write the new own weights. Changes since the exchange was sent stay, see `LocalTraining.step`."""
         for bucket, held, before in zip(self.buckets, self.held, self.own, strict=True):
             weights, begun = kept(bucket, held), bucket.start
             if not self.background and mixing is None:
@@ -92,7 +92,7 @@ class PendingExchange:
             bucket.start = bucket.write(weights)
 
     def state_dict(self) -> dict[str, Any]:  # Any: tensors, numbers and names
-        """Return what to save of an exchange that has ended and was not applied."""
+        """Return the state of an exchange that has ended and was not applied."""
         return {
             "due": self.due,
             "dropped": self.dropped,
@@ -105,7 +105,7 @@ class PendingExchange:
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as LocalTraining saves them
-    """Return one state for all ranks, without own weights: the common weights have moved by the mean of what each rank had learnt."""
+    """Merge the states of all ranks into one without own weights: the mean of the ranks' changes moves the common weights."""
     common = {}
     for name, weights in states[0]["common"].items():
         total = torch.zeros_like(weights)
@@ -119,12 +119,12 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as Lo
 
 
 def kept(bucket: WeightBucket, held: Tensor | None) -> Tensor:
-    """Return the common weights minus what is held."""
+    """Subtract `held` from the common weights."""
     return bucket.common if held is None else bucket.common - held
 
 
 class OuterOptimizer:
-    """The optimizer of the common weights, in the model's order and in the same memory."""
+    """The optimizer of the common weights: its parameters are views of them, in the model's order."""
 
     def __init__(self, make: MakeOptimizer, weights: Weights) -> None:
         self._parameters = {
@@ -135,7 +135,7 @@ class OuterOptimizer:
         self.optimizer = make(list(self._parameters.values()))
 
     def step(self, exchange: PendingExchange) -> None:
-        """Step with the mean changes as gradients. Idle parameters and those of other fragments have none, so they stay."""
+        """Step with the mean changes as gradients. Idle parameters and other fragments have none, so they stay."""
         for mean in exchange.changes:
             for entry in mean.layout:
                 if entry.name not in exchange.idle:
@@ -159,7 +159,7 @@ class Exchanger:
     ) -> None:
         self._connection, self._state, self.comm, self._options = connection, state, comm, options
         self._weights, self.buffers = weights, CommonBuffers(model)
-        self.applied = [0] * options.fragments  # exchanges of each, dropped ones too; schemes draw by it
+        self.applied = [0] * options.fragments  # exchanges per fragment, also dropped ones; they seed the scheme
         self.pending: dict[int, PendingExchange] = {}  # by fragment, in the order of sending
         self.outer = None if options.outer is None else OuterOptimizer(options.outer, weights)
         # A LocalWorld has one thread for each rank.
@@ -168,9 +168,9 @@ class Exchanger:
             weakref.finalize(self, self.worker.stop)
 
     def start(self, exchange: PendingExchange, step: int) -> None:
-        """Make the exchange, on the thread if it is one for the background: then return at once.
+        """Run the exchange; one for the background runs on the thread, and this returns at once.
 
-        `step` goes into the reports. After an error here call `fail`; an error on the thread is returned by `PendingExchange.wait`.
+        `step` goes into the reports. After an error here call `fail`; `PendingExchange.wait` returns an error on the thread.
         """
         if self.worker is None or not exchange.background:
             self._reduce(exchange, step)
@@ -187,7 +187,7 @@ class Exchanger:
     def fail(self, exchange: PendingExchange, step: int, error: BaseException) -> None:
         """Close the connection, after the pending exchanges, because `error` on this thread has prevented `exchange`.
 
-        Raises `error`, unless the other ranks notice only when the exchange is due: then it fails here at that time, too.
+        Raises `error`, unless the other ranks notice it only when the exchange is due: then this rank fails at that time too.
         """
         if self.worker is not None and exchange.background and isinstance(error, Exception):
             failure = f"{type(error).__name__}: {error}"  # not the error: its traceback would keep connections open
@@ -199,12 +199,12 @@ class Exchanger:
         raise error
 
     def held(self, bucket: WeightBucket, idle: Collection[str] = ()) -> Tensor | None:
-        """Return `keep` times what this rank has not sent of a bucket, [n], zero for idle parameters; None where that is nothing."""
+        """Return `keep` times the unsent changes of a bucket, [n], zero for idle parameters; None if there are none."""
         unsent = bucket.unsent(self._state, self.comm, idle) if self._options.keep else None
         return None if unsent is None else unsent * self._options.keep
 
     def apply(self, exchange: PendingExchange, fragment: int) -> None:
-        """Apply an exchange that has ended; one with NaN or Inf returns to the weights after the last one."""
+        """Apply an exchange that has ended. One with NaN or Inf returns to the weights after the last exchange."""
         if exchange.dropped:
             exchange.return_to_start()
         else:
@@ -216,14 +216,14 @@ class Exchanger:
         self.applied[fragment] += 1
 
     def drop_pending(self) -> None:
-        """Forget the exchanges on their way, on all ranks: what they bring was learnt at weights that are gone."""
+        """Drop the exchanges on their way, on all ranks: their changes belong to weights that are gone."""
         for fragment, exchange in self.pending.items():
             exchange.wait()  # its outcome does not matter any more
             self.applied[fragment] += 1
         self.pending.clear()
 
     def recover(self) -> None:
-        """Forget what this rank has learnt since the last exchanges, and what its buffers have counted."""
+        """Drop this rank's changes since the last exchanges, and restore its buffers."""
         for bucket in self._weights.buckets:
             bucket.start = bucket.write(bucket.start)
         for each in self.pending.values():
@@ -239,7 +239,7 @@ class Exchanger:
             bucket.common.sub_(mean.grad)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        """Return what to save besides the common weights. Exchanges that failed are left out."""
+        """Return the state without the common weights. Failed exchanges are left out."""
         pending = {fragment: exchange for fragment, exchange in self.pending.items() if not exchange.wait()}
         begun = [each for each in self._weights.buckets if each.start is not each.common]
         return {
@@ -260,12 +260,12 @@ class Exchanger:
         then, now = len(saved["applied"]), len(self._weights.fragments)
         if saved["pending"] and then != now:
             raise ValueError(
-                f"this state was saved with {then} fragments, of which some were being exchanged, and there are {now} now; use as many, or "
+                f"this state was saved with {then} fragments, some of them on their way, and there are {now} now; use the saved number, or "
                 "call flush() before saving"
             )
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, after the common weights were loaded."""
+        """Continue from a state, after the common weights were loaded."""
         applied, fragments = saved["applied"], self._options.fragments
         self.applied = list(applied) if len(applied) == fragments else [max(applied)] * fragments
         if self.outer is not None:
@@ -278,7 +278,7 @@ class Exchanger:
             self.pending = {each["fragment"]: self._restored(each) for each in saved["pending"]}
 
     def _restore(self, bucket: WeightBucket, saved: Mapping[str, Any]) -> None:
-        """Restore own weights and `start`; a state of another number of ranks has none, and they follow from the common weights."""
+        """Restore own weights and `start`, or compute them from the common weights if the state has another number of ranks."""
         name = bucket.layout[0].name
         if name in saved["own"]:
             bucket.start = bucket.from_names(saved["start"]) if name in saved["start"] else bucket.common
@@ -287,7 +287,7 @@ class Exchanger:
             bucket.start = bucket.write(kept(bucket, self.held(bucket)))
 
     def _restored(self, saved: Mapping[str, Any]) -> PendingExchange:
-        """Return a pending exchange that was saved."""
+        """Make a pending exchange from its saved state."""
         buckets, number = self._weights.fragments[saved["fragment"]], self.applied[saved["fragment"]]
         exchange = PendingExchange(buckets, saved["due"], background=True, dropped=saved["dropped"])
         exchange.changes = [each.bucket(each.from_names(saved["mean"]), number) for each in buckets]
@@ -299,7 +299,7 @@ class Exchanger:
         return exchange
 
     def _reduce_on_streams(self, exchange: PendingExchange, step: int, ready: Mapping[torch.device, Any]) -> None:
-        """Make the exchange on a new stream of each device, after the events `ready`."""
+        """Run the exchange on a new stream per device, after the events `ready`."""
         with ExitStack() as streams:
             for device, event in ready.items():
                 stream = torch.cuda.Stream(device)
@@ -309,7 +309,7 @@ class Exchanger:
             exchange.ended = {device: torch.cuda.current_stream(device).record_event() for device in ready}
 
     def _reduce(self, exchange: PendingExchange, step: int) -> None:
-        """Reduce all buckets, or none when some rank is not finite. After a failure nothing is lost, and nothing is sent twice."""
+        """Reduce all buckets, or none if a rank's weights are not finite. A failure loses nothing, and sends nothing twice."""
         agreement, number, reduced = exchange.agreement, exchange.changes[0].step, list[tuple[int, Bucket]]()
         assert agreement is not None
         self._connection.compare_in_next_step(exchange.compared)
@@ -321,7 +321,7 @@ class Exchanger:
             for position, (bucket, change) in enumerate(zip(exchange.buckets, exchange.changes, strict=True)):
                 part = bucket.part(exchange.idle)
                 if exchange.dropped or not part.layout:
-                    # The same on all ranks. What was sent of other buckets is in the residuals again, see Rollback.
+                    # The same on all ranks. Residuals hold what other buckets have sent again, see Rollback.
                     report = self._state.scheme.report(
                         change, selected=0, union=0, details={"overflow": exchange.dropped}
                     )
@@ -338,7 +338,7 @@ class Exchanger:
                 exchange.held = [self.held(each, exchange.idle) for each in exchange.buckets]
         except BaseException:
             for position, sent in reduced if not exchange.dropped and self._state.has_residual else ():
-                # What this bucket sent is in the residual again, so its next change starts here.
+                # The residual holds again what this bucket sent, so its next change starts here.
                 self._state.rollback(sent)
                 bucket, begun = exchange.buckets[position], exchange.own[position].clone()
                 bucket.start = bucket.idle_from(bucket.start, begun, exchange.idle)
@@ -348,7 +348,7 @@ class Exchanger:
 
 
 def _with_agreement(report: Report, agreed: Report) -> Report:
-    """Return the report of the first bucket with the traffic and time of the agreement before it."""
+    """Add the traffic and time of the agreement to the report of the first bucket."""
     return replace(
         report,
         cost=report.cost + agreed.cost,
@@ -359,7 +359,7 @@ def _with_agreement(report: Report, agreed: Report) -> Report:
 
 
 def _states(bucket: WeightBucket, change: Bucket) -> list[tuple[str, int]]:
-    """Return whether each parameter is idle, changed or frozen on this rank, by name."""
+    """Tell for each parameter name whether this rank has left it idle, changed it or frozen it."""
     changed = torch.stack([entry.span.of(change.grad).any() for entry in bucket.layout]).tolist()  # a host sync
     return [
         (name, CHANGED if moved else IDLE) if each.requires_grad else (name, FROZEN)

@@ -15,19 +15,19 @@ from sparsync.runtime.restorable import Part, SavedState, Snapshot
 
 
 class LocalState(StepMethod):
-    """The state of LocalTraining."""
+    """Saves, loads and moves the state of LocalTraining."""
 
     optimizers: Sequence[Optimizer]
     _exchanger: Exchanger
-    _failed = False  # an exchange, of which the next one is to compare the weights
+    _failed = False  # an exchange has failed: the next one compares the weights
 
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         return {**self._exchanger.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
 
     def resized(self, states: Sequence[SavedState]) -> dict[str, Any]:  # Any: as Handle
-        """Return a state for this rank, made from those of all ranks of another number, in rank order.
+        """Make a state for this rank from the states of another number of ranks, in rank order.
 
-        The mean of what the ranks have learnt since the last exchange moves the common weights; optimizers are those of old ranks, in turn.
+        The mean of what the ranks have learnt since the last exchange moves the common weights. Optimizers come from the old ranks in turn.
         """
         saved = [each[self.integration] for each in states]
         more = {"optimizers": saved[self.place[0] % len(saved)]["optimizers"]}
@@ -57,7 +57,7 @@ class LocalState(StepMethod):
         return {**super()._own(scheme), "learnt": learnt}
 
     def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
-        # Copied, because optimizers change these in place.
+        # Copied, because optimizers change their state in place.
         moved = {
             "common": state["common"],
             "outer": deepcopy(state["outer"]),
@@ -86,20 +86,20 @@ class LocalState(StepMethod):
             self._note_written()
 
     def _joined(self, snapshot: Snapshot, mine: SavedState) -> dict[str, Any]:  # Any: as Handle.state_dict
-        joined, own = super()._joined(snapshot, mine), mine[self.integration]
+        joined, mine_here = super()._joined(snapshot, mine), mine[self.integration]
         rest = joined[self.integration]
-        theirs = {**rest, **(snapshot.moved or {key: own[key] for key in ("common", "outer")})}
+        theirs = {**rest, **(snapshot.moved or {key: mine_here[key] for key in ("common", "outer")})}
         if (
             mine["step"] >= 0 or snapshot.moved is None
         ):  # moments are a rank's own, but rates and other settings are the same on all
-            pairs = zip(own["optimizers"], rest["optimizers"], strict=True)
+            pairs = zip(mine_here["optimizers"], rest["optimizers"], strict=True)
             theirs["optimizers"] = [{**one, "param_groups": other["param_groups"]} for one, other in pairs]
         return {**joined, self.integration: theirs}
 
     def _start_from(self, moved: SavedState) -> None:
         self._check_own()
         for bucket in self._weights.buckets:
-            # What was learnt since the last exchange is the difference to these.
+            # The changes since the last exchange are the difference to `start`.
             bucket.start = bucket.start.clone() if bucket.start is bucket.common else bucket.start
         self._take_common(self._weights.from_saved(moved["common"]))
         if self._exchanger.outer is not None:
@@ -136,4 +136,4 @@ class LocalState(StepMethod):
 
     @abstractmethod
     def _note_written(self) -> None:
-        """Note that the model has the weights of this handle: nothing was learnt since."""
+        """Note that the model has the weights of this handle: later changes count as learnt or as set from outside."""

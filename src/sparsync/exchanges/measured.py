@@ -1,7 +1,7 @@
 """Measure a step's gradients: whether they are finite, so that all ranks skip the same steps, and the ratio.
 
-The ratio says how much longer a rank's own gradient is than the mean one, for each block of adjacent elements. Steps are divided by the
-second moments of the own gradient; the ratio brings these down to those of the mean one.
+The ratio compares the squares of the mean gradient with those of the rank's gradient, for each block of adjacent elements. Steps are
+divided by the root of the rank's second moments; the ratio scales these down to the mean gradient's.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,15 +16,15 @@ from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, S
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
-FIRST = 8  # steps that all measure the ratio
+FIRST = 8  # first steps, which all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
-_SHARED = 16  # measurements of a block that count as much as those of its whole parameter
+_SHARED = 16  # measurements after which a block weighs as much as its whole parameter
 _SEED = 0xFFFFFFFF  # of the signs of a sketch
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """This rank's gradients of a bucket, in the loop's memory: the first element and a factor of each."""
+    """This rank's gradients of a bucket, in the loop's memory, with the first element and the factor of each."""
 
     tensors: Sequence[Tensor]
     starts: Sequence[int]
@@ -32,7 +32,7 @@ class Gradients:
 
 
 def fit(gradients: Iterable[Gradients]) -> bool | Tensor:
-    """Return whether the sum of the squares of all gradients is finite; on a GPU a tensor [] that says so."""
+    """Tell whether the sum of the squares of all gradients is finite; on a GPU by a tensor []."""
     given = list(gradients)
     tensors = [each for one in given for each in one.tensors]
     factors = [each for one in given for each in one.factors]
@@ -40,16 +40,16 @@ def fit(gradients: Iterable[Gradients]) -> bool | Tensor:
 
 
 def host_is_ahead(device: torch.device) -> bool:
-    """Return whether the host may go on before what it asked of a device is done."""
+    """Tell whether the host may run ahead of the device."""
     return device.type == "cuda"
 
 
 class Skip:
-    """Whether all ranks skip a step, as a number on a device. The host reads it one step later, without waiting."""
+    """The decision to skip a step on all ranks, as a number on a device. The host reads it one step later, without waiting."""
 
     def __init__(self, fits: Tensor) -> None:
         """Skip if not `fits` [], on this rank; see `agree`."""
-        # [1], not zero where it is to be skipped
+        # [1], not zero: skip
         self.flag = torch.logical_not(fits.view(1), out=torch.empty(1, dtype=torch.float32, device=fits.device))
         self._agreed = False
 
@@ -61,7 +61,7 @@ class Skip:
         return self.flag
 
     def send_to_host(self) -> None:
-        """Begin to copy the flag to host memory, after the step."""
+        """Begin to copy the flag to the host, after the step."""
         self._arriving = Arriving(self.flag)
 
     @property
@@ -80,17 +80,17 @@ class Pending:
 
 
 class BlockRatios:
-    """The square norms of each block of adjacent elements, of the mean and of the local gradient, for all vectors of `like`.
+    """The square norms of the mean and the local gradient in each block of adjacent elements, for all vectors of `like`.
 
-    That of the mean gradient is estimated by a sketch of each block, a sum with random signs.
-    `layouts`: the parameters in each vector, which lie one after the other; a block belongs to the one that its first element is of.
+    A sketch of each block, a sum with random signs, estimates the mean gradient's.
+    `layouts`: the parameters in each vector, one after the other. A block belongs to the parameter of its first element.
     """
 
     def __init__(
         self, like: Sequence[Tensor], layouts: Iterable[Sequence[ParameterSpan]], block: int, every: int
     ) -> None:
         self.like, self.block, self.every = like, block, every
-        # Blocks of each parameter, and the parameter of each block.
+        # The number of blocks per parameter, and the parameter of each block.
         self._lengths, self._owners = list[Tensor](), list[Tensor]()
         for each, layout in zip(like, layouts, strict=True):
             lengths = [-(-entry.span.stop // block) - -(-entry.span.start // block) for entry in layout]
@@ -101,28 +101,28 @@ class BlockRatios:
         self.of_own = [each.clone() for each in self.of_mean]
         self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
         self._known: dict[tuple[int, int, int], Tensor] = {}  # ratios of the last measurement
-        # Of the blocks of each vector, those of the mean gradients first, as far as the host knows.
+        # The sum over the blocks of each vector, mean gradients first, as far as the host knows.
         self._sums: list[float] | None = [0.0] * (2 * len(like))
         self._arriving: Arriving | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether this step measures. It depends on the step number only, on which ranks agree after a failure too."""
+        """Tell whether this step measures. It depends only on the step number, which ranks agree on after a failure too."""
         return step < self.measure_until or step % self.every == 0
 
     def ratio(self, place: int, P: int) -> Tensor:
-        """Return the squares of the mean gradient over the local ones, [blocks]; 1 for blocks that were always zero.
+        """Compute the squares of the mean gradient over the local ones, [blocks]; 1 for blocks that were always zero.
 
-        One measurement of a block is noisy, and where it comes out small steps are too long. So it counts together with those of the whole
-        parameter, at first hardly and later almost alone. A gradient that is all noise has 1/P, the lower bound.
+        One measurement of a block is noisy, and a small value makes its steps too long. So a block is averaged with its whole parameter:
+        its weight is small at first, and close to 1 later. A gradient that is all noise has 1/P, the lower bound.
         """
         if (known := self._known.get((place, P, self.measured))) is not None:
             return known
-        mean, own, lengths = self.of_mean[place], self.of_own[place], self._lengths[place]
-        whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, own)]
+        mean, mine, lengths = self.of_mean[place], self.of_own[place], self._lengths[place]
+        whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, mine)]
         of_parameter = (whole[0] / whole[1]).index_select(0, self._owners[place])
-        found = of_parameter.lerp_(mean / own, self.measured / (self.measured + _SHARED))
-        found = self._known[place, P, self.measured] = found.nan_to_num_(1.0).clamp_(1 / P, 1.0)
-        return found
+        ratios = of_parameter.lerp_(mean / mine, self.measured / (self.measured + _SHARED))
+        ratios = self._known[place, P, self.measured] = ratios.nan_to_num_(1.0).clamp_(1 / P, 1.0)
+        return ratios
 
     def settle(self) -> None:
         """Read the result of the last measurement, if a device made it."""
@@ -130,7 +130,7 @@ class BlockRatios:
             self._sums, self._arriving = self._arriving.read(), None
 
     def forget_last(self) -> None:
-        """No longer count the last measurement, which changed nothing."""
+        """Uncount the last measurement: its step was skipped, so it changed nothing."""
         self.measured -= 1
 
     def _totals(self) -> Tensor:
@@ -144,17 +144,17 @@ class BlockRatios:
     def observe(
         self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]], skip: Tensor | None = None
     ) -> None:
-        """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay.
+        """Add a measurement: the squares of the mean sums, and of this rank's blocks. Blocks without an element of `taking` stay.
 
-        With `skip`, [1], all stay where that is not zero, and a mean sum that is not finite counts as zero; nobody waits for it.
+        With `skip`, [1], all blocks stay if it is not zero, and a non-finite mean sum counts as zero; the host does not wait.
         """
         self._known.clear()
         self.measured += 1
         weight = max(1 - _MEMORY, 1 / self.measured)
         counts = None if skip is None else skip == 0
         of_mean = of_mean if skip is None else of_mean.nan_to_num(0.0, 0.0, 0.0)
-        found = of_mean.split([len(each) for each in of_own])
-        for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
+        means = of_mean.split([len(each) for each in of_own])
+        for i, (mean, own, spans) in enumerate(zip(means, of_own, taking, strict=True)):
             done = 0
             for span in spans:
                 blocks = slice(max(done, span.start // self.block), done := -(-span.stop // self.block))
@@ -168,9 +168,9 @@ class BlockRatios:
             self.settle()
 
     def regrouped(self, step: int, before: int, ranks: int) -> None:
-        """Expect what `ranks` ranks would measure where so many were there `before`; the `FIRST` steps from `step` on all measure.
+        """Convert the measurements of `before` ranks to `ranks` ranks; the `FIRST` steps from `step` on all measure.
 
-        A mean of P gradients has the square s + (own - s) / P, where s is that of the expected gradient, and own that of a rank's.
+        The mean of P gradients has the square s + (own - s) / P, with the squares s of the expected and own of a rank's gradient.
         """
         self._changed()
         self.measure_until = step + FIRST
@@ -180,22 +180,22 @@ class BlockRatios:
                 mean.copy_(expected + (own - expected) / exact_divisor(own, ranks))
 
     def clip_factor(self, P: int, latest: bool = False) -> float:
-        """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement.
+        """Return the norm of the local over that of the mean gradient, in [1, sqrt(P)]; 1 before the first measurement.
 
-        As far as the host knows, which learns of a device's last measurement in `settle`; the `latest` one has it wait for the device.
+        The host learns of a device's last measurement in `settle`; `latest`: wait for the device instead.
         """
         sums = self._sums if self._arriving is None or not latest else self._arriving.read()
         mean, own = map(sum, self._split(sums))
         return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
 
     def _split(self, sums: list[float] | None) -> tuple[list[float], list[float]]:
-        """Return the sums of the mean gradients and of the own ones; where none are known, those of now."""
+        """Split the sums into those of the mean and of this rank's gradients; None: compute them."""
         if sums is None:
             sums = self._sums = self._totals().tolist()
         return sums[: len(self.of_mean)], sums[len(self.of_mean) :]
 
     def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
-        """Return the measurements, by the keys of the vectors; `known` are their sums, which may come a step late from a device."""
+        """Return the measurements, by the keys of the vectors; `known`: their sums, which a device may deliver a step late."""
         known = [
             torch.tensor(pair, dtype=torch.float64, device="cpu") for pair in zip(*self._split(self._sums), strict=True)
         ]
@@ -205,7 +205,7 @@ class BlockRatios:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], keys: Sequence[str], step: int) -> None:  # Any: as state_dict
-        """Continue from a state before `step`; measure anew if it has other vectors or blocks."""
+        """Continue from a state before `step`; measure again if it has other vectors or blocks."""
         self._changed()
         known = [saved.get(key, {"block": None}) for key in keys]
         fits = all(
@@ -223,9 +223,9 @@ class BlockRatios:
 
 
 class MeanOfSketches(Reduction):
-    """The squares of the mean over ranks, which is sent in bfloat16.
+    """The squares of the mean over ranks, sent in bfloat16.
 
-    The report's "overflow" says whether they hold NaN or Inf; not with `skip`, where it is found out on the device.
+    The report's "overflow" says whether they hold NaN or Inf. With `skip` it does not: only the device knows.
     """
 
     name = "bf16"
@@ -244,7 +244,7 @@ class MeanOfSketches(Reduction):
 
 
 class Measurement:
-    """A measurement of the ratio in one step. `gradients` are this rank's of each bucket. Where they are not `finite`, all sums are NaN."""
+    """A measurement of the ratio in one step. `gradients`: this rank's, by bucket. If they are not `finite`, all sums are NaN."""
 
     def __init__(
         self,
@@ -266,13 +266,13 @@ class Measurement:
 
     @property
     def reduction(self) -> tuple[Bucket, MeanOfSketches]:
-        """What is to be reduced: the sums of all blocks, which become the squares of their means; and how."""
+        """The bucket of the sums of all blocks, and the reduction to the squares of their means."""
         return self._bucket, MeanOfSketches(self._skip)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
-        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket.
+        """Add the reduced measurement, without NaN and Inf; `taking`: the participating parameters of each bucket.
 
-        With `skip` it may hold them, and is taken in unless the step is skipped.
+        With `skip` it may hold NaN or Inf, and counts unless the step is skipped.
         """
         flag = None if self._skip is None else self._skip.flag
         self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)

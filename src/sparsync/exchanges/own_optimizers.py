@@ -1,4 +1,4 @@
-"""The optimizers of a loop where each rank makes its own steps: what is called before each of these, and after all of them."""
+"""Hooks on the optimizers of local steps: one call before each optimizer step, and one after all of them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +21,10 @@ from sparsync.runtime.findings import with_inner
 
 
 class OwnOptimizers:
-    """Calls `before` ahead of each step of one of `optimizers`, and `after` when each has stepped since the last time, until `release`.
+    """Calls `before` ahead of every optimizer step, and `after` once all `optimizers` have stepped, until `release`.
 
-    An optimizer inside another one steps with it. If there is a loss scaler (`scaled`), it calls `step` also where it has found NaN or Inf
-    on this rank: then the weights stay, and the step counts, as it does on the other ranks.
+    An optimizer inside another one steps with it. A loss scaler (`scaled`) is made to call `step` also if it has found NaN or Inf on this
+    rank: the weights stay, and the step counts, as it does on the other ranks.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class OwnOptimizers:
         self._running: list[list[Optimizer]] = [[] for _ in optimizers]  # the outer ones first
         self._stepped: set[int] = set()  # places, since `after` was called
         self._hidden: dict[int, Hidden] = {}
-        self._told: dict[int, dict[str, Any]] = {}  # what a loss scaler has told an optimizer, while that steps
-        # Any: torch types what it returns as a function of named arguments
+        self._told: dict[int, dict[str, Any]] = {}  # what a loss scaler has set on an optimizer, during its step
+        # Any: torch types the result as a function of named arguments
         before_step: Any = torch.compiler.disable(self._before)
         after_step: Any = torch.compiler.disable(self._after)
         every = [each for own in members for each in own]
         self._hooks = [each.register_step_pre_hook(before_step) for each in every]
         self._hooks += [each.register_step_post_hook(after_step) for each in every]
-        # Whose gradients are divided by the loss scale here, and not by themselves.
+        # Optimizers that do not divide their gradients by the loss scale: done here.
         self._scaled = [each for each in every if scaled and not supports_scaling(each)]
         self._scaling = step_whatever_is_found(self._scaled)
 
@@ -62,7 +62,7 @@ class OwnOptimizers:
         self._prepare()
         if hasattr(optimizer, "found_inf") and optimizer in self._scaled:
             unscale_(optimizer)
-            # Those that do not divide by themselves refuse to see these.
+            # Optimizers that do not divide by the scale refuse these attributes.
             told = {name: vars(optimizer).pop(name) for name in ("found_inf", "grad_scale")}
             self._told[id(optimizer)] = told
             if bool(told["found_inf"]):  # a host sync
@@ -88,7 +88,7 @@ class OwnOptimizers:
 
 
 def _with_hooks(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that run hooks of torch, of this one and those inside it."""
-    # Fabric's optimizer has the hooks of the one inside it, which is the one that steps.
+    """List the optimizers that run torch's step hooks, among this one and those inside it."""
+    # Fabric's optimizer shares the hooks of the inner one, which steps.
     hooks = [(vars(each).get("_optimizer_step_pre_hooks"), each) for each in with_inner(optimizer)]
-    return list({id(found): each for found, each in hooks if found is not None}.values())
+    return list({id(held): each for held, each in hooks if held is not None}.values())

@@ -1,6 +1,6 @@
-"""A rank's own weights, in forms below 4 bits and in local steps: which weights a pass uses, and errors that follow from them.
+"""A rank's own weights, in forms below 4 bits and in local steps: shows them in passes that train, and guards against mix-ups.
 
-With `Steps(keep=0.0)` nothing here is called: parameters are the common weights.
+Not used with `Steps(keep=0.0)`: there the parameters are the common weights.
 """
 
 import sys
@@ -25,17 +25,17 @@ from sparsync.runtime.parameters import plain_name
 WITHOUT = "attach with bits=4.6, or with exchange=sparsync.Steps(keep=0.0), with which all ranks train the same weights"
 CURE = (
     "load the same weights on all ranks before the same step; compute what follows from the weights, such as their average (EMA), a "
-    "momentum encoder or a merge, inside `with handle.averaged():`, for outside of it these are a rank's own; or, where the loop or the "
-    f"forward pass itself changes weights, {WITHOUT}, and change them in the same way on all ranks"
+    "momentum encoder or a merge, inside `with handle.averaged():`, because outside of it weights differ between ranks; or, if the loop "
+    f"or the forward pass itself changes weights, {WITHOUT}, and change them in the same way on all ranks"
 )
 
 
 class ShownWeights:
-    """Shows the `weights` of `replica`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
+    """Shows the `weights` of `replica`: own ones in a forward pass that trains, common ones in any other and in `state_dict()`.
 
-    A forward pass trains where gradients are recorded, also in evaluation mode: some loops train in it, for BatchNorm to stay as it is.
-    `set_outside` has the names of weights that were set from outside, and `adopt` takes those for the common ones; weights that are set
-    while the common ones are shown become both. `begins` is called before each pass that trains. Inside `averaged` nothing changes.
+    A forward pass trains if gradients are recorded, also in evaluation mode: some loops train in it to freeze BatchNorm.
+    `set_outside` returns the names of weights that were set from outside, and `adopt` makes these the common ones. Weights set while the
+    common ones are shown become both. `begins` is called before each pass that trains. Inside `averaged` nothing changes.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ShownWeights:
         self._set_outside, self._take_set, self._begins = set_outside, adopt, begins
         self._averaging = False  # `averaged` has the common weights in the model
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
-        # Any: torch has not typed what it returns
+        # Any: torch does not type the result
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
         self._hooks = [
             *(
@@ -67,7 +67,7 @@ class ShownWeights:
         return self._own is not None
 
     def check(self) -> None:
-        """Have the own weights in the model. Raises RuntimeError inside `averaged`."""
+        """Put the own weights into the model. Raises RuntimeError inside `averaged`."""
         if self._averaging:
             raise RuntimeError(
                 f"the common weights are in the model; leave `with handle.averaged()` first; or {WITHOUT}"
@@ -78,7 +78,7 @@ class ShownWeights:
     def averaged(self) -> Iterator[None]:
         """Put the common weights into the model, and the own ones back afterwards, with the same bits. Call `check` before.
 
-        Raises RuntimeError where the block has changed the weights, which would be lost.
+        Raises RuntimeError if the block has changed the weights: the changes would be lost.
         """
         self.show(common=True)
         self._averaging = True
@@ -87,15 +87,15 @@ class ShownWeights:
             if changed := self._weights.changed():
                 raise RuntimeError(
                     f"{', '.join(changed[:3])} got other values inside averaged(), which ends with a rank's own weights and would lose "
-                    "them; load weights outside of it, or put the old ones back inside; call requires_grad_(False) before attach on what "
-                    f"is not trained, such as an average (EMA) of the weights, and it keeps its values; or {WITHOUT}"
+                    "them; load weights outside of it, or put the old ones back inside; call requires_grad_(False) before attach on "
+                    f"untrained parameters, such as an average (EMA) of the weights, and they keep their values; or {WITHOUT}"
                 )
         finally:
             self._averaging = False
             self._put(common=False)
 
     def show(self, common: bool) -> None:
-        """Have the common weights in the model, or the own ones."""
+        """Put the common weights into the model, or the own ones."""
         if common != self.common and not self._averaging:
             self._take_set()
             self._put(common)
@@ -113,7 +113,7 @@ class ShownWeights:
         self._weights.note_written()
 
     def take(self, names: Collection[str]) -> None:
-        """Take what is in the model of these parameters, which were set from outside, for the own weights that are put aside."""
+        """Copy these parameters, which were set from outside, into the own weights that are put aside."""
         if self._own is not None:
             for bucket, own in zip(self._weights.buckets, self._own, strict=True):
                 bucket.copy_own_(own, names)
@@ -121,9 +121,9 @@ class ShownWeights:
     def adopt(
         self, idle: Collection[str], take: Callable[[list[str]], object], write: Callable[[frozenset[str]], object]
     ) -> list[str]:
-        """Have `take` take weights that were set from outside for the common ones, and return their names.
+        """Make weights that were set from outside the common ones, by `take`, and return their names.
 
-        Where they are the common ones already, `write` makes own ones of these again, in all parameters but those it gets.
+        If they are the common ones already, `write` writes the own weights again; it gets the names of the parameters to leave.
         """
         changed, own_shown = self._set_outside(), not self.common
         loaded = [name for name in changed if name not in idle and self._weights.shows_common(name)]
@@ -135,12 +135,12 @@ class ShownWeights:
         return others
 
     def without_own(self, names: Iterable[str]) -> list[str]:
-        """Return the names without those of parameters that have the own weights again, which are put aside."""
+        """Leave out the names of parameters that again hold the own weights that were put aside."""
         own = self._own
         return list(names) if own is None else [each for each in names if not self._weights.shows(each, own)]
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
-        """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
+        """Show the weights for a forward pass of `module`, unless it is a copy of the model, whose weights are not ours."""
         if not any(module is each for each in self._replica.called):
             return
         if _records():
@@ -149,12 +149,12 @@ class ShownWeights:
             self.show(common=False)
             if not self._averaging:
                 self._begins()
-        # What the loop evaluates in the place of the weights, such as their average, it may put back to what was there.
+        # A loop that evaluates other values, such as an average of the weights, may put the old ones back.
         elif not self.common and not self._averaging and not self._set_outside():
             self.show(common=True)
 
     def after_forward(self, _: nn.Module, __: object, output: object) -> None:
-        """Have the backward pass of `output` raise if the model has the common weights by then: checkpointing would compute with them."""
+        """Make the backward pass of `output` raise if the model has the common weights by then: checkpointing would use them."""
         if _records() and not self.common and not self._averaging:
             for each in _tensors(output):
                 if each.grad_fn is not None:
@@ -163,7 +163,7 @@ class ShownWeights:
     def put_common(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
     ) -> None:  # Any: as `state_dict` has it
-        """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
+        """Put the common weights into the result of `module.state_dict()`, in the types of the parameters."""
         if not any(module is each for each in self._replica.bodies) or self._averaging:
             return
         as_set = self._set_outside()
@@ -171,13 +171,13 @@ class ShownWeights:
         common, values = dict(self._weights.common()), dict[int, Tensor]()
         for full_name, parameter in module.named_parameters(remove_duplicate=False):
             key = next((prefix + each for each in (full_name, plain_name(full_name)) if prefix + each in state), None)
-            # Those of keep_vars=True are the model's.
+            # With keep_vars=True the state has the model's parameters themselves.
             if key is None or id(parameter) not in names or isinstance(state[key], nn.Parameter):
                 continue
             name = names[id(parameter)]
             if name in as_set:
                 continue
-            if id(parameter) not in values:  # names that share a parameter share its value
+            if id(parameter) not in values:  # tied names share one value
                 values[id(parameter)] = self._replica.whole(name, common[name].to(parameter.dtype, copy=True))
             state[key] = values[id(parameter)]
 
@@ -190,13 +190,13 @@ class ShownWeights:
 
 
 def _records() -> bool:
-    """Return whether gradients are recorded now."""
+    """Tell whether gradients are recorded now."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _refuse_common(shown: "weakref.ref[ShownWeights]", _: Tensor) -> None:
-    """Raise RuntimeError where a backward pass of own weights finds the common ones in the model."""
-    if (found := shown()) is not None and found.common:
+    """Raise RuntimeError if the model has the common weights in the backward pass of a forward pass with own ones."""
+    if (weights := shown()) is not None and weights.common:
         raise RuntimeError(
             "another forward pass of the model, without gradients, came between a forward pass that trains and its backward pass, and uses "
             "the common weights; make it before the one that trains or after the backward pass, also inside "
@@ -205,7 +205,7 @@ def _refuse_common(shown: "weakref.ref[ShownWeights]", _: Tensor) -> None:
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
-    """Find the tensors in what a module returns, also in mappings, sequences and dataclasses."""
+    """Find the tensors in a module's output, also in mappings, sequences and dataclasses."""
     if isinstance(output, Tensor):
         yield output
         return
@@ -215,7 +215,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 class _Hook:
-    """Calls a method of `shown`, to which it refers weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+    """Calls a method of `shown`, which it refers to weakly. In a copied or pickled model it does nothing."""
 
     def __init__(self, shown: ShownWeights | None = None, method: str = "") -> None:
         self._shown: Callable[[], ShownWeights | None] = (lambda: None) if shown is None else weakref.ref(shown)
@@ -232,19 +232,19 @@ class _Hook:
 def shown_from_here(
     replica: Replica, weights: Weights, set_outside: Callable[[], Collection[str]], adopt: Callable[[], object]
 ) -> ShownWeights:
-    """Have own weights that differ from the common ones from here on."""
+    """Keep the common weights apart from here on, and show own ones that differ."""
     if weights.hold_common() and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # what was compiled does not look for new hooks
+        torch.compiler.reset()  # compiled code does not look for new hooks
     return ShownWeights(replica, weights, set_outside, adopt)
 
 
 def write_own(
     bucket: WeightBucket, state: State, comm: Comm, keep: float, idle: Collection[str], left: Collection[str]
 ) -> Tensor | None:
-    """Make the common weights less `keep` times what is unsent the own ones, except for the parameters `left`.
+    """Write the own weights, common weights - `keep` * unsent, except for the parameters `left`.
 
-    `idle` are those that the last reduction left out: where a rank's region lies depends on them. Returns digests of all parameters, as
-    `LastWritten` has them; None where it has not made them.
+    `idle`: the parameters that the last reduction left out; a rank's region depends on them. Returns digests of all parameters, as in
+    `LastWritten`, or None if it has not made them.
     """
     held = None if idle else state.unsent_in_rows(bucket.bucket(bucket.common, 0), comm)
     unsent, rows = (bucket.unsent(state, comm, idle), None) if held is None else held
@@ -254,22 +254,22 @@ def write_own(
     taking = [entry for entry in bucket.layout if entry.name not in left] if left else bucket.layout
     parameters = [bucket.parameters[entry.name].detach() for entry in taking]
     starts = [entry.span.start for entry in taking]
-    found = kernels.write_own_(parameters, starts, bucket.common, unsent.to(bucket.dtype), rows, comm.size, keep)
-    increment_version(parameters)  # which a kernel does not
-    torch.clear_autocast_cache()  # which has copies of what was there
-    return None if left else found
+    digests = kernels.write_own_(parameters, starts, bucket.common, unsent.to(bucket.dtype), rows, comm.size, keep)
+    increment_version(parameters)  # a kernel does not
+    torch.clear_autocast_cache()  # it holds copies of the old weights
+    return None if left else digests
 
 
 def compared(replica: Replica, weights: Weights) -> list[tuple[str, Tensor]]:
-    """Return what is to be the same on all ranks, with names: common weights, frozen ones, and buffers that copy trained parameters.
+    """List the tensors that must be equal on all ranks, by name: common weights, frozen ones, and buffers that copy trained parameters.
 
-    These have the shape of a trained parameter, and a name that ends in that one's: "target.weight" or "ema_weight" beside
-    "encoder.weight". Others, such as BatchNorm's running means, follow from a rank's own data and may differ.
+    Such a buffer has the shape of a trained parameter, and its name ends like the parameter's: "target.weight" or "ema_weight" beside
+    "encoder.weight". Other buffers, such as BatchNorm's running means, depend on a rank's data and may differ.
     """
 
     def copies_one(name: str, buffer: Tensor) -> bool:
         own_data = name.rpartition(".")[2].startswith("running_")
-        return not own_data and any(name.endswith(own) and buffer.shape == shape for own, shape in shapes)
+        return not own_data and any(name.endswith(end) and buffer.shape == shape for end, shape in shapes)
 
     shapes = {(name.rpartition(".")[2], each.shape) for name, each in replica.owned.items()}
     buffers = ((plain_name(name), each) for name, each in replica.module.named_buffers() if each.is_floating_point())

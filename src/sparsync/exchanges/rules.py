@@ -1,8 +1,8 @@
-"""What the settings of an optimizer mean for exchanged steps: AdamW's for most parameters, Muon's for matrices.
+"""The rules of exchanged steps, from the settings of an optimizer: AdamW for most parameters, Muon for matrices.
 
-Both send the same: a rank's own gradient over the root of its second moments, times the rate. They differ in what follows on the mean of
-these, which is the same on all ranks: momentum and the step itself for AdamW; momentum, and a step whose singular values are all about 1,
-for Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; "Muon is Scalable for LLM Training", arXiv 2502.16982).
+Both send the same: a rank's gradient over the root of its second moments, times the rate. They differ in what they do with the mean, which
+is the same on all ranks. AdamW moves the weights along the momentum of the means. Muon makes all singular values of that momentum about 1
+first (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; "Muon is Scalable for LLM Training", arXiv 2502.16982).
 """
 
 import inspect
@@ -20,10 +20,10 @@ from sparsync.core import ParameterSpan, Span
 from sparsync.kernels.step_reference import Move
 from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise
 
-_MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
-_LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
-_TOGETHER = 1 << 26  # elements of matrices that are moved together, at most, of which there are copies meanwhile
-_RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
+_MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # Muon has no second moments: AdamW's usual values for transformers
+_LONGEST_BETA2 = 0.99  # a smaller beta2 of the optimizer is raised to this
+_TOGETHER = 1 << 26  # elements of matrices that are moved, and so copied, at once
+_RMS = 0.2  # the RMS of an AdamW step's elements over its rate (arXiv 2502.16982, section 2.2)
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class AdamWRule:
     eps: float
 
     def sent_rate(self, shape: Sequence[int]) -> float:
-        """Return what the normalised gradient of a parameter is multiplied by before it is sent."""
+        """Return the factor of a parameter's normalised gradient before it is sent."""
         return self.rate
 
     def remembers(self, asked: float | None) -> float:
-        """Return beta2 of the second moments: as asked, or what suits a rank's own gradients, which are noisier than their mean."""
+        """Choose beta2 of the second moments: as asked, or to suit one rank's gradients, which are noisier than their mean."""
         return max(self.beta2, _LONGEST_BETA2) if asked is None else asked
 
     def move(self, t: int) -> Move:
-        """Return the numbers of the pass that moves a parameter in its `t`-th step."""
+        """Compute the coefficients of a parameter's `t`-th step."""
         return self.beta1, 1 - self.rate * self.decay, 1 / (1 - self.beta1**t)
 
 
@@ -65,24 +65,24 @@ class MuonRule:
     eps = _MUONS_EPS
 
     def sent_rate(self, shape: Sequence[int]) -> float:
-        """Return the rate at which an AdamW step is as long as Muon's, so that what is not sent has the scale of the weights' moves."""
+        """Compute the rate at which an AdamW step is as long as Muon's, so that the residual has the scale of the weights' moves."""
         return self.applied_rate(shape) / (_RMS * math.sqrt(max(_matrix(shape))))
 
     def remembers(self, asked: float | None) -> float:
-        """Return beta2 of the second moments, which Muon has not."""
+        """Choose beta2 of the second moments, which Muon itself does not have."""
         return self.beta2 if asked is None else asked
 
     def move(self, t: int) -> Move:
-        """Return the numbers of the pass that moves the momentum, and decays the weights, which `move_matrices_` then moves."""
+        """Return the coefficients for the momentum and the decay; `move_matrices_` then moves the weights."""
         return self.momentum, 1 - self.rate * self.decay, 0.0
 
     @property
     def memory(self) -> float:
-        """The share of the last step's momentum in what a step follows: Nesterov's takes the mean in once more."""
+        """The weight of the last step's momentum in a step's direction: Nesterov's adds the mean once more."""
         return self.momentum**2 if self.nesterov else self.momentum
 
     def applied_rate(self, shape: Sequence[int]) -> float:
-        """Return the rate of a parameter's orthogonal step."""
+        """Compute the rate of a parameter's orthogonal step."""
         rows, columns = _matrix(shape)
         if self.adjust == "match_rms_adamw":
             return self.rate * _RMS * math.sqrt(max(rows, columns))
@@ -94,19 +94,19 @@ Value = TypeVar("Value")
 
 
 class ParameterGroups:
-    """The settings of each trained parameter, by name: the rule of its group in the optimizers, read in each step.
+    """The rules of the trained parameters, by name, read from their optimizers' groups in each step.
 
-    Raises ValueError where optimizers and `trained` do not have the same parameters, and as `rules_of`.
+    Raises ValueError if optimizers and `trained` do not have the same parameters, and as `rules_of`.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Parameter]) -> None:
         self.optimizers, self._trained = optimizers, trained
-        self.rules = rules_of(optimizers)  # of each group
+        self.rules = rules_of(optimizers)  # by number of the group
         self.number, self._members = _group_numbers(optimizers, trained), _members(optimizers)
         self._runs: dict[object, tuple[object, list[tuple[ParameterSpan, Span]]]] = {}
 
     def read(self) -> None:
-        """Read the settings of the optimizers. Raises ValueError for one that a step cannot have."""
+        """Read the settings of the optimizers. Raises ValueError for a setting that steps do not support."""
         _check_finite(self.optimizers)
         self.rules = rules_of(self.optimizers)
         if (members := _members(self.optimizers)) != self._members:
@@ -119,11 +119,10 @@ class ParameterGroups:
         counts: dict[str, int],
         value_of: Callable[[Rule, ParameterSpan, int], Value],
     ) -> list[tuple[Span, Value]]:
-        """Add one to the count of each parameter of `taking`; return the spans of equal values, and these.
+        """Add one to the count of each parameter of `taking`; return the spans of equal values, with the values.
 
-        `value_of` gets the rule of a parameter, its place, and its count. `key` names what is counted of which bucket. In later calls with
-        the same `taking` only one parameter of each run is looked at: counts that were equal have grown alike. Call `recount` where counts
-        were set.
+        `value_of` gets the rule of a parameter, its place, and its count. `key` names the counted steps and the bucket. Later calls with
+        the same `taking` look at only one parameter per run, because equal counts stay equal. Call `recount` after you set counts.
         """
         state = taking, self.number, [isinstance(rule, MuonRule) for rule in self.rules]
         counts.update({entry.name: counts[entry.name] + 1 for entry in taking})
@@ -131,36 +130,36 @@ class ParameterGroups:
         if known is None or known[0] != state:
             known = self._runs[key] = state, self._laid(taking, counts)
         made: dict[object, Value] = {}  # many runs have the same
-        found: list[tuple[Span, Value]] = []
+        spans: list[tuple[Span, Value]] = []
         for first, span in known[1]:
             same = self._same(first, counts)
             if same not in made:
                 made[same] = value_of(self.rules[self.number[first.name]], first, counts[first.name])
             value = made[same]
-            if found and found[-1][0].stop == span.start and (found[-1][1] is value or found[-1][1] == value):
-                found[-1] = Span(found[-1][0].start, span.stop), value
+            if spans and spans[-1][0].stop == span.start and (spans[-1][1] is value or spans[-1][1] == value):
+                spans[-1] = Span(spans[-1][0].start, span.stop), value
             else:
-                found.append((span, value))
-        return found
+                spans.append((span, value))
+        return spans
 
     def recount(self) -> None:
         """Look at the counts of all parameters again."""
         self._runs.clear()
 
     def _laid(self, taking: Iterable[ParameterSpan], counts: Mapping[str, int]) -> list[tuple[ParameterSpan, Span]]:
-        """Return the first parameter and the span of each run of adjacent ones with the same rule, count and, under Muon, shape."""
-        found: list[tuple[ParameterSpan, Span]] = []
+        """Join adjacent parameters with the same rule, count and, under Muon, shape; return the first one and the span of each run."""
+        runs: list[tuple[ParameterSpan, Span]] = []
         for entry in taking:
             if (
-                found
-                and found[-1][1].stop == entry.span.start
-                and self._same(found[-1][0], counts) == self._same(entry, counts)
+                runs
+                and runs[-1][1].stop == entry.span.start
+                and self._same(runs[-1][0], counts) == self._same(entry, counts)
             ):
-                first, span = found[-1]
-                found[-1] = first, Span(span.start, entry.span.stop)
+                first, span = runs[-1]
+                runs[-1] = first, Span(span.start, entry.span.stop)
             else:
-                found.append((entry, entry.span))
-        return found
+                runs.append((entry, entry.span))
+        return runs
 
     def _same(self, entry: ParameterSpan, counts: Mapping[str, int]) -> object:
         number = self.number[entry.name]
@@ -168,7 +167,7 @@ class ParameterGroups:
 
 
 def move_matrices_(given: Iterable[tuple[Tensor, Tensor, MuonRule]], skip: Tensor | None = None) -> None:
-    """Move weights, of any shape of 2 dimensions or more, by orthogonal steps along what comes with them, [n], by a rule.
+    """Move weights of 2 or more dimensions by orthogonal steps; `given` has each weight, its direction [n] and its rule.
 
     Nothing changes if `skip`, one number, is not zero. Matrices with the same rule and the same shorter side are moved together.
     """
@@ -177,11 +176,11 @@ def move_matrices_(given: Iterable[tuple[Tensor, Tensor, MuonRule]], skip: Tenso
         matrix = each.view(_matrix(target.shape))
         groups.setdefault((rule, min(matrix.shape)), []).append((target, matrix))
     for (rule, _), pairs in groups.items():
-        pairs.sort(key=lambda pair: (max(pair[1].shape), pair[1].shape))  # those of a shape in a row
+        pairs.sort(key=lambda pair: (max(pair[1].shape), pair[1].shape))  # equal shapes in a row
         ends = accumulate(matrix.numel() for _, matrix in pairs)
         for _, some in groupby(zip(pairs, ends, strict=True), key=lambda each: each[1] // _TOGETHER):
             moved, matrices = zip(*(pair for pair, _ in some), strict=True)
-            with torch.autocast(matrices[0].device.type, enabled=False):  # whatever surrounds the loop's `step`
+            with torch.autocast(matrices[0].device.type, enabled=False):  # the loop may call `step` under autocast
                 steps = orthogonalised(list(matrices), rule.coefficients, rule.iterations, skip)
             torch._foreach_mul_(steps, [rule.applied_rate(each.shape) for each in moved])  # pyright: ignore[reportPrivateImportUsage]
             shaped = [step.view(each.shape) for step, each in zip(steps, moved, strict=True)]
@@ -194,11 +193,11 @@ def orthogonalised(
     iterations: int,
     skip: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return about U V^T of each matrix [rows, columns] = U S V^T, by Newton-Schulz iterations with these coefficients; zero for zero.
+    """Approximate U V^T for each matrix [rows, columns] = U S V^T, by Newton-Schulz iterations; zero stays zero.
 
-    Their shorter sides are equal, and those of a shape, and of its transpose, are adjacent. All are zero if `skip`, one number, is not
-    zero. In bfloat16 on a GPU, as torch.optim.Muon, and else in the type of the matrices. Ranks get the same bits where they have the
-    same processor and number of threads.
+    The shorter sides must be equal, and matrices of one shape or its transpose adjacent. Returns zeros if `skip`, one number, is not zero.
+    Computes in bfloat16 on a GPU, as torch.optim.Muon does, and otherwise in the type of the matrices. Ranks get the same bits if they
+    have the same processor and number of threads.
     """
     a, b, c = coefficients
     lying = [each if each.shape[0] <= each.shape[1] else each.T for each in matrices]
@@ -207,19 +206,19 @@ def orthogonalised(
     norms = torch.stack(torch._foreach_norm(matrices)).clamp_(min=1e-30)  # pyright: ignore[reportPrivateImportUsage]
     if skip is not None:
         norms.masked_fill_(skip != 0, torch.inf)
-    found = list[Tensor]()
+    stacks = list[Tensor]()
     for run, norm in zip(runs, norms.split(sizes), strict=True):
         x = torch.stack(run)
         scaled = torch.empty_like(x, dtype=torch.bfloat16 if x.is_cuda else x.dtype)
-        found.append(torch.div(x, norm.view(-1, 1, 1), out=scaled))  # all singular values are at most 1
-    gram = found[0].new_empty(len(lying), lying[0].shape[0], lying[0].shape[0])
+        stacks.append(torch.div(x, norm.view(-1, 1, 1), out=scaled))  # all singular values are at most 1
+    gram = stacks[0].new_empty(len(lying), lying[0].shape[0], lying[0].shape[0])
     for _ in range(iterations):
-        for x, part in zip(found, gram.split(sizes), strict=True):
+        for x, part in zip(stacks, gram.split(sizes), strict=True):
             torch.bmm(x, x.mT, out=part)
         weight = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # of all shapes at once
-        found = [torch.baddbmm(x, part, x, beta=a) for x, part in zip(found, weight.split(sizes), strict=True)]
+        stacks = [torch.baddbmm(x, part, x, beta=a) for x, part in zip(stacks, weight.split(sizes), strict=True)]
     steps, left = list[Tensor](), iter(matrices)
-    for x in found:
+    for x in stacks:
         shapes, flat = [each.shape for each in islice(left, len(x))], x.to(matrices[0].dtype)
         upright = flat if all(each == x.shape[1:] for each in shapes) else flat.mT.contiguous()
         steps += [(flat if each == x.shape[1:] else upright)[number] for number, each in enumerate(shapes)]
@@ -227,9 +226,9 @@ def orthogonalised(
 
 
 def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers whose steps are taken: those inside a wrapper, such as Accelerate's, or inside one that holds several.
+    """List the optimizers whose steps are taken, without wrappers such as Accelerate's, or ones that hold several.
 
-    Raises TypeError for what is no optimizer.
+    Raises TypeError for anything but an optimizer.
     """
     if not isinstance(given, Optimizer):
         check_optimizer(given)
@@ -240,14 +239,14 @@ def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def exchangeable(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers whose steps are taken. Raises TypeError or ValueError for those whose steps cannot be exchanged."""
-    found = optimizers_of(given)
-    rules_of(found)
-    return found
+    """List the optimizers whose steps are taken. Raises TypeError or ValueError if their steps cannot be exchanged."""
+    optimizers = optimizers_of(given)
+    rules_of(optimizers)
+    return optimizers
 
 
 def rules_of(optimizers: Iterable[Optimizer]) -> list[Rule]:
-    """Return the rule of each parameter group. Raises TypeError or ValueError for an optimizer whose steps cannot be exchanged."""
+    """Read the rule of each parameter group. Raises TypeError or ValueError for an optimizer whose steps cannot be exchanged."""
     return [_rule_of(each, group) for each in optimizers for group in each.param_groups]
 
 
@@ -258,11 +257,11 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: se
             f"only steps of torch.optim.AdamW, Adam and Muon can be exchanged, got {type(optimizer).__name__}; for others attach with "
             "exchange=sparsync.Gradients() or exchange=sparsync.LocalSteps(every=...)"
         )
-    # Without torch's wrappers, one for each class that was made.
+    # Torch wraps `step` in each class.
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):
         raise TypeError(
-            f"{type(optimizer).__name__} has a `step` that is not {kind.__name__}'s, and only that would be exchanged; exchange what it "
-            "changes, with exchange=sparsync.LocalSteps(every=...), or gradients, with exchange=sparsync.Gradients()"
+            f"{type(optimizer).__name__} has a `step` that is not {kind.__name__}'s, and only the latter would be exchanged; exchange what "
+            "it changes, with exchange=sparsync.LocalSteps(every=...), or gradients, with exchange=sparsync.Gradients()"
         )
     if isinstance(optimizer, Muon):
         return _muon_rule(optimizer, group)
@@ -311,33 +310,33 @@ def _listed(value: object) -> Iterable[object]:
 
 
 def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the parameter group of each trained parameter, by name. Raises ValueError where optimizers and model do not match."""
+    """Number the parameter group of each trained parameter, by name. Raises ValueError if optimizers and model do not match."""
     groups = [group for each in optimizers for group in each.param_groups]
     numbered = [(each, i) for i, group in enumerate(groups) for each in group["params"]]
     by_id = {id(each): i for each, i in numbered}
     warn_or_raise(unrelated(optimizers, {id(each) for each in trained.values()}, refused=ValueError))
-    cure = "or attach with exchange=sparsync.Gradients()"
+    otherwise = "or attach with exchange=sparsync.Gradients()"
     if missing := [name for name, each in trained.items() if id(each) not in by_id]:
         raise ValueError(
-            f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, freeze these, {cure}"
+            f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, freeze these, {otherwise}"
         )
     known = {id(each): name for name, each in trained.items()}
     if len(by_id) < len(numbered):
         seen: set[int] = set()
         twice = next(each for each, _ in numbered if id(each) in seen or seen.add(id(each)))
         raise ValueError(
-            f"{known.get(id(twice), 'a parameter')} is in two parameter groups; give each to one optimizer"
+            f"{known.get(id(twice), 'a parameter')} is in two parameter groups; put it into one group only"
         )
     if shapes := [tuple(each.shape) for each, _ in numbered if id(each) not in known and each.requires_grad]:
         raise ValueError(
             f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, or "
-            f"all models that it trains, as in attach([model, other], ...), {cure}"
+            f"all models that it trains, as in attach([model, other], ...), {otherwise}"
         )
     return {name: by_id[id(each)] for name, each in trained.items()}
 
 
 def _members(optimizers: Iterable[Optimizer]) -> list[list[int]]:
-    """Return the ids of the parameters of each parameter group."""
+    """List the ids of the parameters in each parameter group."""
     return [[id(parameter) for parameter in group["params"]] for each in optimizers for group in each.param_groups]
 
 

@@ -1,4 +1,4 @@
-"""Steps that a scheme reduces: schemes that leave elements out, and buckets with parameters that take no part in a step."""
+"""Steps reduced by the scheme: for schemes that leave elements out, and for buckets with idle parameters."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from sparsync.runtime.connection import Connection, Reduction
 
 
 class FewNonzero(Bucket):
-    """A bucket that keeps only its nonzero elements. Reading `grad` makes the whole vector."""
+    """A bucket that stores only its nonzero elements. Reading `grad` makes the whole vector."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
@@ -54,17 +54,17 @@ class SchemeMean:
         skip: Skip | None,
         alone: bool,
     ) -> Report:
-        """Reduce this rank's step `number`, and return the report, with "overflow"; `own` [n] is for it, with nothing in it yet.
+        """Reduce this rank's step `number`, and return the report, with "overflow"; `own` [n] is uninitialised memory for the step.
 
         `steps` None: this rank's gradient is not finite, and it sends NaN. `alone`: there is no other bucket.
         """
         state, reduction = self.state, None
         if skip is not None and steps is not None:
-            reduction = SchemeStep(state, steps, skip)  # which makes them
+            reduction = SchemeStep(state, steps, skip)  # makes the steps
         else:
             own = own.fill_(torch.nan) if steps is None else steps.make(own)
         sent = self.part.bucket(own, number)
-        # Where a device skips, nobody asks it how many there are.
+        # The count of nonzero elements is a host sync: not if the device decides to skip.
         few = state.scheme.leaves_out and state.has_residual and reduction is None and not alone
         held: list[Bucket] = []
 
@@ -77,13 +77,13 @@ class SchemeMean:
         return replace(report, details={**report.details, "overflow": overflowed(report, sent.grad)})
 
     def rollback(self, bucket: Bucket) -> None:
-        """Return to the residual what was sent."""
+        """Put what was sent back into the residual."""
         self.state.rollback(bucket)
 
 
 @dataclass(eq=False)
 class SchemeStep(Reduction):
-    """The reduction of one bucket's step by a scheme that heeds `skip`: nothing changes where a rank's gradient is not finite."""
+    """The reduction of one bucket's step by a scheme that heeds `skip`: nothing changes if a rank's gradient is not finite."""
 
     state: State
     steps: StepsToMake
@@ -102,7 +102,7 @@ class SchemeStep(Reduction):
         return self.state.interleaves
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        """Make the step, which becomes the mean of all ranks' in `bucket.grad`."""
+        """Make this rank's step in `bucket.grad`, and replace it by the mean over ranks."""
         bucket.skip = self.skip.agree(comm)
         self.steps.make(bucket.grad, bucket.skip)
         return self.state.reduce(bucket, comm)

@@ -1,7 +1,7 @@
-"""What a rank sends of its gradients, and how the mean of what all ranks have sent moves the weights.
+"""Steps on their way from gradients to weights: make them, exchange them, and move the weights by their mean.
 
-`StepsToMake` makes steps of gradients, `WholeStep` exchanges those that every element is sent of in few bits, and `Sender` moves the
-weights: three passes over memory, which are kernels, see `sparsync.kernels.step_reference`.
+`StepsToMake` makes steps from gradients, `WholeStep` exchanges steps that send every element in few bits, and `Sender` moves the weights.
+Each is one pass over memory, by a kernel, see `sparsync.kernels.step_reference`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +27,12 @@ from sparsync.runtime.connection import Reduction
 from sparsync.wire import ValueCodec, Values
 
 VECTORS = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
-COUNTS = ("applied", "seen")  # steps that moved a parameter; gradients of it in the second moments
+COUNTS = ("applied", "seen")  # per parameter: steps that moved it; gradients in its second moments
 
 
 @dataclass(frozen=True)
 class StepsToMake:
-    """Gradients and the numbers that make steps of them; see `kernels.make_steps_`."""
+    """Gradients, and the coefficients that turn them into steps; see `kernels.make_steps_`."""
 
     gradients: Gradients
     square: Tensor
@@ -42,15 +42,15 @@ class StepsToMake:
     numbers: Sequence[Spread]
 
     def make(self, out: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-        """Return the steps, in `out` [n] if given, after the gradients were added to the second moments; see `kernels.make_steps_`."""
+        """Add the gradients to the second moments, and compute the steps, into `out` [n] if given; see `kernels.make_steps_`."""
         return self._made(self.numbers, out, skip)
 
     def again(self) -> Tensor:
-        """Return what `make` wrote, now that the second moments contain these gradients."""
+        """Compute the steps of `make` again; the second moments contain these gradients already."""
         return self._made([(rate, 1.0, eps, unbiased) for rate, _, eps, unbiased in self.numbers])
 
     def encode(self, residual: Tensor, rank: int, P: int, bits: int, skip: Tensor | None) -> Tensor:
-        """Return the packets of all chunks but the own one; see `kernels.encode_steps_`."""
+        """Encode the packets of all chunks but this rank's; see `kernels.encode_steps_`."""
         given = self.gradients
         made = given.tensors, given.starts, given.factors, self.square, self.ratio, self.block, self.spans, self.numbers
         return kernels.encode_steps_(residual, *made, rank, P, bits, skip)
@@ -63,9 +63,9 @@ class StepsToMake:
 
 
 class Sender:
-    """The moments and counts of `weights`, by which gradients become steps, and mean steps move the weights.
+    """The moments and counts of `weights`: turns gradients into steps, and moves the weights by mean steps.
 
-    `vectors` has the tensors of all buckets, and `counts` the numbers of each parameter, by name.
+    `vectors` has the tensors of all buckets, and `counts` the counts of all parameters by name.
     """
 
     def __init__(self, groups: ParameterGroups, weights: Weights, options: Steps) -> None:
@@ -78,7 +78,7 @@ class Sender:
         self.idle: frozenset[str] = frozenset()  # parameters that take no part in the step
 
     def gradients(self, place: int, divisor: GradientDivisor) -> Gradients:
-        """Return this rank's gradients of the parameters of bucket `place` that take part."""
+        """Collect this rank's gradients of the parameters in bucket `place` that take part."""
         tensors, starts, factors = list[Tensor](), list[int](), list[float]()
         bucket = self.weights.buckets[place]
         for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
@@ -89,21 +89,21 @@ class Sender:
         return Gradients(tensors, starts, factors)
 
     def steps_to_make(self, place: int, gradients: Gradients, P: int) -> StepsToMake:
-        """Count a gradient of each participating parameter of bucket `place`, and return what makes steps of the gradients."""
+        """Count a gradient for each participating parameter of bucket `place`, and return the steps to make."""
 
         def made(rule: Rule, entry: ParameterSpan, t: int) -> Spread:
             beta2 = self.beta2(rule)
             return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
-        found = self._counted(place, "seen", made)
-        spans, numbers = [span for span, _ in found], [number for _, number in found]
+        counted = self._counted(place, "seen", made)
+        spans, numbers = [span for span, _ in counted], [number for _, number in counted]
         ratio, block = self.ratios.ratio(place, P), self.ratios.block
         return StepsToMake(gradients, self.vectors["square"][place], ratio, block, spans, numbers)
 
     def move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:
         """Move the common weights of bucket `place` by the mean step of all ranks, [n], unless `skip`, [1], is not zero."""
         bucket, momentum = self.weights.buckets[place], self.vectors["momentum"][place]
-        found = self._counted(place, "applied", lambda rule, _, t: rule.move(t))
+        counted = self._counted(place, "applied", lambda rule, _, t: rule.move(t))
         rules = [(entry, self.groups.rules[self.groups.number[entry.name]]) for entry in self.taking(place)]
         matrices = [(entry, rule) for entry, rule in rules if isinstance(rule, MuonRule)]
 
@@ -119,23 +119,23 @@ class Sender:
 
         with bucket.moved() as (targets, starts):
             followed = momentum.clone() if matrices else momentum
-            move(targets, starts, momentum, found)
+            move(targets, starts, momentum, counted)
             if matrices:
                 move([], [], followed, [(entry.span, (rule.memory, 1.0, 0.0)) for entry, rule in matrices])
                 weights = [(bucket.weights_of(entry), entry.span.of(followed), rule) for entry, rule in matrices]
                 move_matrices_(weights, skip)
 
     def taking(self, place: int) -> Sequence[ParameterSpan]:
-        """Return the parameters of bucket `place` that take part in this step."""
+        """List the parameters of bucket `place` that take part in this step."""
         layout = self.weights.buckets[place].layout
         return [entry for entry in layout if entry.name not in self.idle] if self.idle else layout
 
     def beta2(self, rule: Rule) -> float:
-        """Return the memory of the second moments of a parameter with this rule."""
+        """Choose beta2 of the second moments for a parameter with this rule."""
         return rule.remembers(self.options.beta2)
 
     def keep_for(self, options: Steps, scheme: Scheme) -> float:
-        """Return `keep` of these options, or what suits the scheme and the optimizers."""
+        """Choose `keep` to suit the scheme and the optimizers if these options leave it open."""
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self.groups.rules))
 
     def uncount(self, names: Iterable[str]) -> None:
@@ -146,31 +146,31 @@ class Sender:
         self.groups.recount()
 
     def load(self, counts: dict[str, dict[str, int]]) -> None:
-        """Take other counts."""
+        """Replace counts."""
         self.counts |= counts
         self.groups.recount()
 
     def _counted(
         self, place: int, key: str, value_of: Callable[[Rule, ParameterSpan, int], Value]
     ) -> list[tuple[Span, Value]]:
-        """Count a step of each parameter of a bucket that takes part; return the spans of equal values. See ParameterGroups.counted."""
+        """Count a step for each participating parameter of a bucket; return the spans of equal values. See ParameterGroups.counted."""
         return self.groups.counted((key, place), self.taking(place), self.counts[key], value_of)
 
 
 @dataclass(eq=False)
 class WholeStep(Reduction):
-    """The exchange of one bucket's step, of which every element is sent in few bits. Only the residual is kept between two steps.
+    """The exchange of one bucket's step, with every element sent in few bits. Only the residual is kept between two steps.
 
-    The packets are those of `quantized_all_reduce_`, and so are the bits of the mean. `steps` None: this rank's gradient is not finite, and
-    it sends NaN. With `skip` the device decides: nothing changes there if a rank's gradient is not finite, and the host does not know.
+    The packets and the mean have the same bits as in `quantized_all_reduce_`. `steps` None: this rank's gradient is not finite, and it
+    sends NaN. With `skip` the device decides: nothing changes if a rank's gradient is not finite, and the host does not know yet.
     """
 
     name: str  # of the scheme
-    bucket: Bucket  # of the residual, which keeps what is not sent
+    bucket: Bucket  # its gradient is the residual
     values: tuple[Values, Values]  # up and down
     steps: StepsToMake | None
     skip: Skip | None = None
-    mean: QuantizedMean | None = field(default=None, init=False)  # that has arrived, unless it is to be skipped
+    mean: QuantizedMean | None = field(default=None, init=False)  # once it has arrived, unless the step is skipped
     # Partials rather than bound methods: a cycle with this object would keep gradients alive.
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
 
@@ -179,7 +179,7 @@ class WholeStep(Reduction):
         return True
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        """Exchange the step of `bucket`, the one with the residual. The residual is as it was if the report has "overflow"."""
+        """Exchange the step of `bucket`, which holds the residual. With "overflow" in the report the residual is unchanged."""
         comm, rank, P, residual, n = MeteredComm(comm), comm.rank, comm.size, bucket.grad, bucket.grad.numel()
         up, down = map(ValueCodec, self.values)
         chunks, dtype = spans(n, P), residual.dtype
@@ -212,7 +212,7 @@ class WholeStep(Reduction):
             )
             overflow = flag is None and not mean.fits(P)
         except BaseException:
-            if self.skip is None:  # else the connection is lost, and with it whether there is anything to return
+            if self.skip is None:  # else nobody knows after a lost connection whether the step was skipped
                 self._forget(bucket)
             raise
         if overflow:
@@ -222,11 +222,11 @@ class WholeStep(Reduction):
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
     def whole(self) -> Tensor | None:
-        """Return the mean as a vector, [n]; None if the step is skipped."""
+        """Decode the mean into a vector, [n]; None if the step is skipped."""
         return None if self.mean is None else self.mean.decoded()
 
     def rollback(self, bucket: Bucket) -> None:
-        """Return to the residual what was sent. A step that a device skips returns nothing, because its packets hold NaN."""
+        """Put what was sent back into the residual; nothing if a device skips the step, because its packets hold NaN."""
         self.mean = None
         before = None if self.skip is None or not self._undo else bucket.grad.clone()
         while self._undo:
@@ -235,7 +235,7 @@ class WholeStep(Reduction):
             bucket.grad.copy_(torch.where(self.skip.flag == 0, bucket.grad, before))
 
     def _forget(self, bucket: Bucket) -> None:
-        """Make the residual what it was before the step, up to rounding."""
+        """Restore the residual from before the step, up to rounding."""
         made = bool(self._undo)
         self.rollback(bucket)
         if made and self.steps is not None:

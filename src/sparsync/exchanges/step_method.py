@@ -1,7 +1,7 @@
-"""The base of AdamWSteps and LocalTraining, which exchange what optimizers do to the weights.
+"""The base of AdamWSteps and LocalTraining, which exchange changes of the weights.
 
-MovedWeights lets ranks that join or have failed follow the others: by snapshots, and by each move since. StepMethod has the common weights,
-weights set from outside, failures, and the saved state. A subclass decides what is exchanged and when. The model is never wrapped.
+MovedWeights lets ranks that join or have failed follow the others: by a snapshot, and by each move since. StepMethod has the common
+weights, weights set from outside, failures, and the saved state. A subclass decides what to exchange and when. The model is never wrapped.
 """
 
 from abc import abstractmethod
@@ -32,24 +32,24 @@ from sparsync.runtime.restorable import Part, SavedState, Snapshot
 
 
 class MovedWeights(Handle):
-    """A handle that moves the common weights itself, and reports each move."""
+    """A handle that moves the common weights itself, and reports every move."""
 
     _weights: Weights
     _callbacks: list[Callable[[Part | None], None]]  # see `on_move`
 
     def snapshot(self, *, shared: bool = True) -> Snapshot:
-        found = super().snapshot(shared=shared)
-        if found.shared is None:
-            return found
-        moved, rest = self._parts(found.shared[self.integration])
-        return found._replace(moved=moved, shared={**found.shared, self.integration: rest})
+        taken = super().snapshot(shared=shared)
+        if taken.shared is None:
+            return taken
+        moved, rest = self._parts(taken.shared[self.integration])
+        return taken._replace(moved=moved, shared={**taken.shared, self.integration: rest})
 
     @abstractmethod
     def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split a saved state: return the part that moves with the common weights, and the rest without this rank's own part."""
+        """Split a saved state into the part that moves with the common weights, and the rest, without what only this rank has."""
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot; see Handle. With `moved` alone this is a beginning for `moves`, and nothing to train with."""
+        """Continue from a snapshot; see Handle. With `moved` alone this is only a start for `moves`: do not train with it."""
         with torch.no_grad():
             for move in snapshot.moves:
                 self._replay(move)
@@ -59,7 +59,7 @@ class MovedWeights(Handle):
 
     @abstractmethod
     def _start_from(self, moved: SavedState) -> None:
-        """Take what moves with the common weights of another rank."""
+        """Take the common weights of another rank, and what moves with them."""
 
     @abstractmethod
     def _replay(self, move: Part) -> None:
@@ -73,12 +73,12 @@ class MovedWeights(Handle):
         return end
 
     def _note_move(self, means: Sequence[Tensor], **more: Any) -> None:  # Any: numbers, names and settings
-        """Report a move of the common weights: `means` [n] and whatever else `_replay` needs."""
+        """Report a move of the common weights: `means` [n], and what else `_replay` needs."""
         for each in self._callbacks:
             each({"means": means, "groups": self._settings(), **more})
 
     def _settings(self) -> list[dict[str, Any]]:  # Any: settings
-        """Return the settings of the optimizer of the common weights, by group."""
+        """List the settings of the optimizer of the common weights, by group."""
         return [_settings(group) for each in self._movers() for group in each.param_groups]
 
     def _take_settings(self, found: Sequence[Mapping[str, Any]]) -> None:  # Any: settings
@@ -88,7 +88,7 @@ class MovedWeights(Handle):
 
     @abstractmethod
     def _movers(self) -> Sequence[Optimizer]:
-        """Return the optimizers whose settings say how the common weights move."""
+        """List the optimizers whose settings determine how the common weights move."""
 
     def _take_common(self, common: Sequence[Tensor]) -> None:
         for bucket, weights in zip(self._weights.buckets, common, strict=True):
@@ -101,12 +101,12 @@ class MovedWeights(Handle):
 
 
 class StepMethod(MovedWeights):
-    """A model and its optimizers. A rank's weights are the common ones, or these less a share of what the rank has not sent.
+    """A model and its optimizers. A rank's weights are the common ones, or these minus a share of its unsent changes.
 
-    Making one is collective over the ranks of `group`, or of `comm`: it compares settings, and copies parameters and buffers of rank 0.
+    The constructor is collective over the ranks of `group` or `comm`: it compares settings, and copies rank 0's parameters and buffers.
     """
 
-    replaces_optimizer = False  # whether `step` is called in place of the optimizer's
+    replaces_optimizer = False  # `step` is called in place of the optimizer's
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class StepMethod(MovedWeights):
         if scheme.has_momentum:
             raise ValueError(
                 f"{scheme.name} adds its own momentum to what it reduces, and here the steps of an optimizer are exchanged; "
-                "use a scheme without, such as TwoShot"
+                "use a scheme without momentum, such as TwoShot"
             )
         parameters = replica.trained
         check_undriven(replica.owned.items(), replica.axis)
@@ -141,11 +141,11 @@ class StepMethod(MovedWeights):
         super().__init__(scheme, comm, ResidualRescaler({}), comparison, replica.part)
         copy_from_first(replica.held(), comm)
         self._weights.adopt(parameters)
-        self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since
+        self._adopted = comparison.adopted  # parameters set from outside and not compared since
         self._comm, self._keep = comm, options.keep_for(scheme)
         self._totals = {"bytes_sent": 0}
-        self._shown: ShownWeights | None = None  # where own weights differ from the common ones
-        self.on_detach: Sequence[Callable[[], None]] = ()  # what `detach` does besides
+        self._shown: ShownWeights | None = None  # if own weights differ from the common ones
+        self.on_detach: Sequence[Callable[[], None]] = ()  # called by `detach`
         drive(replica.owned.items(), self, replica.axis)
 
     @abstractmethod
@@ -153,19 +153,19 @@ class StepMethod(MovedWeights):
         """Count a step, exchange what is due, and return the reports. Call it on every rank."""
 
     def _settle(self) -> None:
-        """Read what the device knows of the last step and the host does not."""
+        """Read from the device how the last step ended, if the host does not know."""
         return
 
     @property
     @abstractmethod
     def clip_factor(self) -> float:
-        """The length of a rank's own gradient over that of the mean gradient."""
+        """The norm of a rank's gradient over the norm of the mean gradient."""
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the common weights, the same bits on all ranks, into the model, to evaluate or save it; own ones are back afterwards.
+        """Evaluate or save the model with the common weights, the same bits on all ranks; this rank's are back afterwards.
 
-        Buffers stay this rank's own. Nothing is sent, so one rank may do it alone. With `Steps(keep=0.0)` they are there anyway.
+        Buffers stay this rank's. Nothing is sent, so one rank may do it alone. With `Steps(keep=0.0)` the model always has these weights.
         """
         if self._shown is None:
             yield
@@ -175,10 +175,10 @@ class StepMethod(MovedWeights):
             yield
 
     def stats(self) -> dict[str, int | float]:
-        """Return the numbers of `steps` taken, of `exchanges` applied and not applied, and more.
+        """Count the `steps` taken, the `exchanges` applied and not applied, and more.
 
-        `bytes_sent`: by this rank. `bits`: sent for each trained parameter and step. `drift`: the distance of this rank's own weights
-        from the common ones. `clip_factor`: see there.
+        `bytes_sent`: by this rank. `bits`: sent per trained parameter per step. `drift`: the distance of this rank's weights from the
+        common ones. `clip_factor`: see there.
         """
         if self._shown is not None:
             self._shown.show(common=False)
@@ -188,7 +188,7 @@ class StepMethod(MovedWeights):
         return {"steps": steps, **self._totals, **more}
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
-        """Return this rank's state, with weights and buffers. Save each rank's; see Handle."""
+        """Return this rank's state, with weights and buffers. Save the states of all ranks; see Handle."""
         self._check_own()
         self._settle()
         own = {
@@ -201,10 +201,10 @@ class StepMethod(MovedWeights):
 
     @abstractmethod
     def _method_state(self) -> dict[str, Any]:
-        """Return what this method saves besides common weights, buffers and totals."""
+        """Return the state of this method beside common weights, buffers and totals."""
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Continue from what `state_dict` returned; see Handle. Settings may have changed."""
+        """Continue from a state; see Handle. Settings may have changed."""
         self._check_own()
         super().load_state_dict(state)
 
@@ -215,7 +215,7 @@ class StepMethod(MovedWeights):
         super().close()
 
     def detach(self) -> None:
-        """Have the model train as it did before `attach`, from the common weights. Call it on all ranks, between two steps."""
+        """Undo `attach`: the model trains on from the common weights. Call it on all ranks, between two steps."""
         for each in self.on_detach:
             each()
         self._detached = True
@@ -249,7 +249,7 @@ class StepMethod(MovedWeights):
         return {name: each.numel() for name, each in self._weights.trained.items()}
 
     def _check_own(self) -> None:
-        """Adopt weights that were set from outside. Raises RuntimeError inside `averaged`, where these are not the own ones."""
+        """Adopt weights that were set from outside. Raises RuntimeError inside `averaged`, where the model has the common weights."""
         self._check_shown()
         self._adopt()
 
@@ -261,7 +261,7 @@ class StepMethod(MovedWeights):
         self._comm = comm
 
     def _set_outside(self) -> list[str]:
-        """Return the names of the parameters that were set from outside, and not put back since to what they were."""
+        """Name the parameters that were set from outside, and not put back since."""
         changed = self._weights.changed()
         return changed if self._shown is None else self._shown.without_own(changed)
 
@@ -280,12 +280,12 @@ class StepMethod(MovedWeights):
         return Loads(self._replica.bodies, optimizers, lambda: [each for _, each in self._weights.common()])
 
     def _go_back(self, last: int) -> list[str]:
-        # Ranks compare it, because moments, and what is on its way, are the same on all of them.
+        # Ranks compare this, because all of them share moments and exchanges on their way.
         self._comparison.loaded = found = super()._go_back(last)
         return found
 
     def _check_trained(self) -> None:
-        """Raise RuntimeError where the model trains a parameter that was not trained, or of another type, when this handle was made."""
+        """Raise RuntimeError if the model trains a parameter that was frozen, missing or of another type when this handle was made."""
         if all(self._dtypes.get(id(each)) == each.dtype or not each.requires_grad for each in self.model.parameters()):
             return
         others = [name for name, each in trained(self.model) if self._dtypes.get(id(each)) != each.dtype]
@@ -310,7 +310,7 @@ class StepMethod(MovedWeights):
 
 
 def _model_lines(model: nn.Module) -> list[str]:
-    """Return what must be the same of the model on all ranks, line by line."""
+    """Describe what the model must have in common on all ranks, line by line."""
     kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
     layout = [
         f"{kind} {name!r} of {list(each.shape)} in {each.dtype}{', trained' if each.requires_grad else ''}"

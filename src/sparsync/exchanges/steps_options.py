@@ -14,7 +14,7 @@ from sparsync.runtime.comparison import CHECK_WEIGHTS_EVERY
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 _BUCKET_MB = 25.0
-_FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
+_FORGOTTEN = 0.03  # the largest share of the residual that a step drops if elements are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,10 @@ class StepOptions:
     """The options of all step methods, the same on all ranks. Raises ValueError for a value out of range."""
 
     keep: float | None = (
-        0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights; None: see `keep_for`
+        0.0  # in [0, 1], the share of unsent changes that stays in a rank's own weights; None: see `keep_for`
     )
     bucket_mb: float | None = (
-        _BUCKET_MB  # megabytes of a bucket; None: all of the model, where a scheme sends every element, else 25
+        _BUCKET_MB  # megabytes of a bucket; None: one bucket if the scheme sends every element, else 25
     )
     check_weights_every: int = CHECK_WEIGHTS_EVERY  # steps between two comparisons of the common weights, 0: never
 
@@ -38,38 +38,38 @@ class StepOptions:
             raise ValueError(f"bucket_mb must be above 0 megabytes, got {self.bucket_mb}")
 
     def keep_for(self, scheme: Scheme) -> float:
-        """Return `keep`, or where it is None what suits the scheme."""
+        """Choose `keep` to suit the scheme if it is None."""
         return self.keep or 0.0
 
     def megabytes_for(self, scheme: Scheme) -> float:
-        """Return `bucket_mb`, or where it is None what suits the scheme."""
+        """Choose `bucket_mb` to suit the scheme if it is None."""
         if self.bucket_mb is not None:
             return self.bucket_mb
         return _BUCKET_MB if scheme.leaves_out or not scheme.has_residual else math.inf
 
     def described(self) -> dict[str, object]:
-        """Return the options by name, as ranks compare them."""
+        """Give the options by name, as ranks compare them."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(StepOptions):
-    """Exchange the steps of the optimizer, at every step: what `sparsync.attach(..., exchange=Steps())` takes, the same on all ranks.
+    """Exchange the steps of the optimizer, at every step: `sparsync.attach(..., exchange=Steps())`, the same on all ranks.
 
     For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
 
     Args:
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
-            and with Muon, else 0.5.
+        keep: in [0, 1], the share of unsent changes that stays in a rank's own weights. None: 0.2 if the scheme leaves elements out or the
+            optimizer is Muon, else 0.5.
         block: adjacent elements with one ratio.
-        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
-            serve from the next one on; the first 8 steps all measure, the very first one for itself.
-        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because a rank's own gradients are noisier than their
+        measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, and serves
+            from the next step on. The first 8 steps all measure; the first measurement serves its own step too.
+        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because one rank's gradients are noisier than their
             mean; for Muon, which has none, 0.95.
-        decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
-            some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent. A scheme's own
-            `decay` comes first.
-        bucket_mb: megabytes of a bucket. None: all of the model in one where the scheme sends every element, else 25.
+        decay: in [0, 1], the share of the residual that stays from step to step. None: 1 if the scheme sends all elements, else 1 minus
+            the share that it sends, and at least 0.97, so that elements are forgotten no faster than they are sent. A `decay` of the
+            scheme itself takes precedence.
+        bucket_mb: megabytes of a bucket. None: the whole model in one bucket if the scheme sends every element, else 25.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """
 
@@ -87,20 +87,20 @@ class Steps(StepOptions):
                 f"beta2 must be in [0, 1), or None for the optimizer's and at least 0.99, got {self.beta2}"
             )
         if self.decay is not None and not 0 <= self.decay <= 1:
-            raise ValueError(f"decay must be in [0, 1], the share of what waits that stays each step, got {self.decay}")
+            raise ValueError(f"decay must be in [0, 1], the share of the residual that a step keeps, got {self.decay}")
         if self.block < 1:
             raise ValueError(f"block must be at least 1 element, got {self.block}")
         if self.measure_every < 1:
             raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
 
     def keep_for(self, scheme: Scheme, muon: bool = False) -> float:
-        """Return `keep`, or what suits the scheme and whether Muon makes some of the steps."""
+        """Choose `keep` to suit the scheme, and Muon if it makes some of the steps, if it is None."""
         if self.keep is None:
             return 0.2 if scheme.leaves_out or muon else 0.5
         return float(self.keep)
 
     def decay_for(self, scheme: Scheme) -> float:
-        """Return `decay`, or what suits a scheme that has no inner ones."""
+        """Choose `decay` to suit a scheme without inner schemes if it is None."""
         if self.decay is None:
             return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
         return self.decay
@@ -110,12 +110,12 @@ class Steps(StepOptions):
 class OuterSGD:
     """Make the outer optimizer of DiLoCo: SGD with momentum on the common weights, with the mean change as its gradient."""
 
-    rate: float = 0.7  # DiLoCo's; 1 without momentum is no outer optimizer
+    rate: float = 0.7  # DiLoCo's; 1 without momentum equals no outer optimizer
     momentum: float = 0.9  # DiLoCo's
     nesterov: bool = True  # DiLoCo's
 
     def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Return the optimizer of these parameters."""
+        """Make the optimizer of these parameters."""
         return torch.optim.SGD(
             parameters, lr=self.rate, momentum=self.momentum, nesterov=self.nesterov and self.momentum > 0
         )
@@ -123,16 +123,16 @@ class OuterSGD:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(StepOptions):
-    """Exchange weight changes every few steps: what `sparsync.attach(..., exchange=LocalSteps(every=32))` takes, the same on all ranks.
+    """Exchange weight changes every few steps: `sparsync.attach(..., exchange=LocalSteps(every=32))`, the same on all ranks.
 
-    For every optimizer, and for several. Raises ValueError for a value out of range.
+    For one or several optimizers of any kind. Raises ValueError for a value out of range.
 
     Args:
         every: the steps between two exchanges, H.
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
-        outer: None, `OuterSGD(...)`, or a function that makes a torch optimizer of a list of parameters, here the common weights.
+        keep: in [0, 1], the share of unsent changes that stays in a rank's own weights.
+        outer: None, `OuterSGD(...)`, or a function that makes a torch optimizer of a list of parameters, the common weights.
         fragments: parts of the parameters, exchanged in turn at steps spread evenly over `every`.
-        delay: in [0, every], the steps after which the result is applied; computing goes on meanwhile.
+        delay: in [0, every], the steps until the result is applied; training goes on meanwhile.
         mixing: how a delayed result is combined with the current weights, see `LocalTraining.step`.
         clip_factor: of `handle.clip_grad_norm_`: the ratio of the norms of local and mean gradient. None: sqrt(P), as for pure noise.
         bucket_mb: megabytes of a bucket.
@@ -169,7 +169,7 @@ class LocalSteps(StepOptions):
 
 
 def _described(outer: MakeOptimizer) -> str:
-    """Return an outer optimizer's class and settings as text."""
+    """Write an outer optimizer's class and settings as text."""
     made = outer([nn.Parameter(torch.zeros(1))])
     if not isinstance(made, Optimizer):
         raise TypeError(f"outer must make a torch optimizer of a list of parameters, it made a {type(made).__name__}")

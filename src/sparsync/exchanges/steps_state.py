@@ -1,4 +1,4 @@
-"""The state of AdamWSteps: saving, loading, following other ranks, own weights, and the choice of bits."""
+"""The state of AdamWSteps: saves and loads it, follows other ranks, shows own weights, and switches to chosen bits."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -29,18 +29,18 @@ from sparsync.runtime.restorable import Part, SavedState, Snapshot, check_finger
 
 
 class StepsState(StepMethod):
-    """The state of AdamWSteps."""
+    """Saves, loads and moves the state of AdamWSteps."""
 
     optimizers: Sequence[Optimizer]
     _sender: Sender
     _moments: Moments
     _taken: TakenOptimizer
     _divisor: GradientDivisor
-    _pending: Pending | None = None  # the last step, where it is not known yet whether it was skipped
-    _choosing: Choosing | None = None  # while the bits are still to be chosen
-    chooses = False  # whether the first steps choose the recipe, or have chosen it
-    _ahead = 0  # how many more steps than this handle has taken are in the moments
-    # Since moments were loaded: momentum is still to become rank 0's, and squares are those of the mean gradient.
+    _pending: Pending | None = None  # the last step, until the host knows whether it was skipped
+    _choosing: Choosing | None = None  # until the bits are chosen
+    chooses = False  # the first steps choose the recipe, or have chosen it
+    _ahead = 0  # steps that the moments contain beyond those of this handle
+    # After moments were loaded: momentum must still become rank 0's, and squares belong to the mean gradient.
     _shares = _of_mean = False
     _skipped = 0  # steps in a row
     _applied = -1  # the last step that was applied, or skipped
@@ -49,13 +49,13 @@ class StepsState(StepMethod):
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **options: Any
-    ) -> Tensor:  # Any: those of torch's function of this name
-        """Clip this rank's gradient by the norm of all ranks' gradients, and return that norm: the same number on all ranks.
+    ) -> Tensor:  # Any: as torch.nn.utils.clip_grad_norm_
+        """Clip this rank's gradient by a norm of all ranks' gradients, and return that norm: the same number on all ranks.
 
-        It is the root of the mean square of their norms, which estimates the norm of the mean gradient, as each was divided by
-        `clip_factor`. So a loop that skips a step where it is too large, or not finite, does so on all ranks. Call it on every rank, after
-        the last backward pass of a step: it sends 8 bytes to each, and waits for them.
-        Raises RanksDifferError, on all ranks, where one has thrown away a gradient that others have used; and RuntimeError, with
+        The norm is the root mean square of the ranks' norms. It estimates the norm of the mean gradient, because each gradient was divided
+        by `clip_factor`. So a loop that skips a step with a large or non-finite norm skips it on all ranks. Call it on every rank, after
+        the last backward pass of a step: it sends 8 bytes to every rank, and waits.
+        Raises RanksDifferError, on all ranks, if one has thrown away a gradient that others have used; and RuntimeError, with
         `error_if_nonfinite`, for a norm that is NaN or Inf.
         """
         self._check_own()
@@ -76,7 +76,7 @@ class StepsState(StepMethod):
         return norm.to(torch.float32)
 
     def _gathered(self, key: str, own: Tensor) -> tuple[float, Tensor]:
-        """Return how long this rank has waited for the numbers of all ranks, and these, [P, n]. Collective, between two steps."""
+        """Gather the numbers of all ranks, between two steps; return the seconds waited, and the numbers, [P, n]. Collective."""
         bucket = Bucket(key, own.to(self._weights.buckets[0].device), self._step + 1)
         report = self._connection.reduce_before_step(bucket, gathered := Gathered())
         self._count([report])
@@ -85,22 +85,22 @@ class StepsState(StepMethod):
     def stats(self) -> dict[str, int | float]:
         self._settle()
         common = self._shown is not None and self._shown.common
-        found = super().stats()
+        counts = super().stats()
         if common:
             self.show_common()
-        return {**found, "exchanges": found["steps"] - found["skipped"]}
+        return {**counts, "exchanges": counts["steps"] - counts["skipped"]}
 
     def detach(self) -> None:
-        """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
+        """Undo `attach`: the model trains on from the common weights. Call it on all ranks, between two steps.
 
-        The optimizers go on with the momentum, and with rank 0's squares; with new moments, where the ranks cannot be reached any more.
+        The optimizers go on with the momentum, and with rank 0's squares; with new moments if a rank cannot be reached any more.
         """
         if any(self._sender.counts["applied"].values()) and not self.closed:
             try:
                 self._share_squares()
             except RuntimeError as error:
                 warn_of(
-                    f"the optimizer begins with new moments, because those of the ranks could not be made the same: {error}"
+                    f"the optimizer begins with new moments, because the ranks could not make theirs the same: {error}"
                 )
                 for each in self.optimizers:
                     each.state.clear()
@@ -113,7 +113,7 @@ class StepsState(StepMethod):
             **{key: self._weights.saved(vectors) for key, vectors in sender.vectors.items()},
             **deepcopy(sender.counts),
             "ratio": sender.ratios.state_dict(sender.keys),
-            # These do not follow from the common ones and the residual.
+            # Own weights that do not follow from the common ones and the residual.
             "own": {name: trained[name].detach().flatten().clone() for name in sorted(sender.idle | self._adopted)},
             "idle": dict.fromkeys(sorted(sender.idle), 1),
             "measured": sender.ratios.measured,
@@ -122,9 +122,9 @@ class StepsState(StepMethod):
         }
 
     def resized(self, states: Sequence[SavedState]) -> dict[str, Any]:  # Any: as Handle
-        """Return a state for this rank, made from those of all ranks of another number: with second moments and buffers of one of them.
+        """Make a state for this rank from the states of another number of ranks, with second moments and buffers of one of them.
 
-        The ratio depends on the number of ranks, and is measured again; own weights follow from the common ones and from the residual.
+        The ratio depends on the number of ranks, and is measured again. Own weights follow from the common ones and from the residual.
         """
         own = states[self.place[0] % len(states)][self.integration]
         return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}, "idle": {}}}
@@ -166,7 +166,7 @@ class StepsState(StepMethod):
         self._taken.forget_step()
         self._applied = self._step
         if not self._catching_up:
-            # A step that failed may have counted before it did, and is taken again.
+            # A failed step is taken again, and may have counted already.
             most = self.done + self._ahead
             sender.counts = {
                 key: {name: min(t, most) for name, t in each.items()} for key, each in sender.counts.items()
@@ -178,8 +178,8 @@ class StepsState(StepMethod):
         self._divisor.next_step(self.clip_factor)
 
     def snapshot(self, *, shared: bool = True) -> Snapshot:
-        found = super().snapshot(shared=shared)  # a step that failed counts as taken until `regroup`
-        return found if found.shared is None else found._replace(shared={**found.shared, "step": self._applied})
+        taken = super().snapshot(shared=shared)  # a failed step counts as taken until `regroup`
+        return taken if taken.shared is None else taken._replace(shared={**taken.shared, "step": self._applied})
 
     def _parts(self, state: SavedState) -> tuple[dict[str, Any], dict[str, Any]]:
         vectors = VECTORS if self._step >= 0 else ()  # before the first step they are zeros
@@ -195,7 +195,7 @@ class StepsState(StepMethod):
         made = self._step >= 0
         self._take_common(self._weights.from_saved(moved["common"]))
         for key in VECTORS:
-            # Second moments are a rank's own, if it has made steps.
+            # A rank that has made steps keeps its own second moments.
             if not (made and key == "square"):
                 for vector, values in zip(self._sender.vectors[key], self._weights.from_saved(moved[key]), strict=True):
                     vector.copy_(values)
@@ -219,7 +219,7 @@ class StepsState(StepMethod):
         theirs = {**joined[self.integration], **(snapshot.moved or {})}
         kept = {key: own[key] for key in (*VECTORS, "common") if key not in theirs}
         if mine["step"] >= 0 or "seen" not in theirs:
-            # This rank may be a step ahead, which those that went on without it have not taken.
+            # This rank may have counted a step that the others did not take.
             seen = {name: min(t, joined["step"] + 1 + self._ahead) for name, t in own["seen"].items()}
             kept |= {"square": own["square"], "seen": seen}
         return {**joined, self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
@@ -237,7 +237,7 @@ class StepsState(StepMethod):
 
     @torch.no_grad()
     def _share_squares(self) -> None:
-        """Make all moments those of rank 0, with squares as large as those of the mean gradient: any optimizer goes on with these."""
+        """Copy the moments of rank 0 to all ranks, with squares scaled to the mean gradient, as other optimizers need them."""
         sender, squares = self._sender, self._moment_buckets("square", self._step + 1)
         factor = sender.ratios.clip_factor(self._comm.size, latest=True)
         for each in squares:
@@ -248,7 +248,7 @@ class StepsState(StepMethod):
         sender.counts["seen"] = dict(sender.counts["applied"])
 
     def _share_momentum(self) -> list[Report]:
-        """Make the momentum that of rank 0: converted by the squares of each rank, its last bits differ."""
+        """Copy the momentum of rank 0 to all ranks: each rank has converted it by its own squares, so the last bits differ."""
         self._shares = False
         return [self._connection.reduce(each, FirstRanks()) for each in self._moment_buckets("momentum", self._step)]
 
@@ -257,35 +257,35 @@ class StepsState(StepMethod):
         return [Bucket(f"{which}/{key}", each, step) for key, each in pairs]
 
     def _forget(self, options: Steps) -> bool:
-        """Have the residuals forget as `options` say; return whether any does so."""
+        """Make the residuals forget as `options` say; return whether any of them forgets."""
         takes = [each.forget(options.decay_for(each.scheme)) for each in innermost(self.state)]
         return any(takes)
 
     def _have_own_weights(self) -> None:
-        """Have own weights from here on, if the options say so."""
+        """Show own weights from here on, if the options say so."""
         self._keep = self._sender.keep_for(self.exchange, self.scheme)
-        # Where only rounding errors wait, a loop that goes back need not hear of them.
+        # If only rounding errors wait, a loop that goes back need not hear of them.
         self._told_of_loads = not self._keep and not self.scheme.leaves_out
         if self._keep and self._shown is None:
             self._shown = own_weights.shown_from_here(self._replica, self._weights, self._set_outside, self._adopt)
             self._comparison.compare(partial(own_weights.compared, self._replica, self._weights), own_weights.CURE)
 
     def show_common(self) -> None:
-        """Have the common weights in the model until it is trained again, also for what calls a part of it directly."""
+        """Show the common weights until the model is trained again, also to code that calls a part of it directly."""
         if self._shown is not None:
             self._shown.show(common=True)
 
     def choose_bits(self, recipes: Sequence[Recipe], method_of: Callable[[str], tuple[Scheme, Any]]) -> None:
-        """Take 20 steps by the recipe that this handle has, and then one of `recipes`, by what these steps have measured; see `attach`.
+        """Measure 20 steps by the present recipe, then choose one of `recipes` by their times; see `attach`.
 
-        `method_of` makes the scheme and the Steps of a recipe's text. A state that is loaded decides by itself, if it had chosen.
+        `method_of` makes the scheme and the Steps of a recipe's text. A loaded state that has chosen already keeps its recipe.
         """
         self._method_of, self.chooses = method_of, True
         if len(recipes) > 1:
             self._choosing = Choosing(recipes, self._gathered, self._take_recipe)
 
     def _take_recipe(self, recipe: Recipe) -> None:
-        """Go on by another recipe from the next step on, with what is held back. The same on all ranks."""
+        """Switch to another recipe from the next step on, and keep the residuals. The same on all ranks."""
         if recipe == self.recipe:
             return
         scheme, options = self._method_of(recipe.text)
@@ -299,20 +299,20 @@ class StepsState(StepMethod):
 
     def load_state_dict(self, state: SavedState) -> None:
         if self._choosing is not None:
-            own = self.fingerprint()
-            del own["scheme_name"]  # that of another recipe is taken below
-            check_fingerprint(state, own)
+            fingerprint = self.fingerprint()
+            del fingerprint["scheme_name"]  # may be another recipe's, taken below
+            check_fingerprint(state, fingerprint)
             if state["step"] + 1 >= STEPS:
                 names = {each.name: each for each in self._choosing.recipes}
-                self._choosing = None  # it was chosen before
+                self._choosing = None
                 if (chosen := names.get(state["recipe"])) is not None:
                     self._take_recipe(chosen)
         super().load_state_dict(state)
 
     @abstractmethod
     def _take_moments(self) -> None:
-        """Take moments that were loaded into the optimizers since the last step, unless those of this handle were loaded."""
+        """Take moments that were loaded into the optimizers since the last step, unless a state of this handle was loaded."""
 
     @abstractmethod
     def _write_own(self, left: frozenset[str] | None = None) -> None:
-        """Have the weights of this rank in the model, except in the parameters `left`; None: in the idle ones."""
+        """Write this rank's weights into the model, except in the parameters `left`; None: except in the idle ones."""

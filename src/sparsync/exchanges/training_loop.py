@@ -1,7 +1,7 @@
-"""What lets a training loop stay as it is: the copy of the model that is trained, its gradients, and `optimizer.step()`.
+"""Hooks into an unchanged training loop: the trained copy of the model, its gradients, and `optimizer.step()`.
 
-The loop calls the model, the backward pass and `optimizer.step()`. The gradients that it sees have the norm of the mean one. In front of
-the optimizer's own step, those of all ranks become one step of the weights; then the optimizer finds no gradient.
+The loop calls the model, the backward pass and `optimizer.step()`. It sees gradients with the norm of the mean gradient. Before the
+optimizer steps, the gradients of all ranks become one step of the weights; the optimizer itself then has no gradient to apply.
 """
 
 import weakref
@@ -26,63 +26,63 @@ from sparsync.runtime.findings import (
 from sparsync.runtime.parameters import named_parameters, trained
 from sparsync.runtime.rescaling import BackwardPasses
 
-# Torch's name: a scaler then calls `step` also where it found NaN or Inf.
+# Torch's name: a scaler then calls `step` even if it has found NaN or Inf.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 Hidden = list[tuple[nn.Parameter, Tensor]]
-# Any: as torch's hooks have the arguments of `optimizer.step`, itself the first.
+# Any: the arguments of `optimizer.step`, the optimizer first, as torch passes them to hooks.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Replica:
-    """One copy of a model, of which this rank holds all.
+    """One copy of a model, held whole by this rank.
 
-    `called` are the modules that a training loop may call besides `module`: what was made of it, such as a compiled one.
+    `called`: modules made from `module`, such as a compiled one, that a training loop may call instead.
     """
 
-    axis = ""  # of FSDP2, over which copies exchange
-    part = ""  # the name of what this rank holds; "" is all of the model
+    axis = ""  # the axis of FSDP2 over which copies exchange
+    part = ""  # the name of this rank's part; "" is the whole model
 
     def __init__(self, module: nn.Module, called: Sequence[nn.Module] = ()) -> None:
         self.module = module
         self.bodies = [module, *([module.get_submodule("_orig_mod")] if hasattr(module, "_orig_mod") else [])]
         self.called = distinct([*called, *self.bodies])
-        # What the optimizer has, and what this rank holds of it, by name.
+        # By name: the optimizer's parameters, and this rank's part of them.
         self.owned = trained_parameters(module)
         self.trained: Mapping[str, nn.Parameter] = self.owned
 
     def held(self) -> list[Tensor]:
-        """Return what this rank holds of all parameters, and the buffers."""
+        """List this rank's part of all parameters, and the buffers."""
         return [*self.module.parameters(), *self.module.buffers()]
 
     def gradients(self) -> Iterator[Tensor | None]:
-        """Return what this rank holds of the gradients."""
+        """Give this rank's part of the gradients."""
         return (each.grad for each in self.owned.values())
 
     def frozen(self) -> list[tuple[str, Tensor]]:
-        """Return what this rank holds of the parameters that are not trained, with their names."""
+        """List this rank's part of the parameters that are not trained, with their names."""
         owned = {id(each) for each in self.owned.values()}
-        found = [(name, each.detach()) for name, each in named_parameters(self.module) if id(each) not in owned]
-        return [(name, getattr(each, "to_local", lambda whole=each: whole)()) for name, each in found]
+        others = [(name, each.detach()) for name, each in named_parameters(self.module) if id(each) not in owned]
+        return [(name, getattr(each, "to_local", lambda whole=each: whole)()) for name, each in others]
 
     def take_gradients(self) -> None:
-        """Have `trained` show the gradients of `owned`, and what of it is frozen."""
+        """Copy gradients and `requires_grad` from `owned` to `trained`."""
         return
 
     def agreed(self, finite: bool) -> bool:
-        """Return whether `finite` holds for all that a copy consists of."""
+        """Tell whether `finite` holds for all parts of a copy."""
         return finite
 
     def whole(self, name: str, flat: Tensor) -> Tensor:
-        """Return values of what this rank holds of a parameter, flat, as `state_dict` of the module has the parameter."""
+        """Bring flat values of this rank's part of a parameter into the form that the module's `state_dict` has."""
         return flat.view(self.trained[name].shape)
 
     def written(self) -> None:
-        """Note that weights were written, of which the module may have older copies."""
+        """Note that weights were written: the module's copies of them are out of date."""
         return
 
     def divide_gradients(self, by: "GradientDivisor") -> list[Callable[[], None]]:
-        """Have gradients divided as the backward pass makes them; return what undoes that."""
+        """Divide gradients as the backward pass makes them; return the functions that undo this."""
         owner, owned = weakref.ref(by), self.owned.items()
         hooks = [each.register_hook(partial(_divided, owner, name)) for name, each in owned]
         hooks += [each.register_post_accumulate_grad_hook(partial(_accumulated, owner)) for _, each in owned]
@@ -90,16 +90,16 @@ class Replica:
 
 
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules, each once."""
+    """List the modules without duplicates."""
     return list({id(each): each for each in modules}.values())
 
 
 class GradientDivisor:
     """Divides each gradient by `factor` as the backward pass makes it, until `release`.
 
-    A rank's own gradient is longer than the mean one. Divided by how much, it has the mean one's norm, and clipping at a norm or logging
-    it means what it did. Gradients of several backward passes add up, because `factor` changes between two steps only. A gradient that the
-    loop itself puts on a parameter is not divided.
+    A rank's gradient is longer than the mean gradient, by about `factor`. Divided, it has the norm of the mean gradient, so clipping at a
+    norm and logging the norm keep their meaning. Gradients of several backward passes add up, because `factor` changes only between two
+    steps. A gradient that the loop itself puts on a parameter is not divided.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -110,7 +110,7 @@ class GradientDivisor:
         self._undo = replica.divide_gradients(self)
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
-        """Return the gradient of the parameters of these names divided."""
+        """Divide the gradient of the parameters of these names."""
         self.passes.begins(gradient)
         if self.factor == 1:
             return gradient
@@ -118,12 +118,12 @@ class GradientDivisor:
         return gradient / self.factor
 
     def accumulated(self) -> None:
-        """Note that there are gradients that a loop may throw away. In evaluation mode, as in an attack, it skips no step by that."""
+        """Note gradients that a loop may throw away to skip the step; not in evaluation mode, as in an adversarial attack."""
         if all(each.training for each in self._bodies):
             self.passes.came()
 
     def undone(self, name: str) -> float:
-        """Return what the gradient of a parameter is to be multiplied by to be this rank's own."""
+        """Return the factor that undoes the division of a parameter's gradient."""
         return self.factor if name in self._divided else 1.0
 
     def next_step(self, factor: float) -> None:
@@ -133,7 +133,7 @@ class GradientDivisor:
         self._divided.clear()
 
     def release(self) -> None:
-        """Leave gradients as they come from here on."""
+        """Stop dividing gradients."""
         self.next_step(1.0)
         for undo in self._undo:
             undo()
@@ -150,30 +150,28 @@ def _accumulated(owner: "weakref.ref[GradientDivisor]", _: Tensor) -> None:
 
 
 class TakenOptimizer:
-    """Calls `take_step` ahead of the `step` of these optimizers, which then finds no gradients and moves nothing, until `release`.
+    """Calls `take_step` before these optimizers step, and hides the gradients from them so that they move nothing, until `release`.
 
-    With several optimizers, the first to step takes the step of all. `take_step` returns whether all ranks skipped the step: a tensor, not
-    zero if so, where only a device knows. `scaler` is the one that scales the loss, if any: it learns what other ranks found.
-    Step hooks of the loop see all parameters and their gradients, whenever they were registered: except a hook before the step that was
-    registered later than this, which comes too late in its first step. Another optimizer that steps a parameter of these raises.
+    With several optimizers, the first to step takes the step of all. `take_step` returns whether all ranks skipped the step, as a tensor,
+    not zero if so, if only a device knows. `scaler` scales the loss, if given: it learns of NaN and Inf on other ranks.
+    Step hooks of the loop see all parameters and their gradients. One exception: a pre-step hook registered after this object sees none in
+    its first step. Another optimizer that steps one of these parameters raises.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], take_step: Callable[[], bool | Tensor], scaler: GradScaler | None = None
     ) -> None:
         self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
-        self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
-        self._taken = list[
-            tuple[Tensor, int]
-        ]()  # gradients, and how often each had changed, while optimizers are still to step
+        self._called: set[int] = set()  # ids of the optimizers that have stepped since the last step was taken
+        self._taken = list[tuple[Tensor, int]]()  # gradients and their versions, until all optimizers have stepped
         self._hidden: Hidden = []
         self._ours: dict[int, tuple[Any, Any]] = {}  # Any: torch's handles of hooks, before and after the step
-        # Any: torch types what it returns as a function of named arguments
+        # Any: torch types the result as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         for each in optimizers:
             self._ours[id(each)] = ours = each.register_step_pre_hook(before), each.register_step_post_hook(after)
-            # HACK: torch has no public function for this. Price: a name that may change with torch; a test has hooks on both sides of ours.
+            # HACK: torch has no public function for this. Price: the name may change with torch; a test has hooks on both sides of ours.
             hooks: Any = each._optimizer_step_post_hooks  # Any: an ordered dict, which torch types as a plain one
             hooks.move_to_end(ours[1].id, last=False)
         self._scaling = step_whatever_is_found(optimizers if scaler is not None else ())
@@ -182,14 +180,14 @@ class TakenOptimizer:
         _TAKEN.add(self)
 
     def forget_step(self) -> None:
-        """Forget a step that has failed, also that the scaler has unscaled its gradients."""
+        """Forget a failed step, so that the scaler unscales the gradients of the next one."""
         self._called.clear()
         if self._scaler is not None:
-            # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
+            # HACK: torch has no public function for this. Price: the name may change with torch; a test takes a step again.
             self._scaler._per_optimizer_states.clear()
 
     def release(self) -> None:
-        """Let the optimizers take their own steps from here on."""
+        """Let the optimizers step by themselves from here on."""
         _TAKEN.discard(self)
         for pair in self._ours.values():
             for hook in pair:
@@ -197,20 +195,20 @@ class TakenOptimizer:
         self._scaling()
 
     def check_caller(self, caller: str) -> None:
-        """Raise RuntimeError where a loop has stepped in another way before: it would take two steps with the same gradients."""
+        """Raise RuntimeError if the loop has stepped in another way before: it would take two steps with the same gradients."""
         if self._caller not in (None, caller):
             raise RuntimeError(
-                f"this loop has called {self._caller} before, and {caller} would take a second step with the same gradients; call one of "
-                "them"
+                f"this loop has called {self._caller} before, and {caller} would take a second step with the same gradients; call only one "
+                "of them"
             )
         self._caller = caller
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError where this is another optimizer and steps a parameter of these: ranks would part."""
+        """Raise RuntimeError if another optimizer steps a parameter of these: weights would differ between ranks."""
         if id(optimizer) in self._ours or all(id(each) in self._ours for each in optimizers_of(optimizer)):
             return
-        own = {id(each) for one in self._optimizers for each in _parameters(one)}
-        if any(each.grad is not None and id(each) in own for each in _parameters(optimizer)):
+        stepped = {id(each) for one in self._optimizers for each in _parameters(one)}
+        if any(each.grad is not None and id(each) in stepped for each in _parameters(optimizer)):
             raise RuntimeError(
                 f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would "
                 "exchange that; call detach() on the handle, and attach with this optimizer"
@@ -229,8 +227,8 @@ class TakenOptimizer:
         elif not all(any(one is each and t == then for each, then in self._taken) for one, t in _gradients(optimizer)):
             raise RuntimeError(
                 f"the gradients of this {type(optimizer).__name__} have changed since another optimizer has taken the step of all "
-                "parameters: step all optimizers after the backward passes and the clipping of a step, one after the other; or attach each "
-                "part of the model with its own optimizer"
+                "parameters: step all optimizers after the backward passes and the clipping of a step, one after the other; or attach "
+                "every part of the model separately, with its optimizer"
             )
         self._called.add(id(optimizer))
         if len(self._called) == len(self._optimizers):
@@ -242,26 +240,26 @@ class TakenOptimizer:
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         put_back(self._hidden)
         self._hidden = []
-        # For the next step: hooks that were registered after ours are to see the gradients too. HACK: as above.
+        # Hooks registered after ours see the gradients from the next step on. HACK: as above.
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(self._ours[id(optimizer)][0].id)
 
     def _unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""
+        """Divide the gradients by the loss scale if the scaler leaves that to the optimizer."""
         if not hasattr(optimizer, "found_inf"):
             return
         if self._scaler is None:
             raise RuntimeError(
-                "a GradScaler calls this optimizer, and each rank's has found its own NaN and Inf; pass it, so that they agree: "
+                "a GradScaler calls this optimizer, and looks for NaN and Inf on its rank only; pass it, so that all ranks agree: "
                 "sparsync.attach(..., scaler=scaler)"
             )
         unscale_(optimizer)
 
     def _tell_scaler(self, scaler: GradScaler, optimizer: Optimizer, skipped: bool | Tensor) -> None:
-        """Have the scaler lower its scale on all ranks, also where this rank's gradient was finite."""
-        # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            found.copy_(torch.maximum(found, torch.as_tensor(skipped).to(found).view(found.shape)))
+        """Make the scaler lower its scale on all ranks, even if this rank's gradient was finite."""
+        # HACK: torch has no public function for this. Price: the name may change with torch; tests call it with NaN on one rank.
+        for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            flag.copy_(torch.maximum(flag, torch.as_tensor(skipped).to(flag).view(flag.shape)))
 
 
 _TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
@@ -269,7 +267,7 @@ _TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
 
 @cache
 def _look_at_steps() -> None:
-    """Watch the steps of all optimizers from here on. Once per process: torch iterates over its hooks while a handle may be collected."""
+    """Watch the steps of all optimizers, once per process: torch iterates over its hooks while a handle may be collected."""
     look: Any = torch.compiler.disable(_refuse_another)  # Any: as in TakenOptimizer
     register_optimizer_step_pre_hook(look)
 
@@ -280,7 +278,7 @@ def _refuse_another(optimizer: Optimizer, *_: object) -> None:
 
 
 def step_whatever_is_found(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Have a loss scaler call the `step` of these optimizers also where it found NaN or Inf on this rank; return what undoes that."""
+    """Make a loss scaler call `step` of these optimizers even if it has found NaN or Inf on this rank; return the undo function."""
     marked = [each for each in optimizers if not supports_scaling(each)]
     for each in marked:
         setattr(each, _SUPPORTS_SCALING, True)
@@ -293,7 +291,7 @@ def step_whatever_is_found(optimizers: Iterable[Optimizer]) -> Callable[[], None
 
 
 def supports_scaling(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer divides its gradients by the loss scale in its step."""
+    """Tell whether the optimizer divides its gradients by the loss scale in its step."""
     return getattr(optimizer, _SUPPORTS_SCALING, False)
 
 
@@ -312,7 +310,7 @@ def put_back(hidden: Hidden) -> None:
 
 
 def unscale_(optimizer: Optimizer) -> None:
-    """Divide the gradients by the loss scale that a scaler has left with the optimizer, if any."""
+    """Divide the gradients by the loss scale that a scaler has set on the optimizer, if any."""
     if (scale := getattr(optimizer, "grad_scale", None)) is None:
         return
     for parameter in _parameters(optimizer):
@@ -323,21 +321,21 @@ def unscale_(optimizer: Optimizer) -> None:
 def closure_of(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:  # Any: see Arguments; the loss
-    """Return the closure among the arguments of `step`, which makes the gradients, if there is one."""
+    """Find the closure among the arguments of `step`: it makes the gradients. None if there is none."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
 ) -> Arguments:  # Any: as in `closure_of`
-    """Return the arguments of `step` with another closure."""
+    """Replace the closure among the arguments of `step`."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:  # Any: see Arguments
-    """Call the closure among the arguments of `step`, which makes the gradients, and put one that returns its loss in its place."""
+    """Call the closure among the arguments of `step`, and replace it by one that returns its loss."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return args, kwargs
@@ -351,32 +349,32 @@ def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
 
 
 def _gradients(optimizer: Optimizer) -> list[tuple[Tensor, int]]:
-    """Return the gradients that there are, and how often each was changed."""
+    """List the gradients with their versions, which count changes."""
     return [(each.grad, each.grad._version) for each in _parameters(optimizer) if each.grad is not None]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name.
+    """Find the trained parameters, by name.
 
-    Raises TypeError for a model that is wrapped or sharded, ValueError for one without any.
+    Raises TypeError for a wrapped or sharded model, and ValueError for one without trained parameters.
     """
     check_bare(model)
-    found = dict(trained(model))
-    if not found:
+    parameters = dict(trained(model))
+    if not parameters:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
-    warn_or_raise(not_floating(found.items()))
-    for name, each in found.items():
+    warn_or_raise(not_floating(parameters.items()))
+    for name, each in parameters.items():
         if hasattr(each, "to_local"):
             raise TypeError(f"{name} is a DTensor; steps and weight changes need the whole model on each rank")
-    return found
+    return parameters
 
 
 def check_bare(model: nn.Module) -> None:
-    """Raise TypeError for a model that is wrapped or sharded, in parts or whole, and for what is none."""
+    """Raise TypeError for a model that is wrapped or sharded, in parts or whole, and for anything but a model."""
     check_model(model)
     for module in model.modules():
         if isinstance(module, reducing_wrappers()) or is_fsdp2(module):
             raise TypeError(
-                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step, and here each rank needs the "
-                "whole model as it is: pass the bare module"
+                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step, and here every rank needs the "
+                "whole model unwrapped: pass the bare module"
             )

@@ -1,4 +1,4 @@
-"""The weights of a model as step methods exchange them: common and own weights, in buckets, and which were set from outside."""
+"""The weights of a model for step methods: common and own weights, in buckets, and a watch for weights set from outside."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ class Part:
     taking: SpanSet | None = None  # None: all of the bucket
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
-        """Return this part of `values` [n] as the bucket that a scheme reduces."""
+        """Take this part of `values` [n] as the bucket that a scheme reduces."""
         return Bucket(self.key, values if self.taking is None else self.taking.take(values), step, self.layout)
 
     def whole(self, taken: Tensor, n: int) -> Tensor:
-        """Return what `bucket` took, perhaps changed, as a vector of the whole bucket, [n], zero elsewhere."""
+        """Put the values of this part back into a vector of the whole bucket, [n], zero elsewhere."""
         if self.taking is None:
             return taken
         values = taken.new_zeros(n)
@@ -43,8 +43,8 @@ class Part:
 class WeightBucket:
     """Some parameters of a model as one flat vector, at least in float32.
 
-    A rank's own weights are in the parameters. `start - own` is what this rank has learnt and not yet exchanged, with a gradient's sign.
-    `shared`: own weights never differ from the common ones. Then parameters of type `dtype` are these, and nothing else holds them.
+    The parameters hold the rank's own weights. `start - own` is the change it has not exchanged yet, with a gradient's sign.
+    `shared`: own weights never differ from the common ones. Parameters of type `dtype` then hold the common weights, without a copy.
     """
 
     key: str
@@ -63,28 +63,28 @@ class WeightBucket:
 
     @property
     def common(self) -> Tensor:
-        """[n] A, the same bits on all ranks. Call `put_common` with it after it was changed in place: if `shared`, it is a copy."""
+        """[n] A, the same bits on all ranks. If you change it in place, call `put_common` with it: if `shared`, it is a copy."""
         return self.own() if self._common is None else self._common
 
     @contextmanager
     def moved(self) -> Iterator[tuple[list[Tensor], list[int]]]:
-        """Give the common weights where they lie, to be moved in place, and the first element of each tensor."""
+        """Give the tensors of the common weights, to be moved in place, and the first element of each one."""
         if self._common is not None:
             yield [self._common], [0]
             return
         held = [each.detach() for each in self.parameters.values()]
         yield held, [entry.span.start for entry in self.layout]
-        increment_version(held)  # which a kernel does not
-        torch.clear_autocast_cache()  # which has copies of what was there
+        increment_version(held)  # a kernel does not
+        torch.clear_autocast_cache()  # it holds copies of the old weights
 
     def weights_of(self, entry: ParameterSpan) -> Tensor:
-        """Return the common weights of a parameter where they lie, in its shape; while they are `moved`."""
+        """View the common weights of a parameter in its shape, while they are `moved`."""
         if self._common is None:
             return self.parameters[entry.name].detach()
         return entry.span.of(self._common).view(entry.shape)
 
     def hold_common(self) -> None:
-        """Keep the common weights apart from now on, because own ones are to differ from them."""
+        """Keep the common weights apart from here on, because own ones will differ from them."""
         self.shared = False
         self._common = self.start = self.own()
 
@@ -105,11 +105,11 @@ class WeightBucket:
         return next(iter(self.parameters.values())).device
 
     def empty(self) -> Tensor:
-        """Return a vector for the bucket, [n]."""
+        """Allocate a vector for the bucket, [n]."""
         return torch.empty(self.elements, dtype=self.dtype, device=self.device)
 
     def own(self) -> Tensor:
-        """Return a copy of this rank's own weights."""
+        """Copy this rank's own weights into a new vector, [n]."""
         flat = self.empty()
         for entry, parameter in zip(self.layout, self.parameters.values(), strict=True):
             entry.span.of(flat).view(parameter.shape).copy_(parameter.detach())
@@ -122,7 +122,7 @@ class WeightBucket:
                 entry.span.of(into).copy_(self.parameters[entry.name].detach().reshape(-1))
 
     def part(self, idle: Collection[str]) -> Part:
-        """Return the bucket without the idle parameters."""
+        """Take the bucket without the idle parameters."""
         if not idle:
             return Part(self.key, self.layout)
         taking = [entry for entry in self.layout if entry.name not in idle]
@@ -131,7 +131,7 @@ class WeightBucket:
         return Part(self.key, laid_out((entry.name, entry.shape) for entry in taking), SpanSet.of(taking))
 
     def unsent(self, state: State, comm: Comm, idle: Collection[str] = ()) -> Tensor | None:
-        """Return what this rank has not sent of the bucket, [n], zero for idle parameters; None where that is nothing."""
+        """Return the unsent changes of the bucket, [n], zero for idle parameters; None if there are none."""
         part = self.part(idle)
         unsent = state.unsent(part.bucket(self.common, 0), comm) if part.layout else None
         return None if unsent is None else part.whole(unsent.to(self.dtype), self.elements)
@@ -144,25 +144,25 @@ class WeightBucket:
         return into
 
     def write(self, weights: Tensor, idle: Collection[str] = ()) -> Tensor:
-        """Make `weights` [n] the own ones except for idle parameters, and return the own weights, rounded to each parameter's type."""
+        """Write `weights` [n] as own ones except for idle parameters; return the own weights, rounded to the type of their parameter."""
         for entry, parameter in zip(self.layout, self.parameters.values(), strict=True):
             if entry.name not in idle:
                 parameter.detach().copy_(entry.span.of(weights).view(parameter.shape))
-        torch.clear_autocast_cache()  # which has copies of what was there
+        torch.clear_autocast_cache()  # it holds copies of the old weights
         exact = not idle and all(each.dtype == self.dtype for each in self.parameters.values())
         return weights if exact else self.own()
 
     def show(self, left: Collection[str]) -> None:
-        """Have the common weights in the model, except in the parameters `left`."""
+        """Write the common weights into the model, except in the parameters `left`."""
         if not self.shared:
             self.write(self.common, left)
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
-        """Return `values` [n] as the bucket that a scheme reduces."""
+        """Wrap `values` [n] as the bucket that a scheme reduces."""
         return Bucket(self.key, values, step, self.layout)
 
     def from_names(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the vector [n] of these values by parameter name, copied: the inverse of `by_name`."""
+        """Copy values by parameter name into a vector [n]: the inverse of `by_name`."""
         flat = self.empty()
         for entry in self.layout:
             entry.span.of(flat).copy_(values[entry.name].flatten())
@@ -172,7 +172,7 @@ class WeightBucket:
 class Weights:
     """The trained parameters of a model, by name, in the buckets of one or more fragments. `shared`: see WeightBucket.
 
-    Raises ValueError where there are fewer parameters than fragments.
+    Raises ValueError if there are fewer parameters than fragments.
     """
 
     def __init__(
@@ -187,12 +187,12 @@ class Weights:
         self._watch()
 
     def _watch(self) -> None:
-        # In the order of the buckets, which return digests of what they write.
+        # In the order of the buckets, as their digests come.
         held = [bucket for bucket in self.buckets if not bucket.shared]
         self._written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
 
     def hold_common(self) -> bool:
-        """Keep the common weights apart from now on, see WeightBucket; return whether they were not before."""
+        """Keep the common weights apart from here on, see WeightBucket; return whether that is new."""
         shared = [each for each in self.buckets if each.shared]
         for bucket in shared:
             bucket.hold_common()
@@ -205,7 +205,7 @@ class Weights:
         return sum(each.numel() for each in self.trained.values())
 
     def note_written(self, digests: Sequence[Tensor | None] = ()) -> None:
-        """Treat the model's present weights as written by us; `digests` are those of each bucket's parameters, where they are known."""
+        """Treat the model's present weights as written by us; `digests`: of the parameters of each bucket, if known."""
         known = [each for each in digests if each is not None]
         whole = bool(known) and len(known) == len(self.buckets)
         self._written.note((torch.cat(known) if len(known) > 1 else known[0]) if whole else None)
@@ -220,19 +220,19 @@ class Weights:
         self.note_written()
 
     def changed(self) -> list[str]:
-        """Return the names of the parameters that were set from outside since the weights were written."""
+        """Name the parameters that were set from outside since the weights were written."""
         return self._written.changed()
 
     def was_written(self) -> bool:
-        """Return whether anything was written to a parameter since, by torch's own count: without looking at the values."""
+        """Tell whether torch has counted a write to a parameter since, without reading the values."""
         return self._written.was_written()
 
     def compare_later(self) -> None:
-        """Have the device compare the weights, for `check_compared`, before a step writes them: nobody waits for that."""
+        """Make the device compare the weights before a step writes them, for `check_compared`; the host does not wait."""
         self._written.compare_later()
 
     def check_compared(self) -> None:
-        """Raise RuntimeError where `compare_later` has found what torch does not count as written, and the step has overwritten it."""
+        """Raise RuntimeError if `compare_later` has seen values that torch did not count as written: the step has overwritten them."""
         if changed := self._written.compared():
             raise RuntimeError(
                 f"{', '.join(changed[:3])} got other values through `.data`, which torch does not count, and the last step has overwritten "
@@ -240,16 +240,16 @@ class Weights:
             )
 
     def shows_common(self, name: str) -> bool:
-        """Return whether the model has the common weights of a parameter, in its type."""
+        """Tell whether the model has the common weights of a parameter, in its type."""
         return self.shows(name, [each.common for each in self.buckets])
 
     def shows(self, name: str, values: Sequence[Tensor]) -> bool:
-        """Return whether the model has these values of a parameter, in its type: `values` are vectors of all buckets."""
+        """Tell whether the model has these values of a parameter, in its type; `values`: vectors of all buckets."""
         parameter = self.trained[name].detach()
         return torch.equal(parameter.reshape(-1), by_name(self.buckets, values)[name].to(parameter.dtype))
 
     def common(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the name and the common weights of each parameter, flat: views, or the parameters themselves."""
+        """Give the name and the common weights of each parameter, flat: views, or the parameters themselves."""
         for bucket in self.buckets:
             if bucket.shared:
                 yield from ((name, each.detach().reshape(-1)) for name, each in bucket.parameters.items())
@@ -257,21 +257,21 @@ class Weights:
                 yield from by_name([bucket], [bucket.common]).items()
 
     def saved(self, values: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return copies of vectors of all buckets, flat, by parameter name."""
+        """Copy vectors of all buckets, flat, by parameter name."""
         return copied_by_name(self.buckets, values)
 
     def from_saved(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the vectors of all buckets: the inverse of `saved`."""
+        """Make the vectors of all buckets from their state: the inverse of `saved`."""
         return [bucket.from_names(values) for bucket in self.buckets]
 
     def drift(self) -> float:
-        """Return the distance of the own weights from the common ones."""
+        """Compute the distance of the own weights from the common ones."""
         held = [each for each in self.buckets if not each.shared]
         return sum(float((each.own() - each.common).double().square().sum()) for each in held) ** 0.5
 
 
 class LastWritten:
-    """What parameters held at the last `note`: digests of their bits."""
+    """Digests of the bits that parameters held at the last `note`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -279,13 +279,13 @@ class LastWritten:
         self.note()
 
     def note(self, digests: Tensor | None = None) -> None:
-        """Note what the parameters hold now; `digests` are those of what they hold, where they are known."""
+        """Note the present values of the parameters; `digests`: of these values, if known."""
         self._digests, self._versions = self._now() if digests is None else digests, self._versions_now()
 
     def changed(self) -> list[str]:
-        """Return the names of the parameters whose bits have changed; if there are any, also of all that were written to. A host sync.
+        """Name the parameters whose bits have changed; if there are any, also all others that were written to. A host sync.
 
-        What is loaded may have the bits that a parameter had on this rank, and not those that it had on another.
+        A parameter that was written to may have kept its bits on this rank and changed them on another.
         """
         if not self._parameters or torch.equal(now := self._now(), self._digests):
             return []
@@ -294,7 +294,7 @@ class LastWritten:
         return [name for name, *either in zip(self._parameters, other, written, strict=True) if any(either)]
 
     def was_written(self) -> bool:
-        """Return whether torch counts anything that was done to a parameter since."""
+        """Tell whether torch has counted a write to a parameter since."""
         return self._versions_now() != self._versions
 
     def compare_later(self) -> None:
@@ -302,7 +302,7 @@ class LastWritten:
             self._arriving = Arriving(self._now() - self._digests)
 
     def compared(self) -> list[str]:
-        """Return the names of the parameters of which `compare_later` has found other bits, and forget them."""
+        """Name the parameters whose bits `compare_later` has seen changed, and forget them."""
         arriving, self._arriving = self._arriving, None
         differences = [] if arriving is None else arriving.read()
         return [name for name, other in zip(self._parameters, differences, strict=False) if other]
@@ -311,25 +311,25 @@ class LastWritten:
         return kernels.digests(list(self._parameters.values())) if self._parameters else torch.empty(0)
 
     def _versions_now(self) -> list[int]:
-        # Torch counts what is done to a tensor in place, but not through its `data`.
+        # Torch counts in-place changes of a tensor, but not those through its `data`.
         return [each._version for each in self._parameters.values()]
 
 
 def by_name(buckets: Sequence[WeightBucket], values: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return vectors of these buckets, flat, by parameter name: views."""
+    """View vectors of these buckets, flat, by parameter name."""
     pairs = zip(buckets, values, strict=True)
     return {entry.name: entry.span.of(each) for bucket, each in pairs for entry in bucket.layout}
 
 
 def copied_by_name(buckets: Sequence[WeightBucket], values: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return copies of vectors of these buckets, flat, by parameter name."""
+    """Copy vectors of these buckets, flat, by parameter name."""
     return {name: each.clone() for name, each in by_name(buckets, values).items()}
 
 
 def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
-    """Split the parameters, in order, into `count` fragments of about as many elements, none of them empty.
+    """Split the parameters, in order, into `count` non-empty fragments of about equal size.
 
-    Raises ValueError where there are fewer parameters than fragments.
+    Raises ValueError if there are fewer parameters than fragments.
     """
     if not 1 <= count <= len(parameters):
         raise ValueError(f"fragments must be in [1, {len(parameters)}], the number of trained parameters, got {count}")
@@ -350,7 +350,7 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[dic
 def buckets_of(
     parameters: Mapping[str, nn.Parameter], bucket_mb: float, prefix: str = "", shared: bool = False
 ) -> list[WeightBucket]:
-    """Return the parameters in buckets of one device and at most `bucket_mb` megabytes; a larger parameter gets a bucket to itself.
+    """Put the parameters into buckets of one device and at most `bucket_mb` megabytes; a larger parameter gets a bucket to itself.
 
     16-bit weights share buckets with float32 ones, because their changes are summed and sent in float32.
     """
@@ -365,16 +365,16 @@ def buckets_of(
             filled[kind] = 0
         parts[kind][-1][name] = parameter
         filled[kind] += nbytes
-    made = defaultdict[str, Iterator[int]](count)  # by kind: the number of a device differs between ranks
+    made = defaultdict[str, Iterator[int]](count)  # by kind, because device numbers differ between ranks
     return [
         WeightBucket(f"{kind}/{next(made[kind])}", part, _wide(next(iter(part.values()))), shared)
-        for (kind, _), found in parts.items()
-        for part in found
+        for (kind, _), members in parts.items()
+        for part in members
     ]
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the contents of tensors on one device as bytes, one after the other, copied."""
+    """Copy the contents of tensors on one device as bytes, one after the other."""
     return torch.cat([each.detach().contiguous().reshape(-1).view(torch.uint8) for each in tensors])
 
 
@@ -385,7 +385,7 @@ def copy_bytes_(tensors: Sequence[Tensor], content: Tensor) -> None:
 
 
 def copy_from_first(tensors: Iterable[Tensor], comm: Comm) -> None:
-    """Copy the values of these tensors on rank 0 to all ranks."""
+    """Copy the values of these tensors from rank 0 to all ranks."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in tensors:
         by_device.setdefault(each.device, []).append(each)
