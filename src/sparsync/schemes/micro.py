@@ -1,12 +1,12 @@
-"""MiCRO: exclusive partitions that rotate over the ranks, and a threshold that makes the union as large as asked (arXiv 2310.00967).
+"""MiCRO: exclusive partitions that rotate over the ranks, and a threshold that steers the size of the union (arXiv 2310.00967).
 
-Each rank looks for large elements in one partition of its accumulated gradient. Partitions do not overlap, so selections never meet.
+Each rank looks for large elements in one partition of its accumulated gradient. Partitions do not overlap, so neither do selections.
 Every rank then sends its value at each position that some rank has selected. One threshold serves all ranks. It is scaled by a fixed
 factor per step until the union has density * n elements; no message is needed for that, because every rank knows the last union.
 
-Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
-code. Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4
-bytes, not 8; the threshold falls again where the union is up to 9 % too small. `bug_compatible=True` takes the last two differences back.
+Differs from the paper, as the authors' code does: residual and threshold are in units of the gradient, not of learning rate * gradient.
+Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4 bytes,
+not 8; the threshold falls where the union is up to 9 % too small, while theirs rises. `bug_compatible=True` undoes the last two.
 """
 
 import math
@@ -29,12 +29,12 @@ from sparsync.wire import ValueCodec
 class MiCRO(ErrorFeedbackScheme):
     """Send all ranks' values at the positions that some rank found above a threshold in its partition; the mean divides by P.
 
-    Each bucket has its own threshold. For one threshold for the model, as in the authors' program, use one bucket.
+    Each bucket has its own threshold. The authors' program has one for the model: use one bucket for that.
     Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes.
     """
 
     density: float = 0.01  # share of the elements in the union of all ranks; 0.001 in the authors' scripts
-    bug_compatible: bool = False  # also the authors' unreached branch, and 8 bytes per position
+    bug_compatible: bool = False  # the threshold as the authors' code scales it, and 8 bytes per position
 
     name = "micro"
     may_send_whole = True
@@ -56,7 +56,7 @@ class MiCRO(ErrorFeedbackScheme):
         index = acc.above(threshold, mine).index  # [k_r]; a host sync: k_r depends on the data
         if len(mine) and not index.numel():
             index = index.new_tensor([mine.start + t % len(mine)])
-        # 4: gather the counts, then the positions, padded to the longest selection
+        # 4: gather the counts (which raises on all ranks if any has NaN or Inf), then the positions, padded to the longest selection
         counts = exchange_counts(index.numel(), acc.is_finite, comm, index.device)
         gathered = all_gather_padded(index.long() if self.bug_compatible else index, counts, comm)
         # 5: sum the values of all ranks at all K positions
@@ -75,7 +75,7 @@ class MiCRO(ErrorFeedbackScheme):
         return spans(bucket.grad.numel(), P)
 
     def accept(self, state: State, bucket: Bucket, counts: Sequence[int]) -> None:
-        """Note a step in which rank r selected `counts[r]` elements."""
+        """Note, in `commit`, that rank r selected `counts[r]` elements. Here: nothing to note."""
 
 
 @dataclass
@@ -87,10 +87,10 @@ class ThresholdScaling:
     union: int = 0  # K of the last step
 
     def next(self, k: int, bug_compatible: bool) -> float:
-        """Return the threshold of this step for a wanted union of `k`; nothing changes before the step has ended.
+        """Return the threshold of this step for a union of `k` elements; changes nothing.
 
-        1/(2 sqrt(k)) at first; then, with q = K/k, times 1.005 for q > 1.1, 1.00125 for 1 < q <= 1.1, 0.9987 for 0.909 < q <= 1 and
-        0.995 below. In the authors' code the third factor is never reached: the second applies down to 0.909.
+        1/(2 sqrt(k)) in the first step. Then, with q = K/k, the last one times 1.005 for q > 1.1, 1.00125 for 1 < q <= 1.1, 0.9987 for
+        0.909 < q <= 1, and 0.995 below. In the authors' code the third factor is never reached: the second applies down to 0.909.
         """
         if self.step == 0:
             return 1.0 / (2.0 * math.sqrt(k))
@@ -103,7 +103,7 @@ class ThresholdScaling:
 
 
 def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[Tensor]:
-    """Return the selections of all ranks, in rank order; `counts[r]` is the length of rank r's. All are padded to the longest."""
+    """Return the selections of all ranks, in rank order; rank r's has `counts[r]` elements. They travel padded to the longest."""
     longest = max(counts)
     padded = torch.nn.functional.pad(index, (0, longest - index.numel()))
     gathered = comm.all_gather(padded, [longest] * comm.size)
@@ -111,12 +111,12 @@ def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[
 
 
 def padding(counts: Sequence[int]) -> float:
-    """Return f = P * max(k_r) / K, how much longer padded selections are than the selections; 1 when nothing is selected."""
+    """Return f = P * max(k_r) / K, the length of all padded selections over that of the selections; 1 if nothing is selected."""
     total = sum(counts)
     return len(counts) * max(counts) / total if total else 1.0
 
 
 def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
-    """Return what a report says about partitions."""
+    """Return the details of a report about partitions."""
     lengths = [len(partition) for partition in partitions]
     return {"shortest_partition": min(lengths), "longest_partition": max(lengths)}

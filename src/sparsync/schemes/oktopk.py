@@ -4,14 +4,14 @@ Every rank owns a region of the vector. It sends its largest elements to the own
 of all regions survive and are gathered. A rank clears what it contributed to a survivor; everything else stays in its residual.
 Thresholds stand for the k-th largest magnitude; they are exact every `threshold_steps` steps, and kept in between.
 
-The steps are numbered as in our own reconstruction of the paper's OK_SPARSE_ALLREDUCE from the authors' code and descriptions of the paper,
-whose text was not at hand. Differs from the paper:
+Steps 1 to 6 of `step` are the lines of the paper's OK_SPARSE_ALLREDUCE, reconstructed from the authors' code and from descriptions of the
+paper, whose text we did not have. Differs from the paper:
 - The learning rate stays outside: the residual is in units of the gradient, and `State.rescale` with old rate / new rate keeps
   rate * residual as it was, and the thresholds with it. Weights then move as in the paper, whose accumulator is rate * ours.
-- What equals a threshold is selected (the authors' code leaves it out, and so selects k-1); zeros never are.
-- Of m selected elements, boundary j is the position of number j m // P (the authors' code: j (m // P), so the last region has more).
-- When thresholds are evaluated, the sums are gathered once: the global threshold is found among what was gathered, which is then cut to k.
-- A zero threshold, of fewer than k non-zeros, is evaluated again at the next step. A step with NaN or Inf leaves no trace.
+- Elements equal to a threshold are selected (the authors' code leaves them out, and so selects k-1); zeros never are.
+- Boundary j is the position of selected element number j m // P of m (the authors' code: j (m // P), so the last region has more).
+- In a step that evaluates thresholds the sums are gathered once: th_glob is found among the gathered ones, which are then cut to k.
+- A threshold of zero, as with fewer than k non-zeros, is evaluated again in the next step. A step with NaN or Inf changes no state.
 """
 
 from collections.abc import Mapping
@@ -43,16 +43,16 @@ from sparsync.wire import Raw
 class OkTopk(ErrorFeedbackScheme):
     """Write the sums above a threshold, about k = density * n of them, divided by P; the rest stays in the residuals.
 
-    `bug_compatible` scales the thresholds between evaluations and never balances, as the authors' code for VGG does. The factors and bands
-    of their code for LSTM and BERT are not here. Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss
-    scaler finds it, and residual and thresholds stay as they were before this step.
+    `bug_compatible` scales the thresholds between evaluations and never balances, as the authors' code for VGG does; the differences above
+    remain. Their code for LSTM and BERT has other factors and bands. If any rank has NaN or Inf, all ranks fill the gradient with NaN, so
+    that a loss scaler finds it; residual and thresholds do not change.
     """
 
     density: float = 0.02  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
-    threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds
-    region_steps: int = 64  # tau, steps between two divisions into regions
+    threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds; the authors' code for VGG and LSTM
+    region_steps: int = 64  # tau, steps between two divisions into regions; the authors' code
     dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
-    imbalance: float = 4.0  # a region's survivors over the mean, at most, before some move to other ranks
+    imbalance: float = 4.0  # survivors are moved to other ranks if a region has more than this times the mean
     bug_compatible: bool = False
 
     name = "oktopk"
@@ -76,12 +76,12 @@ class OkTopk(ErrorFeedbackScheme):
         mine = acc.above(threshold, Span(0, n))
         # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
         boundaries = self._boundaries(mine, control, comm)
-        # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries). `reduced` has the sums of this rank's region
+        # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries): the sums of this rank's region, and `mine.index`
         regions = sparse_allreduce.regions_of(boundaries, n)
         reduced = mine.value.new_zeros(len(regions[rank]))
         moved = sparse_allreduce.split_and_reduce_(reduced, mine, regions, comm, Raw(), counts_first=True)
-        # 4: if t mod tau' == 0: th_glob = k-th largest of all ranks' |reduced|. It is not known yet then: all sums that are not zero are
-        # kept, gathered in 5, and cut to the k largest there
+        # 4: if t mod tau' == 0: th_glob = k-th largest of all ranks' |reduced|. In such a step all non-zero sums are kept; 5 gathers them,
+        # cuts them to the k largest, and so finds th_glob
         evaluate = control.t % self.threshold_steps == 0 or control.threshold is None
         kept = kernels.select_ge(reduced, 0.0 if evaluate else float(control.threshold or 0.0))
         finite = acc.finite and kernels.all_finite(reduced)
@@ -89,7 +89,7 @@ class OkTopk(ErrorFeedbackScheme):
         # A host sync: buffer sizes depend on it.
         held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()
         raise_if_found_inf(held)
-        # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob)
+        # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob): `survivors`, P times u
         kept = Sparse(kept.index + regions[rank].start, kept.value, n)
         balances = not evaluate and not self.bug_compatible and sparse_allreduce.uneven(held, self.imbalance)
         wanted = sparse_allreduce.equal_holdings(held) if balances else held
@@ -98,10 +98,10 @@ class OkTopk(ErrorFeedbackScheme):
         if evaluate:
             survivors = sparse_allreduce.k_largest(survivors, k)
         global_threshold = smallest_magnitude(survivors.value) if evaluate else control.threshold
-        # 6: return u, I_loc intersect I_glob
+        # 6: return u, I_loc intersect I_glob: `mean`, and the positions that leave this rank's residual
         cleared = survivors.index[kernels.isin(survivors.index, mine.index)]
         if evaluate and (sum(held) < k or k == n):
-            # All sums that are not zero were written: nothing of what was sent is left to send.
+            # Every non-zero sum survived. The others cancelled out, so each rank clears all it sent.
             cleared = mine.index
         thresholds = smallest_magnitude(mine.value), smallest_magnitude(survivors.value)
         details = sparse_allreduce.details(mine, thresholds, held, wanted, moved.incoming, rank)
@@ -143,12 +143,12 @@ class OkTopk(ErrorFeedbackScheme):
 class Control:
     """What all ranks keep of one bucket from step to step."""
 
-    t: int = 0  # steps
-    boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
-    threshold: float | None = None  # th_glob, of sums; None: to be evaluated
+    t: int = 0  # steps taken
+    boundaries: list[int] = field(default_factory=list)  # P-1; empty: regions of equal width
+    threshold: float | None = None  # th_glob; None: the next step evaluates it
 
     def become(self, other: "Control") -> None:
-        """Take over all of `other`."""
+        """Take over the fields of `other`: the State holds this object."""
         self.__dict__.update(other.__dict__)
 
 
@@ -156,11 +156,11 @@ class Control:
 class OwnControl:
     """What one rank keeps of one bucket, besides its residual."""
 
-    threshold: float | None = None  # th_loc, of its own elements; None: to be evaluated
+    threshold: float | None = None  # th_loc; None: the next step evaluates it
 
 
 def _tightened(acc: Tensor, threshold: float, k: int) -> float:
-    """Return the threshold raised by 3 %, up to five times, while more than 4k/3 elements are selected: the authors' code for VGG."""
+    """Return the threshold, raised by 3 % up to five times while it selects more than 4k/3 elements, as the authors' code for VGG does."""
     size = _magnitude(acc)
     for _ in range(5):
         if 3 * int((size >= threshold).sum()) <= 4 * k:
@@ -172,7 +172,7 @@ def _tightened(acc: Tensor, threshold: float, k: int) -> float:
 def _scaled(
     mine: Sparse, survivors: Sparse, threshold: float, global_threshold: float | None, k: int, evaluated: bool
 ) -> tuple[float, float | None]:
-    """Return the thresholds of the next step, by the bands of the authors' code for VGG."""
+    """Return th_loc and th_glob of the next step, by the factors and bands of the authors' code for VGG."""
     total, gathered = mine.index.numel(), survivors.index.numel()
     if 3 * total < 2 * k:
         threshold /= 1.012

@@ -1,15 +1,16 @@
 """SkipReduce: a ring all-reduce that leaves out some of its reduce-scatter steps (MICRO 2025, doi 10.1145/3725843.3756092).
 
 Each of the P chunks of a bucket loses s of the P ranks; the all-gather stays whole, so replicas agree. The share s/P of all
-gradients is never sent, the wire carries (2(P-1) - s)/(2(P-1)) of a dense ring's bytes, and no index is needed.
+gradients is lost, (2(P-1) - s)/(2(P-1)) of a dense ring's bytes are sent, and no positions.
 
 Differs from the paper and the authors' code:
-- Layers are protected by parameter name, also inside a bucket; the code recognises buckets by their element count, and leaves every
-  reduction below 100 000 elements dense because it also meets control messages. Here only gradients pass.
-- The mean is over the contributors, which leaves it unbiased; the code divides by P (`divide_by="ranks"`), which shrinks every update by
+- Layers are protected by parameter name, also inside a bucket. The code recognises buckets by their element count. It reduces whatever
+  has fewer than 100 000 elements densely, because it meets control messages too; here only gradients pass.
+- The mean is over the contributors, so it is unbiased; the code divides by P (`divide_by="ranks"`), which shrinks every update to
   (P - s)/P.
-- One shift a bucket and step (the code: one a transport chunk), and shifts never repeat at once (the code's counter may stand still).
-- What is protected inside a bucket rides in the messages of the rest: a step that is skipped carries nothing else.
+- One shift per bucket and step (the code: one per transport chunk), and never the same twice in a row (the code's step counter may stand
+  still).
+- Protected elements travel in the messages of the others; a skipped step of the ring carries them alone.
 - `form="direct"`, `node_size` and `feedback` are ours.
 """
 
@@ -60,20 +61,20 @@ Mode = Literal["random", "naive"]
 class SkipReduce(Scheme):
     """Write the mean over P - s of the P ranks, a different set for each chunk.
 
-    NaN and Inf of a contribution that is left out do not show in the result, and never enter the residual.
+    NaN and Inf in a contribution that is left out do not show in the result, and never enter the residual.
     """
 
-    # An int is s itself, in [0, P-1]; a float in [0, 1) the share of ranks, rounded down. Authors: 4 of 8.
+    # An int is s itself, in [0, P-1]; a float in [0, 1) is the share s/P, rounded down to a whole s. Authors: 4 of 8.
     skip: int | float = 0.5
-    # Who is left out: drawn each step from the shared seed, or always the same ("naive", biased).
+    # Which ranks are left out of a chunk: drawn in each step from the shared seed, or always the same ("naive", biased).
     mode: Mode = "random"
     protect: Sequence[str] = ()  # names or patterns of parameters never skipped; AutoProtect finds them
-    # None: by contributors, or with feedback by ranks, since what was left out still comes.
+    # None: "contributors", or "ranks" with feedback, because what was left out is still sent later.
     divide_by: Divisor | None = None
-    form: Form = "ring"  # "ring": P-1-s reduce-scatter steps; "direct": one, for few ranks or long latency
-    feedback: bool = False  # hold what was left out, and add it to the next gradient (n elements of memory)
+    form: Form = "ring"  # "ring": P-1-s reduce-scatter steps; "direct": one, for few ranks or high latency
+    feedback: bool = False  # add what was left out to the next gradient; takes n elements of memory, see LeftOut
     seed: int = 0  # the same on every rank
-    node_size: int = 1  # ranks a node; above 1, nodes reduce densely inside and whole nodes are left out between them
+    node_size: int = 1  # ranks per node; above 1, nodes reduce densely inside, and whole nodes are left out
 
     name = "skip_reduce"
 
@@ -98,9 +99,9 @@ class SkipReduce(Scheme):
 
     @classmethod
     def ring_pruning(cls, skip: int | float = 0.5) -> Self:
-        """Return Skip-Reduce of the forerunning thesis (KAIST 2023): the ring leaves out the same steps every time; divided by P.
+        """Return Skip-Reduce of the thesis before the paper (KAIST 2023): the ring leaves out the same ranks in all training; divides by P.
 
-        Only the thesis's abstract is public; that its shift is fixed and its divisor P is a reconstruction.
+        Only the abstract of the thesis is public: the fixed shift and the divisor are a reconstruction.
         """
         return cls(skip=skip, mode="naive", divide_by="ranks")
 
@@ -115,7 +116,8 @@ class SkipReduce(Scheme):
         grad, n, P, comm = bucket.grad, bucket.grad.numel(), comm.size, MeteredComm(comm)
         # 1: draw who is left out of which chunk
         plan = self._skip_plan(bucket, P)
-        # 2: put the elements in the order of the chunks; in each of them, first those that are never left out
+        # 2: put the elements in the order of the chunks; in each of them, first those that are never left out. With feedback, LeftOut first
+        # replaces the gradient by acc = residual + gradient
         dense, skipping = split(bucket.layout, protect)
         order = by_chunk(dense, skipping, self.node_size, max(1, P // self.node_size))
         kept = LeftOut(state.accumulate(bucket), grad, order, P) if self.feedback else None
@@ -124,7 +126,7 @@ class SkipReduce(Scheme):
         if P > 1:
             self._all_reduce_(mine, comm, plan, kept.omitted if kept else None, len(dense))
         order.put_(grad, mine)
-        # 4: divide by the contributors, or by P
+        # 4: divide by the contributors, or by P; what LeftOut has divided by P already, in 16 bits, is not divided by it again
         if P > 1:
             by_ranks, count = self.divide_by == "ranks" or self.feedback, P // (kept.shares if kept else 1)
             divide_(grad, dense.spans, count)
@@ -135,7 +137,7 @@ class SkipReduce(Scheme):
             details["overflow"] = not kernels.all_finite(grad)
             if not details["overflow"]:
                 kept.keep()
-        left_out = self._left_out(plan, len(skipping), comm)
+        left_out = self._count_left_out(plan, len(skipping), comm)
         return reported(self.name, bucket, comm.sent, selected=n - left_out, union=n, details=details)
 
     @property
@@ -155,7 +157,7 @@ class SkipReduce(Scheme):
         return SkipReduceScatter(self)
 
     def _skip_plan(self, bucket: Bucket, P: int) -> SkipPlan:
-        """Return who is left out at this step; drawn from what all ranks know."""
+        """Return who is left out in this step; drawn from what all ranks know."""
         if P == 1:
             return SkipPlan()
         nodes, rest = divmod(P, self.node_size)
@@ -167,11 +169,11 @@ class SkipReduce(Scheme):
         shift = random_shift(nodes, self.seed, bucket.key, bucket.step)
         if self.form == "ring":
             return SkipPlan(first_offsets(skip), shift)
-        # One set for a whole round of shifts: so every rank is left out of every chunk equally often in a round, as in a ring.
+        # One set for a whole round of shifts: so in a round every rank is left out of every chunk equally often, as in a ring.
         return SkipPlan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step // nodes), shift)
 
-    def _left_out(self, plan: SkipPlan, count: int, comm: Comm) -> int:
-        """Return how many of `count` elements lose this rank, alone or with its whole node."""
+    def _count_left_out(self, plan: SkipPlan, count: int, comm: Comm) -> int:
+        """Return in how many of `count` elements this rank is left out, alone or with its whole node."""
         if comm.size == 1:
             return 0
         node, nodes = comm.rank // self.node_size, comm.size // self.node_size
@@ -179,7 +181,7 @@ class SkipReduce(Scheme):
         return sum(len(span) for chunk in chunks for span in plan.skipped(node, len(chunk), nodes))
 
     def _all_reduce_(self, x: Tensor, comm: Comm, plan: SkipPlan, omitted: Tensor | None, always: int) -> None:
-        """Replace `x`, in the order of `by_chunk`, by the sum over the contributors, and add what was left out to `omitted`."""
+        """Replace `x`, in the order of `by_chunk`, by the sum over the contributors, and add to `omitted` what the sums lack."""
         if self.node_size == 1:
             all_reduce_(x, comm, plan, omitted, always, self.form)
         else:
@@ -187,9 +189,10 @@ class SkipReduce(Scheme):
 
 
 def split(layout: Sequence[ParameterSpan], protect: Sequence[str]) -> tuple[SpanSet, SpanSet]:
-    """Return the elements that are never left out, and the others."""
+    """Return the elements that are never left out, those of the parameters `protect`, and the others."""
     protected = {entry.name for entry in layout if matches(entry.name, protect)}
-    dense, skipping = ([entry for entry in layout if (entry.name in protected) == kept] for kept in (True, False))
+    dense = [entry for entry in layout if entry.name in protected]
+    skipping = [entry for entry in layout if entry.name not in protected]
     return SpanSet.of(dense), SpanSet.of(skipping)
 
 
