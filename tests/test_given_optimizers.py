@@ -60,6 +60,17 @@ def test_only_modules_and_optimizers_are_taken_and_the_error_names_what_was_give
     run(wrong_types, 1, fresh=True)
 
 
+def other_scalers() -> None:
+    model = nn.Linear(2, 2)
+    for make in (sparsync.attach, sparsync.GradientReducer):
+        with case(make), pytest.raises(TypeError, match=r"^scaler must be a torch\.amp\.GradScaler, got str"):
+            make(model, Dense(), optimizer=AdamW(model.parameters()), scaler="scaler")  # pyright: ignore[reportArgumentType]
+
+
+def test_only_a_loss_scaler_is_taken_for_one() -> None:
+    run(other_scalers, 1)
+
+
 def other_parameters() -> None:
     model, copied = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer, whole = AdamW(copied.parameters()), AdamW(model.parameters())

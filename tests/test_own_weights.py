@@ -216,6 +216,23 @@ def test_weights_that_are_put_back_after_an_evaluation_of_others_are_those_that_
     run(swapped, P)
 
 
+def closed_inside() -> None:
+    for end in ("close", "detach"):
+        for exchange in (Steps(), LocalSteps(every=3)):
+            with case(f"{end} {exchange}"):
+                model = encoder()
+                optimizer, handle = attached(model, exchange)
+                train(model, optimizer, STEPS + 1)
+                with handle.averaged():
+                    common = copy.deepcopy(model.state_dict())
+                    getattr(handle, end)()
+                assert same([*common.values()], [*model.state_dict().values()])
+
+
+def test_a_handle_that_ends_inside_averaged_leaves_the_common_weights() -> None:
+    run(closed_inside, P)
+
+
 def in_evaluation_mode() -> None:
     for exchange in (Steps(), LocalSteps(every=3), Gradients()):
         with case(exchange):

@@ -92,7 +92,8 @@ class ShownWeights:
                 )
         finally:
             self._averaging = False
-            self._put(common=False)
+            if self.common:  # not after `release` inside the block, which leaves the common weights
+                self._put(common=False)
 
     def show(self, common: bool) -> None:
         """Put the common weights into the model, or the own ones."""

@@ -150,7 +150,7 @@ class ResidualRescaler:
     """Rescales the residuals of a state when the rate of an optimizer or the scale of `scaler` has changed, or a step was clipped.
 
     `names` maps the id of each parameter to its name. Without an optimizer, or without `follow_rates`, the rate counts as constant; without
-    a scaler the scale is 1. `adds_up`: see Clipping.
+    a scaler the scale is 1. `adds_up`: see Clipping. Raises TypeError unless `scaler` is a torch.amp.GradScaler.
     """
 
     def __init__(
@@ -162,6 +162,10 @@ class ResidualRescaler:
         adds_up: bool = False,
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(
+                f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; pass the scaler itself"
+            )
         self.units = ResidualUnits()
         self.names, self.scaler = dict(names), scaler
         # Weakly: what closes a handle that is gone refers to this, and an optimizer may keep its handle.
