@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from sparsync.base.scheme import Scheme
 
 VARIABLE = "SPARSYNC_SCHEME"
-COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # from `sparsync launch --scheme`: if equal to VARIABLE, it may name a class
+# Set by `sparsync launch --scheme`. VARIABLE may name a class if both have the same text.
+COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"
 NOTE = "SPARSYNC_SCHEME_NOTE"  # a file of `sparsync launch` for one rank, which records the text that a script read from VARIABLE
 # The prefixes of a scheme, and the classes that attach takes for them. adamw_steps is the older name of steps.
 STEPS = {"local_steps": "LocalSteps", "steps": "Steps", "adamw_steps": "Steps"}

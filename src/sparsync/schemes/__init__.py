@@ -1,4 +1,4 @@
-"""All schemes, one a file, loaded when first used, and how they are found by name. The names are listed in `__init__.pyi`."""
+"""All schemes, one per file, and functions that look them up by name. `__init__.pyi` lists the names, which load when first used."""
 
 from sparsync.lazy_names import lazy_names
 

@@ -1,4 +1,4 @@
-"""Dense reduction: every element of every rank, in full or in 16 bits. The baselines everything else is measured against."""
+"""Dense reduction of every element, in full or in 16 bits: the baselines of all measurements."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,13 +19,13 @@ Form = Literal["native", "ring"]
 
 @dataclass(frozen=True)
 class Dense(Scheme):
-    """Write the mean gradient, every element of it.
+    """Write the mean of every element of the gradient.
 
-    In 16 bits every addition on the way rounds; the sum is divided by P in at least float32. float16 overflows above 65504.
+    In 16 bits every addition rounds; the sum is divided by P in at least float32. float16 overflows above 65504.
     """
 
-    wire: WireType = "gradient"  # the type that is sent and summed; "gradient": the gradient's own
-    form: Form = "native"  # "native": the backend's own all-reduce; "ring": ours, which SkipReduce shortens
+    wire: WireType = "gradient"  # the type that is sent and summed; "gradient": the gradient's
+    form: Form = "native"  # "native": the backend's all-reduce; "ring": this library's, which SkipReduce shortens
 
     def __post_init__(self) -> None:
         check_one_of("wire", self.wire, WireType)
@@ -33,12 +33,12 @@ class Dense(Scheme):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        """The name of each type that is sent."""
+        """The name, which depends on the type that is sent."""
         return {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
 
     @classmethod
     def bf16(cls, form: Form = "native") -> Self:
-        """Return the reduction in bfloat16: half the bytes of float32 at its range, the honest baseline of every compressor."""
+        """Reduce in bfloat16: half the bytes of float32 at the same range, the honest baseline for every compressor."""
         return cls(wire="bfloat16", form=form)
 
     def reduce(self, state: State, bucket: Bucket, comm: Comm) -> Report:
@@ -55,7 +55,7 @@ class Dense(Scheme):
         if dtype == grad.dtype:
             torch.div(total, exact_divisor(total, P), out=grad)
         else:
-            # Divided before it is rounded to the gradient's type, in which the sum might overflow.
+            # Divides before rounding to the gradient's type, in which the sum might overflow.
             kernels.divide_to_(grad, total, P)
         return self.report(bucket, comm.sent)
 
@@ -66,6 +66,6 @@ class Dense(Scheme):
 
             return SkipReduceScatter(SkipReduce(skip=0), self.name)
         raise ValueError(
-            f"a reduce-scatter of wire={self.wire!r} is FSDP2's own matter; "
+            f"FSDP2 itself offers a reduce-scatter with wire={self.wire!r}; "
             f"use fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.{self.wire})) and Dense()"
         )

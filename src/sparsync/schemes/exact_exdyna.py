@@ -1,7 +1,7 @@
 """ExDyna with exact counts: equally many elements from every partition, whose boundaries move freely. A variant of `exdyna`.
 
-Equal counts need no exchange of counts and no padding. All boundaries move at every step to where the partitions' smallest selected
-magnitudes, which travel with the positions, become equal. In balance that is the selection of one threshold for all.
+Equal counts need no exchange of counts and no padding. At every step all boundaries move so that the smallest selected magnitudes of the
+partitions, which travel with the positions, become equal. In balance this selects as one threshold for all partitions would.
 """
 
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ from sparsync.selection.shares import (
 
 @dataclass(frozen=True)
 class ExactExDyna(ExactMiCRO):
-    """Send what ExactMiCRO does, with equally many elements from each partition; boundaries follow a profile of past selections.
+    """Send as ExactMiCRO does, but equally many elements from every partition. Boundaries follow a profile of past selections.
 
-    Settings are those of ExactMiCRO. Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; this travels on
-    the first message.
+    The settings are ExactMiCRO's. If any rank holds NaN or Inf, which the first message tells, every gradient becomes NaN and nothing
+    else changes.
     """
 
     name = "exact_exdyna"
 
     def select(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
-        """Agree with the other ranks on equally many positions from each partition. Raises NonFiniteError on all ranks."""
+        """Agree with the other ranks on equally many positions from every partition. Raises NonFiniteError on all ranks."""
         n, P, t = bucket.grad.numel(), comm.size, bucket.step
         profile = state.shared_state("profile", Profile, bucket, P)
         with phase("select"):
@@ -44,16 +44,16 @@ class ExactExDyna(ExactMiCRO):
             cut = profile.cut(n, P, least=2 * -(-allowed.count // P))
             mine = examine(Contiguous(cut), allowed, comm.rank, t, acc.residual.device)
             counts = equal_shares(mine.free, allowed.open_count, t // P)
-        (own,) = largest_of(acc, [mine], [counts[comm.rank]])
-        smallest = smallest_of(own.value)
+        (selected,) = largest_of(acc, [mine], [counts[comm.rank]])
+        smallest = smallest_of(selected.value)
         level = or_found_inf(levels_of(smallest), acc.is_finite)
-        heads, places = gather_positions(level, own.index, counts, mine.lengths, comm)
-        # In the order of the partitions, in which they ascend.
+        heads, places = gather_positions(level, selected.index, counts, mine.lengths, comm)
+        # In the order of the partitions, so that positions ascend.
         ranks = [rotation(p, -t, P) for p in range(P)]
         with phase("decode"):
-            found = torch.cat([places[rank] + span.start for rank, span in zip(ranks, cut, strict=True)])
+            positions = torch.cat([places[rank] + span.start for rank, span in zip(ranks, cut, strict=True)])
             # A host sync: boundaries follow from it.
-            levels, before, (threshold,) = numbers_of(heads, before_blocks(found, n), smallest)
+            levels, before, (threshold,) = numbers_of(heads, before_blocks(positions, n), smallest)
         raise_if_found_inf(levels)
 
         def commit() -> None:
@@ -61,7 +61,7 @@ class ExactExDyna(ExactMiCRO):
             profile.observe(before, [counts[rank] for rank in ranks], weights, profile_memory(allowed.count, P))
 
         return Selection(
-            [mine.known, found],
+            [mine.known, positions],
             counts,
             threshold,
             known=mine.known.numel(),

@@ -1,9 +1,9 @@
-"""ExDyna: MiCRO with partitions that change size until all of them hold equally much (arXiv 2402.13781).
+"""ExDyna: MiCRO with partitions that change size until their loads are equal (arXiv 2402.13781).
 
-The vector consists of 1024 blocks. At each step, neighbouring partitions out of balance hand each other one block. Selection is by
-MiCRO's scaled threshold.
+The vector consists of 1024 blocks. At every step, a partition passes one block to a neighbour if the two are out of balance. MiCRO's
+scaled threshold selects.
 
-Differs from the paper and the authors' code: as MiCRO; and blocks are defined for every n, not only from 32768 elements on.
+Differs from the paper and the authors' code: as MiCRO does; and blocks are defined for every n, not only from 32768 elements on.
 """
 
 from collections.abc import Sequence
@@ -17,25 +17,26 @@ from sparsync.selection.exclusive import rotation
 from sparsync.selection.shares import block_starts
 
 BLOCKS = 1024  # ExDyna's
-_UPPER, _LOWER = 1.05, 0.95238  # ExDyna: a partition with more, or less, of the mean load is out of balance
+_UPPER, _LOWER = 1.05, 0.95238  # ExDyna: outside this range, relative to the mean load, a partition is out of balance
 
 
 @dataclass(frozen=True)
 class ExDyna(MiCRO):
-    """Send what MiCRO does, with partitions that change size until they hold equally much.
+    """Send as MiCRO does, with partitions that change size until their loads are equal.
 
-    Settings are MiCRO's. Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes.
+    The settings are MiCRO's. If any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes.
     """
 
     name = "exdyna"
 
     def partitions(self, state: State, bucket: Bucket, P: int) -> Sequence[Span]:
-        """Return the partitions of this step. All ranks know the counts of the last one, so all agree."""
+        """Compute the partitions of this step. All ranks know the counts of the last step, so all agree."""
         edges = block_edges(bucket.grad.numel())
         return block_spans(edges, state.shared_state("blocks", BlockLoads, bucket, P).next(edges, P))
 
     def accept(self, state: State, bucket: Bucket, counts: Sequence[int]) -> None:
         loads = state.shared_state("blocks", BlockLoads, bucket, len(counts))
+        # Again what `partitions` has used: the counts are still those of the step before.
         loads.blocks = loads.next(block_edges(bucket.grad.numel()), len(counts))
         loads.counts = list(counts)
         loads.step += 1
@@ -43,14 +44,14 @@ class ExDyna(MiCRO):
 
 @dataclass
 class BlockLoads:
-    """How many blocks each partition of one bucket has, and what was selected in them."""
+    """The numbers of blocks in the partitions of one bucket, and of elements selected there."""
 
     step: int = 0
-    blocks: list[int] = field(default_factory=list)  # of each partition; empty before the first step
-    counts: list[int] = field(default_factory=list)  # what each rank selected at the last step
+    blocks: list[int] = field(default_factory=list)  # by partition; empty before the first step
+    counts: list[int] = field(default_factory=list)  # elements selected at the last step, by rank
 
     def next(self, edges: Sequence[int], P: int) -> list[int]:
-        """Return how many blocks each partition has at this step."""
+        """Compute the numbers of blocks by partition at this step."""
         if self.step == 0:
             return [len(span) for span in spans(len(edges) - 1, P)]
         by_partition = [0] * P
@@ -60,9 +61,9 @@ class BlockLoads:
 
 
 def block_edges(n: int) -> list[int]:
-    """Return the ends of ExDyna's blocks: 1024 of n // 1024 elements rounded down to a multiple of 32, the last one with the rest.
+    """Return the edges of ExDyna's 1024 blocks: n // 1024 elements, rounded down to a multiple of 32; the last one takes the rest.
 
-    Differs from the paper: below 32768 elements, where such a block would be empty, min(1024, n) near-equal blocks.
+    Differs from the paper: below 32768 elements, where such blocks would be empty, there are min(1024, n) near-equal blocks.
     """
     size = n // BLOCKS // 32 * 32
     if size == 0:
@@ -71,23 +72,23 @@ def block_edges(n: int) -> list[int]:
 
 
 def block_spans(edges: Sequence[int], blocks: Sequence[int]) -> list[Span]:
-    """Return the partitions that hold `blocks[p]` adjacent blocks each."""
+    """Build partitions of `blocks[p]` adjacent blocks."""
     ends = [0, *accumulate(blocks)]
     return [Span(edges[start], edges[stop]) for start, stop in pairwise(ends)]
 
 
 def rebalanced(blocks: Sequence[int], loads: Sequence[int], union: int, edges: Sequence[int]) -> list[int]:
-    """Return how many blocks each partition has after neighbours out of balance have handed one on, from left to right.
+    """Move one block between neighbours that are out of balance, from left to right; return the numbers of blocks by partition.
 
-    `loads[p]` is how many elements partition p gave to the last union. A partition above the band next to one below it gives it a
-    block, unless it would fall below a quarter of the mean number of blocks.
+    `loads[p]` is how many elements partition p contributed to the last union. A partition above the range gives a block to a neighbour
+    below it, unless the giver would fall below a quarter of the mean number of blocks.
     """
     P, blocks, loads = len(blocks), list(blocks), list(loads)
     mean = union // P
     if mean == 0:  # fewer selected than ranks: nothing to balance
         return blocks
     fewest = (len(edges) - 1) / (4 * P)
-    moved = int(edges[1] * (union / edges[-1]))  # what one block holds, by the mean density
+    moved = int(edges[1] * (union / edges[-1]))  # elements selected in one block at the mean density
     for left in range(P - 1):
         right = left + 1
         high, low = loads[left] / mean, loads[right] / mean

@@ -1,8 +1,8 @@
-"""InTurn: a quantized all-reduce of one part of the elements in each step, and of the next part in the next.
+"""InTurn: a quantized all-reduce of a different part of the elements at every step, in rotation.
 
-All ranks know whose turn it is, so nothing is selected and no position travels. What waits for its turn adds up in the residuals of its
-ranks. The parts are spread over the whole vector in a hashed order, so that every layer has elements in each of them. Choosing the same
-elements on all ranks goes back to Random-k (arXiv 1809.07599); a fixed order instead of a random one bounds how long an element waits.
+All ranks know which part is next, so nothing is selected and no position travels. Elements that wait add up in the residuals of their
+ranks. A hashed order spreads the parts over the whole vector, so that every layer has elements in every part. Choosing the same
+elements on all ranks goes back to Random-k (arXiv 1809.07599); a fixed instead of a random order bounds how long an element waits.
 """
 
 from dataclasses import dataclass
@@ -22,24 +22,22 @@ from sparsync.wire import ValueCodec, Values, check_values
 
 @dataclass(frozen=True)
 class InTurn(ErrorFeedbackScheme):
-    """Write the mean of an `every`-th of the elements, other ones in each of `every` steps, rounded on the way to owners and to all.
+    """Write the mean of 1/`every` of the elements, a different part at every step, rounded on the way to the owners and to all.
 
-    A rank sends about (P-1)/P * (bits up + bits down) * n / `every` bits in each step, whatever the gradients; nothing is selected, and no
-    position travels. Every element is in the mean once in each round of `every` steps, with all that has come in since. Errors of rounding
-    stay in the residuals of the sender and of the owner, who is the same in each turn. With `every=1` it is `TwoShot` of density 1, whose
-    elements lie in another order. Buckets of fewer than `every` elements for each rank have fewer turns.
+    A rank sends about (P-1)/P * (bits up + bits down) * n / `every` bits per step, whatever the gradients; nothing is selected, and no
+    position travels. Once in a round of `every` steps the mean includes an element, with all of its gradients since the last time. Rounding
+    errors stay in the residuals of the sender and of the owner, who is the same in every turn. With `every=1` it equals `TwoShot` of
+    density 1, but for the order of the elements. Buckets of fewer than `every` elements per rank have fewer turns.
 
-    Where any rank's gradient holds NaN or Inf, in its turn or not, or the mean overflows the gradient's type, it shows in the gradient of
-    every rank, and residuals stay as they were.
+    If any rank's gradient holds NaN or Inf, in its turn or not, or the mean overflows the gradient's type, it shows in the gradient of
+    every rank, and residuals do not change.
     """
 
-    every: int = (
-        4  # steps of a round, in which each element is sent once; more: fewer bytes, and older gradients in them
-    )
-    values: Values = "sign"  # how values travel to owners; what rounding drops stays in the residuals
-    values_down: Values = "int3"  # how the owners' sums travel to all; an error here is in the mean itself, so finer
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
-    decay: float = 1.0  # share of the residual that joins the next gradient, at each step of those it waits
+    every: int = 4  # steps of a round, in which an element is sent once; more: fewer bytes, and older gradients in them
+    values: Values = "sign"  # format of values to owners; rounding errors stay in the residuals
+    values_down: Values = "int3"  # format of the owners' sums to all; finer, because the mean includes its errors
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses their rounding errors
+    decay: float = 1.0  # share of the residual that joins the next gradient, at every step that it waits
 
     name = "in_turn"
     may_send_whole = True
@@ -62,16 +60,16 @@ class InTurn(ErrorFeedbackScheme):
         with phase("select"):
             values = turn.of(summed)  # [K]
             if not acc.finite:
-                values.fill_(torch.nan)  # what is not finite may not be in its turn
+                values.fill_(torch.nan)  # the non-finite element may not be in this turn
         mean = quantized_all_reduce_(values, comm, *self._codecs)
         with phase("apply"):
             turn.put_(summed, values)
         return DenseUpdate(_MeanInTurn(mean, turn), summed, values.numel(), values.numel())
 
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
-        """Return this rank's residual, [n], and its own region, where it holds what rounding dropped of all ranks' sums.
+        """Return this rank's residual, [n], and the region that it owns, where it holds the rounding errors of sums over all ranks.
 
-        Its own gradients that wait there for their turn are divided too: the residual does not tell the two apart.
+        This rank's gradients that wait there are divided too: the residual does not tell the two apart.
         """
         residual = state.residual(bucket)
         if comm.size == 1:
@@ -97,7 +95,7 @@ def _turn_at(turns: Turns, number: int, device: torch.device) -> Turn:
 
 @dataclass(frozen=True)
 class _MeanInTurn:
-    """The mean of the elements of a turn as it arrived; the others are zero."""
+    """The encoded mean of the elements of a turn; the others are zero."""
 
     mean: QuantizedMean
     turn: Turn
@@ -107,7 +105,7 @@ class _MeanInTurn:
         return self.mean.dtype
 
     def decoded(self) -> Tensor:
-        """Return the mean, [n]."""
+        """Decode the mean, [n]."""
         out = self.mean.packets[0].new_empty(self.turn.n, dtype=self.dtype)
         self.write_(out)
         return out

@@ -1,4 +1,4 @@
-"""What SkipReduce holds back with `feedback=True`, which is ours."""
+"""The residual of SkipReduce with `feedback=True`, which is an addition to the paper."""
 
 import torch
 from torch import Tensor
@@ -10,24 +10,22 @@ from sparsync.kernels.rounding import lacking, rounded
 
 
 class LeftOut:
-    """What this rank holds back of one step, [n] in the order of the chunks: what sums left out, and what rounding dropped."""
+    """The part of one step that this rank holds back, [n] in the order of the chunks: omitted contributions and rounding errors."""
 
     def __init__(self, acc: Accumulator, grad: Tensor, order: SpanSet, P: int) -> None:
-        """Make `grad` [n] what this rank sends: acc, or, where its type is narrower, acc / P rounded, divided by P no more later."""
+        """Write to `grad` [n] what this rank sends: acc, or if its type is narrower, acc / P rounded, so that no division follows."""
         narrow = grad.dtype != acc.values.dtype
-        self.shares = (
-            P if narrow else 1
-        )  # in 16 bits, shares of the mean, whose sums overflow no sooner than the mean does
+        self.shares = P if narrow else 1  # sums of shares of the mean overflow no sooner than the mean does
         if narrow:
             grad.copy_(rounded(acc.values / exact_divisor(acc.values, P), grad.dtype))
-        own = order.take(acc.values)
-        self.omitted = torch.zeros_like(own)  # filled by the all-reduce
-        self._dropped = lacking(own, order.take(grad), self.shares) if narrow else None
-        self._finite = None if acc.finite else own.isfinite()
+        mine = order.take(acc.values)
+        self.omitted = torch.zeros_like(mine)  # filled by the all-reduce
+        self._dropped = lacking(mine, order.take(grad), self.shares) if narrow else None
+        self._finite = None if acc.finite else mine.isfinite()
         self._residual, self._order = acc.residual, order
 
     def keep(self) -> None:
-        """Make it the residual, unless a contribution that was left out, or a sum of some, is not finite."""
+        """Write it to the residual, except where an omitted contribution, or a sum of them, is non-finite."""
         held = self.omitted if self._dropped is None else lacking(self._dropped, -self.omitted, self.shares)
         if self._finite is not None or not kernels.all_finite(held):  # seldom, and it takes more memory
             usable = held.isfinite() if self._finite is None else held.isfinite() & self._finite

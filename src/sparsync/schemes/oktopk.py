@@ -49,7 +49,7 @@ class OkTopk(ErrorFeedbackScheme):
     """
 
     density: float = 0.02  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
-    threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds; the authors' code for VGG and LSTM
+    threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds; the authors' code: 128 for BERT
     region_steps: int = 64  # tau, steps between two divisions into regions; the authors' code
     dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
     imbalance: float = 4.0  # survivors are moved to other ranks if a region has more than this times the mean

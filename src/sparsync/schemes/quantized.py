@@ -1,8 +1,8 @@
-"""Every element of every rank in 8 bits or fewer, with error feedback: what rounding drops joins the next gradient (arXiv 1901.09847).
+"""Quantized all-reduce of every element in 8 bits or fewer with error feedback: rounding errors join the next gradient (arXiv 1901.09847).
 
-Each rank owns a chunk. Shares of the mean travel rounded to the owner of their chunk, which adds them up and sends the sum, rounded
-again, to all. Both errors are known to one rank each and stay in its residual. LoCo (arXiv 2407.04480) and SDP4Bit (arXiv 2410.15526)
-are rules of this kind with a residual in 8 bits or with rotations; neither is needed for conservation.
+Every rank owns a chunk. Ranks send rounded shares of the mean to the owner of the chunk, which adds them up and sends the sum, rounded
+again, to all. Sender and owner keep their rounding errors in their residuals. LoCo (arXiv 2407.04480) and SDP4Bit (arXiv 2410.15526)
+are methods of this kind with an 8-bit residual or rotations; conservation needs neither.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ Bits = Literal["int8", "int4", "int3", "ternary", "sign"]
 
 @dataclass(frozen=True)
 class Quantized(ErrorFeedbackScheme):
-    """Write the mean of all elements, rounded twice on its way, and keep what both roundings dropped.
+    """Write the mean of all elements, rounded twice on its way, and keep both rounding errors.
 
-    Formats are those of `wire.ValueCodec`, with a scale for each block of 256. NaN and Inf show on every rank as NaN in their block.
+    `wire.ValueCodec` describes the formats, with one scale per block of 256. NaN and Inf show on every rank as NaN in their block.
     """
 
     values: Bits = "int8"
@@ -43,11 +43,11 @@ class Quantized(ErrorFeedbackScheme):
 
     @classmethod
     def int4(cls, residuals: Residuals = "float32") -> Self:
-        """Return the reduction in 4 bits: an eighth of the bytes of float32, with error feedback."""
+        """Reduce in 4 bits, an eighth of the bytes of float32, with error feedback."""
         return cls("int4", residuals)
 
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
-        """Return this rank's residual, [n], and its own chunk, where it holds what rounding dropped of all ranks' sum."""
+        """Return this rank's residual, [n], and the chunk that it owns, where it holds the rounding errors of sums over all ranks."""
         residual = state.residual(bucket)
         return residual, own_chunk(residual, comm)
 

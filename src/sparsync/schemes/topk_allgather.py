@@ -1,7 +1,7 @@
 """TopkA: every rank sends its largest elements to all; the rest stays in its residual (Aji and Heafield, arXiv 1704.05021).
 
-The selections of P ranks overlap little, so up to P * k elements of the result are set, and a rank receives (P-1) * k: both grow
-with P. Differs from the paper: nothing of note; NaN and Inf are passed on without touching the residual.
+The selections of P ranks overlap little, so up to P * k elements of the result are non-zero, and a rank receives (P-1) * k: both grow
+with P. Differs from the paper: NaN and Inf pass through without changing the residual.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +17,15 @@ from sparsync.wire import Elements, Values, check_values
 
 @dataclass(frozen=True)
 class TopK(ErrorFeedbackScheme):
-    """Send each rank's share `density` of its elements of largest magnitude to all; the mean divides their sum by P.
+    """Send this rank's share `density` of elements of largest magnitude to all ranks; the mean divides their sum by P.
 
-    Among equal magnitudes the elements that come first are sent. Where any rank's selection holds NaN or Inf, or the mean overflows the
-    gradient's type, it shows in the gradient of every rank, so that a loss scaler finds it, and residuals stay as they were.
+    Of equal magnitudes the first elements are sent. If any rank's selection holds NaN or Inf, or the mean overflows the gradient's
+    type, it shows in the gradient of every rank, so that a loss scaler finds it, and residuals do not change.
     """
 
-    density: float = 0.01  # share of elements each rank sends; 0.001 to 0.01 in the literature
-    values: Values = "float32"  # how values travel; what rounding drops stays in the residual
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+    density: float = 0.01  # share of elements that a rank sends; 0.001 to 0.01 in the literature
+    values: Values = "float32"  # format of values; rounding errors stay in the residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses their rounding errors
 
     name = "topk"
     may_send_whole = True
@@ -36,16 +36,16 @@ class TopK(ErrorFeedbackScheme):
         check_values(self.values)
 
     def count(self, bucket: Bucket) -> int:
-        """Return how many elements each rank sends of this bucket at its step; the same on every rank."""
+        """Return how many elements every rank sends of this bucket at its step."""
         return count_for(self.density, bucket.grad.numel())
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        own = acc.top_k(self.count(bucket))  # [k]
-        return gather_selections(own, [own.index.numel()] * comm.size, self.values, bucket, comm)
+        selected = acc.top_k(self.count(bucket))  # [k]
+        return gather_selections(selected, [selected.index.numel()] * comm.size, self.values, bucket, comm)
 
 
 def gather_selections(
-    own: Sparse,
+    selected: Sparse,
     counts: Sequence[int],
     values: Values,
     bucket: Bucket,
@@ -53,20 +53,21 @@ def gather_selections(
     details: Mapping[str, Detail] | None = None,
     commit: Callable[[], None] = lambda: None,
 ) -> Update:
-    """Return the update in which the mean is the sum of all ranks' selections divided by P, and each rank clears its own.
+    """Gather all ranks' selections. The mean is their sum divided by P; the selection leaves this rank's residual.
 
-    `counts[r]`, how many elements rank r selected, are known to all; `values` says how values travel.
-    Exchanges: one all-gather. Bytes sent per rank: P-1 times the packet of its selection.
+    All ranks know `counts[r]`, the number of elements that rank r selected; `values` is the format of values.
+    Steps: 1
+    Bytes sent per rank: P-1 times the packet of its selection
     """
-    n, P, dtype, k = bucket.grad.numel(), comm.size, own.value.dtype, own.index.numel()
+    n, P, dtype, k = bucket.grad.numel(), comm.size, selected.value.dtype, selected.index.numel()
     codec = Elements(values)
     with phase("encode"):
-        # Quantized values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
-        packets, errors = codec.encode_each([own], 1 if codec.exact else P)
+        # Quantized values are sent divided by P: P times a decoded share is exact, whereas a mean of decoded values is not.
+        packets, errors = codec.encode_each([selected], 1 if codec.exact else P)
     packets = comm.all_gather(packets[0], [codec.nbytes(count, n, dtype) for count in counts])
     with phase("decode"):
-        # In rank order, so the same bits on every rank.
+        # In rank order, for the same bits on every rank.
         mean = kernels.coalesce(codec.decode_each(packets, counts, [n] * P, dtype))
     if codec.exact:
         mean, errors = Sparse(mean.index, mean.value.div_(exact_divisor(mean.value, P)), n), []
-    return Update(mean, own.index, k, errors, details or {}, commit)
+    return Update(mean, selected.index, k, errors, details or {}, commit)
