@@ -1,4 +1,4 @@
-"""The classes of all schemes of the library, the functions that find these and others by name, and what an own scheme is made of."""
+"""All scheme classes of the library, functions that look schemes up by name, and the types that a custom scheme needs."""
 
 from sparsync.base.error_feedback import Update as Update
 from sparsync.base.registry import describe as describe

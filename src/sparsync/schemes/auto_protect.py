@@ -1,6 +1,6 @@
-"""Selective SkipReduce that finds the sensitive parameters: those about which the ranks disagree most.
+"""Selective SkipReduce that measures which parameters are sensitive: those on which the ranks disagree most.
 
-The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092); measuring the disagreement in the first steps is ours.
+The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092). Here the first steps measure the disagreement.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from sparsync.schemes.skip_reduce import Form, Mode, SkipReduce
 class AutoProtect(Scheme):
     """Reduce densely for `observe_steps` steps, then by `scheme`, which never skips the parameters of largest disagreement.
 
-    With g_r the gradient of rank r and g their mean, disagreement is the mean over ranks of |g_r - g|^2 = mean |g_r|^2 - |g|^2 per
-    element: what protecting a parameter gains for what it costs.
+    With g_r the gradient of rank r and g the mean gradient, disagreement is the mean over ranks of |g_r - g|^2 = mean |g_r|^2 - |g|^2 per
+    element: the gain of protecting a parameter relative to its cost.
     """
 
     scheme: SkipReduce = field(default_factory=SkipReduce)
     share: float = 0.05  # at most this share of all elements is protected (the authors protect 4.1 % of VGG-19)
-    observe_steps: int = 8  # dense steps of each parameter over which the disagreement is measured
+    observe_steps: int = 8  # dense steps of a parameter that measure the disagreement
 
     name = "auto_protect"
-    interleaves = False  # which layers are protected follows from all buckets
+    interleaves = False  # the choice of protected layers depends on all buckets
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -55,7 +55,7 @@ class AutoProtect(Scheme):
         share: float = 0.05,
         observe_steps: int = 8,
     ) -> Self:
-        """Return a SkipReduce with these settings that measures which parameters it must not skip."""
+        """Create a SkipReduce with these settings that measures which parameters it must not skip."""
         inner = SkipReduce(
             skip, mode, divide_by=divide_by, form=form, feedback=feedback, seed=seed, node_size=node_size
         )
@@ -63,7 +63,7 @@ class AutoProtect(Scheme):
 
     @property
     def inner(self) -> dict[str, Scheme]:
-        """The scheme that reduces everything."""
+        """The scheme inside."""
         return {"scheme": self.scheme}
 
     def parts(self, bucket: Bucket) -> dict[str, Bucket]:
@@ -90,7 +90,7 @@ class AutoProtect(Scheme):
         return self.scheme.has_residual
 
     def _observing(self, state: State, bucket: Bucket) -> bool:
-        """Return whether this bucket's disagreement is still being measured; choose what to protect once it is known."""
+        """Return whether this bucket still needs measuring; once all is measured, choose the protected parameters."""
         if state.common("protected"):
             return False
         disagreement = Disagreement.of(state)
@@ -103,7 +103,7 @@ class AutoProtect(Scheme):
 
 @dataclass(frozen=True)
 class Disagreement:
-    """How much ranks disagree about each parameter, measured over some steps; the same numbers on every rank."""
+    """The disagreement of the ranks by parameter, measured over some steps; the same numbers on every rank."""
 
     variance: dict[str, float] = field(default_factory=dict)  # per element, summed over the observed steps
     elements: dict[str, int] = field(default_factory=dict)
@@ -112,20 +112,20 @@ class Disagreement:
     @classmethod
     def of(cls, state: State) -> Self:
         """Return the measurements in `state`, for reading and writing."""
-        return cls(*(state.common(each.name) for each in fields(cls)))
+        return cls(*(state.common(entry.name) for entry in fields(cls)))
 
     def observe(self, layout: Sequence[ParameterSpan], mean_square: Tensor, mean: Tensor) -> None:
         """Add one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for parameter i, `mean` [n] the mean gradient."""
-        # A host sync: what is protected follows from it.
-        lost: list[float] = (mean_square - square_norms(layout, mean)).tolist()
-        for entry, each in zip(layout, lost, strict=True):
-            gained = max(0.0, each) / max(1, len(entry.span))  # NaN is not above 0
+        # A host sync: the choice of protected parameters depends on it.
+        totals: list[float] = (mean_square - square_norms(layout, mean)).tolist()
+        for entry, total in zip(layout, totals, strict=True):
+            gained = max(0.0, total) / max(1, len(entry.span))  # NaN is not above 0
             self.variance[entry.name] = self.variance.get(entry.name, 0.0) + gained
             self.elements[entry.name] = len(entry.span)
             self.steps[entry.name] = self.steps.get(entry.name, 0) + 1
 
     def most(self, share: float) -> tuple[str, ...]:
-        """Return the parameters of largest variance per element that together make up at most `share` of all elements seen."""
+        """Choose the parameters of largest variance per element that together have at most `share` of all elements seen."""
         budget = share * sum(self.elements.values())
         chosen: list[str] = []
         for name in sorted(self.variance, key=lambda name: (-self.variance[name] / self.steps[name], name)):
@@ -136,7 +136,7 @@ class Disagreement:
 
 
 def square_norms(layout: Sequence[ParameterSpan], grad: Tensor) -> Tensor:
-    """Return |g|^2 of each parameter, float64 [parameters]."""
+    """Compute |g|^2 by parameter, float64 [parameters]."""
     squares = grad.to(torch.float64, copy=True).square_()
     # A sum of magnitudes: torch has no sum of many tensors in one launch.
     parts = [entry.span.of(squares) for entry in layout]

@@ -52,7 +52,7 @@ class MiCRO(ErrorFeedbackScheme):
         mine = partitions[rotation(comm.rank, t, P)]
         # 2: the threshold follows K, the size of the last union
         threshold = scaling.next(k, self.bug_compatible)
-        # 3: select what reaches the threshold; where nothing does, one element that moves with the step
+        # 3: select what reaches the threshold; if nothing does, one element that moves with the step
         index = acc.above(threshold, mine).index  # [k_r]; a host sync: k_r depends on the data
         if len(mine) and not index.numel():
             index = index.new_tensor([mine.start + t % len(mine)])
@@ -60,7 +60,7 @@ class MiCRO(ErrorFeedbackScheme):
         counts = exchange_counts(index.numel(), acc.is_finite, comm, index.device)
         gathered = all_gather_padded(index.long() if self.bug_compatible else index, counts, comm)
         # 5: sum the values of all ranks at all K positions
-        mean, _ = mean_at(acc.values, [each.to(torch.int32) for each in gathered], comm, ValueCodec("float32"))
+        mean, _ = mean_at(acc.values, [part.to(torch.int32) for part in gathered], comm, ValueCodec("float32"))
 
         def commit() -> None:
             scaling.step, scaling.threshold, scaling.union = t + 1, threshold, sum(counts)
@@ -71,7 +71,7 @@ class MiCRO(ErrorFeedbackScheme):
         return Update(mean, cleared=mean.index, selected=counts[comm.rank], details=details, commit=commit)
 
     def partitions(self, state: State, bucket: Bucket, P: int) -> Sequence[Span]:
-        """Return the span of each of the P partitions at this step. Here: equal lengths, always the same."""
+        """Return the spans of the P partitions at this step: here, always the same spans of equal lengths."""
         return spans(bucket.grad.numel(), P)
 
     def accept(self, state: State, bucket: Bucket, counts: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class MiCRO(ErrorFeedbackScheme):
 
 @dataclass
 class ThresholdScaling:
-    """A threshold that grows or shrinks by a fixed factor per step, according to the size of the last union."""
+    """A threshold that grows or shrinks by a fixed factor per step, depending on the size of the last union."""
 
     step: int = 0  # of this bucket
     threshold: float = 0.0
@@ -107,7 +107,7 @@ def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[
     longest = max(counts)
     padded = torch.nn.functional.pad(index, (0, longest - index.numel()))
     gathered = comm.all_gather(padded, [longest] * comm.size)
-    return [each[:count] for each, count in zip(gathered, counts, strict=True)]
+    return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
 
 def padding(counts: Sequence[int]) -> float:

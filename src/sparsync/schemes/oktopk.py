@@ -70,9 +70,9 @@ class OkTopk(ErrorFeedbackScheme):
         k, control = count_for(self.density, n), state.shared_state("control", Control, bucket, P)
         if bucket.step < self.dense_steps:
             return replace(everything(acc, comm), commit=lambda: control.become(replace(control, t=control.t + 1)))
-        own = state.own_state("own_control", OwnControl, bucket, P)
+        local = state.own_state("own_control", OwnControl, bucket, P)
         # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
-        threshold = self._local_threshold(acc, k, control.t, own)
+        threshold = self._local_threshold(acc, k, control.t, local)
         mine = acc.above(threshold, Span(0, n))
         # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
         boundaries = self._boundaries(mine, control, comm)
@@ -111,25 +111,25 @@ class OkTopk(ErrorFeedbackScheme):
 
         def commit() -> None:
             control.become(Control(control.t + 1, boundaries, global_threshold or None))
-            own.threshold = threshold or None
+            local.threshold = threshold or None
 
         mean = replace(survivors, value=survivors.value / exact_divisor(survivors.value, P))
         return Update(mean, cleared, mine.index.numel(), details=details, commit=commit)
 
     def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
         for names, control in [*state.all_of("control", Control), *state.all_of("own_control", OwnControl)]:
-            found = {factors.get(name, 1.0) for name in names}
+            distinct = {factors.get(name, 1.0) for name in names}
             # Several rates in one bucket: evaluate the thresholds again.
-            factor = found.pop() if len(found) == 1 else None
+            factor = distinct.pop() if len(distinct) == 1 else None
             control.threshold = None if control.threshold is None or factor is None else control.threshold * factor
 
-    def _local_threshold(self, acc: Accumulator, k: int, t: int, own: "OwnControl") -> float:
-        if t % self.threshold_steps == 0 or own.threshold is None:
+    def _local_threshold(self, acc: Accumulator, k: int, t: int, local: "OwnControl") -> float:
+        if t % self.threshold_steps == 0 or local.threshold is None:
             return float(_magnitude(acc.top_k(k).value).min())
-        return _tightened(acc.values, own.threshold, k) if self.bug_compatible else own.threshold
+        return _tightened(acc.values, local.threshold, k) if self.bug_compatible else local.threshold
 
     def _boundaries(self, mine: Sparse, control: "Control", comm: Comm) -> list[int]:
-        """Return where the regions begin at this step: every `region_steps` steps the mean over ranks of each boundary."""
+        """Compute the boundaries of the regions at this step: every `region_steps` steps the mean of all ranks' boundaries."""
         n, P = mine.length, comm.size
         if control.t % self.region_steps or P == 1:
             return control.boundaries or sparse_allreduce.equal_boundaries(n, P)
@@ -141,7 +141,7 @@ class OkTopk(ErrorFeedbackScheme):
 
 @dataclass
 class Control:
-    """What all ranks keep of one bucket from step to step."""
+    """The state of one bucket that all ranks share."""
 
     t: int = 0  # steps taken
     boundaries: list[int] = field(default_factory=list)  # P-1; empty: regions of equal width

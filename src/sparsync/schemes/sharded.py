@@ -1,6 +1,6 @@
-"""Reduce-scatter forms: what SkipReduce, ExactOkTopk and TwoShot do on a shard axis, where each rank keeps only its own chunk.
+"""The reduce-scatter forms of SkipReduce, ExactOkTopk and TwoShot for a shard axis, where a rank keeps only its chunk.
 
-The rules are those of the schemes, with the chunks as regions and without their second exchange. Each scheme's file says more.
+They select as the schemes do, with the chunks as regions and without the second exchange. The schemes' files say more.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from sparsync.wire import Elements
 
 @dataclass(frozen=True)
 class TwoShotReduceScatter(KeepingReduceScatter):
-    """Each rank sends the share `density` of every other chunk. Of its own chunk everything counts, at no cost."""
+    """Send the share `density` of every other rank's chunk to its owner. All elements of a rank's chunk count, at no cost."""
 
     config: TwoShot
 
@@ -47,25 +47,25 @@ class TwoShotReduceScatter(KeepingReduceScatter):
         count, chunks = count_for(self.config.density, m), [chunk_of(acc.values, owner, m) for owner in range(P)]
         chosen = {p: acc.top_k_of(chunk, count, "sent") for p, chunk in enumerate(chunks) if p != rank}
         if not acc.finite:  # so that every owner learns of it without another message
-            chosen = {p: replace(each, value=torch.full_like(each.value, torch.nan)) for p, each in chosen.items()}
+            chosen = {p: replace(part, value=torch.full_like(part.value, torch.nan)) for p, part in chosen.items()}
         packets = [acc.values.new_empty(0, dtype=torch.uint8)] * P
-        for p, each in chosen.items():
-            packets[p] = codec.encode(each)
+        for p, part in chosen.items():
+            packets[p] = codec.encode(part)
         size = codec.nbytes(count, m, dtype)
         received = comm.all_to_all(packets, [size * (source != rank) for source in range(P)])
         total = chunks[rank].clone()
         for source in chosen:
             kernels.scatter_add_(total, codec.decode(received[source], count, m, dtype))
         chunks[rank].zero_()
-        for p, each in chosen.items():
-            dropped = each.value - codec.decode_values(packets[p], count, m, dtype)
-            kernels.put_(chunks[p], each.index, dropped)
+        for p, part in chosen.items():
+            dropped = part.value - codec.decode_values(packets[p], count, m, dtype)
+            kernels.put_(chunks[p], part.index, dropped)
         return total, count * (P - 1) + m, {}
 
 
 @dataclass(frozen=True)
 class OkTopkReduceScatter(KeepingReduceScatter):
-    """Each rank sends its k (P-1)/P largest elements outside its own chunk. Of its own chunk everything counts, at no cost."""
+    """Send the k (P-1)/P largest elements outside this rank's chunk to their owners. All elements inside it count, at no cost."""
 
     config: ExactOkTopk
 
@@ -86,7 +86,7 @@ class OkTopkReduceScatter(KeepingReduceScatter):
 
 
 def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
-    """Return a NaN for each other rank, in place of what was selected: so all of them learn of it without another message."""
+    """Replace the selection by a NaN for every other rank, so that all learn of it without another message."""
     n, m = acc.numel(), len(own)
     first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
     index = first[first != own.start]
@@ -95,10 +95,10 @@ def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
 
 @dataclass(frozen=True)
 class SkipReduceScatter(KeepingReduceScatter):
-    """SkipReduce where owners are fixed: each owner's sum lacks s of the P-1 others, other ones at every step.
+    """SkipReduce with fixed owners: an owner's sum omits s of the P-1 other ranks, different ones at every step.
 
-    An owner always has its own gradient in its chunk, so its weight there is 1/(P-s) where the others' is (P-1-s)/((P-1)(P-s)) in the
-    long run: without effect where all ranks draw from the same data. Always in the direct form, whatever `form` says.
+    An owner's sum always includes its gradient, so its weight there is 1/(P-s), and the others' is (P-1-s)/((P-1)(P-s)) in the
+    long run. This has no effect if all ranks draw from the same data. The form is always direct, whatever `form` says.
     """
 
     config: SkipReduce
@@ -142,20 +142,20 @@ class SkipReduceScatter(KeepingReduceScatter):
     def total(self, acc: Accumulator, own: Span, bucket: Bucket, comm: Comm) -> tuple[Tensor, int, dict[str, Detail]]:
         n, P, step = bucket.grad.numel(), comm.size, self._planned(bucket, comm.size, len(own))
         flag = or_found_inf(torch.zeros(1, dtype=torch.int32, device=acc.residual.device), acc.is_finite)
-        # A host sync: all ranks must decide the same, and who is left out shows nothing to owners.
+        # A host sync: all ranks must decide the same, and owners see nothing from an omitted rank.
         raise_if_found_inf(torch.cat(comm.all_gather(flag, [1] * P)).tolist())
         sent = rounded(acc.values, bucket.grad.dtype)
         total = torch.empty_like(own.of(acc.values))  # in the residual's type, which may be wider
         reduce_scatter(sent, total, comm, step.plan, step.always)
         left_out = step.left_out(comm.rank, P, len(own))
         kept = [span.of(acc.values).clone() for span in left_out]
-        acc.values.sub_(sent)  # leaves what rounding to the wire's type drops
+        acc.values.sub_(sent)  # leaves the rounding error of the wire's type
         for span, values in zip(left_out, kept, strict=True):
             span.of(acc.values).copy_(values)
         return total, n - sum(map(len, left_out)), step.details(P)
 
     def _planned(self, bucket: Bucket, P: int, m: int) -> "_SkipStep":
-        """Return who is left out at this step, which all ranks draw from what they know, and where in a chunk."""
+        """Plan which ranks are omitted at this step, and where in a chunk; all ranks draw the same plan."""
         skip, config, always, others = skip_count(self.config.skip, P), self.config, (), (Span(0, m),)
         naive, drawn = config.mode == "naive", (skip, P, config.seed, bucket.key, bucket.step)
         if self.needs_layout:
@@ -166,11 +166,11 @@ class SkipReduceScatter(KeepingReduceScatter):
 @dataclass(frozen=True)
 class _SkipStep:
     plan: SkipPlan
-    always: Sequence[Span]  # of a chunk, never left out
+    always: Sequence[Span]  # of a chunk, never omitted
     others: Sequence[Span]
 
     def left_out(self, rank: int, P: int, m: int) -> list[Span]:
-        """Return where in the whole gradient what `rank` has is left out."""
+        """Return the spans of the whole gradient in which `rank` is omitted."""
         owners = [owner for owner in range(P) if skips(rank, owner, P, self.plan)]
         return [Span(owner * m + span.start, owner * m + span.stop) for owner in owners for span in self.others]
 
@@ -182,7 +182,7 @@ class _SkipStep:
 def _parts_of_a_chunk(
     layout: Sequence[ParameterSpan], P: int, protect: Sequence[str]
 ) -> tuple[Sequence[Span], Sequence[Span]]:
-    """Return the spans of a chunk that are never left out, and the others. Every chunk has the same layout."""
+    """Return the spans of a chunk that are never omitted, and the others. Every chunk has the same layout."""
     first = [replace(entry, name=parameter_of(entry.name)) for entry in layout[: len(layout) // P]]
     dense, skipping = split(first, protect)
     return dense.spans, skipping.spans

@@ -112,17 +112,17 @@ class SkipReduce(Scheme):
         return self.reduce_protecting(["*"], state, bucket, comm)
 
     def reduce_protecting(self, protect: Sequence[str], state: State, bucket: Bucket, comm: Comm) -> Report:
-        """Reduce as `reduce` does, with these parameters never skipped."""
+        """Reduce as `reduce` does, but never skip these parameters."""
         grad, n, P, comm = bucket.grad, bucket.grad.numel(), comm.size, MeteredComm(comm)
-        # 1: draw who is left out of which chunk
+        # 1: draw the ranks that every chunk omits
         plan = self._skip_plan(bucket, P)
-        # 2: put the elements in the order of the chunks; in each of them, first those that are never left out. With feedback, LeftOut first
+        # 2: put the elements in the order of the chunks; inside a chunk, first those that are never omitted. With feedback, LeftOut first
         # replaces the gradient by acc = residual + gradient
         dense, skipping = split(bucket.layout, protect)
         order = by_chunk(dense, skipping, self.node_size, max(1, P // self.node_size))
         kept = LeftOut(state.accumulate(bucket), grad, order, P) if self.feedback else None
         mine = order.take(grad)  # [n]
-        # 3: a reduce-scatter that skips steps, and a whole all-gather
+        # 3: a reduce-scatter that skips steps, and a full all-gather
         if P > 1:
             self._all_reduce_(mine, comm, plan, kept.omitted if kept else None, len(dense))
         order.put_(grad, mine)
@@ -142,13 +142,13 @@ class SkipReduce(Scheme):
 
     @property
     def has_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        """Whether what was left out is held back."""
+        """Whether omitted contributions are held back."""
         return self.feedback
 
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:
         if not self.feedback:
             return None
-        # A rank that is left out with its node holds the node's sum.
+        # A rank whose node is omitted holds the node's sum.
         return state.residual(bucket) / (self.node_size if comm.size > 1 else 1), None
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:

@@ -1,11 +1,11 @@
 """TwoShot: an all-reduce of the largest elements, or of all, in few bits and two exchanges.
 
-Every rank owns a region of the vector. It sends each other region's largest elements, rounded, to the region's owner. The owner adds
-them to all of its own elements, and sends the largest sums, rounded, to all. Nothing is lost: what is not sent stays in residuals. How
-many elements travel is known beforehand. Regions take rows from all over the vector in a hashed order, so that all owners have equal load.
+Every rank owns a region of the vector. It sends the largest elements of every other region, rounded, to the region's owner. The owner adds
+them to all of its elements there, and sends the largest sums, rounded, to all. Unsent elements and rounding errors stay in residuals. The
+numbers of elements that travel are fixed. Regions take rows from the whole vector in a hashed order, so that all owners have equal load.
 
-The exchanges are those of Ok-Topk (arXiv 2201.07598) and of a quantized all-reduce; fixed counts and the owner's residual are ours.
-Dividing by those who sent is SparseLoCo's mean (arXiv 2508.15706), taken at the owner.
+The exchanges are those of Ok-Topk (arXiv 2201.07598) and of a quantized all-reduce; fixed counts and the owner's residual are new here.
+Dividing by the number of senders is SparseLoCo's mean (arXiv 2508.15706), computed by the owner.
 """
 
 from collections.abc import Sequence
@@ -39,28 +39,28 @@ from sparsync.wire import Elements, ValueCodec, Values, check_values
 
 @dataclass(frozen=True)
 class TwoShot(ErrorFeedbackScheme):
-    """Send the share `density` of each region to its owner, and the share `density_down` of the owner's sums to all.
+    """Send the share `density` of every region to its owner, and the share `density_down` of the owner's sums to all.
 
-    With density 1 both ways it is a quantized all-reduce of all elements; positions travel only where elements are left out. A rank sends
-    about (P-1)/P * (density + density_down) * n elements in each step, whatever the gradients. Where any rank's gradient holds NaN or Inf,
-    or the mean overflows the gradient's type, it shows in the gradient of every rank, and residuals stay as they were.
+    With density 1 both ways it is a quantized all-reduce of all elements; positions travel only if elements are left out. A rank sends
+    about (P-1)/P * (density + density_down) * n elements per step, whatever the gradients. If any rank's gradient holds NaN or Inf,
+    or the mean overflows the gradient's type, it shows in the gradient of every rank, and residuals do not change.
 
-    An error on the way up is one rank's, and is divided by P; an error on the way down is in the mean itself. So at equal bytes more
-    elements, or more bits, on the way down can be better. With one rank nothing travels, and only the way down selects and rounds.
+    An error on the way up affects one rank's share, and is divided by P; an error on the way down affects the mean itself. So at equal
+    bytes, more elements or bits on the way down can be better. With one rank nothing travels, and only the way down selects and rounds.
 
-    With `divide_by="contributors"` the owner divides each sum by the number of ranks whose element is in it at this step: those that sent
-    it, and the owner. What is written is then longer than the mean, up to P times. The owner's residual keeps what the sum has beyond
-    the contributors times what is written, and sums that are not sent whole. So P times what is written + residuals is not what came in; a
-    rollback returns to the residuals what they lost. With density 1 everybody contributes, so nothing changes.
+    With `divide_by="contributors"` the owner divides a sum by the number of ranks whose element is in it at this step: the senders
+    and the owner. The result then exceeds the mean by up to a factor of P. The owner's residual keeps the sum minus the number of
+    contributors times the result, and all of the unsent sums. So P times the result + residuals is not conserved; a
+    rollback restores the residuals. With density 1 every rank contributes, so nothing changes.
     """
 
     density: float = 0.05  # share of the elements that travels to owners
-    values: Values = "int4"  # how values travel to owners; what rounding drops stays in the residuals
+    values: Values = "int4"  # format of values to owners; rounding errors stay in the residuals
     density_down: float | None = None  # share of the owners' sums that travels to all; None: as `density`
-    values_down: Values | None = None  # how the owners' sums travel to all; None: as `values`
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+    values_down: Values | None = None  # format of the owners' sums to all; None: as `values`
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses their rounding errors
     decay: float = 1.0  # share of the residual that joins the next gradient; SparseLoCo has 0.95
-    divide_by: Divisor = "ranks"  # "contributors": those whose element is in the sum; does not conserve what comes in
+    divide_by: Divisor = "ranks"  # "contributors": the ranks whose element is in the sum; not conservative
 
     name = "two_shot"
     may_send_whole = True
@@ -86,7 +86,7 @@ class TwoShot(ErrorFeedbackScheme):
 
     @property
     def whole_values(self) -> tuple[Values, Values] | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        """The formats up and down where nothing is left out."""
+        """The formats up and down if nothing is left out."""
         return None if self.leaves_out else (self.values, self._down[1])
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
@@ -94,9 +94,9 @@ class TwoShot(ErrorFeedbackScheme):
             mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values), ValueCodec(self._down[1]))
             return DenseUpdate(mean, acc.values, bucket.grad.numel(), bucket.grad.numel())
         n, rank, both = bucket.grad.numel(), comm.rank, ((self.density, self.values), self._down)
-        up, down = (_regions_of(n, comm.size, *each, acc.residual.device, acc.dtype) for each in both)
+        up, down = (_regions_of(n, comm.size, *way, acc.residual.device, acc.dtype) for way in both)
         packets, kept = scatter_top_k(acc, up, comm)
-        # With density 1 everybody contributes.
+        # With density 1 every rank contributes.
         senders = torch.ones_like(acc.values) if self.divide_by == "contributors" and self.density < 1 else None
         add_(acc.values, packets, up, rank, senders)
         (top,) = acc.top_k_of_rows([down.rows[rank]], [down.counts[rank]], "sums")
@@ -106,15 +106,15 @@ class TwoShot(ErrorFeedbackScheme):
             return Update(mean, None, selected, replaced=[*kept, error])
         contributors = kernels.gather(senders, kernels.locate(down.rows[rank], top.index))
         mean, _ = gather(replace(top, value=top.value / contributors), down, comm)
-        # No residual holds a mean over contributors, so the owner keeps what the gradient's type drops of it.
+        # No residual holds a mean over contributors, so the owner keeps the rounding error of the gradient's type.
         mean = [replace(part, value=part.value.to(bucket.grad.dtype)) for part in mean]
-        own = mean[rank]
-        error = Sparse(own.index, lacking(top.value, own.value, contributors), n)
-        lost = Sparse(own.index, top.value - error.value, n)
+        owned = mean[rank]
+        error = Sparse(owned.index, lacking(top.value, owned.value, contributors), n)
+        lost = Sparse(owned.index, top.value - error.value, n)
         return Update(mean, None, selected, replaced=[*kept, error], lost=lost)
 
     def unsent(self, state: State, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
-        """Return this rank's residual, [n], and its own region, where it holds what all ranks have not sent."""
+        """Return this rank's residual, [n], and the region that it owns, where it holds unsent sums over all ranks."""
         residual = state.residual(bucket)
         if comm.size == 1 or not self.leaves_out:
             return residual, own_chunk(residual, comm)  # adjacent elements, because no position travels
@@ -139,13 +139,13 @@ class TwoShot(ErrorFeedbackScheme):
 
 @dataclass(frozen=True)
 class _Regions:
-    """The region of each rank, and what travels of it in one of the two exchanges; the same on all ranks."""
+    """The regions by rank, and the packets of one of the two exchanges; the same on all ranks."""
 
     n: int
     rows: Sequence[Rows]
     lengths: Sequence[int]
-    counts: Sequence[int]  # how many elements of it travel
-    nbytes: Sequence[int]  # of their packet
+    counts: Sequence[int]  # elements that travel
+    nbytes: Sequence[int]  # packet sizes
     codec: Elements
 
 
@@ -153,14 +153,14 @@ class _Regions:
 def _regions_of(n: int, P: int, density: float, values: Values, device: torch.device, dtype: torch.dtype) -> _Regions:
     partition, codec = BlockCyclic(n, P), Elements(values)
     rows = [partition.rows(p, device) for p in range(P)]
-    lengths = [each.length for each in rows]
+    lengths = [region.length for region in rows]
     counts = [count_for(density, length) for length in lengths]
     nbytes = [codec.nbytes(count, length, dtype) for count, length in zip(counts, lengths, strict=True)]
     return _Regions(n, rows, lengths, counts, nbytes, codec)
 
 
 def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list[Tensor], list[Sparse]]:
-    """Send the largest elements of each other region to its owner; return the packets for the own one, and what rounding drops."""
+    """Send the largest elements of every other region to its owner. Return the packets received, and the rounding errors."""
     rank = comm.rank
     others = [p for p, length in enumerate(regions.lengths) if p != rank and length]
     rows = [regions.rows[p] for p in others]
@@ -174,7 +174,7 @@ def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list
 
 
 def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int, senders: Tensor | None) -> None:
-    """Add what other ranks sent of this rank's region to `values` [n], and one to `senders` [n], if given, where each did."""
+    """Add other ranks' packets for this rank's region to `values` [n], and count the senders by element in `senders` [n], if given."""
     codec, sent = regions.codec, [packet for source, packet in enumerate(packets) if source != rank]
     counts, lengths = [regions.counts[rank]] * len(sent), [regions.lengths[rank]] * len(sent)
     rows = [regions.rows[rank]] * len(sent)
@@ -185,14 +185,14 @@ def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int
                 kernels.scatter_add_(senders, replace(part, value=torch.ones_like(part.value)))
 
 
-def gather(own: Sparse, regions: _Regions, comm: Comm, divisor: int = 1) -> tuple[list[Sparse], Sparse]:
-    """Send elements of the own region, divided by `divisor`, to all; return those of each region, and what rounding drops of the own.
+def gather(part: Sparse, regions: _Regions, comm: Comm, divisor: int = 1) -> tuple[list[Sparse], Sparse]:
+    """Send `part` of this rank's region, divided by `divisor`, to all. Return the parts of all regions, and this rank's rounding errors.
 
-    Divided before: times its divisor a decoded value is exact, which a mean of decoded values is not.
+    Divides before encoding: a decoded value times its divisor is exact, whereas a mean of decoded values is not.
     """
     rows, n, codec = regions.rows, regions.n, regions.codec
     with phase("encode"):
-        packets, dropped = codec.encode_each([own], divisor, [rows[comm.rank]], n)
+        packets, dropped = codec.encode_each([part], divisor, [rows[comm.rank]], n)
     packets = comm.all_gather(packets[0], regions.nbytes)
     with phase("decode"):
-        return codec.decode_each(packets, regions.counts, regions.lengths, own.value.dtype, rows, n), dropped[0]
+        return codec.decode_each(packets, regions.counts, regions.lengths, part.value.dtype, rows, n), dropped[0]
