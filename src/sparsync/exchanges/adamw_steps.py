@@ -10,10 +10,14 @@ enlarges what was dropped. Here ranks send steps instead, learning rate included
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-The default form sends every element in int3, and `keep` is 0, so W = A. It uses only the formats of the scheme.
-`optimizer.step()` calls `_take_step` by a hook. `_read_loop` takes what the loop has changed, `_exchanged` makes and exchanges x by one
-`WholeStep` per bucket, and `_apply` moves the weights. The other branches measure the ratio, skip steps, undo failed ones, and serve the
-forms below 4 bits.
+The default form sends every element in int3, and `keep` is 0, so W = A. It uses only the formats of the scheme. The path of a step, beside
+which other branches measure the ratio, skip steps, undo failed ones, and serve the forms below 4 bits:
+
+    backward pass     DDP's hook hands back each bucket as it is; GradientDivisor gives gradients the norm of the mean one, for clipping
+    optimizer.step()  a hook of TakenOptimizer calls `_take_step`, and hides the gradients from the optimizer's own step
+    _read_loop        takes what the loop has changed
+    _exchanged        a WholeStep per bucket makes x of undivided gradients, exchanges it, and leaves rounding errors in the residual
+    _apply            `Sender.move` updates momentum and weights
 
 ratio: the squares of the mean gradient over the squares of the local one in earlier steps, see BlockRatios. A local gradient has P times
 the variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
@@ -59,8 +63,7 @@ class AdamWSteps(StepsState):
     `sparsync.attach` makes it, for wrapped models too, and returns it as the handle; make it yourself to pass `comm`. `optimizer.step()`
     exchanges until `close()`, which leaves the common weights in the model. The constructor copies rank 0's parameters and buffers to all
     ranks; later buffers differ between ranks. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
-    parameters are rounded to 16 bits.
-    Collective over the ranks of `group`: make it on all of them, with the same settings.
+    parameters are rounded to 16 bits. Collective over the ranks of `group`, with the same settings.
     Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step one
     bucket's gradient, and the mean steps of the other buckets if these are sparse.
 
@@ -78,8 +81,7 @@ class AdamWSteps(StepsState):
 
     Raises:
         TypeError: if the model is wrapped, the optimizer is of another kind, or `scheme` is not a Scheme.
-        ValueError: if a setting is out of range, model and optimizer have different trained parameters, or another integration that is not
-            closed yet trains the model.
+        ValueError: if a setting is out of range, model and optimizer train other parameters, or another open integration has the model.
         RuntimeError: if a rank is missing, or has other settings or other parameters.
     """
 
@@ -153,6 +155,11 @@ class AdamWSteps(StepsState):
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return self._take_step()
 
+    def _step_for_optimizer(self) -> bool | Tensor:
+        """Take a step in place of the optimizer; return whether all ranks skipped it, as a tensor [1] if only a device knows."""
+        self._take_step()
+        return self._skipped > 0 if self._pending is None else self._pending.skip.flag
+
     @torch.no_grad()
     def _take_step(self) -> list[Report]:
         self._settle()
@@ -216,8 +223,8 @@ class AdamWSteps(StepsState):
         sketch = Measurement(sender.ratios, sender.keys, self._step, finite, gradients, skip) if measures else None
         first = sketch is not None and sender.ratios.measured == 0
         try:
-            # The first measurement comes before the steps, which need a ratio. Later ones travel beside the steps and serve the next ones.
-            # Both exchange the same, because after a failure only some ranks may have measured.
+            # The first measurement comes before the steps, which need a ratio. Later ones travel beside the steps and serve the next one.
+            # The messages are the same in both cases, because after a failure only some ranks may have measured.
             if sketch is not None and first:
                 reports.append(self._connection.reduce(*sketch.reduction))
                 self._observe(sketch, reports[0])
@@ -226,13 +233,25 @@ class AdamWSteps(StepsState):
             if sketch is not None and not first:
                 self._observe(sketch, reports[0])
         except BaseException:
-            # After an overflow the residuals are restored already, see Rollback. With `takes_back` the others may have applied the step.
+            # After an overflow the residuals are restored already. With `takes_back` the others may have applied the step.
             returns = self.state.has_residual and not _overflow(reports) and not self._rescaler.takes_back
             for each in means if returns else ():
                 if each.bucket is not None:
                     each.rollback(each.bucket)
             raise
         return reports, None if _overflow(reports) else means
+
+    def _found_finite(self, gradients: Sequence[Gradients], measures: bool) -> bool:
+        """Tell whether the gradients are finite, as far as the host knows; False also if squares overflow."""
+        finite, device = fit(gradients), self._weights.buckets[0].device
+        # By the device too: a rank without gradients gets no tensor from `fit`, while others do.
+        later = isinstance(finite, Tensor) or host_is_ahead(device)
+        sharded = type(self._replica).agreed is not Replica.agreed  # then the shards of a copy agree on the host
+        host_decides = sharded or self._sender.idle or self._rescaler.takes_back or self._of_mean
+        if later and self.scheme.heeds_skip and not host_decides:
+            self._pending = Pending(Skip(torch.as_tensor(finite, device=device)), list(self._weights.trained), measures)
+            finite = True
+        return self._replica.agreed(bool(finite))  # on a GPU a host sync, unless it skips there
 
     def _reduce(
         self,
@@ -276,19 +295,6 @@ class AdamWSteps(StepsState):
             reports[at:at] = reduce_together(self._connection, pairs, reduce_by_scheme if by_scheme else None)
         elif pairs:
             reports.append(self._connection.reduce(*pairs[0]))
-
-    def _found_finite(self, gradients: Sequence[Gradients], measures: bool) -> bool:
-        """Tell whether the gradients are finite, as far as the host knows; False also if squares overflow."""
-        finite, device = fit(gradients), self._weights.buckets[0].device
-        # By the device too: a rank without gradients gets no tensor from `fit`, while others do.
-        later = isinstance(finite, Tensor) or host_is_ahead(device)
-        alone = type(self._replica).agreed is Replica.agreed
-        depends = self._sender.idle or self._rescaler.takes_back or self._of_mean
-        if later and alone and self.scheme.heeds_skip and not depends:
-            counted = [entry.name for each in self._weights.buckets for entry in each.layout]
-            self._pending = Pending(Skip(torch.as_tensor(finite, device=device)), counted, measures)
-            finite = True
-        return self._replica.agreed(bool(finite))  # on a GPU a host sync, unless it skips there
 
     def _observe(self, sketch: Measurement, report: Report) -> None:
         """Add a reduced measurement, if it is finite."""
@@ -370,11 +376,6 @@ class AdamWSteps(StepsState):
             )
         if self._skipped == 1:
             warn_of(f"step {self._step} was skipped on all ranks: {reason}; `stats()` counts these steps")
-
-    def _step_for_optimizer(self) -> bool | Tensor:
-        """Take a step in place of the optimizer; return whether all ranks skipped it, as a tensor [1] if only a device knows."""
-        self._take_step()
-        return self._skipped > 0 if self._pending is None else self._pending.skip.flag
 
     @property
     def clip_factor(self) -> float:
