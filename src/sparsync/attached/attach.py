@@ -1,4 +1,7 @@
-"""`attach` finds the integration for a model, wrapped by torch or bare, and for what its ranks exchange."""
+"""`attach` picks the integration for a model, wrapped by torch or bare, and for what its ranks exchange.
+
+`doctor.examine` finds what does not work and `exchanges.choice` the recipe; then one of `steps`, `ddp`, `fsdp2` and `manual` attaches.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -38,22 +41,22 @@ def attach(
     scaler: GradScaler | None = None,
     options: Options = Options(),
 ) -> Attached:
-    """Have the ranks that train `model` exchange what its optimizer needs in fewer bits; return the handle to reports and state.
+    """Compress what the ranks that train `model` exchange; return the handle to reports and state.
 
     Call it on every rank, with the same settings. Without a scheme it takes a recipe for the optimizer: `attach(model,
     optimizer=optimizer)`. A scheme is settings, which several models may share: residuals are in `handle.state`. `doctor` lists beforehand
-    what this warns about and refuses.
+    what this function warns about and refuses.
 
-    NaN or Inf on any rank: all ranks skip the step, and local steps drop the exchange. With gradients all ranks get it, as without
-    sparsync, and a GradScaler or the loop must skip the optimizer's step; residuals stay, and what other buckets sent is rolled back.
-    If a step fails on any rank, its backward pass raises on all ranks. The next step works, unless only some ranks had finished the failed
-    one: then all ranks raise until a checkpoint is loaded on all of them.
+    NaN or Inf on any rank: with steps all ranks skip the step, and local steps drop the exchange. With gradients all ranks get it, as
+    without sparsync, and a GradScaler or the loop must skip the optimizer's step; residuals stay, and what other buckets sent is rolled
+    back. If a step fails on any rank, it raises on all ranks: in the backward pass with gradients, in `optimizer.step()` with steps. The next
+    step works, unless only some ranks had finished the failed one: then all ranks raise until a checkpoint is loaded on all of them.
 
     Args:
         model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a
             bare one gradients are reduced when `handle.reduce()` is called, before clipping and the optimizer's step; see GradientReducer.
-            For steps and local steps also several, DistributedDataParallel's or bare, that the same optimizer trains together.
-        scheme: how what is exchanged is reduced. None: the recipe, or what the environment variable SPARSYNC_SCHEME says: "bits=0.8", a
+            With steps and local steps also several, DistributedDataParallel's or bare, that the same optimizer trains together.
+        scheme: reduces what is exchanged. None: the recipe, or what the environment variable SPARSYNC_SCHEME says: "bits=0.8", a
             scheme, or one with steps around it.
         bits: the most that a rank may send per parameter per step, counted with 4 ranks, of which P send (P-1)/P / 0.75: takes the recipe
             with the most bits that is not above it. None: the default recipe, whose quality is dense's. "auto": 20 steps at the default
@@ -61,14 +64,14 @@ def attach(
             is at most a tenth longer than with the fewest bits; no fewer than the default's, or, with ("auto", 0.8), than 0.8.
             Below 4 bits of steps each rank trains weights that differ a little from those of the others. `handle.recipe` says which recipe
             was taken.
-        optimizer: the one that trains the model, or several, such as a Muon for matrices and an AdamW for the rest. Steps are exchanged by
-            its `step` until `close()`; of several the first that steps does it for all. Of local steps each has stepped when the step
-            counts. With gradients residuals follow the clipping of each optimizer, and ranks compare their settings before each bucket.
+        optimizer: the one that trains the model, or several, such as a Muon for matrices and an AdamW for the rest. With steps its `step`
+            exchanges them until `close()`; of several, the first to step does it for all. With local steps a step counts when all have
+            stepped. With gradients residuals follow the clipping of each optimizer, and ranks compare their settings before each bucket.
         exchange: with a scheme: `Gradients()`; `Steps()` of an Adam, AdamW or Muon; or `LocalSteps(every=...)`, weight changes every few
-            steps; see there. The training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of
-            these and the scheme sends fewer than 4 bits an element, gradients otherwise. `Gradients()` without a scheme takes a recipe for
-            these. `handle.exchange` says which.
-        group: for a bare model, the ranks that train it. None: the default group. A wrapped model has its own.
+            steps; see there. The training loop is the same. None: steps if `optimizer` is one of these, the scheme sends fewer than 4 bits
+            per element, and each rank has the whole model or FSDP2 has replicas; else gradients. `Gradients()` without a scheme takes a
+            recipe for gradients. `handle.exchange` says which.
+        group: for a bare model, the ranks that train it. None: the default group. A wrapped model has a group already.
         scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks; with local
             steps, a step that it skips on one rank alone counts there too.
         options: the rest, see Options.
@@ -77,10 +80,9 @@ def attach(
         The handle. It reduces until `close()` or `detach()`.
 
     Raises:
-        TypeError: for a model that torch's FullyShardedDataParallel wraps, a trained parameter that is not floating, and anything but a
-            module, a Scheme, an optimizer or several.
-        ValueError: for an argument that does not go with this kind of model, for steps of other parameters, for a model that
-            another handle reduces, and for fewer bits than any recipe has.
+        TypeError: if FullyShardedDataParallel wraps the model, a trained parameter is not floating, or an argument has a wrong type.
+        ValueError: if an argument does not go with this kind of model, the optimizer trains other parameters, another handle has the model,
+            or no recipe has so few bits.
         RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
 
     Example:
@@ -122,7 +124,7 @@ def _attached(
 
 
 def _tell(choice: Choice, ranks: int) -> None:
-    """Log which recipe was taken, and what to know of it."""
+    """Log which recipe was taken, its bits and its quality."""
     assert choice.recipe is not None
     recipe, bits = choice.recipe, choice.recipe.bits_with(ranks)
     _LOG.info(

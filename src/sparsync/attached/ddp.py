@@ -91,7 +91,7 @@ class DdpHandle(AttachedHandle):
     def detach(self) -> None:
         """Have DDP average each bucket by one all-reduce from now on. Call it on all ranks, between two steps; safe to call again.
 
-        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError. To continue with the residual,
+        Reports, summary and state stay readable; `set` and assigning a scheme raise RuntimeError. To continue with the residual,
         attach again, and give the new handle this one's `state_dict()`.
         """
         self._flight.flush()

@@ -46,7 +46,7 @@ class Fsdp2Handle(AttachedHandle):
     def detach(self) -> None:
         """Give the model back as it was before `attach`. Call it on all ranks, between two steps.
 
-        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError.
+        Reports, summary and state stay readable; `set` and assigning a scheme raise RuntimeError.
         """
         self._flight.flush()
         while self._undo:

@@ -28,10 +28,10 @@ _LOG = logging.getLogger("sparsync")
 
 
 class OwnGradients:
-    """What DDP's hook has in the place of a handle that reduces: it hands back each bucket, with this rank's own gradients."""
+    """Stands in DDP's hook where a handle that reduces would: it hands back each bucket with this rank's own gradients."""
 
     def __init__(self, handle: StepMethod, model: DistributedDataParallel) -> None:
-        # Weakly: DDP's reducer, where no cycle is found, holds this. The optimizer holds the handle.
+        # Weakly: DDP's reducer holds this, and Python finds no cycle through it. The optimizer holds the handle.
         self._handle, self._model = weakref.ref(handle), weakref.ref(model)
 
     @property
@@ -59,7 +59,7 @@ class OwnGradients:
 
 
 class _Together(Replica):
-    """Several models that one optimizer trains. The number of a model begins the names of its parameters."""
+    """Several models that one optimizer trains. The names of a model's parameters begin with its number."""
 
     def __init__(self, parts: Sequence[Replica]) -> None:
         super().__init__(nn.ModuleList([each.module for each in parts]))
@@ -77,10 +77,11 @@ def attach(
     scaler: GradScaler | None,
     options: Options,
 ) -> AdamWSteps | LocalTraining:
-    """Have the steps of `optimizer` for `models` exchanged, or what these change; return the handle. See `attach.attach`.
+    """Exchange the steps of `optimizer` for `models`, or the changes of their weights; return the handle. See `attach.attach`.
 
-    `called` are these, or what torch.compile or Fabric made of each; `group` is of bare models. Under DistributedDataParallel each rank
-    keeps its own gradients: the hook hands back every bucket.
+    `called` are the models as the loop calls them, which torch.compile or Fabric may have wrapped. `group` is for bare models. Under
+    DistributedDataParallel each rank keeps its own gradients: the hook hands back every bucket. All else happens in `optimizer.step()`, see
+    `exchanges.adamw_steps` and `exchanges.local_steps`.
     """
     parts = [_replica(model, each, options.replicate, group) for model, each in zip(models, called, strict=True)]
     replica, group = parts[0]
@@ -104,7 +105,7 @@ def attach(
 
 
 def _local(handle: LocalTraining) -> LocalTraining:
-    """Have the optimizers' own `step` count, and warn of those that do not tell of it."""
+    """Count the steps that the optimizers take themselves, and warn of those that call no hooks."""
     if silent := handle.count_with_optimizers():
         what = f"{' and '.join(silent)} calls no hooks of torch.optim.Optimizer, so nothing tells of its steps"
         warn_of(Finding(what, "call handle.step() after all optimizers have stepped, on every rank"))
@@ -114,7 +115,7 @@ def _local(handle: LocalTraining) -> LocalTraining:
 def _replica(
     model: nn.Module, called: nn.Module, replicate: Axis | None, group: dist.ProcessGroup | None
 ) -> tuple[Replica, dist.ProcessGroup | None]:
-    """Return what this rank has of a copy of the model, and the ranks that have the same of others."""
+    """Return this rank's part of one copy of the model, and the ranks that have the same part of the other copies."""
     if is_fsdp2(model):
         from sparsync.attached.fsdp2_steps import ShardedReplica  # loads torch's FSDP
 
@@ -131,7 +132,7 @@ def _replica(
 
 
 def _keep_own_gradients(model: DistributedDataParallel, handle: StepMethod) -> Callable[[], None]:
-    """Have the hook of `model` hand back each rank's own gradients; return what undoes that."""
+    """Make the hook of `model` hand back each rank's own gradients; return a function that undoes it."""
     hook = registered_hook(model) or HookState(model.process_group)
     own = OwnGradients(handle, model)
     register(model, hook)
