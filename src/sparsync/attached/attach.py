@@ -49,8 +49,8 @@ def attach(
 
     NaN or Inf on any rank: with steps all ranks skip the step, and local steps drop the exchange. With gradients all ranks get it, as
     without sparsync, and a GradScaler or the loop must skip the optimizer's step; residuals stay, and what other buckets sent is rolled
-    back. If a step fails on any rank, it raises on all ranks: in the backward pass with gradients, in `optimizer.step()` with steps. The next
-    step works, unless only some ranks had finished the failed one: then all ranks raise until a checkpoint is loaded on all of them.
+    back. If a step fails on any rank, it raises on all ranks: in the backward pass with gradients, in `optimizer.step()` with steps. The
+    next step works, unless only some ranks had finished the failed one: then all ranks raise until a checkpoint is loaded on all of them.
 
     Args:
         model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a
