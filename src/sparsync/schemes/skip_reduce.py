@@ -8,8 +8,7 @@ Differs from the paper and the authors' code:
   has fewer than 100 000 elements densely, because it meets control messages too; here only gradients pass.
 - The mean is over the contributors, so it is unbiased; the code divides by P (`divide_by="ranks"`), which shrinks every update to
   (P - s)/P.
-- One shift per bucket and step (the code: one per transport chunk), and never the same twice in a row (the code's step counter may stand
-  still).
+- One shift per bucket and step (the code: per transport chunk), never the same twice in a row (the code's step counter may stand still).
 - Protected elements travel in the messages of the others; a skipped step of the ring carries them alone.
 - `form="direct"`, `node_size` and `feedback` are ours.
 """
@@ -116,8 +115,7 @@ class SkipReduce(Scheme):
         grad, n, P, comm = bucket.grad, bucket.grad.numel(), comm.size, MeteredComm(comm)
         # 1: draw the ranks that every chunk omits
         plan = self._skip_plan(bucket, P)
-        # 2: put the elements in the order of the chunks; inside a chunk, first those that are never omitted. With feedback, LeftOut first
-        # replaces the gradient by acc = residual + gradient
+        # 2: put elements in the order of chunks, in each first those never omitted; with feedback, LeftOut puts acc into `grad` before
         dense, skipping = split(bucket.layout, protect)
         order = by_chunk(dense, skipping, self.node_size, max(1, P // self.node_size))
         kept = LeftOut(state.accumulate(bucket), grad, order, P) if self.feedback else None
