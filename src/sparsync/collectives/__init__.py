@@ -1,1 +1,1 @@
-"""Collectives made of the four operations of a communicator, with their exchanges in closed form beside them."""
+"""Collectives built from the four operations of a communicator, documented with their steps and bytes."""

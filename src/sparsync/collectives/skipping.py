@@ -1,15 +1,15 @@
 """All-reduces that may leave ranks out of chunks: SkipReduce (doi 10.1145/3725843.3756092) as a ring, directly, and in two levels.
 
-A vector of n elements is cut into P chunks. Chunk c belongs to position o(c) = (c - shift) mod P, which ends up with its sum. With the
-set of offsets S, position o + i is left out of that sum for each i in S. Elements that all ranks contribute to (`always` of them) lie first
-in their chunks and ride along in the messages of the others, so there are never more rounds than without skipping; that is ours.
+A vector of n elements is cut into P chunks. Position o(c) = (c - shift) mod P owns chunk c and computes its sum. S is a set of offsets:
+the sum omits position o + i for every i in S. The `always` elements that all ranks contribute to lie first in the chunks and travel in the
+messages of the others, so that skipping never adds rounds. This differs from the paper.
 
     ring            S = {1, ..., s}: the reduce-scatter starts s steps late
-    direct          any S, in one all-to-all where a ring takes P-1-s steps
-    hierarchical    dense inside a node; between nodes one of the two, whose unit is a whole node
-    reduce_scatter  owners are fixed, as in sharded training; no all-gather follows
+    direct          any S, in one all-to-all instead of P-1-s steps of a ring
+    hierarchical    dense inside a node; one of the two between nodes, which are omitted as a whole
+    reduce_scatter  fixed owners, as in sharded training, without an all-gather
 
-With S empty the first three are dense all-reduces.
+If S is empty, the first three are dense all-reduces.
 """
 
 from collections.abc import Sequence
@@ -28,20 +28,20 @@ from sparsync.kernels.rounding import add_rounded_
 
 @dataclass(frozen=True)
 class SkipPlan:
-    """What one SkipReduce leaves out; the same on every rank. `offsets` ascend and lie in [1, P-1]; `shift` lies in [0, P-1]."""
+    """The contributions that one SkipReduce omits; the same on every rank. `offsets` ascend in [1, P-1]; `shift` is in [0, P-1]."""
 
     offsets: tuple[int, ...] = ()
     shift: int = 0
 
     @property
     def skip(self) -> int:
-        """s, how many ranks are missing in every chunk."""
+        """s, the number of ranks that every chunk omits."""
         return len(self.offsets)
 
     def skipped(self, position: int, count: int, P: int, always: int = 0) -> list[Span]:
-        """Return where in a vector of `count` elements the contribution of this position is left out: s of the P chunks.
+        """Return the spans of a vector of `count` elements that omit this position: parts of s chunks.
 
-        The `always` elements that lie first in the chunks (`chunks_of`) are never left out.
+        The `always` elements, first in the chunks (`chunks_of`), are never omitted.
         """
         chunks = chunks_of(count, P, always)
         return [chunks[(position - i + self.shift) % P].others for i in self.offsets]
@@ -49,7 +49,7 @@ class SkipPlan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One of the P chunks of a vector: first its elements that are never left out, then the others."""
+    """One of the P chunks of a vector: first the elements that are never omitted, then the others."""
 
     always: Span
     others: Span
@@ -59,13 +59,13 @@ class Chunk:
         return Span(self.always.start, self.others.stop)
 
     def sent(self, skipping: bool) -> Span:
-        """Return the part of the chunk that travels in a step, which may be a skipped one."""
+        """Return the part of the chunk that travels in a step; `skipping` says whether the step is skipped."""
         return self.always if skipping else self.span
 
 
 @lru_cache(maxsize=256)
 def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
-    """Return P adjacent chunks that cover [0, count), each with its share of the `always` elements that are never left out."""
+    """Cut [0, count) into P adjacent chunks that share the `always` elements, which are never omitted."""
     lengths = [len(part) for pair in zip(spans(always, P), spans(count - always, P), strict=True) for part in pair]
     parts = [Span(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
     return tuple(Chunk(first, rest) for first, rest in zip(parts[::2], parts[1::2], strict=True))
@@ -73,25 +73,24 @@ def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
 
 @lru_cache(maxsize=256)
 def by_chunk(dense: SpanSet, skipping: SpanSet, node_size: int, nodes: int) -> SpanSet:
-    """Return all elements in the order of the chunks: the share of each in `dense`, then that in `skipping`, so that a message is one span.
+    """Order all elements by chunk, first those in `dense`, then those in `skipping`, so that a message is one span.
 
-    Each of both is cut as a separate vector: first for the ranks of a node, then for the nodes.
+    Both are cut separately: first for the ranks of a node, then for the nodes.
     """
-    found: list[Span] = []
+    ordered: list[Span] = []
     for place in range(node_size):
         for node in range(nodes):
-            for each in (dense, skipping):
-                outer = spans(len(each), node_size)[place]
+            for part in (dense, skipping):
+                outer = spans(len(part), node_size)[place]
                 inner = spans(len(outer), nodes)[node]
-                found += each.part(Span(outer.start + inner.start, outer.start + inner.stop))
-    return SpanSet.joined(found)
+                ordered += part.part(Span(outer.start + inner.start, outer.start + inner.stop))
+    return SpanSet.joined(ordered)
 
 
 def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
-    """Return how many of P ranks each chunk loses: `skip` itself, or, given as a fraction, that share of P rounded down.
+    """Return s, the number of P ranks that every chunk omits: `skip` if it is an int, else the share `skip` of P, rounded down.
 
-    Rounded down, so that never more is lost than asked for. With one rank nothing is sent, so nothing is skipped.
-    Raises ValueError when a count is not in [0, P-1].
+    With one rank nothing is sent, so nothing is skipped. Raises ValueError for a count outside [0, P-1].
     """
     if P == 1:
         return 0
@@ -103,37 +102,37 @@ def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
 
 
 def first_offsets(skip: int) -> tuple[int, ...]:
-    """Return {1, ..., s}: what a ring leaves out when it starts its reduce-scatter s steps late."""
+    """Return {1, ..., s}, the offsets that a ring omits when it starts its reduce-scatter s steps late."""
     return tuple(range(1, skip + 1))
 
 
 def random_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
-    """Return `skip` of the offsets 1..P-1, every set equally likely, the same on all ranks."""
+    """Draw `skip` of the offsets 1..P-1, every set equally likely, the same on all ranks."""
     draw = torch.randperm(P - 1, generator=generator(seed, f"offsets/{key}", step))
     return tuple(sorted(int(i) + 1 for i in draw[:skip]))
 
 
 def rotating_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
-    """Return `skip` of the offsets 1..P-1, the same on all ranks, for chunks whose owners are fixed.
+    """Draw `skip` of the offsets 1..P-1, the same on all ranks, for chunks with fixed owners.
 
-    Every run of P-1 steps that starts at a multiple of P-1 leaves out each offset `skip` times, in random order: so each owner misses
-    all others equally often, not only in expectation.
+    A run of P-1 steps that starts at a multiple of P-1 omits every offset `skip` times, in random order. So owners omit all
+    other ranks equally often, not only in expectation.
     """
     if skip == 0:
         return ()
-    # The key of the generator says "turn": other words would draw other offsets.
+    # Keep "turn" in the generator's key: another word would draw other offsets.
     round_number, place = divmod(step, P - 1)
     order = torch.randperm(P - 1, generator=generator(seed, f"turn/{key}", round_number)).tolist()
     return tuple(sorted(order[(place + j) % (P - 1)] + 1 for j in range(skip)))
 
 
 def random_shift(P: int, seed: int, key: str, step: int) -> int:
-    """Return a shift in [0, P-1], the same on all ranks, each equally likely, and never that of the step before (for P > 1).
+    """Draw a shift in [0, P-1], the same on all ranks, all equally likely, and never the shift of the last step (for P > 1).
 
-    With two ranks that leaves nothing to draw but the first: the shifts alternate.
+    With two ranks only the first shift is random; then they alternate.
 
-    Every run of P steps that starts at a multiple of P takes each shift once, in random order, so that every rank is left out of every
-    chunk equally often, not only in expectation.
+    A run of P steps that starts at a multiple of P takes every shift once, in random order, so that every chunk omits every rank
+    equally often, not only in expectation.
     """
     if P == 1:
         return 0
@@ -162,14 +161,13 @@ def all_reduce_(
     always: int = 0,
     form: Form = "ring",
 ) -> None:
-    """Write into `x` [n], on every rank, the sum over the contributors of each chunk, and over all ranks of its first elements.
+    """Replace `x` [n] on every rank by the sum over the contributors, and its `always` elements by the sum over all ranks.
 
-    The chunks are `chunks_of(n, P, always)`: each begins with its share of the `always` elements that all ranks contribute to. Where this
-    rank is left out, its elements of `x` are added to `omitted` [n], if given, and so is what the type of `x` drops of the sums that it
-    forms, where `omitted` is wider. A ring can leave out the offsets {1, ..., s} only; raises ValueError for others. The direct form adds
-    in rank order.
-    Steps: ring 2 (P-1) - s, or 2 (P-1) with P or more elements that are never left out; direct 1, and P-1 of the ring's all-gather
-    Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of what is never left out
+    The chunks are `chunks_of(n, P, always)`, which begin with the `always` elements. `omitted` [n], if given, receives this rank's elements
+    of the chunks that omit it, and if its type is wider, the rounding errors of the sums that this rank computes. A ring can omit
+    only the offsets {1, ..., s}; raises ValueError for others. The direct form adds in rank order.
+    Steps: ring 2 (P-1) - s, or 2 (P-1) with P or more `always` elements; direct 1, and P-1 of the ring's all-gather
+    Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of the `always` elements
     """
     if comm.size == 1:
         return
@@ -190,9 +188,9 @@ def ring_reduce_scatter_(
 ) -> Span:
     """Sum one chunk of `x` over its contributors, and return its span; the other chunks of `x` hold partial sums.
 
-    What the type of `x` drops of this rank's sums is added to `dropped` [n], if that is given and wider.
-    Steps: P-1-s; P-1 with P or more elements that are never left out
-    Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of what is never left out
+    Adds the rounding errors of this rank's sums to `dropped` [n], if given and of a wider type.
+    Steps: P-1-s; P-1 with P or more `always` elements
+    Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of the `always` elements
     """
     P = comm.size
     y = (comm.rank + shift) % P
@@ -207,7 +205,7 @@ def ring_reduce_scatter_(
 
 
 def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0, always: int = 0) -> None:
-    """Copy the chunk that each rank owns, rank + shift, into `x` on all ranks.
+    """Copy every chunk from its owner to all ranks, in place; rank r owns chunk r + shift.
 
     Steps: P-1
     Bytes sent per rank: (P-1)/P * nbytes(x)
@@ -221,18 +219,18 @@ def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0, always: int = 0) -> 
 
 
 def _steps(P: int, skip: int, always: int) -> range:
-    """Return the numbers of the reduce-scatter steps that carry anything."""
+    """Return the numbers of the reduce-scatter steps that send anything."""
     return range(1 if always else 1 + skip, P)
 
 
 def direct_reduce_scatter_(
     x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, always: int = 0, dropped: Tensor | None = None
 ) -> Span:
-    """Sum one chunk of `x` over its contributors, and return its span; the rest of `x` is as it was.
+    """Sum one chunk of `x` over its contributors, and return its span; the rest of `x` does not change.
 
-    What the type of `x` drops of the sum is added to `dropped` [n], if that is given and wider.
+    Adds the rounding errors of the sum to `dropped` [n], if given and of a wider type.
     Steps: 1
-    Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of what is never left out
+    Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of the `always` elements
     """
     P, rank = comm.size, comm.rank
     chunks = chunks_of(x.numel(), P, always)
@@ -266,13 +264,13 @@ def hierarchical_all_reduce_(
     always: int = 0,
     form: Form = "ring",
 ) -> None:
-    """Write into `x` [n], on every rank, the sums over the contributing nodes; `form` is that of the all-reduce between nodes.
+    """Replace `x` [n] on every rank by the sums over the contributing nodes. `form` applies between nodes.
 
-    Where this rank's node is left out, the node's sum of this rank's chunk is added to `omitted` [n], if given, and so is what the type
-    of `x` drops of this rank's sums, where `omitted` is wider. No node is left out of `always` elements: they lie first in the G chunks
-    (`chunks_of`) and, in each of those, first in its N chunks.
-    Steps: 2 (G-1) + those of `all_reduce_` over N ranks
-    Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, those of `all_reduce_` for nbytes(x)/G between nodes
+    `omitted` [n], if given, receives the node's sum of this rank's chunk where this rank's node is omitted, and if its type is wider, the
+    rounding errors of this rank's sums. The `always` elements are summed over all nodes: they lie first in the G chunks
+    (`chunks_of`), and inside a chunk first in its N chunks.
+    Steps: 2 (G-1), and `all_reduce_` over N ranks
+    Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, and between nodes `all_reduce_` of nbytes(x)/G
     """
     node, place = divmod(comm.rank, node_size)
     inside = SubsetComm(comm, [node * node_size + other for other in range(node_size)])
@@ -284,14 +282,14 @@ def hierarchical_all_reduce_(
 
 
 def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: Sequence[Span] = ()) -> None:
-    """Write to `out` [m], in its type, the sum of this rank's chunk over its contributors; `x` is not changed.
+    """Sum this rank's chunk of `x` over its contributors into `out` [m], in the type of `out`, without changing `x`.
 
     Steps: 1
     Bytes sent per rank: (P-1-s)/P * nbytes(x), and s times the bytes of `always`
     """
     P, rank, m, protected = comm.size, comm.rank, out.numel(), SpanSet(tuple(always))
     chunks = x.split(m) if m else [x] * P
-    # A chunk whose owner leaves this rank out: only what is never left out.
+    # To an owner that omits this rank, send only the elements that are never omitted.
     outgoing = [protected.take(chunk) if skips(rank, o, P, plan) else chunk for o, chunk in enumerate(chunks)]
     outgoing[rank] = x[:0]
     counts = [len(protected) if skips(source, rank, P, plan) else m for source in range(P)]
@@ -310,5 +308,5 @@ def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: S
 
 
 def skips(source: int, owner: int, P: int, plan: SkipPlan) -> bool:
-    """Return whether what `source` has for the chunk of `owner` is left out."""
+    """Return whether the chunk of `owner` omits `source`."""
     return (source - owner) % P in plan.offsets

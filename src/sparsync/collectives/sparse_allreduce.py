@@ -1,9 +1,9 @@
 """The three exchanges of a sparse all-reduce over regions: split and reduce, balance, all-gather (arXiv 2201.07598).
 
-Every rank owns one region of the vector. First each rank sends its elements of a region to the region's owner, which adds them up.
-In the paper, some survivors then move to other ranks if they lie very unevenly. Then all ranks gather them. Each is one exchange.
-Counts travel at the heads of packets; in the paper, in separate exchanges. Messages go out in rotated order where the transport does
-so (gloo and NCCL do).
+Every rank owns one region of the vector. First all ranks send their elements to the owners of the regions, which add them up.
+In the paper, some survivors then move to other ranks if they are very uneven. Then all ranks gather them.
+Counts travel in the headers of packets; in the paper, in separate exchanges. The transport chooses the order of messages (gloo and NCCL
+rotate it).
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from torch import Tensor
 from sparsync.core import Comm, Detail, Span, Sparse, numbers_of, phase, raise_if_found_inf, spans
 from sparsync.kernels import operations as kernels
 
-COUNT_NBYTES = 4  # an int32 for each pair of ranks
+COUNT_NBYTES = 4  # int32
 
 
 @runtime_checkable
 class ElementCodec(Protocol):
-    """Bytes of a Sparse and back, of a length that count and span determine: `wire.Elements` or `wire.Raw`."""
+    """Encodes a Sparse as a packet whose length follows from count and span: `wire.Elements` or `wire.Raw`."""
 
     @property
     def exact(self) -> bool: ...
@@ -38,12 +38,12 @@ class ElementCodec(Protocol):
 
 
 def equal_boundaries(n: int, P: int) -> list[int]:
-    """Return the P-1 boundaries of regions of equal width."""
+    """Compute the P-1 boundaries of regions of equal width."""
     return [span.start for span in spans(n, P)[1:]]
 
 
 def balanced_boundaries(index: Int[Tensor, " k"], n: int, P: int) -> list[int]:
-    """Return boundaries of regions that hold equally many of the ascending positions; of equal width where k < P."""
+    """Compute the boundaries of regions that contain equally many of the ascending positions; of equal width if k < P."""
     k = index.numel()
     if k < P:
         return equal_boundaries(n, P)
@@ -53,18 +53,18 @@ def balanced_boundaries(index: Int[Tensor, " k"], n: int, P: int) -> list[int]:
 
 
 def regions_of(boundaries: Sequence[int], n: int) -> tuple[Span, ...]:
-    """Return the P regions that P-1 ascending boundaries cut [0, n) into; some may be empty."""
+    """Cut [0, n) at P-1 ascending boundaries into P regions, some perhaps empty."""
     return tuple(Span(start, stop) for start, stop in pairwise((0, *boundaries, n)))
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What `split_and_reduce_` moved."""
+    """The result of `split_and_reduce_`."""
 
-    outgoing: list[int]  # elements sent to each rank's region
-    incoming: list[int]  # elements received from each rank
-    before: Sparse | None  # the region's values where elements were added, some several times; None unless asked for
-    error: Tensor | None  # [k] what quantizing dropped of this rank's values; None with an exact codec
+    outgoing: list[int]  # elements sent, by rank
+    incoming: list[int]  # elements received, by rank
+    before: Sparse | None  # the region's previous values where elements were added, perhaps repeated; None unless `undoable`
+    error: Tensor | None  # [k] quantization errors of this rank's values; None with an exact codec
 
 
 def split_and_reduce_(
@@ -76,12 +76,12 @@ def split_and_reduce_(
     undoable: bool = False,
     counts_first: bool = False,
 ) -> Reduced:
-    """Add to `region`, the span of the vector this rank owns, what all ranks selected there, in rank order.
+    """Send all selected elements to the owners of their regions, and add them to `region`, this rank's region, in rank order.
 
-    With `undoable`, writing `before` back to the region restores it to the bit. With `counts_first`, as in the authors' program, counts
-    travel in an exchange before; otherwise at the head of each packet.
+    With `undoable`, writing `before` to the region restores it bit for bit. With `counts_first`, as in the authors' program, counts
+    travel in a separate exchange; otherwise in the headers of packets.
     Steps: 1; 2 with `counts_first`
-    Bytes sent per rank: 12 (P-1), or 4 (P-1) with `counts_first`, and the packets of its elements outside its own region
+    Bytes sent per rank: 12 (P-1), or 4 (P-1) with `counts_first`, and the packets of its elements outside its region
     """
     n, dtype, rank = region.numel(), region.dtype, comm.rank
     with phase("encode"):
@@ -95,10 +95,10 @@ def split_and_reduce_(
         heads = counts_as_bytes(outgoing, region.device)
         parts = [torch.cat([head, packet]) for head, packet in zip(heads, packets, strict=True)]
         heads, received = heads_and_packets(comm.all_to_all(parts))
-        incoming: list[int] = heads.tolist()  # a host sync: what follows is decoded by it
+        incoming: list[int] = heads.tolist()  # a host sync: decoding needs the counts
     with phase("decode"):
         addends = [
-            # What an exact codec gives back is not decoded again.
+            # With an exact codec this rank's piece need not be decoded.
             pieces[rank] if source == rank and codec.exact else codec.decode(packet, k, n, dtype)
             for source, (packet, k) in enumerate(zip(received, incoming, strict=True))
         ]
@@ -117,14 +117,14 @@ def split_and_reduce_(
 
 
 def counts_as_bytes(counts: Sequence[int], device: torch.device) -> Sequence[Tensor]:
-    """Return each count as the head of a packet."""
+    """Encode counts as headers of packets."""
     return torch.tensor(counts, dtype=torch.int32).view(torch.uint8).to(device).split(COUNT_NBYTES)
 
 
 def heads_and_packets(received: Sequence[Tensor], numbers: int = 1) -> tuple[Tensor, list[Tensor]]:
-    """Return the numbers at the heads of what was received, int32, so many of each rank, and what follows them.
+    """Split received packets into headers, of `numbers` int32 numbers, and payloads.
 
-    Raises RuntimeError where a packet is too short for a head.
+    Raises RuntimeError if a packet is too short for a header.
     """
     head = numbers * COUNT_NBYTES
     if any(packet.numel() < head for packet in received):
@@ -133,20 +133,19 @@ def heads_and_packets(received: Sequence[Tensor], numbers: int = 1) -> tuple[Ten
 
 
 def _counts_exchanged(outgoing: Sequence[int], comm: Comm, device: torch.device) -> list[int]:
-    """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
+    """Tell the other ranks the counts `outgoing`, and return theirs."""
     counts = torch.tensor(outgoing, dtype=torch.int32, device=device)
     # A host sync: the sizes of the receive buffers depend on it.
     return torch.cat(comm.all_to_all(list(counts.split(1)), [1] * comm.size)).tolist()
 
 
 def equal_holdings(held: Sequence[int]) -> list[int]:
-    """Return as many elements for every rank, give or take one: what the paper balances to."""
-    each, more = divmod(sum(held), len(held))
-    return [each + (rank < more) for rank in range(len(held))]
+    """Compute near-equal counts with the same sum, to which the paper balances."""
+    return [len(span) for span in spans(sum(held), len(held))]
 
 
 def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return how many elements each rank gives to which, (from, to) -> count, so that all hold what is wanted; at most 2P - 1 moves."""
+    """Plan at most 2P - 1 moves that turn the counts `held` into `wanted`: (from, to) -> count."""
     missing = [[rank, want - have] for rank, (have, want) in enumerate(zip(held, wanted, strict=True)) if want > have]
     plan: dict[tuple[int, int], int] = {}
     for giver, (have, want) in enumerate(zip(held, wanted, strict=True)):
@@ -165,24 +164,24 @@ def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], i
 def balance(
     mine: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
 ) -> tuple[Sparse, Sequence[Span]]:
-    """Return this rank's `wanted[rank]` elements once all have moved, and the span that those of each rank lie in.
+    """Move elements so that rank r holds `wanted[r]`. Return this rank's elements, and the spans that contain the elements by rank.
 
-    `held` and `wanted` are the same on all ranks. `mine` lies in this rank's region; positions are those in the whole vector. The codec
-    is exact: values must arrive as they are.
-    Steps: 1; 0 where nothing moves
+    `held` and `wanted` are the same on all ranks. `mine` lies in this rank's region, with positions in the whole vector. The codec
+    must be exact.
+    Steps: 1; 0 if nothing moves
     Bytes sent per rank: the packets of held - wanted elements, if that is positive
     """
     if list(wanted) == list(held):
         return mine, regions
     plan = moves(held, wanted)
-    dtype, own = mine.value.dtype, regions[comm.rank]
+    dtype, region = mine.value.dtype, regions[comm.rank]
     position = min(held[comm.rank], wanted[comm.rank])
     kept = Sparse(mine.index[:position], mine.value[:position], mine.length)
     packets: list[Tensor] = []
     for to in range(comm.size):
         count = plan.get((comm.rank, to), 0)
         a, b = position, position + count
-        packets.append(codec.encode(Sparse(mine.index[a:b] - own.start, mine.value[a:b], len(own))))
+        packets.append(codec.encode(Sparse(mine.index[a:b] - region.start, mine.value[a:b], len(region))))
         position = b
     counts = [plan.get((source, comm.rank), 0) for source in range(comm.size)]
     sizes = [codec.nbytes(count, len(span), dtype) for count, span in zip(counts, regions, strict=True)]
@@ -200,18 +199,18 @@ def uneven(held: Sequence[int], imbalance: float) -> bool:
 def all_gather_elements(
     mine: Sparse, held: Sequence[int], places: Sequence[Span], comm: Comm, codec: ElementCodec
 ) -> tuple[Sparse, Tensor]:
-    """Return the elements of all ranks, which have no position in common, and this rank's values as all ranks decode them.
+    """Gather the elements of all ranks, which are disjoint. Return them, and this rank's values as all ranks decode them.
 
-    `held`, how many elements each rank has, and `places`, a span that these lie in, are known to all.
+    All ranks know `held`, the numbers of elements by rank, and `places`, the spans that contain them.
     Steps: 1
     Bytes sent per rank: P-1 times the packet of its elements
     """
-    dtype, own = mine.value.dtype, places[comm.rank]
+    dtype, place = mine.value.dtype, places[comm.rank]
     with phase("encode"):
-        packet = codec.encode(Sparse(mine.index - own.start, mine.value, len(own)))
+        packet = codec.encode(Sparse(mine.index - place.start, mine.value, len(place)))
     packets = comm.all_gather(packet, [codec.nbytes(k, len(span), dtype) for k, span in zip(held, places, strict=True)])
     with phase("decode"):
-        decoded = codec.decode_values(packet, mine.index.numel(), len(own), dtype)
+        decoded = codec.decode_values(packet, mine.index.numel(), len(place), dtype)
         gathered = [
             replace(mine, value=decoded) if rank == comm.rank else _in_whole(packet, k, span, mine.length, dtype, codec)
             for rank, (packet, k, span) in enumerate(zip(packets, held, places, strict=True))
@@ -221,10 +220,10 @@ def all_gather_elements(
 
 @dataclass(frozen=True)
 class Gathered:
-    """What `gather_survivors` brings together."""
+    """The result of `gather_survivors`."""
 
-    parts: list[Sparse]  # of each region, by positions in the whole vector
-    notes: list[int]  # of each rank
+    parts: list[Sparse]  # by region, with positions in the whole vector
+    notes: list[int]  # by rank
     decoded: Tensor  # this rank's values as all ranks decode them
     beside: float
 
@@ -238,10 +237,10 @@ def gather_survivors(
     codec: ElementCodec,
     beside: Tensor,
 ) -> Gathered:
-    """Gather what survives in each region of a vector of `length`, and a number from each rank, `note` [1], int32, from 0 on.
+    """Gather the survivors of all regions of a vector of `length`, and all ranks' non-negative `note` [1], int32.
 
-    `mine` are the survivors of this rank's region, by their positions in it; how many others have is at the head of their packets. A note
-    of FOUND_INF says that this rank met NaN or Inf. Raises NonFiniteError on all ranks where one did. The host reads `beside` [1] along.
+    `mine` are the survivors of this rank's region, by position in it; the counts travel in headers. FOUND_INF as a note says that this
+    rank has NaN or Inf; then all ranks raise NonFiniteError. The same host sync also reads `beside` [1].
     Steps: 1
     Bytes sent per rank: P-1 times the packet of its elements, and 16 (P-1)
     """
@@ -252,24 +251,24 @@ def gather_survivors(
     received = comm.all_gather(torch.cat([*head, note.view(torch.uint8), packet]))
     with phase("decode"):
         heads, packets = heads_and_packets(received, 2)
-        numbers, (told,) = numbers_of(heads, beside)  # a host sync: what follows is decoded by it
+        numbers, (told,) = numbers_of(heads, beside)  # a host sync: decoding needs the counts
         held, notes = numbers[::2], numbers[1::2]
         raise_if_found_inf(notes)
         decoded = mine.value if codec.exact else codec.decode_values(packet, count, mine.length, dtype)
-        own = Sparse(mine.index + regions[rank].start, decoded, length)
-        sources = enumerate(zip(packets, held, regions, strict=True))
-        parts = [own if r == rank else _in_whole(each, k, span, length, dtype, codec) for r, (each, k, span) in sources]
+        local = Sparse(mine.index + regions[rank].start, decoded, length)
+        sent = enumerate(zip(packets, held, regions, strict=True))
+        parts = [local if r == rank else _in_whole(part, k, span, length, dtype, codec) for r, (part, k, span) in sent]
     return Gathered(parts, notes, decoded, told)
 
 
 def _in_whole(packet: Tensor, k: int, span: Span, length: int, dtype: torch.dtype, codec: ElementCodec) -> Sparse:
-    """Decode a packet about `span` into elements of the whole vector of `length`."""
+    """Decode a packet of elements of `span` into elements of the whole vector of `length`."""
     elements = codec.decode(packet, k, len(span), dtype)
     return Sparse(elements.index + span.start, elements.value, length)
 
 
 def k_largest(elements: Sparse, k: int) -> Sparse:
-    """Return the k elements of largest magnitude."""
+    """Select the k elements of largest magnitude."""
     top = kernels.top_k(elements.value, min(k, elements.value.numel())).index
     return Sparse(elements.index[top], elements.value[top], elements.length)
 
@@ -282,7 +281,7 @@ def details(
     incoming: Sequence[int],
     rank: int,
 ) -> dict[str, Detail]:
-    """Return further details for the report; `thresholds` are the smallest magnitudes in `mine` and of the sums that survive."""
+    """Collect details for the report; `thresholds` are the smallest magnitudes in `mine` and of the surviving sums."""
     total = sum(held)
     return {
         "local_threshold": thresholds[0],

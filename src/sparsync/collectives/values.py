@@ -1,9 +1,9 @@
 """Collectives of values whose positions all ranks know: means at some positions, quantized means, differences of shards, a broadcast.
 
-A quantized mean loses nothing: every rank owns one chunk of the values. It sends its share of the mean, value / P, of every other chunk to
-the chunk's owner; owners add up what they receive and their own share, which is not rounded, and send the result to all. What a rank's
-first packets drop of its values, and what an owner's packet drops of its sums, is that rank's error: added to its residual, no mass is
-lost. P times a decoded value is exact in float32, where P < 512. All ranks decode the same bytes, so all get the same mean.
+A quantized mean conserves the sum: every rank owns one chunk of the values. It sends its share of the mean, value / P, of every other chunk
+to the owner; owners add the shares that they receive to their unrounded share, and send the result to all. The rounding errors of its
+shares and of its chunk's sums are a rank's error; adding it to the residual conserves the sum. P times a decoded value is exact in float32
+if P < 512. All ranks decode the same bytes, so all get the same mean.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ from sparsync.core import (
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 
-# What values may take more that go to all ranks at once: a packet of Ethernet, 0.12 ms at 100 Mbit/s.
+# The extra bytes allowed for sending values to all ranks at once: an Ethernet packet, 0.12 ms at 100 Mbit/s.
 AT_ONCE_NBYTES = 1460
 
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Bytes of values and back, of a length that their number determines; `wire.ValueCodec` is one."""
+    """Encodes values as a packet whose length follows from their number, as `wire.ValueCodec` does."""
 
     @property
     def exact(self) -> bool: ...
@@ -48,17 +48,17 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class ArrivedMean(Protocol):
-    """A mean over ranks as it arrived, which is decoded when it is written."""
+    """An encoded mean over ranks, which is decoded when it is written."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def decoded(self) -> Tensor:
-        """Return the mean, [n]."""
+        """Decode the mean, [n]."""
         ...
 
     def write_(self, out: Tensor) -> None:
-        """Write the mean to `out` [n], of its type."""
+        """Write the mean to `out` [n], of the same type."""
         ...
 
     def fits(self, times: int) -> bool:
@@ -69,13 +69,12 @@ class ArrivedMean(Protocol):
 def mean_at(
     acc: Tensor, parts: Sequence[Tensor], comm: Comm, quantizer: Quantizer, at_once: bool = False
 ) -> tuple[Sparse, list[Sparse]]:
-    """Return the means over ranks of `acc` [n] at K positions, the same on every rank, and what rounding dropped there.
+    """Average `acc` [n] over ranks at K positions. Return the means, the same on every rank, and this rank's rounding errors.
 
-    The positions come in `parts`, each ascending and none in common. What rounding dropped is of this rank's values, and empty with an
-    exact quantizer. With `at_once`, every rank sends all its values to all others if that takes at most AT_ONCE_NBYTES more: one
-    exchange fewer, and values are rounded once.
-    Steps: those of an all-reduce; where values are rounded 2; at once 1
-    Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the quantizer may add; at once (P-1) * K values
+    The positions are in `parts`, which ascend and are disjoint. An exact quantizer has no errors. With `at_once`, every rank sends all
+    its values to all others if that takes at most AT_ONCE_NBYTES more bytes; this saves an exchange and rounds once.
+    Steps: an all-reduce; 2 if values are rounded; at once 1
+    Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the quantizer's scales; at once (P-1) * K values
     """
     index = torch.cat([*parts])  # [K]
     n, K = acc.numel(), index.numel()
@@ -91,13 +90,13 @@ def mean_at(
     if len(filled) < 2:
         return Sparse(index, mean, n), errors
     values = mean.split([part.numel() for part in filled])
-    # Merged, because one pass writes what ascends.
+    # Merged, because ascending positions are written in one pass.
     return kernels.merge([Sparse(part, value, n) for part, value in zip(filled, values, strict=True)]), errors
 
 
 @dataclass(frozen=True)
 class QuantizedMean:
-    """A mean over ranks as it arrived: a packet for each chunk, in rank order. It takes no other memory until it is decoded."""
+    """An encoded mean over ranks: a packet per chunk, in rank order. It takes no other memory until it is decoded."""
 
     packets: Sequence[Tensor]
     quantizer: Quantizer
@@ -105,13 +104,13 @@ class QuantizedMean:
     dtype: torch.dtype
 
     def decoded(self) -> Float[Tensor, " n"]:
-        """Return the mean."""
+        """Decode the mean."""
         out = self.packets[0].new_empty(self.length, dtype=self.dtype)
         self.write_(out)
         return out
 
     def write_(self, out: Float[Tensor, " n"]) -> None:
-        """Write the mean to `out`, of its type."""
+        """Write the mean to `out`, of the same type."""
         if self.kernel_bits is not None:
             kernels.write_mean_(out, None, None, self.packets, self.kernel_bits, 0)
             return
@@ -130,7 +129,7 @@ class QuantizedMean:
 
     @property
     def kernel_bits(self) -> int | None:
-        """The bits of a value, where kernels read the packets; else None."""
+        """The bits of a value, if kernels read the packets; else None."""
         return _kernel_bits(self.quantizer, self.dtype)
 
     def _chunks(self) -> Iterator[tuple[Tensor, Span]]:
@@ -138,13 +137,13 @@ class QuantizedMean:
 
 
 def takes_little_more(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> bool:
-    """Return whether K values to all ranks take at most AT_ONCE_NBYTES more than chunks to their owners and means to all."""
+    """Return whether sending K values to all ranks takes at most AT_ONCE_NBYTES more than chunks to owners and means to all."""
     chunk = quantizer.nbytes(-(-K // P), dtype)
     return (P - 1) * quantizer.nbytes(K, dtype) <= 2 * (P - 1) * chunk + AT_ONCE_NBYTES
 
 
 def _mean_at_once(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
-    """Return the mean over ranks of `value` [K], and this rank's error, [K]; None for the latter with an exact quantizer."""
+    """Average `value` [K] over ranks. Return the mean and this rank's error, [K], which is None with an exact quantizer."""
     P, K, dtype = comm.size, value.numel(), value.dtype
     if quantizer.exact:
         return sum_in_rank_order(comm.all_gather(value, [K] * P)) / exact_divisor(value, P), None
@@ -152,12 +151,12 @@ def _mean_at_once(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tens
         packet = quantizer.encode(value / exact_divisor(value, P))
     packets = comm.all_gather(packet, [packet.numel()] * P)
     with phase("decode"):
-        total = value.new_zeros(K, dtype=torch.float64)  # in which sums of a few quantized values are exact
-        for each in packets:
-            total.add_(quantizer.decode(each, K, dtype), alpha=P)
+        total = value.new_zeros(K, dtype=torch.float64)  # sums of a few quantized values are exact in float64
+        for received in packets:
+            total.add_(quantizer.decode(received, K, dtype), alpha=P)
         mean = rounded(total / exact_divisor(total, P), dtype)
         error = lacking(value, quantizer.decode(packet, K, dtype), P)
-        # What rounding drops of the sums joins the error of the rank whose chunk they lie in.
+        # The rounding errors of sums join the error of the chunk's owner.
         mine = spans(K, P)[comm.rank]
         mine.of(error).add_(lacking(mine.of(total), mine.of(mean), P).to(dtype))
     return mean, error
@@ -166,12 +165,12 @@ def _mean_at_once(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tens
 def quantized_all_reduce_(
     value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None, terms: Sequence[Tensor] = ()
 ) -> QuantizedMean:
-    """Return the mean over ranks of `value` [K], and replace `value` by this rank's error.
+    """Average `value` [K] over ranks, and replace `value` by this rank's error.
 
-    With `terms`, a residual and a gradient, which may be `value`, their sum is reduced, made in the same pass; formats then have kernels.
-    `quantizer` rounds what goes to owners, and `down` what owners send to all; None: the same. Summed over ranks
-    value = P * mean + error, up to the rounding of an error to the type of `value`. If an exchange fails, `value` holds
-    nothing of use.
+    With `terms`, a residual and a gradient, which may be `value`, it averages their sum, added in the same pass; the formats must have
+    kernels. `quantizer` encodes shares for owners, and `down` the owners' sums; None: the same. Summed over ranks,
+    value = P * mean + error, up to the rounding of errors to the type of `value`. If an exchange fails, `value` is
+    undefined.
     Steps: 2, an all-to-all and an all-gather
     Bytes sent per rank: the packets of all other chunks, then P-1 times the packet of its chunk
     """
@@ -199,18 +198,18 @@ def quantized_all_reduce_(
 
 
 def _share_(value: Tensor, quantizer: Quantizer, P: int) -> Tensor:
-    """Return the packet of a share of the mean, value / P, and leave in `value` what P times the packet lacks."""
+    """Encode a share of the mean, value / P, and replace `value` by the error of P times the packet."""
     packet = quantizer.encode(value / exact_divisor(value, P))
     value.copy_(lacking(value, quantizer.decode(packet, value.numel(), value.dtype), P))
     return packet
 
 
 def _sum_(value: Tensor, packets: Sequence[Tensor], quantizer: Quantizer, P: int, down: Quantizer) -> Tensor:
-    """Return the packet of the mean of `value` and the shares in `packets`, and leave in `value` what P times that packet lacks."""
-    bits, bits_down = (_kernel_bits(each, value.dtype) for each in (quantizer, down))
+    """Encode the mean of `value` and the shares in `packets`, and replace `value` by the error of P times the result."""
+    bits, bits_down = (_kernel_bits(format, value.dtype) for format in (quantizer, down))
     if bits is not None and bits_down is not None:
         return kernels.reduce_shares_(value, packets, bits, P, bits_down)
-    # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
+    # Sums of a few quantized values are exact in float64. A rank adds its values unrounded.
     total = value.to(torch.float64)
     for packet in packets:
         total.add_(quantizer.decode(packet, value.numel(), value.dtype), alpha=P)
@@ -220,33 +219,33 @@ def _sum_(value: Tensor, packets: Sequence[Tensor], quantizer: Quantizer, P: int
 
 
 def _kernel_bits(quantizer: Quantizer, dtype: torch.dtype) -> int | None:
-    """Return the bits of a format with kernels, which are for float32."""
+    """Return the bits of a format that has kernels, which support float32 only; else None."""
     return getattr(quantizer, "kernel_bits", None) if dtype == torch.float32 else None
 
 
 def exchange_counts(count: int, finite: bool | Tensor, comm: Comm, device: torch.device) -> list[int]:
-    """Return how many elements each rank selected. Raises NonFiniteError on all ranks where one is not `finite`.
+    """Gather the counts of all ranks. Raises NonFiniteError on all ranks if any is not `finite`.
 
     Steps: 1
     Bytes sent per rank: 8 (P-1)
     """
-    own = or_found_inf(torch.tensor([count], dtype=torch.int64, device=device), finite)
+    local = or_found_inf(torch.tensor([count], dtype=torch.int64, device=device), finite)
     # A host sync: the sizes of the next buffers depend on it.
-    counts: list[int] = torch.cat(comm.all_gather(own, [1] * comm.size)).tolist()
+    counts: list[int] = torch.cat(comm.all_gather(local, [1] * comm.size)).tolist()
     raise_if_found_inf(counts)
     return counts
 
 
 def gather_differences(shard: Float[Tensor, " m"], held: Float[Tensor, " n"], quantizer: Quantizer, comm: Comm) -> None:
-    """Move `held` [P m] towards the shards, in place and by the same bits everywhere; chunk r estimates the shard of rank r.
+    """Update `held` [P m] towards the shards, in place, with the same bits everywhere; chunk r estimates the shard of rank r.
 
-    An all-gather of shards that change little from one time to the next, such as parameters: their owners send rounded differences, and
-    what rounding drops stays in the next difference: error feedback without a residual, as in EF21 (arXiv:2106.05203) for gradients.
-    ZeRO++ (arXiv:2306.10209) instead rounds the parameters themselves, at each all-gather anew.
+    This is an all-gather of shards that change little between calls, such as parameters. Owners send rounded differences, and the next
+    difference includes the rounding errors: error feedback without a residual, as in EF21 (arXiv:2106.05203) for gradients.
+    ZeRO++ (arXiv:2306.10209) instead rounds the parameters themselves in every all-gather.
 
-    An exact codec sends the shards themselves: `held` becomes what the ranks have, bit for bit, whatever it was. Otherwise it must be the
-    same on all ranks. NaN and Inf show on all ranks, in the formats below 16 bits throughout their block of 256; an element that is not
-    finite counts as zero the next time, so that it recovers when its owner does.
+    An exact codec sends the shards themselves: `held` becomes an exact copy of them. Otherwise `held` must be the
+    same on all ranks. NaN and Inf show on all ranks, in formats below 16 bits in their whole block of 256. A non-finite element
+    counts as zero in the next call, so that it recovers when its owner does.
 
     Steps: 1
     Bytes sent per rank: (P-1) quantizer.nbytes(m)
@@ -269,9 +268,9 @@ def gather_differences(shard: Float[Tensor, " m"], held: Float[Tensor, " n"], qu
 
 
 def broadcast(x: Tensor, comm: Comm) -> Tensor:
-    """Return rank 0's `x` [n] on every rank; n and the type are the same on all of them.
+    """Copy rank 0's `x` [n] to every rank; n and the type are the same on all ranks.
 
-    One chunk goes to each rank, then all gather them, so that no rank sends all of it to all others.
+    Scatters chunks and gathers them, so that no rank sends the whole vector to all others.
     Steps: 2, a scatter and an all-gather
     Bytes sent per rank: (P-1)/P * nbytes(x), and the same again on rank 0
     """
@@ -279,5 +278,5 @@ def broadcast(x: Tensor, comm: Comm) -> Tensor:
         return x
     chunks = spans(x.numel(), comm.size)
     parts = [chunk.of(x) if comm.rank == 0 else x[:0] for chunk in chunks]
-    own = comm.all_to_all(parts, [len(chunks[comm.rank]), *[0] * (comm.size - 1)])[0]
-    return torch.cat(comm.all_gather(own.contiguous(), [len(chunk) for chunk in chunks]))
+    received = comm.all_to_all(parts, [len(chunks[comm.rank]), *[0] * (comm.size - 1)])[0]
+    return torch.cat(comm.all_gather(received.contiguous(), [len(chunk) for chunk in chunks]))

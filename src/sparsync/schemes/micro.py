@@ -1,8 +1,8 @@
 """MiCRO: exclusive partitions that rotate over the ranks, and a threshold that steers the size of the union (arXiv 2310.00967).
 
-Each rank looks for large elements in one partition of its accumulated gradient. Partitions do not overlap, so neither do selections.
-Every rank then sends its value at each position that some rank has selected. One threshold serves all ranks. It is scaled by a fixed
-factor per step until the union has density * n elements; no message is needed for that, because every rank knows the last union.
+A rank searches one partition of its accumulated gradient for large elements. Partitions do not overlap, so neither do selections.
+Every rank then sends its values at all positions that any rank has selected. All ranks share one threshold, scaled by a fixed
+factor per step until the union has density * n elements. This needs no message, because every rank knows the last union.
 
 Differs from the paper, as the authors' code does: residual and threshold are in units of the gradient, not of learning rate * gradient.
 Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4 bytes,
@@ -27,10 +27,10 @@ from sparsync.wire import ValueCodec
 
 @dataclass(frozen=True)
 class MiCRO(ErrorFeedbackScheme):
-    """Send all ranks' values at the positions that some rank found above a threshold in its partition; the mean divides by P.
+    """Send all ranks' values at the positions where some rank exceeds a threshold in its partition; the mean divides by P.
 
-    Each bucket has its own threshold. The authors' program has one for the model: use one bucket for that.
-    Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes.
+    Every bucket has a separate threshold. The authors' program has one for the model: use one bucket for that.
+    If any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes.
     """
 
     density: float = 0.01  # share of the elements in the union of all ranks; 0.001 in the authors' scripts
@@ -75,7 +75,7 @@ class MiCRO(ErrorFeedbackScheme):
         return spans(bucket.grad.numel(), P)
 
     def accept(self, state: State, bucket: Bucket, counts: Sequence[int]) -> None:
-        """Note, in `commit`, that rank r selected `counts[r]` elements. Here: nothing to note."""
+        """Record, in `commit`, that rank r selected `counts[r]` elements; here, do nothing."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class ThresholdScaling:
     union: int = 0  # K of the last step
 
     def next(self, k: int, bug_compatible: bool) -> float:
-        """Return the threshold of this step for a union of `k` elements; changes nothing.
+        """Compute the threshold of this step for a union of `k` elements, without changing any field.
 
         1/(2 sqrt(k)) in the first step. Then, with q = K/k, the last one times 1.005 for q > 1.1, 1.00125 for 1 < q <= 1.1, 0.9987 for
         0.909 < q <= 1, and 0.995 below. In the authors' code the third factor is never reached: the second applies down to 0.909.
@@ -103,7 +103,7 @@ class ThresholdScaling:
 
 
 def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[Tensor]:
-    """Return the selections of all ranks, in rank order; rank r's has `counts[r]` elements. They travel padded to the longest."""
+    """Gather the selections of all ranks, padded to the longest, in rank order; rank r's has `counts[r]` elements."""
     longest = max(counts)
     padded = torch.nn.functional.pad(index, (0, longest - index.numel()))
     gathered = comm.all_gather(padded, [longest] * comm.size)
@@ -111,12 +111,12 @@ def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[
 
 
 def padding(counts: Sequence[int]) -> float:
-    """Return f = P * max(k_r) / K, the length of all padded selections over that of the selections; 1 if nothing is selected."""
+    """Compute f = P * max(k_r) / K, the ratio of padded to selected elements; 1 if nothing is selected."""
     total = sum(counts)
     return len(counts) * max(counts) / total if total else 1.0
 
 
 def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
-    """Return the details of a report about partitions."""
+    """Describe the partitions for a report."""
     lengths = [len(partition) for partition in partitions]
     return {"shortest_partition": min(lengths), "longest_partition": max(lengths)}

@@ -1,16 +1,16 @@
 """Ok-Topk: a sparse all-reduce whose traffic does not grow with P, on top-k selections (Li and Hoefler, arXiv 2201.07598).
 
-Every rank owns a region of the vector. It sends its largest elements to the owners of their regions, who add them up; the largest sums
+Every rank owns a region of the vector. Ranks send their largest elements to the owners of the regions, who add them up; the largest sums
 of all regions survive and are gathered. A rank clears what it contributed to a survivor; everything else stays in its residual.
-Thresholds stand for the k-th largest magnitude; they are exact every `threshold_steps` steps, and kept in between.
+A threshold approximates the k-th largest magnitude; it is exact every `threshold_steps` steps, and kept in between.
 
 Steps 1 to 6 of `step` are the lines of the paper's OK_SPARSE_ALLREDUCE, reconstructed from the authors' code and from descriptions of the
-paper, whose text we did not have. Differs from the paper:
-- The learning rate stays outside: the residual is in units of the gradient, and `State.rescale` with old rate / new rate keeps
-  rate * residual as it was, and the thresholds with it. Weights then move as in the paper, whose accumulator is rate * ours.
+paper, whose text was not available. Differs from the paper:
+- The learning rate stays outside: the residual is in units of the gradient. `State.rescale` with old rate / new rate preserves
+  rate * residual, and the thresholds with it. Weights then move as in the paper, whose accumulator is rate * acc.
 - Elements equal to a threshold are selected (the authors' code leaves them out, and so selects k-1); zeros never are.
-- Boundary j is the position of selected element number j m // P of m (the authors' code: j (m // P), so the last region has more).
-- In a step that evaluates thresholds the sums are gathered once: th_glob is found among the gathered ones, which are then cut to k.
+- Of m selected elements, number j m // P is boundary j (the authors' code: j (m // P), so the last region has more).
+- A step that evaluates thresholds gathers the sums once, computes th_glob from them, and cuts them to k.
 - A threshold of zero, as with fewer than k non-zeros, is evaluated again in the next step. A step with NaN or Inf changes no state.
 """
 
@@ -48,7 +48,7 @@ class OkTopk(ErrorFeedbackScheme):
     that a loss scaler finds it; residual and thresholds do not change.
     """
 
-    density: float = 0.02  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
+    density: float = 0.02  # k/n, of a rank's selection and of the result; the authors use 0.01 to 0.02
     threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds; the authors' code: 128 for BERT
     region_steps: int = 64  # tau, steps between two divisions into regions; the authors' code
     dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
@@ -154,13 +154,13 @@ class Control:
 
 @dataclass
 class OwnControl:
-    """What one rank keeps of one bucket, besides its residual."""
+    """The state of one bucket on one rank, besides its residual."""
 
     threshold: float | None = None  # th_loc; None: the next step evaluates it
 
 
 def _tightened(acc: Tensor, threshold: float, k: int) -> float:
-    """Return the threshold, raised by 3 % up to five times while it selects more than 4k/3 elements, as the authors' code for VGG does."""
+    """Raise the threshold by 3 %, up to five times, while it selects more than 4k/3 elements, as the authors' code for VGG does."""
     size = _magnitude(acc)
     for _ in range(5):
         if 3 * int((size >= threshold).sum()) <= 4 * k:
@@ -172,7 +172,7 @@ def _tightened(acc: Tensor, threshold: float, k: int) -> float:
 def _scaled(
     mine: Sparse, survivors: Sparse, threshold: float, global_threshold: float | None, k: int, evaluated: bool
 ) -> tuple[float, float | None]:
-    """Return th_loc and th_glob of the next step, by the factors and bands of the authors' code for VGG."""
+    """Scale th_loc and th_glob for the next step, by the factors and bands of the authors' code for VGG."""
     total, gathered = mine.index.numel(), survivors.index.numel()
     if 3 * total < 2 * k:
         threshold /= 1.012

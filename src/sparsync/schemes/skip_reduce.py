@@ -58,7 +58,7 @@ Mode = Literal["random", "naive"]
 
 @dataclass(frozen=True)
 class SkipReduce(Scheme):
-    """Write the mean over P - s of the P ranks, a different set for each chunk.
+    """Write the mean over P - s of the P ranks, a different set for every chunk.
 
     NaN and Inf in a contribution that is left out do not show in the result, and never enter the residual.
     """
@@ -98,7 +98,7 @@ class SkipReduce(Scheme):
 
     @classmethod
     def ring_pruning(cls, skip: int | float = 0.5) -> Self:
-        """Return Skip-Reduce of the thesis before the paper (KAIST 2023): the ring leaves out the same ranks in all training; divides by P.
+        """Create Skip-Reduce of the thesis before the paper (KAIST 2023): the ring always leaves out the same ranks, and divides by P.
 
         Only the abstract of the thesis is public: the fixed shift and the divisor are a reconstruction.
         """
@@ -155,7 +155,7 @@ class SkipReduce(Scheme):
         return SkipReduceScatter(self)
 
     def _skip_plan(self, bucket: Bucket, P: int) -> SkipPlan:
-        """Return who is left out in this step; drawn from what all ranks know."""
+        """Draw the ranks left out in this step, the same on all ranks."""
         if P == 1:
             return SkipPlan()
         nodes, rest = divmod(P, self.node_size)
@@ -167,11 +167,11 @@ class SkipReduce(Scheme):
         shift = random_shift(nodes, self.seed, bucket.key, bucket.step)
         if self.form == "ring":
             return SkipPlan(first_offsets(skip), shift)
-        # One set for a whole round of shifts: so in a round every rank is left out of every chunk equally often, as in a ring.
+        # One set per round of shifts, so that in a round every rank is left out of every chunk equally often, as in a ring.
         return SkipPlan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step // nodes), shift)
 
     def _count_left_out(self, plan: SkipPlan, count: int, comm: Comm) -> int:
-        """Return in how many of `count` elements this rank is left out, alone or with its whole node."""
+        """Count the elements, of `count`, from which this rank is left out, alone or with its node."""
         if comm.size == 1:
             return 0
         node, nodes = comm.rank // self.node_size, comm.size // self.node_size
@@ -187,7 +187,7 @@ class SkipReduce(Scheme):
 
 
 def split(layout: Sequence[ParameterSpan], protect: Sequence[str]) -> tuple[SpanSet, SpanSet]:
-    """Return the elements that are never left out, those of the parameters `protect`, and the others."""
+    """Split a layout into the elements of the parameters `protect`, which are never left out, and the others."""
     protected = {entry.name for entry in layout if matches(entry.name, protect)}
     dense = [entry for entry in layout if entry.name in protected]
     skipping = [entry for entry in layout if entry.name not in protected]
