@@ -1,4 +1,4 @@
-"""sparsync's laboratory: the command `sparsync`, which trains, measures and predicts over rate-limited links."""
+"""The laboratory of sparsync: the command `sparsync`, which trains, measures and predicts over rate-limited links."""
 
 from sparsync_lab.results import read_results
 

@@ -1,4 +1,4 @@
-"""`sparsync advise`: the predicted step of each method on the group of a probe, its known quality, and which method to use."""
+"""`sparsync advise`: predict the step time of each method on a probed group, show its known quality and recommend one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ OTHERS = (
     "topk:density=0.01:values=int8",
     "exact_oktopk:density=0.01:values=int8",
 )
-_LITTLE = 0.1  # of a step: a shorter wait is not worth shortening
+_LITTLE = 0.1  # share of a step; a shorter wait is not worth reducing
 HEADS = (
     "method",
     "step\nms",
@@ -35,24 +35,24 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Advice:
-    """The prediction of every method, its known quality, and the verdict."""
+    """The predicted step of every method, the known qualities and the recommendation."""
 
     elements: int
     steps: Mapping[str, PredictedStep]
-    quality: Mapping[str, str]  # of the plain all-reduces and the recipes; that of other methods is not known
-    why: str  # the verdict
-    fixed_s: float  # the time of bf16's reductions for next to no bytes
-    attach: str = ""  # the line that uses the method of the verdict, if it is a recipe
+    quality: Mapping[str, str]  # of the plain all-reduces and the recipes; unknown for other methods
+    why: str  # the recommendation
+    fixed_s: float  # time of the bf16 all-reduces when they carry almost no bytes
+    attach: str = ""  # the `sparsync.attach` call for the recommended recipe
 
 
 def advised_schemes(family: Family, ranks: int) -> str:
-    """Return the methods that are predicted by default: the plain all-reduces, the recipes, local steps, published schemes."""
+    """List the methods predicted by default: the plain all-reduces, the recipes, local steps and published schemes."""
     recipes = ("default", *(each.name for each in rows(family, ranks)[1:]))
     return ",".join(("dense", "bf16", *recipes, *OTHERS))
 
 
 def check_model(workload: Workload, backward: Backward) -> None:
-    """Raise ValueError if the job has another number of parameters than the model of the probe."""
+    """Raise ValueError if the job and the probed model differ in their number of parameters."""
     probed = sum(each.elements for each in backward.bucket)
     found = sum(each.numel() for each in one_process.trained_parameters(workload.model(0)))
     if probed != found:
@@ -63,7 +63,7 @@ def check_model(workload: Workload, backward: Backward) -> None:
 
 
 def advise(probe: Probe, backward: Backward, choices: Sequence[SchemeChoice], family: Family = "steps") -> Advice:
-    """Predict a step of every method, and choose one. `family`: of the recipes, by the job's optimizer.
+    """Predict a step of every method and recommend one. `family` selects the recipes that suit the job's optimizer.
 
     Raises ValueError if dense or bf16 is not among the methods, or the probe lacks what a method needs.
     """
@@ -86,7 +86,7 @@ def advise(probe: Probe, backward: Backward, choices: Sequence[SchemeChoice], fa
 
 
 def _recipe_of(label: str, family: Family, ranks: int) -> Recipe | None:
-    """Return the recipe that a label names or writes out, if any."""
+    """Look up the recipe that a label names or spells out; None if there is none."""
     try:
         return recipe(family, ranks, bits_of(label))
     except LookupError:
@@ -94,7 +94,7 @@ def _recipe_of(label: str, family: Family, ranks: int) -> Recipe | None:
 
 
 def attach_line(label: str, family: Family, ranks: int) -> str:
-    """Return the call of `sparsync.attach` that takes the recipe which is this method; "" if there is none."""
+    """Write the `sparsync.attach` call for this method; "" if it is not a recipe."""
     found = _recipe_of(label, family, ranks)
     if found is None:
         return ""
@@ -102,7 +102,7 @@ def attach_line(label: str, family: Family, ranks: int) -> str:
 
 
 def step(choice: SchemeChoice, probe: Probe, backward: Backward) -> PredictedStep:
-    """Return the prediction of a step of one method: under DistributedDataParallel, or of local steps or AdamW steps.
+    """Predict a step of one method, under DistributedDataParallel or with local or AdamW steps.
 
     Raises ValueError if the method has no closed form, or the probe has not measured what it needs.
     """
@@ -114,7 +114,7 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward) -> PredictedSte
 
 
 def table(found: Advice, names: Mapping[str, str] | None = None) -> Table:
-    """Return the table, the fastest step on top; `names`: of the labels."""
+    """Tabulate the predictions, fastest first; `names` maps labels to the names shown."""
     dense, bf16 = (found.steps[label].step_s for label in BASELINES)
     rows = tuple(
         (
@@ -140,7 +140,7 @@ def text(
     colour: bool = False,
     ascii_only: bool = False,
 ) -> str:
-    """Return the whole answer to `advise` with these arguments as lines of at most `width` columns."""
+    """Format the complete answer of `advise` as lines of at most `width` columns."""
     names = short_labels(list(found.steps))
     group = probe.group
     buckets = len(backward.bucket)
@@ -173,7 +173,7 @@ def text(
 
 
 def _bottleneck(found: Advice, backward: Backward) -> str:
-    """Return in words what a step of dense bf16 waits for, and what would shorten it."""
+    """Describe what a dense bf16 step waits for and what would shorten it."""
     step, computing_s = found.steps["bf16"], _computing_s(backward)
     waiting_s = max(0.0, step.step_s - computing_s)
     words = (

@@ -1,4 +1,4 @@
-"""Files of typed records: pydantic checks what TOML or JSON holds against the annotations of a dataclass."""
+"""Typed records read from TOML or JSON: pydantic checks the content against a dataclass's annotations."""
 
 import json
 import reprlib
@@ -12,22 +12,22 @@ Made = TypeVar("Made")
 
 
 class Checked:
-    """Base of dataclasses that are read from files: no other types than the annotated ones, no unknown names, only finite numbers."""
+    """Base of dataclasses read from files: exact types, no unknown fields, only finite numbers."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def checked(kind: "type[Made] | Any", content: object, where: str = "") -> Made:
-    """Return the `kind` that `content` describes, values as JSON and TOML have them. `where` stands before the names in errors.
+    """Convert `content`, as JSON or TOML gives it, to a `kind`. `where` precedes the field names in errors.
 
-    Raises ValueError that names the place, what is wrong with it and what stands there.
+    Raises ValueError that names the field, the problem and the value.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(content, default=_no_text))
     except (ValidationError, RecursionError) as error:
         if isinstance(error, RecursionError):
             raise ValueError(f"{where}nested too deeply") from None
-        # A wrong name comes first: what is missing is often what was meant.
+        # Report an unknown name first: it often explains a missing one.
         first = min(error.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
     if first["type"] == "value_error":  # of the dataclass itself
         raise first.get("ctx", {})["error"]
@@ -36,7 +36,7 @@ def checked(kind: "type[Made] | Any", content: object, where: str = "") -> Made:
 
 
 def _no_text(value: object) -> dict[str, str]:
-    """Stand in for a value that JSON does not have, such as a date, by something that is neither text nor number."""
+    """Replace a value that JSON lacks, such as a date, by something that is neither text nor number."""
     return {type(value).__name__: str(value)}
 
 

@@ -1,4 +1,4 @@
-"""The command `sparsync`. Each command imports what it needs, so that --help, --version and the lists answer without torch."""
+"""The command `sparsync`. Commands import what they need, so that --help, --version and the lists work without torch."""
 
 import argparse
 import sys
@@ -34,14 +34,14 @@ A job of your own: package.module:Class or path/to/file.py:Class, a class with t
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command.
 
-    Exit status: 0 when done, 1 for failures of the machine or a rank, where dense never was finite or a method exchanged nothing, and
-    where `doctor` finds something to do; 2 for wrong arguments, 130 for Ctrl-C; that of the first rank that failed for `launch`.
+    Exit status: 0 on success; 1 if the machine or a rank failed, dense was never finite, a method exchanged nothing or `doctor` found
+    something to do; 2 for wrong arguments; 130 for Ctrl-C. `launch` passes on the status of the first rank that failed.
     """
     run_command(_parser(), argv)
 
 
 def commands() -> dict[str, Command]:
-    """Return every command by its name, with its options, one line about it, and examples."""
+    """Map each command's name to its function, options, one-line summary and examples."""
     return {
         name: (run, partial(add_options, command=name), what, shown) for name, (run, what, shown) in _table().items()
     }
@@ -126,7 +126,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
     try:
         if not compare(settings, options.out, ["sparsync", *arguments], where):
             return
-    except RankFailedError as error:  # what was measured until then is shown
+    except RankFailedError as error:  # still report what was measured so far
         begun = trained(options.out)
         if not begun:
             raise
@@ -144,7 +144,7 @@ def _where(
     delay: "Delay",
     arguments: list[str],
 ) -> "AbstractContextManager[Here | Hosts]":
-    """Return the ranks of a launcher, or those to start here; restarts this program where it lacks the rights that links need."""
+    """Join a launcher's ranks or start local ones; restarts this program if it lacks the rights for network namespaces."""
     from sparsync_lab.netlab import restart_with_rights
     from sparsync_lab.workers.group import here
     from sparsync_lab.workers.hosts import joined
@@ -229,7 +229,7 @@ def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _on_hosts(options: argparse.Namespace) -> bool:
-    """Return whether torchrun has started the ranks, and fill in what `options` leaves open. Raises ValueError for options against it."""
+    """Tell whether torchrun started the ranks, and fill in unset `options`. Raises ValueError for options that do not fit."""
     from sparsync_lab.netlab import MAX_RANKS
     from sparsync_lab.workers.hosts import launched, world_size
 
@@ -309,7 +309,7 @@ def _report(options: argparse.Namespace, arguments: list[str]) -> None:
     try:
         report(getattr(options, "folder", None) or options.out, options.csv)
         sys.stdout.flush()
-    except BrokenPipeError:  # the files are written, and what comes after them goes on
+    except BrokenPipeError:  # the files are already written; continue
         discard_output()
 
 
@@ -323,7 +323,7 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
 
     if options.json != "-":
         check_file(None if options.json is None else Path(options.json), "--json")
-    torch.set_num_threads(1)  # so that sums, and with them the lines, are the same however many cores there are
+    torch.set_num_threads(1)  # sums, and hence the output, must not depend on the number of cores
     schemes, chosen = parse_schemes(options.schemes, options.density), _workload_options(options)
     if options.workload is None:
         stream = Synthetic(options.ranks, options.elements or 100_000, options.seed)
@@ -395,7 +395,7 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
 def _choices(
     options: argparse.Namespace, ranks: tuple[int, ...], also: Mapping[str, str] | None = None
 ) -> "tuple[SchemeChoice, ...]":
-    """Return the schemes of --schemes, and of recipes those for the job's optimizer; without a job those for AdamW."""
+    """Parse --schemes; recipes are those for the job's optimizer, or for AdamW without a job."""
     from sparsync_lab import workloads
     from sparsync_lab.scheme_choice import asks_for_recipe, parse_schemes
     from sparsync_lab.workloads.base import family_of_job
@@ -407,7 +407,7 @@ def _choices(
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types of the fields
-    """Return the fields that the settings of `compare` and of `frontier` share."""
+    """Collect the settings that `compare` and `frontier` share."""
     shared = {name: getattr(options, name) for name in ("workload", "ranks", "steps", "seeds")}
     return {**shared, "options": _workload_options(options)}
 

@@ -1,4 +1,4 @@
-"""The options of the commands of `sparsync`, each said once. Nothing here imports torch."""
+"""The command-line options of `sparsync`, each defined once. Nothing here imports torch."""
 
 import argparse
 import math
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from sparsync.recipes import rows
 
-# Minutes on gpt-tiny.
+# Takes minutes on gpt-tiny.
 FRONTIER = (
     "dense,bf16,topk,exact_micro,exact_exdyna,exact_oktopk,topk:density=0.05:values=int4,exact_micro:density=0.05:values=int4,"
     "exact_oktopk:density=0.05:values=int4"
 )
 
-# Whose buckets a probe measures: what the recipes and the published schemes that `sparsync advise` predicts reduce with.
+# The methods whose buckets a probe measures: the recipes and published schemes that `sparsync advise` predicts.
 PROBED = ",".join(
     (
         "dense,bf16,topk:density=0.01:values=int8,exact_oktopk:density=0.01:values=int8,two_shot:density=0.05:values=int4,two_shot:density=1.0:values=int4",
@@ -34,7 +34,7 @@ Number = TypeVar("Number", int, float)
 
 
 def positive(text: str) -> float:
-    """Return a finite number above 0. Raises ArgumentTypeError for another text."""
+    """Parse a finite number above 0. Raises ArgumentTypeError otherwise."""
     return _number(text, "a finite number above 0", math.ulp(0.0))
 
 
@@ -49,14 +49,14 @@ def _number(text: str, wanted: str, least: float) -> float:
 
 
 def count(text: str) -> int:
-    """Return a whole number above 0. Raises ArgumentTypeError for another text."""
+    """Parse a whole number above 0. Raises ArgumentTypeError otherwise."""
     if not (text.isdecimal() and int(text)):
         raise ArgumentTypeError(f"takes a whole number above 0, got {text!r}")
     return int(text)
 
 
 def _several(text: str, read: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Return numbers with commas between them, each given once."""
+    """Parse distinct numbers separated by commas."""
     found = tuple(read(number) for number in text.split(","))
     if len(set(found)) < len(found):
         raise ArgumentTypeError(f"takes each number once, got {text!r}")
@@ -73,7 +73,7 @@ _finite = partial(_number, wanted="a finite number", least=-math.inf)
 _FILE: Changes = {"type": Path, "metavar": "FILE"}
 _SCHEMES: Changes = {"metavar": "A,B:KEY=VALUE", "help": _METHODS}
 _COUNTS: Changes = {"type": partial(_several, read=count)}
-# What argparse takes for each option; a command may say some of it in another way.
+# Arguments of `add_argument` for each option; commands may override some.
 _SAID: dict[str, Changes] = {
     "--workload": {
         "help": "the training job: a name of `sparsync workloads`, package.module:Class or path/to/file.py:Class"
@@ -178,7 +178,7 @@ _SAID: dict[str, Changes] = {
     "name": {"nargs": "?", "help": "show its settings: NAME, package.module:Class or path/to/file.py:Class"},
 }
 _JOB, _LINKS = "--workload --option --data", "--link --up --down --delay --jitter"
-# The options of each command, and what it says in another way.
+# The options of each command and its overrides.
 _OF: dict[str, tuple[str, dict[str, Changes]]] = {
     "compare": (
         f"{_JOB} --ranks {_LINKS} --backend --schemes --density --target --steps --eval-every --seeds --bucket-mb --timeout --out "
@@ -240,13 +240,12 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the options of a command."""
     names, changes = _OF[command]
     add_named(parser, names, changes)
 
 
 def add_named(parser: argparse.ArgumentParser, names: str, changes: dict[str, Changes] | None = None) -> None:
-    """Add these options, separated by spaces, with what is said in another way; a default is told behind the help."""
+    """Add the options in `names`, separated by spaces, with overrides; the help shows the default."""
     for name in names.split():
         about = _SAID[name] | (changes or {}).get(name, {})
         flags = about.pop("flags", (name,))

@@ -1,4 +1,4 @@
-"""Commands for argparse, and how a program that runs one ends. Nothing here imports torch."""
+"""Parse and run commands with argparse, and turn errors into exit statuses. Nothing here imports torch."""
 
 import argparse
 import os
@@ -14,11 +14,11 @@ from sparsync_lab.terminal import wrapped
 Run = Callable[[argparse.Namespace, list[str]], None]
 """(options, the arguments they were parsed from) -> None."""
 Command = tuple[Run, Callable[[argparse.ArgumentParser], None], str, str]
-"""What runs a command, what adds its options, what it does, and an example."""
+"""A command's function, the function that adds its options, its summary and an example."""
 
 
 def parser_of(prog: str, about: str, example: str, commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """Return the parser of a program with these commands."""
+    """Build the parser of a program with these commands."""
     parser = argparse.ArgumentParser(prog=prog, **_texts(about, example))
     added = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, (run, add_options, what, shown) in commands.items():
@@ -29,28 +29,28 @@ def parser_of(prog: str, about: str, example: str, commands: Mapping[str, Comman
 
 
 def _texts(about: str, example: str) -> dict[str, Any]:  # Any: as argparse takes them
-    """Return description and epilog; lines of an example stay as they are."""
+    """Make description and epilog; the lines of the example are not wrapped."""
     epilog = "\n  ".join(["example:", *example.splitlines()])
     raw = argparse.RawDescriptionHelpFormatter
     return {"description": textwrap.fill(about, 79), "epilog": epilog, "formatter_class": raw}
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """Run the command that the arguments name (None: those of this process), and exit with a status where it fails.
+    """Run the command in `argv` (None: this process's arguments), and exit with a status if it fails.
 
-    A ValueError is the user's mistake (status 2), a RuntimeError a failure of the machine or of a rank (1); Ctrl-C and SIGTERM give 130.
+    A ValueError is the user's mistake (status 2), a RuntimeError a failure of the machine or a rank (1); Ctrl-C and SIGTERM exit with 130.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(arguments)
     warnings.formatwarning = _told
-    signal.signal(signal.SIGTERM, _interrupt)  # so that it stops and cleans up as Ctrl-C does
+    signal.signal(signal.SIGTERM, _interrupt)  # stop and clean up as for Ctrl-C
     try:
         options.run(options, arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted; nothing is left running", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of our output, such as head, has closed it
+    except BrokenPipeError:  # the reader of our output, such as head, has exited
         discard_output()
     except (ValueError, RuntimeError) as error:
         print(wrapped(f"{parser.prog}: error: {error}", error=True), file=sys.stderr)
@@ -58,12 +58,12 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 
 
 def discard_output() -> None:
-    """Drop what is still to be printed: its reader is gone."""
+    """Discard further output, because its reader is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told(message: Warning | str, *_: object) -> str:
-    """Return a warning for people who do not look for its line in our code."""
+    """Format a warning without its place in the code."""
     return wrapped(f"sparsync: warning: {message}", error=True) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What `sparsync demo` shows: two comparisons that two cores finish within minutes."""
+"""The comparisons of `sparsync demo`: two, which finish within minutes on two cores."""
 
 import shlex
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ PICTURE = "quality_over_time.png"
 
 @dataclass(frozen=True)
 class Half:
-    """One comparison of the demo: the folder of its report, a title, and the arguments of `sparsync compare`."""
+    """One comparison of the demo: its report folder, its title and the arguments of `sparsync compare`."""
 
     folder: str
     title: str
@@ -28,13 +28,13 @@ HALVES = (
         "gpt",
         "A character-level transformer, trained by AdamW",
         "--workload gpt --ranks 4 --link 100mbit --target 15 --steps 120 --eval-every 10 --seed 0 --schemes "
-        # PowerSGD's lowest rank that is level with dense here.
+        # The lowest rank at which PowerSGD matches dense here.
         "dense,bf16,powersgd:rank=16,default,bits=0.8",
     ),
 )
 
 
 def commands(out: Path, steps: int | None = None, halves: Sequence[Half] = HALVES) -> list[list[str]]:
-    """Return the arguments of `sparsync` that run each half, with its results under `out`; `steps` replaces its number of steps."""
+    """Build the `sparsync` arguments that run each half, with results under `out`; `steps` overrides its number of steps."""
     more = [] if steps is None else ["--steps", str(steps)]
     return [["compare", *shlex.split(half.arguments), *more, "--out", str(out / half.folder)] for half in halves]

@@ -1,4 +1,4 @@
-"""The versions and the machine of a run, which a reader needs to judge a figure and to make it again."""
+"""The versions and the machine of a run, needed to judge and reproduce its figures."""
 
 import hashlib
 import importlib.metadata
@@ -16,13 +16,13 @@ from sparsync_lab.slow_kernels import SLOW_KERNELS
 
 
 def kernels(device: str = "cpu") -> str:
-    """Return the backend whose kernels run on tensors of `device`: "cpp/avx512", "triton", SLOW_KERNELS or another."""
+    """Name the kernel backend for tensors on `device`: "cpp/avx512", "triton", SLOW_KERNELS or another."""
     here = [name for name in dispatch.backends() if (name == dispatch.TRITON) == (device != "cpu")]
     return next(iter(here), SLOW_KERNELS)
 
 
 def versions() -> dict[str, Any]:  # Any: JSON
-    """Return the versions of Python, torch and sparsync and, in a checkout, its commit ("+changes" with uncommitted ones)."""
+    """Report the versions of Python, torch and sparsync and, in a checkout, its commit ("+changes" if uncommitted changes exist)."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,7 +32,7 @@ def versions() -> dict[str, Any]:  # Any: JSON
 
 
 def machine() -> dict[str, Any]:  # Any: JSON
-    """Return processor, cores, memory and kernel, but nothing that identifies the machine or its user."""
+    """Report processor, cores, memory and kernel, but nothing that identifies the machine or its user."""
     return {
         "cpu": _field(Path("/proc/cpuinfo"), "model name"),
         "cores": len(os.sched_getaffinity(0)),
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:  # Any: JSON
 
 
 def identity(device: str) -> dict[str, str]:
-    """Describe what hosts must have in common: the versions of torch and sparsync, its code file by file, and kernels that are compiled."""
+    """Describe what hosts must have in common: the versions of torch and sparsync, sparsync's code, and compiled kernels or not."""
     root = Path(sparsync.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Files with a JSON object a line, which a program that is stopped leaves readable."""
+"""Files with one JSON object per line, which stay readable if the writing program is stopped."""
 
 import json
 import os
@@ -10,9 +10,9 @@ Made = TypeVar("Made")
 
 
 def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # Any: what JSON holds
-    """Return what `made` makes of each line; nothing where there is no file. A last line that breaks off is left out.
+    """Convert each line with `made`; a missing file has no lines. An incomplete last line is ignored.
 
-    Raises ValueError for a file that cannot be read and, with its number, for any other line that is no `what`.
+    Raises ValueError for an unreadable file and, with the line number, for any other line that is no `what`.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -33,9 +33,9 @@ def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # A
 
 
 def append(path: Path, *contents: dict[str, Any]) -> None:  # Any: what JSON holds
-    """Append each of `contents` as a line to the file at `path`, which is made where it is missing. A line that broke off is cut off first.
+    """Append each of `contents` as a line to the file at `path`, which is created if missing. An incomplete last line is removed first.
 
-    Raises RuntimeError where it cannot be written.
+    Raises RuntimeError if writing fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,24 +6,24 @@ from typing import Any
 
 from sparsync.base.scheme_text import parsed, taken_apart
 
-_ALWAYS = ("density", "density_down", "values", "values_down")  # written without their key, in this order
+_ALWAYS = ("density", "density_down", "values", "values_down")  # shown without their key, in this order
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """A label, taken apart."""
+    """The parts of a label."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: as in a scheme's text
-    steps: str = ""  # local_steps or steps around it
-    around: Mapping[str, Any] = field(default_factory=dict)  # their settings
+    steps: str = ""  # local_steps or steps, if it wraps the scheme
+    around: Mapping[str, Any] = field(default_factory=dict)  # settings of those steps
 
 
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
-    """Return a short name for each label of one table, all different.
+    """Shorten the labels of one table; the names stay distinct.
 
-    It has the density and the type of the values if they are given, other settings if they differ between labels of the same scheme, and
-    a class without its module or file. A label that would equal another one is not shortened.
+    A name has the density and the value type if given, and other settings if they differ between labels of the same scheme; a class loses
+    its module or file. A label whose short name would not be unique is not shortened.
     """
     parts = {label: _parts(label) for label in labels}
     every = list(parts.values())
@@ -65,7 +65,7 @@ def _name(own: _Parts, every: Sequence[_Parts]) -> str:
 
 
 def _always(key: str, settings: Mapping[str, Any]) -> str | None:  # Any: as in a scheme's text
-    """Return a setting in words, such as "3 % up", "12 % down" or "signs"; None if it is not given or has another type."""
+    """Format a setting such as "3 % up", "12 % down" or "signs"; None if it is absent or has another type."""
     if key not in settings:
         return None
     value, (name, _, down) = settings[key], key.partition("_")

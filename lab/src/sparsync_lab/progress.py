@@ -1,16 +1,16 @@
-"""Progress of what takes longer than a few seconds: lines on standard error."""
+"""Show the progress of long work as lines on standard error."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SILENT_S = 2.0  # what takes no longer prints no line
+SILENT_S = 2.0  # shorter work prints no line
 EVERY_S = 5.0  # between two lines
 
 
 class Progress:
-    """A count of what is done, and an estimate of the time left."""
+    """A count of finished items with an estimate of the remaining time."""
 
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total, self.done = title, total, 0
@@ -18,7 +18,7 @@ class Progress:
         self._next_s = self.began + SILENT_S
 
     def at(self, done: int, note: str = "", total: int | None = None) -> None:
-        """Show that `done` are done, with a note; `total` replaces the total from now on."""
+        """Show that `done` items are done, with a note; `total` replaces the total from now on."""
         self.done, self.total = done, self.total if total is None else total
         now = time.monotonic()
         if now < self._next_s:
@@ -43,7 +43,7 @@ class Progress:
 
 @contextmanager
 def progress(title: str, total: int | None = None, announced: bool = False) -> Iterator[Progress]:
-    """Yield a display from 0 to `total` (None: unknown): a line every 5 seconds, the first after 2. `announced`: the title at once."""
+    """Yield a display from 0 to `total` (None: unknown): a line every 5 s, the first after 2 s. `announced` prints the title at once."""
     if announced:
         print(title, file=sys.stderr, flush=True)
     yield Progress(title, total)

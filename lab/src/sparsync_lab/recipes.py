@@ -1,8 +1,8 @@
-"""Published systems that are a scheme and steps around it, by name: the library's, and those around a scheme of `rivals`."""
+"""Published systems, by name, that combine a scheme with steps around it: the library's, and those with a scheme of `rivals`."""
 
 from sparsync.recipes import PUBLISHED
 
-# name -> (what it stands for, what it is)
+# name -> (text, description)
 SYSTEMS = PUBLISHED | {
     "sparseloco": (
         "local_steps(every=30:keep=0.0)/sparse_loco",

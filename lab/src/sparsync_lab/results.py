@@ -1,25 +1,25 @@
-"""The results of the commands as plain Python values. The command line is loaded when they are asked for, not before."""
+"""The results of commands as plain Python values. The command line's modules are imported on demand."""
 
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-# The file of each command, and what reads it.
+# Results file -> module that reads it.
 _READERS = {"results.jsonl": "sparsync_lab.report.rows", "frontier.jsonl": "sparsync_lab.frontier.runs"}
 
 
 def read_results(folder: str | PathLike[str]) -> list[dict[str, Any]]:  # Any: numbers, texts, None
-    """Return what `sparsync compare` or `sparsync frontier` wrote into a folder: a dict for each training.
+    """Read the results that `sparsync compare` or `sparsync frontier` wrote into a folder: a dict per training.
 
-    All runs of a comparison are there, oldest first; "run" tells them apart, and the newest is the one that its report shows. Times are
-    in seconds, sizes in bytes; None is what was not measured. Of pandas: `pandas.DataFrame(sparsync_lab.read_results("results"))`.
+    All runs of a comparison are included, oldest first, and told apart by "run"; its report shows the newest. Times are in seconds, sizes
+    in bytes; values that were not measured are None. For pandas: `pandas.DataFrame(sparsync_lab.read_results("results"))`.
 
     Args:
-        folder: that of --out, with results.jsonl or frontier.jsonl in it.
+        folder: the folder given as --out, with results.jsonl or frontier.jsonl in it.
 
     Raises:
-        ValueError: where it has neither, or one that is damaged.
+        ValueError: if it has neither file, or the file is damaged.
     """
     for name, reader in _READERS.items():
         if (Path(folder) / name).is_file():

@@ -1,9 +1,9 @@
-"""Schemes as a command names them: "topk", "exact_oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
+"""Parse schemes as commands name them: "topk", "exact_oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
-Any of them may follow "local_steps(every=4:keep=0.5)/": the ranks then train separately, and the scheme reduces the changes of their
-weights every few steps, as with `sparsync.LocalSteps`. Or "steps(keep=0.5)/": the scheme reduces the steps of the optimizer, as with
-`sparsync.Steps`; "adamw_steps(keep=0.5)/" is the older name. The names in `recipes` stand for such combinations of published systems,
-and "default" and "bits=0.8" for what `sparsync.attach` takes with the job's optimizer.
+After "local_steps(every=4:keep=0.5)/" the ranks train separately, and the scheme reduces the changes of their weights every few steps, as
+with `sparsync.LocalSteps`. After "steps(keep=0.5)/" it reduces the optimizer's steps, as with `sparsync.Steps`; "adamw_steps(keep=0.5)/" is
+the older name. The names in `recipes` stand for such combinations of published systems, and "default" and "bits=0.8" for the choice of
+`sparsync.attach` with the job's optimizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,20 +26,20 @@ from sparsync.testing.momentum import undeclared
 from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
 
-# Names that only the lab can train with: elsewhere LaProp would be `dense`.
+# Names that only the lab supports: elsewhere LaProp would be `dense`.
 LAB_SCHEMES = {
     "laprop": "sparsync_lab.rivals.laprop:LaProp",
 }
 MOST_FRAGMENTS = 4096  # of local steps
-TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
+TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before any process starts
 
 
 @dataclass(frozen=True)
 class SchemeChoice:
     """One scheme: its label in tables, its name as `sparsync.schemes.get` takes it, and its settings.
 
-    `local`: the settings of the `steps` around it, those of LocalSteps (`outer_rate` and `outer_momentum` are those of the outer SGD) or
-    Steps; None if the scheme reduces gradients.
+    `local`: the settings of the `steps` around it, as of LocalSteps (`outer_rate` and `outer_momentum` belong to the outer SGD) or Steps;
+    None if the scheme reduces gradients.
     """
 
     label: str
@@ -47,16 +47,16 @@ class SchemeChoice:
     config: dict[str, Any] = field(default_factory=dict)  # Any: the fields of the scheme's own config
     local: dict[str, Any] | None = None  # Any: numbers and texts
     steps: str = "local_steps"
-    auto: str = ""  # "bits=auto" or "bits=auto:0.2", if the first steps choose the recipe
+    auto: str = ""  # "bits=auto" or "bits=auto:0.2" if the first steps choose the recipe
 
     def make(self) -> Scheme:
-        """Return a new scheme; every rank and every run makes its own."""
+        """Make a new scheme; every rank and every run needs its own."""
         return made(self.name, self.config)
 
     def make_local(
         self, model: nn.Module, optimizer: Optimizer, **where: Any
     ) -> Any:  # Any: as these classes take and are
-        """Return new local steps or AdamW steps of `model` with a new scheme; `where`: communicator or group, timeout."""
+        """Wrap a new scheme in local steps or AdamW steps of `model`; `where`: communicator or group, timeout."""
         assert self.local is not None
         made = _class(self.steps)(model, optimizer, self.make(), **{**vars(self.exchange()), **where})
         if self.auto:
@@ -66,26 +66,26 @@ class SchemeChoice:
         return made
 
     def exchange(self) -> LocalSteps | Steps | None:
-        """Return the argument `exchange` of `sparsync.attach`; None, its own choice, without steps around the scheme."""
+        """Make the `exchange` argument of `sparsync.attach`; None, the default, without steps around the scheme."""
         return None if self.local is None else exchange_of(self.steps, self.local, self.label)
 
     def leaves_rest(self, steps: int) -> bool:
-        """Return whether weights are unexchanged after `steps` local steps."""
+        """Tell whether weights remain unexchanged after `steps` local steps."""
         if self.local is None or self.steps != "local_steps":
             return False
         return bool(steps % self.local["every"] or self.local.get("delay") or self.local.get("fragments", 1) > 1)
 
     def never_due(self, steps: int) -> bool:
-        """Return whether `steps` local steps end before their first exchange, so that at most one at the end joins the ranks."""
+        """Tell whether `steps` local steps end before their first exchange is due."""
         if self.local is None or self.steps != "local_steps":
             return False
         return steps < self.local["every"] // self.local.get("fragments", 1)
 
     def described(self) -> dict[str, Any]:  # Any: JSON
-        """Return everything that decides what the method does: all settings of the scheme and of its steps, with defaults.
+        """Describe everything that determines the method: all settings of the scheme and its steps, with defaults.
 
-        A default that depends on the scheme has its value here, one that depends on the job its rule. How often steps compare the weights
-        of the ranks decides nothing.
+        A default that depends on the scheme is resolved here; one that depends on the job is given as a rule. The interval of weight
+        checks is left out.
         """
         scheme = self.make()
         full = {"scheme": repr(scheme)}
@@ -102,7 +102,7 @@ class SchemeChoice:
         return full | {self.steps: {name: value for name, value in decisive.items() if name != "check_weights_every"}}
 
     def _resolved(self, scheme: Scheme) -> dict[str, float | str]:
-        """Return the settings of Steps that are None by default."""
+        """Resolve the settings of Steps that are None by default."""
         assert self.local is not None
         options = Steps(**{name: self.local[name] for name in ("keep", "decay", "beta2") if name in self.local})
         keep, with_muon = float(options.keep_for(scheme)), float(options.keep_for(scheme, muon=True))
@@ -120,11 +120,11 @@ def parse_schemes(
     family: Family = "steps",
     ranks: Sequence[int] = (4,),
 ) -> tuple[SchemeChoice, ...]:
-    """Return the schemes of "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
+    """Parse schemes such as "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
 
-    `density` goes to the schemes that take one and do not set it. Lists are joined by "+": "protect=*.bias+norm.*". `also` maps further
-    names to those that they stand for. `family` and `ranks`: of the job, for "default" and "bits=0.8". Raises ValueError for an unknown
-    scheme or setting, with the nearest name.
+    `density` applies to schemes that take one and do not set it. Lists are joined by "+": "protect=*.bias+norm.*". `also` maps further
+    names to schemes. `family` and `ranks` are the job's, for "default" and "bits=0.8". Raises ValueError for an unknown scheme or setting,
+    with the nearest name.
     """
     items = (item.strip() for item in text.split(","))
     return tuple(_parse_method(item, density, also or {}, family, ranks) for item in items if item)
@@ -138,9 +138,9 @@ def check_labels(choices: Sequence[SchemeChoice]) -> None:
 
 
 def try_out(choice: SchemeChoice, ranks: int) -> None:
-    """Reduce one small bucket on `ranks` ranks in this process, to find settings that cannot work.
+    """Reduce one small bucket on `ranks` ranks in this process, to detect settings that cannot work.
 
-    The scheme of a third party must also say whether it keeps a momentum, because the job's momentum would be applied on top.
+    A third party's scheme must also declare whether it keeps a momentum, because the job's momentum would be applied on top.
     """
 
     def reduce(comm: LocalComm) -> None:
@@ -155,7 +155,7 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
     try:
         LocalWorld(ranks).run(reduce)
         scheme = choice.make()
-        # A stranger's scheme: those of this repository have tests for it.
+        # Only for third parties: this repository's schemes have tests for it.
         foreign = any(
             type(each).__module__.split(".")[0] not in ("sparsync", "sparsync_lab")
             for each in (scheme, *scheme.inner.values())
@@ -187,7 +187,7 @@ def _check_steps(choice: SchemeChoice, model: nn.Module, optimizer: Optimizer) -
 
 
 def _trial_steps(choice: SchemeChoice, comm: LocalComm) -> Any:  # Any: as `make_local`
-    """Return the steps around a scheme for a model that has a parameter for each fragment."""
+    """Wrap a scheme in steps for a model with one parameter per fragment."""
     assert choice.local is not None
     fragments = choice.local.get("fragments")
     layers = min(MOST_FRAGMENTS, max(8, fragments)) if isinstance(fragments, int) else 8
@@ -197,12 +197,12 @@ def _trial_steps(choice: SchemeChoice, comm: LocalComm) -> Any:  # Any: as `make
 
 
 def asks_for_recipe(text: str) -> bool:
-    """Return whether one of these schemes is "default" or "bits=...", which depends on the job's optimizer."""
+    """Tell whether one of these schemes is "default" or "bits=...", which depends on the job's optimizer."""
     return any(item.strip() == "default" or item.strip().startswith("bits=") for item in text.split(","))
 
 
 def _written_out(text: str, family: Family, ranks: Sequence[int]) -> str:
-    """Return the recipe for "default" or "bits=0.8"; any other text unchanged."""
+    """Spell out the recipe of "default" or "bits=0.8"; return any other text unchanged."""
     try:
         bits = bits_of(text)
     except LookupError:
@@ -222,7 +222,7 @@ def _parse_method(
     written, local, scheme = taken_apart(text, SYSTEMS)
     if not written:
         return _parse_scheme(label, scheme, None, "local_steps", density, also)
-    steps = "local_steps" if written == "local_steps" else "adamw_steps"  # as results and their folders have it
+    steps = "local_steps" if written == "local_steps" else "adamw_steps"  # the name used in results and folders
     exchange_of(written, local, text)
     choice = _parse_scheme(label, scheme, local, steps, density, also)
     with suppress(LookupError):

@@ -1,4 +1,4 @@
-"""The name of the reference kernels, and what to do where they ran: their results are right to the bit, their times are not sparsync's."""
+"""The name of the reference kernels, and advice if they ran: their results are exact, but their times are not representative."""
 
 SLOW_KERNELS = "reference"  # as in `sparsync.kernels.backends()`
 SLOW_KERNELS_FIX = (

@@ -1,4 +1,4 @@
-"""Tables and text for a terminal of any width, drawn by rich; without one, lines have 120 columns, or COLUMNS."""
+"""Draw tables and text with rich for a terminal of any width; without a terminal, lines have 120 columns, or COLUMNS."""
 
 import io
 import os
@@ -8,30 +8,30 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WIDTH = 120  # columns, where there is no terminal, and of the longest line of text
+WIDTH = 120  # columns without a terminal, and of the longest line of text
 NOTHING = "-"
-_NAME = 0.4  # of the width: what a name may take on one line
+_NAME = 0.4  # share of the width that a name may take on one line
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a heading for each column and a row for each method. A cell may have several lines."""
+    """A title, a heading per column and a row per method. A cell may have several lines."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    # Headings of the columns that are left out first if there is no room; after them the last column.
+    # Headings of the columns to drop first if there is no room; then the last columns are dropped.
     less: tuple[str, ...] = ()
 
 
 def manner() -> tuple[int, bool, bool]:
-    """Return how standard output is written: its width (without a terminal COLUMNS or 120), in colours or not, in ASCII alone or not."""
+    """Find out how to write standard output: its width (COLUMNS or 120 without a terminal), in colours or not, in ASCII only or not."""
     encoding = (sys.stdout.encoding or "utf-8").lower()
     return shutil.get_terminal_size((WIDTH, 24)).columns, sys.stdout.isatty(), not encoding.startswith("utf")
 
 
 def show(tables: Sequence[Table], above: Sequence[tuple[str, str]] = (), below: Sequence[tuple[str, str]] = ()) -> None:
-    """Print the tables on standard output, in colours on a terminal; `above` and `below` them texts, each with its style."""
+    """Print the tables on standard output, in colours on a terminal, between the styled texts `above` and `below`."""
     print(lines_of(tables, above, below, *manner()))
 
 
@@ -43,10 +43,9 @@ def lines_of(
     colour: bool = False,
     ascii_only: bool = False,
 ) -> str:
-    """Return the tables as lines of text of at most `width` columns, with texts above and below them, each with its style.
+    """Draw the tables as lines of at most `width` columns, between the styled texts `above` and `below`.
 
-    Columns that do not fit are left out, and named below their table. Names break between words, and only where they take much of the
-    width.
+    Columns that do not fit are dropped, and named below their table. Names wrap between words, and only if they take much of the width.
     """
     from rich import box
     from rich.console import Console
@@ -62,7 +61,7 @@ def lines_of(
         frame = box.ASCII if ascii_only else box.SIMPLE_HEAD
         made = RichTable(box=frame, padding=(0, 1, 0, 0))
         for place in kept:
-            # Names break between words, and numbers nowhere.
+            # Names wrap between words; numbers never do.
             justify, limit = ("right", None) if place else ("left", name)
             made.add_column(table.heads[place], justify=justify, overflow="fold", no_wrap=place > 0, max_width=limit)
         for row in table.rows:
@@ -100,7 +99,7 @@ def lines_of(
 
 
 def wrapped(text: str, error: bool = False) -> str:
-    """Return the text wrapped to the width of the terminal; unchanged if standard output or standard error is none."""
+    """Wrap the text to the width of the terminal; return it unchanged if the stream is no terminal."""
     stream = sys.stderr if error else sys.stdout
     if not stream.isatty():
         return text
@@ -109,7 +108,7 @@ def wrapped(text: str, error: bool = False) -> str:
 
 
 def aligned(lines: Mapping[str, str]) -> str:
-    """Return a name and its text on each line, the texts below each other and wrapped at the width of the terminal."""
+    """Put each name and its text on a line, the texts aligned and wrapped to the width of the terminal."""
     width, indent = max(20, min(manner()[0], WIDTH)), max(map(len, lines), default=0) + 2
     return "\n".join(_filled(f"{name:<{indent}}{text}", width, " " * indent) for name, text in lines.items())
 
@@ -119,7 +118,7 @@ def _filled(text: str, width: int, indent: str = "") -> str:
 
 
 def markdown(table: Table, code: bool = True) -> str:
-    """Return the table as Markdown, without its title; `code`: first cells are names of schemes."""
+    """Format the table as Markdown, without its title; `code`: the first cells are names of schemes."""
     lines = [[_one_line(head) for head in table.heads], ["---"] * len(table.heads)]
     lines += [[f"`{name}`" if code else name, *map(_one_line, cells)] for name, *cells in table.rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""The parser of TOML: the standard library's, or on Python 3.10 the package `tomli`, which became it."""
+"""The TOML parser: the standard library's, or on Python 3.10 its predecessor, the package `tomli`."""
 
 import sys
 

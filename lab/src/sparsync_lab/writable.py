@@ -1,18 +1,18 @@
-"""Where the laboratory writes: its cache, and files that are tried before the work whose result they are to hold."""
+"""The laboratory's cache folder, and a check that output files are writable before the work that fills them."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be fetched or made again: sparsync under XDG_CACHE_HOME, or under ~/.cache without it."""
+    """Return the folder for data that can be fetched or made again: sparsync in XDG_CACHE_HOME, or in ~/.cache by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
 
 
 def check_file(path: Path | None, option: str = "--out") -> None:
-    """Make the folder of `path` where it is missing. Raises RuntimeError that names the option where no file can be written there.
+    """Create the folder of `path` if missing. Raises RuntimeError that names the option if no file can be written there.
 
-    None is no file. An existing file is not changed, and no new one is left behind.
+    None is no file. Existing files are not changed, and no new file is left behind.
     """
     if path is None:
         return

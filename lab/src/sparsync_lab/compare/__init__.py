@@ -1,1 +1,1 @@
-"""The comparison: the same training with several schemes, on the same ranks, one after the other."""
+"""The comparison: one training with several schemes, in turn on the same ranks."""

@@ -1,4 +1,4 @@
-"""The comparison itself: starts the ranks or joins those of a launcher, shows progress, and writes every record as it comes."""
+"""Run a comparison: start or join the ranks, show progress, and write records as they arrive."""
 
 import re
 import secrets
@@ -21,7 +21,7 @@ from sparsync_lab.workers.process import Message
 from sparsync_lab.workloads.base import Workload
 
 TASK = "sparsync_lab.compare.train:train_all"
-_ADDRESS = r" at 0x[0-9a-f]+"  # of an object whose class defines no text
+_ADDRESS = r" at 0x[0-9a-f]+"  # in the default repr of an object
 _RECORDS: dict[str, type] = {
     "scheme": results.SchemeStart,
     "step": results.StepRecord,
@@ -33,11 +33,11 @@ _RECORDS: dict[str, type] = {
 def compare(
     settings: CompareSettings, out: Path, command: Sequence[str], where: AbstractContextManager[Here | Hosts]
 ) -> bool:
-    """Train with every scheme and seed, one after the other on the same ranks; append all records to results.jsonl in `out`.
+    """Train with every scheme and seed in turn on the same ranks; append all records to results.jsonl in `out`.
 
-    `where`: `here`, or `joined` in each process that a launcher has started. Returns whether this process has the results.
-    Raises ValueError for settings that cannot run or that differ between ranks, and RuntimeError when the network cannot be built, a rank
-    ends early or replicas differ; what was recorded until then stays. No process and no network is left afterwards, whatever ends it.
+    `where`: `here`, or `joined` in every process of a launcher. Returns True in the process that has the results.
+    Raises ValueError for settings that cannot run or differ between ranks, and RuntimeError if the network cannot be built, a rank ends
+    early or replicas differ. Records written until then stay; processes and networks are always cleaned up.
     """
     with progress("checking the schemes and reading the data", announced=True):
         workload = settings.check()
@@ -61,7 +61,7 @@ def compare(
 
 
 class ComparisonDisplay:
-    """How far all trainings are, and a line for each evaluation, on standard error."""
+    """Show the progress of all trainings and a line for each evaluation, on standard error."""
 
     def __init__(self, settings: CompareSettings, metric: str) -> None:
         self.names = short_labels([choice.label for choice in settings.schemes])
@@ -71,11 +71,11 @@ class ComparisonDisplay:
         self.bar = Progress("steps of all trainings", self.trainings * self.steps)
 
     def update(self, message: Message) -> None:
-        """Show a message; all of a comparison come here in order."""
+        """Show a message. Messages arrive in order."""
         kind, before = message["kind"], max(0, self.number - 1) * self.steps
         if kind == "scheme":
             self.number, self.name = self.number + 1, self.names[message["scheme"]]
-        elif kind == "alive":  # before each training a copy of the model computes by itself
+        elif kind == "alive":  # before a training, a copy of the model computes without communication
             self.bar.at(self.number * self.steps, f"{self.number + 1}/{self.trainings} computing alone")
         elif kind == "progress":
             self.bar.at(before + message["step"], f"{self.number}/{self.trainings} {self.name}")
@@ -90,11 +90,11 @@ class ComparisonDisplay:
 
 @dataclass
 class _Records:
-    """Writes the messages of one run, and knows which scheme trains now."""
+    """Writes the messages of a run and remembers the current scheme."""
 
     run: str
     out: Path
-    current: Message | None = None  # the start of the scheme that trains now
+    current: Message | None = None  # the start of the current scheme
 
     def take(self, message: Message) -> None:
         if message["kind"] == "scheme":
@@ -105,7 +105,7 @@ class _Records:
             results.append(self.out, _record(self.run, message))
 
     def failed(self, why: str) -> None:
-        """Record the end of the scheme that trains now."""
+        """Record that the current scheme failed."""
         current, self.current = self.current, None
         if current is not None:
             status = f"failed: {why.splitlines()[0]}"
@@ -114,7 +114,7 @@ class _Records:
 
 @contextmanager
 def _recorded(run: results.Run, out: Path) -> Iterator[_Records]:
-    """Record the run and yield what records the rest; where the block is left early, that is recorded, too."""
+    """Record the run and yield a writer for its messages; an early exit from the block is recorded, too."""
     results.append(out, run)
     records = _Records(run.run, out)
     try:
@@ -128,7 +128,7 @@ def _recorded(run: results.Run, out: Path) -> Iterator[_Records]:
 
 
 def _identity(settings: CompareSettings, workload: Workload, device: str) -> Mapping[str, str]:
-    """Describe the settings that must be the same on all ranks. The place of the data may differ, not their content."""
+    """Describe the settings that must agree on all ranks. The data may lie in different places, but must have the same content."""
     plain = asdict(settings)
     plain["options"] = {key: value for key, value in settings.options.items() if key != "data"}
     described = dict(workload.describe())

@@ -1,4 +1,4 @@
-"""The settings of a comparison, checked in this process before anything is started."""
+"""The settings of a comparison, checked in this process before any rank starts."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +12,16 @@ from sparsync_lab.workloads.base import Workload, model_and_optimizer, share
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """One comparison. `check` raises ValueError for settings that could not run."""
+    """One comparison. `check` raises ValueError for settings that cannot run."""
 
     schemes: tuple[SchemeChoice, ...]
     workload: str = "shakespeare"  # a name, package.module:Class or path/to/file.py:Class
     options: dict[str, Any] = field(default_factory=dict)  # Any: options of the workload, checked by its constructor
     ranks: int = 4
     link: str = "100mbit"  # each way, of every rank; "none": loopback without limits
-    up: str | None = None  # the rate at which a rank sends, if it is not `link`
-    down: str | None = None  # the rate at which it receives
-    delay: str | None = None  # one way between any two ranks
+    up: str | None = None  # rate at which a rank sends, if not `link`
+    down: str | None = None  # rate at which it receives, if not `link`
+    delay: str | None = None  # one-way, between any two ranks
     jitter: str | None = None  # of the delay
     density: float = 0.01  # for the schemes that take one
     target: float | None = None  # quality to reach
@@ -33,22 +33,21 @@ class CompareSettings:
 
     @property
     def rates_bits_per_s(self) -> tuple[float | None, float | None]:
-        """The rates of every link up and down; None without limits, infinite where only the other direction has one."""
+        """The upload and download rates of every link; None without limits, infinite if only the other direction is limited."""
         return rates(self.link, self.up, self.down)
 
     @property
     def rate_bits_per_s(self) -> float | None:
-        """The slower of both: every byte that is sent is received, too. None without limits."""
+        """The slower direction's rate, since every byte sent is also received. None without limits."""
         up, down = self.rates_bits_per_s
         return None if up is None or down is None else min(up, down)
 
     @property
     def between(self) -> Delay:
-        """The delay between any two ranks."""
         return delay_of(self.delay, self.jitter)
 
     def check(self) -> Workload:
-        """Check how the settings fit together, try every scheme once, and return the workload with its data prepared."""
+        """Check the settings together, try every scheme once, and return the workload with its data prepared."""
         if not self.schemes:
             raise ValueError("a comparison needs at least one scheme; see --schemes")
         check_labels(self.schemes)
@@ -63,6 +62,6 @@ class CompareSettings:
 
 
 def settings_from_json(plain: dict[str, Any]) -> CompareSettings:  # Any: JSON, as dataclasses.asdict makes it
-    """Return the settings that `asdict` turned into JSON; the inverse of it, in another process."""
+    """Rebuild settings from the JSON form of `dataclasses.asdict`."""
     choices = tuple(SchemeChoice(**each) for each in plain["schemes"])
     return CompareSettings(**{**plain, "schemes": choices, "seeds": tuple(plain["seeds"])})

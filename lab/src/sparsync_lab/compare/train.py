@@ -1,4 +1,4 @@
-"""The training of one rank with one scheme after the other, timed and counted step by step."""
+"""Train on one rank with each scheme in turn, timed and counted step by step."""
 
 import copy
 import hashlib
@@ -32,7 +32,7 @@ from sparsync_lab.workloads.base import Workload, bare, loss_of
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import made_for, optimizer_for, own_clip_factor
 
-COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is compared with
+COMPUTE_STEPS = 20  # without communication; their median is the lower limit of every scheme's step time
 COMPUTE_WARMUP = 3
 
 
@@ -52,15 +52,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Training:
-    """The model of one rank as it trains: its gradients are reduced in the backward pass, or after it, or it takes local steps."""
+    """A rank's model in training. Gradients are reduced in the backward pass or after it, or the ranks take local steps."""
 
     model: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler
     handle: Handle
-    local: one_process.LocalTraining | None = None  # the handle, where it takes local steps
-    reducer: GradientReducer | None = None  # the handle, where gradients are reduced after they are clipped
-    unreported_bytes: float = 0.0  # that a rank sends in a step and the handle does not know of
+    local: one_process.LocalTraining | None = None  # the handle, if it takes local steps
+    reducer: GradientReducer | None = None  # the handle, if gradients are reduced after clipping
+    unreported_bytes: float = 0.0  # sent by a rank per step but unknown to the handle
 
     @property
     def clip_factor(self) -> float:
@@ -69,12 +69,12 @@ class Training:
         return 1.0 if self.local is None else one_process.own_clip_factor_of(self.local)
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """Have in the model what all ranks have in common."""
+        """Put the weights that all ranks have in common into the model for the block."""
         return nullcontext() if self.local is None else self.local.averaged()
 
 
 def train_all(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JSON
-    """Train with every seed and scheme of the settings in `spec`; the task of every worker of a comparison."""
+    """Train with every seed and scheme of the settings in `spec`. Each worker of a comparison runs this task."""
     settings = settings_from_json(dict(spec))
     workload = workloads.get(settings.workload, **settings.options)
     for seed in settings.seeds:
@@ -85,11 +85,11 @@ def train_all(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any
 def train(
     workload: Workload, choice: SchemeChoice, seed: int, settings: CompareSettings, place: Place, emit: Emit
 ) -> None:
-    """Train the workload's model for all steps, evaluate it at intervals, and emit the records and the progress.
+    """Train the workload's model for all steps, evaluate it at intervals, and emit records and progress.
 
-    Collective over the default process group. The clock stands still during evaluation. Replicas are the parameters: they must be the same
-    bits on all ranks. Buffers are as under DistributedDataParallel, where those of rank 0 count. Raises RuntimeError when replicas
-    differ at the end, or models at the start, and JobError where a method of the job fails.
+    Collective over the default process group. The clock stops during evaluation. Parameters must be bit-identical on all ranks; as under
+    DistributedDataParallel, only rank 0's buffers count. Raises RuntimeError if models differ at the start or replicas at the end, and
+    JobError if a method of the job fails.
     """
     with naming(workload.job_class(), "model"):
         model = workload.model(seed)
@@ -113,7 +113,7 @@ def train(
             )
             emit({"kind": "progress", **about, "step": step + 1, "loss": done.loss})
             if step == steps[-1]:
-                # A step may end before its last bytes have left the queues; after this they have.
+                # A step may end before its last bytes have left the queues; a barrier makes sure that they have.
                 _rendezvous(settings.timeout_s)
             before, counted = counted, _interface_sent(place)
             measured.append(replace(done, interface_bytes=counted - before))
@@ -128,14 +128,14 @@ def train(
     status = f"failed: replicas of ranks {different} differ from rank 0's" if different else "finished"
     exchanged = {} if training.local is None else one_process.exchanged(training.local)
     if choice.never_due(settings.steps):
-        exchanged["exchanges"] = 0  # the one at the end is the lab's
+        exchanged["exchanges"] = 0  # the lab makes the exchange at the end
     emit({"kind": "end", **about, "replicas_identical": not different, "status": status, **exchanged})
     if different:
         raise RuntimeError(f"after {choice.label!r} the replicas of ranks {different} differ from rank 0's")
 
 
 def _quality(workload: Workload, model: nn.Module, place: Place) -> float:
-    if place.device != "cpu":  # jobs evaluate where their data are; outside the clock
+    if place.device != "cpu":  # jobs evaluate on the CPU, where their data are; the clock is stopped
         model = copy.deepcopy(bare(model)).cpu()
     with naming(workload.job_class(), "evaluate", rank=place.rank, ranks=place.ranks):
         total, count = workload.evaluate(model, place.rank, place.ranks)
@@ -166,7 +166,7 @@ def _check_start(workload: Workload, model: nn.Module) -> None:
 
 @contextmanager
 def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Have rank 0's buffers in the model of every rank until the block ends, and own ones afterwards. Collective."""
+    """Put rank 0's buffers into every rank's model for the block, then restore the local ones. Collective."""
     buffers = list(model.buffers())
     own = [each.clone() for each in buffers]
     for each in buffers:
@@ -179,7 +179,7 @@ def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
 
 
 def _different_ranks(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the ranks whose tensors are not, bit for bit, those of rank 0. Collective."""
+    """List the ranks whose tensors are not bit-identical to rank 0's. Collective."""
     mine = torch.frombuffer(bytearray(_digest_of(tensors)), dtype=torch.uint8)
     all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(all_digests, mine)
@@ -187,14 +187,14 @@ def _different_ranks(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _rendezvous(timeout_s: float) -> None:
-    """Wait for all ranks. Raises RuntimeError that names those that do not come in time."""
+    """Wait for all ranks. Raises RuntimeError that names the late ones."""
     dist.monitored_barrier(timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
 
 
 def _training_of(
     workload: Workload, model: nn.Module, choice: SchemeChoice, settings: CompareSettings, place: Place
 ) -> Training:
-    """Return the training of a model that has not been trained. Collective over the group of `place`."""
+    """Set up the training of a fresh model. Collective over the group of `place`."""
     if choice.local is not None:
         optimizer, schedule = _optimizer(workload, model, settings.steps)
         where = {"timeout_s": settings.timeout_s, "bucket_mb": settings.bucket_mb, "group": place.group}
@@ -208,7 +208,7 @@ def _training_of(
             model, scheme, group=place.group, optimizer=followed, options=Options(timeout_s=settings.timeout_s)
         )
         return Training(model, optimizer, schedule, reducer, reducer=reducer)
-    # No initial broadcast: the weights are the same by their seed.
+    # No initial broadcast: the seed makes the weights equal.
     ddp = DistributedDataParallel(
         model,
         process_group=place.group,
@@ -235,7 +235,7 @@ def _optimizer(
 
 
 def _take_step(workload: Workload, training: Training, seed: int, step: int, place: Place, exchange: bool) -> Measured:
-    """Take one step; with `exchange`, local steps exchange at its end whatever is left."""
+    """Take one step; with `exchange`, local steps then exchange what is left."""
     began = time.perf_counter()
     loss = _forward_backward(workload, training.model, training.optimizer, seed, step, place)
     with naming(workload.job_class(), "clip", step, place.rank, place.ranks):
@@ -259,7 +259,7 @@ def _take_step(workload: Workload, training: Training, seed: int, step: int, pla
         wait_s=sum(report.wait_s or 0.0 for report in reports),
         reduce_s=sum(report.seconds or 0.0 for report in reports),
         sent_bytes=sum(report.sent.nbytes for report in reports if report.sent) + training.unreported_bytes,
-        interface_bytes=0.0,  # set by the caller, which reads the counters
+        interface_bytes=0.0,  # set by the caller
         messages=sum(report.sent.messages for report in reports if report.sent),
         union_density=sum(report.union for report in reports) / max(1, elements),
     )
@@ -275,7 +275,7 @@ def _forward_backward(
 
 
 def _finish(place: Place) -> None:
-    """Wait until the device has done its work, so that the clock counts it."""
+    """Wait for the device, so that its work is timed."""
     if place.device != "cpu":
         torch.cuda.synchronize(place.device)
 
@@ -283,9 +283,9 @@ def _finish(place: Place) -> None:
 def _compute_times(
     workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit
 ) -> tuple[float, float]:
-    """Return the median step, in seconds, of a copy that never communicates: of the slowest rank, and of the mean of the ranks.
+    """Measure the step of a copy that never communicates. Returns the medians, in seconds, of the slowest rank and of the ranks' mean.
 
-    All ranks begin each step together. The job is asked for no batch beyond its `steps`, and for a schedule that is long enough.
+    All ranks begin each step together. Batches stay within the job's `steps`; the schedule is long enough for all measured steps.
     """
     alone = copy.deepcopy(model)
     optimizer, schedule = _optimizer(workload, alone, max(steps, COMPUTE_WARMUP + COMPUTE_STEPS))
@@ -308,12 +308,12 @@ def _compute_times(
 
 
 def _interface_sent(place: Place) -> int:
-    """Return the bytes that the interface of this rank has sent; 0 where it is not the rank's alone."""
+    """Read the bytes sent by this rank's interface; 0 if other ranks share it."""
     return interface_counters(place.interface).sent_bytes if place.own_interface else 0
 
 
 def _digest_of(tensors: Iterable[Tensor]) -> bytes:
-    """Return the SHA-256 digest of all bits of the tensors."""
+    """Compute the SHA-256 digest of the tensors' bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -321,7 +321,6 @@ def _digest_of(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _described(choice: SchemeChoice, workload: Workload) -> dict[str, Any]:  # Any: JSON
-    """Describe a scheme for the records."""
     scheme = choice.make()
     local = {} if choice.local is None else {choice.steps: choice.local}
     replaces = choice.local is None and (scheme.has_momentum or isinstance(scheme, LaProp))

@@ -1,4 +1,4 @@
-"""The checks of `sparsync doctor` and its text. Without a script or a job it needs neither torch nor the packages of other commands."""
+"""The checks and the output of `sparsync doctor`. The machine checks need neither torch nor other commands' packages."""
 
 import importlib.metadata
 import platform
@@ -21,7 +21,7 @@ _BUILD_LINKS = "from sparsync_lab.netlab import network\nwith network(2, 1e7):\n
 
 @dataclass(frozen=True)
 class Check:
-    """The name of a check, what it found, and what to do, if anything."""
+    """The name and finding of a check, and the fix if one is needed."""
 
     name: str
     found: str
@@ -31,9 +31,9 @@ class Check:
 def doctor(
     script: Sequence[str] = (), workload: str = "", options: Mapping[str, Any] | None = None, scheme: str = ""
 ) -> int:
-    """Print what is there, and what the script or job would meet; end with what to do. Return the exit status: 0 for nothing, else 1.
+    """Print what the machine offers and what a script or job would meet, then what to do. Returns the exit status: 0 if nothing, else 1.
 
-    `options`: of the workload. `scheme`: "" for the default recipe.
+    `options` are the workload's. `scheme`: "" for the default recipe.
     """
     todo = _shown("This machine", [check() for check in (_python, _torch, _kernels, _links, _packages)])
     if script or workload:
@@ -83,7 +83,7 @@ def _kernels() -> Check:
 
 
 def _links() -> Check:
-    """Build two links, as compare and launch would."""
+    """Build two links as compare and launch do."""
     name = "limited links"
     try:
         prefix = reexecution_prefix()
@@ -103,12 +103,12 @@ def _packages() -> Check:
     missing = [name for name in NEEDED if _version(name) is None]
     others = [f"{name} {version}" for name in ADAPTED if (version := _version(name)) is not None]
     for_adapters = f"; for adapters: {', '.join(others) or 'none'}"
-    cure = f"install what is missing: {sys.executable} -m pip install {' '.join(missing)}" if missing else ""
-    return Check("packages", ", ".join(found) + for_adapters, cure)
+    fix = f"install what is missing: {sys.executable} -m pip install {' '.join(missing)}" if missing else ""
+    return Check("packages", ", ".join(found) + for_adapters, fix)
 
 
 def _of_job(result: trial.Result) -> Iterator[Check]:
-    """Yield what `sparsync.doctor` says of a job."""
+    """Yield the findings of `sparsync.doctor` for a job."""
     if result.failure:
         yield Check("failed", result.failure, "mend that")
         return
@@ -123,7 +123,7 @@ def _of_job(result: trial.Result) -> Iterator[Check]:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of an installed package; None if it cannot be imported."""
+    """Look up the version of an installed package; None if it cannot be imported."""
     if find_spec(package) is None:
         return None
     try:

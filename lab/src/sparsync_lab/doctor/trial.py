@@ -1,6 +1,6 @@
-"""A script or a job on one rank up to its first optimizer step, to hand its model and optimizer to `sparsync.doctor`.
+"""Run a script or a job on one rank up to its first optimizer step, and pass its model and optimizer to `sparsync.doctor`.
 
-A script runs in this process, which it leaves changed: the command ends after it.
+A script runs in this process and leaves it changed, so the command exits afterwards.
 """
 
 import os
@@ -30,7 +30,7 @@ _ONE_RANK = {
 
 @dataclass(frozen=True)
 class Result:
-    """What was found; only `failure` if there was no optimizer step."""
+    """The result of a trial; only `failure` is set if there was no optimizer step."""
 
     failure: str = ""
     model: str = ""
@@ -40,14 +40,14 @@ class Result:
 
 
 class _Found(BaseException):
-    """Ends a script whose model and optimizer are known. Scripts catch exceptions, but seldom this."""
+    """Ends a script once its model and optimizer are known. Not an Exception, which scripts often catch."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
 
 
 def of_script(script: Sequence[str], scheme: str) -> Result:
-    """Run a script with its arguments up to its first optimizer step, and return what was found."""
+    """Run a script with its arguments up to its first optimizer step, and examine it."""
     os.environ |= _ONE_RANK
     sys.argv, sys.path[0] = list(script), str(Path(script[0]).resolve().parent)
     _watch(scheme)
@@ -64,7 +64,7 @@ def of_script(script: Sequence[str], scheme: str) -> Result:
 
 
 def of_workload(name: str, options: Mapping[str, Any], scheme: str) -> Result:  # Any: options of the workload
-    """Make model and optimizer of a job, and return what was found."""
+    """Make the model and optimizer of a job, and examine them."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
     from torch.nn.parallel import DistributedDataParallel
@@ -78,7 +78,7 @@ def of_workload(name: str, options: Mapping[str, Any], scheme: str) -> Result:  
         model = DistributedDataParallel(workload.model(0), find_unused_parameters=workload.find_unused_parameters)
         optimizer, _ = workload.optimizer(model, 1)
         return _examined(model, optimizer, scheme)
-    except Exception as error:  # of the job's methods, too
+    except Exception as error:  # including errors of the job's methods
         return Result(f"{type(error).__name__}: {error}")
     finally:
         if dist.is_initialized():
@@ -86,7 +86,7 @@ def of_workload(name: str, options: Mapping[str, Any], scheme: str) -> Result:  
 
 
 def _watch(scheme: str) -> None:
-    """Have the first step of any torch optimizer, or the first forward pass after a use of sparsync, raise _Found."""
+    """Raise _Found at the first step of any torch optimizer, or at the first forward pass after the script used sparsync."""
     from torch import nn
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim import Optimizer
@@ -111,7 +111,7 @@ def _watch(scheme: str) -> None:
     def stepped(optimizer: Optimizer, *_: Any) -> None:  # Any: its arguments
         stepping = {id(each) for group in optimizer.param_groups for each in group["params"]}
         own = [each for each in models if any(id(parameter) in stepping for parameter in each.parameters())]
-        # The first that was called is the outermost: wrappers call what they wrap.
+        # The first model called is the outermost: wrappers call what they wrap.
         found = _examined(own[0], optimizer, scheme) if own else Result("its optimizer steps parameters of no model")
         raise _Found(found)
 
@@ -121,11 +121,10 @@ def _watch(scheme: str) -> None:
 
 
 def _examined(model: Any, optimizer: Any, scheme: str) -> Result:  # Any: torch's, which this module does not import
-    """Return what `sparsync.doctor` finds."""
     import sparsync
 
     if scheme:
-        os.environ |= {VARIABLE: scheme, COMMAND_LINE: scheme}  # which `sparsync.attach` of the script would read
+        os.environ |= {VARIABLE: scheme, COMMAND_LINE: scheme}  # read by `sparsync.attach`
     about = (_described(model), type(optimizer).__name__, os.environ.get(VARIABLE) or "default")
     try:
         return Result("", *about, sparsync.doctor(model, optimizer=optimizer))

@@ -1,1 +1,1 @@
-"""Quality against the bits that a rank sends, for a list of methods, in one process without links: the command `sparsync frontier`."""
+"""The command `sparsync frontier`: quality against bits sent, for a list of methods, in one process without links."""

@@ -1,4 +1,4 @@
-"""The command `sparsync frontier`: its trainings, and then its outputs: a table, a picture, and a part of a page."""
+"""The command `sparsync frontier`: run its trainings, then write a table, a picture and part of a page."""
 
 import shlex
 import sys
@@ -22,23 +22,23 @@ TABLES = "frontier.md"
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a study is written: a folder; a part of a page, None for none; and a file of comma-separated values."""
+    """The outputs of a study: a folder, optionally one part of a page, and optionally a CSV file."""
 
     out: Path
     page: Path | None = None
-    part: str | None = None  # None: called as the workload
+    part: str | None = None  # None: named after the workload
     csv: Path | None = None
 
 
 def frontier(study: FrontierStudy, where: Outputs, jobs: int, command: Sequence[str]) -> None:
-    """Complete the study in its folder, write its tables as Markdown, with a picture, into the folder, and print them.
+    """Complete the study in its folder, write its Markdown tables and a picture there, and print the tables.
 
-    With a page they also replace a part of that page, the picture beside it, under the command that was given.
-    Raises ValueError for settings that cannot work, before anything is trained.
+    With a page, tables, picture and the given command also replace one part of that page.
+    Raises ValueError before any training if the settings cannot work.
     """
     out, page, part = where.out, where.page, where.part or study.workload
     if page is not None:
-        replaced(page, part, "")  # so that a page without that part is found before the trainings
+        replaced(page, part, "")  # fail before the trainings if the page lacks that part
     check_file(out / runs.FILE_NAME)
     finished = complete(study, out, jobs, lambda line: print(line, file=sys.stderr, flush=True))
     from sparsync_lab.frontier.picture import picture
@@ -66,7 +66,7 @@ def frontier(study: FrontierStudy, where: Outputs, jobs: int, command: Sequence[
 
 
 def _markdown(found: Sequence[Panel], metric: str, command: Sequence[str], picture: str, in_page: bool = False) -> str:
-    """Return command, picture and tables; in a page, which explains them itself, tables are brief and have no remarks."""
+    """Format command, picture and tables; tables in a page are brief and have no remarks, as the page explains them."""
     parts = [f"```text\n{shlex.join(command)}\n```", f"![Percent behind dense over the bits sent]({picture})"]
     whole = {row.label: row.label for panel in found for row in panel.rows}
     for panel in found:

@@ -1,4 +1,4 @@
-"""The numbers of a study: for each number of ranks and steps a row for each method, at its best learning rate."""
+"""Compute the numbers of a study: a row per method at its best learning rate, for each number of ranks and steps."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over seeds, and the lowest and highest."""
+    """The mean over seeds, with the lowest and highest value."""
 
     mean: float
     low: float
@@ -33,7 +33,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, and half the width of its 95 % interval by Student's t distribution; None with one seed."""
+    """A mean over seeds with half the width of its 95 % interval (Student's t); None with one seed."""
 
     mean: float
     half: float | None
@@ -41,29 +41,30 @@ class Interval:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One method at its best rate. Traffic is what one rank sends in a step, over all seeds."""
+    """One method at its best rate. Traffic is per rank and step, averaged over seeds."""
 
     label: str
     kind: Kind
     rate: float
-    edge: bool  # the rate is the first or the last of several, so a better one may lie beyond
-    optimizer: str  # the name of the one that trained, and how many times the rate it takes
-    bits: float  # for each parameter; 0 where a method has no cost, as a limit that cannot be reached
+    edge: bool  # the rate is the lowest or highest of several, so a better one may lie beyond
+    optimizer: str  # its name, and its factor on the rate
+    bits: float  # per parameter; 0 if a method has no cost, such as an unreachable limit
     nbytes: float
     rounds: float
     union: float
     end: Mean  # quality
-    error: float | None  # the largest over seeds of its standard error over the validation data, where the job knows it
+    # Largest over seeds: standard error of the quality over the validation data, if the job reports it.
+    error: float | None
     behind: Mean  # percent behind dense at its best rate, seed by seed, at the end
     broken: str = ""  # why it is no result: "exchanged nothing", or "failed: " and the cause
     loss: float | None = None  # in the unit of `LOSSES`; None for another metric
-    loss_behind: Interval | None = None  # more than dense's, seed by seed
-    behind_best: float | None = None  # percent behind the better one of dense and laprop; None without laprop
+    loss_behind: Interval | None = None  # excess over dense's loss, seed by seed
+    behind_best: float | None = None  # percent behind the better of dense and laprop; None without laprop
 
 
 @dataclass(frozen=True)
 class Panel:
-    """All methods with the same ranks and steps, those that send least first."""
+    """All methods for one number of ranks and steps, sorted by the bits they send."""
 
     ranks: int
     steps: int
@@ -75,7 +76,7 @@ class Panel:
 def panels(
     study: FrontierStudy, finished: Mapping[Key, Finished], lower: bool, ours: Sequence[str] = OURS, metric: str = ""
 ) -> tuple[Panel, ...]:
-    """Return the numbers of a complete study. `metric`: of the job; where it is one of `LOSSES`, losses are compared too."""
+    """Compute the panels of a complete study. Losses are compared if the job's `metric` is in `LOSSES`."""
     return tuple(
         _panel(study, finished, ranks, steps, lower, ours, metric) for ranks in study.ranks for steps in study.steps
     )
@@ -90,7 +91,7 @@ def _panel(
     ours: Sequence[str],
     metric: str,
 ) -> Panel:
-    rates: dict[str, tuple[float, bool]] = {}  # the best one, and whether it is the lowest or the highest of several
+    rates: dict[str, tuple[float, bool]] = {}  # the best, and whether it is the lowest or highest of several
     trainings: dict[str, list[Finished]] = {}  # at the best rate
     for choice in study.schemes:
         tried, rate = study.tried(finished, choice.label, ranks, steps, lower)
@@ -133,7 +134,7 @@ def _panel(
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Return the mean and its 95 % interval, by Student's t distribution; no interval of one value, or where any is not finite."""
+    """Compute the mean and its 95 % interval (Student's t); no interval for a single value or if any is not finite."""
     if not all(map(math.isfinite, values)):
         return Interval(math.inf if math.inf in values else math.nan, None)
     mean, free = statistics.fmean(values), len(values) - 1
@@ -143,15 +144,15 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def _t_quantile(free: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution with `free` degrees of freedom, to 0.2 %."""
+    """Approximate the 97.5 % quantile of Student's t distribution with `free` degrees of freedom, to 0.2 %."""
     if free <= len(_T_QUANTILES):
         return _T_QUANTILES[free - 1]
-    z = 1.959964  # the normal one, and the first terms of an expansion in 1 / free
+    z = 1.959964  # the normal quantile, followed by the first terms of an expansion in 1 / free
     return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
 
 
 def _first(ends: Mapping[str, Sequence[float]], labels: Sequence[str], lower: bool) -> str:
-    """Return the label of the best mean quality; not a number counts as worst."""
+    """Pick the label with the best mean quality; NaN counts as worst."""
     means = {label: statistics.fmean(ends[label]) for label in labels}
     worst = math.inf if lower else -math.inf
     return (min if lower else max)(labels, key=lambda label: worst if math.isnan(means[label]) else means[label])
@@ -175,7 +176,7 @@ def _broken(trained: Sequence[Finished]) -> str:
 
 
 def kind(choice: SchemeChoice, ours: Sequence[str]) -> Kind:
-    """Return where a method comes from, by the name of its scheme; one of a file, a module or another package is the user's own."""
+    """Classify a method by its scheme's name; schemes from a file, a module or another package are the user's."""
     if choice.local is None and choice.name in BASELINES:
         return "baseline"
     if choice.name == ORACLE["oracle"]:

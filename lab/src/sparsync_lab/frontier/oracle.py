@@ -1,4 +1,4 @@
-"""The limit of every selection, which no rank can know without sending everything: for comparison, not for use."""
+"""The limit of every selection, for comparison only: no rank can know it without sending everything."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from sparsync.schemes import State
 
 @dataclass(frozen=True)
 class Oracle(Scheme):
-    """The largest elements of the mean of all ranks' accumulated gradients. Its report has no cost."""
+    """Select the largest elements of the mean of all ranks' accumulated gradients. The report has no cost."""
 
     density: float = 0.01
     name = "oracle"

@@ -1,4 +1,4 @@
-"""The picture of a study: bits on a logarithmic axis, percent behind dense beside it, a number in a mark for each method."""
+"""Draw a study: percent behind dense over bits on a logarithmic axis, with a numbered mark per method."""
 
 import io
 import math
@@ -17,15 +17,15 @@ from sparsync_lab.report.plots import FAINT, INK, STYLE
 
 _HUES = {"baseline": "#8a8a8a", "published": "#D55E00", "ours": "#0072B2", "your own": "#009E73", "limit": "#8a8a8a"}
 _MARKS = {"baseline": "D", "published": "s", "ours": "o", "your own": "^", "limit": "D"}
-_WIDTH, _HEIGHT, _SIDE = 6.0, 4.6, 4.4  # inches: of a panel, and of the list of names beside the panels
-_LINE = 0.19  # inches: of a name in that list
+_WIDTH, _HEIGHT, _SIDE = 6.0, 4.6, 4.4  # inches: a panel, and the width of the list of names
+_LINE = 0.19  # inches: one line of that list
 _DPI = 110
-_LINEAR = 2.0  # percent: up to here the vertical axis is linear, then logarithmic
+_LINEAR = 2.0  # percent: the vertical axis is linear up to here, then logarithmic
 _TICKS = (-5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 def picture(panels: Sequence[Panel], title: str) -> bytes:
-    """Return a PNG image with a panel for each number of ranks and steps. Methods without a cost, or that diverged, are left out."""
+    """Draw a PNG image with a panel per number of ranks and steps, without methods that have no cost or diverged."""
     image = io.BytesIO()
     columns = len({panel.ranks for panel in panels})
     lines = math.ceil(len(panels) / columns)
@@ -42,7 +42,7 @@ def picture(panels: Sequence[Panel], title: str) -> bytes:
         figure.subplots_adjust(
             left=0.75 / size[0], right=1 - _SIDE / size[0], bottom=0.6 / size[1], top=1 - 0.85 / size[1], wspace=0.06
         )
-        # A column for each number of ranks, a line for each number of steps.
+        # Columns are numbers of ranks, lines are numbers of steps.
         for place, panel in enumerate(panels):
             _draw(grid[place % lines][place // lines], panel, numbers)
         for axes in grid[:, 0]:
@@ -55,7 +55,7 @@ def picture(panels: Sequence[Panel], title: str) -> bytes:
 
 
 def _listed(panels: Sequence[Panel]) -> list[MethodRow]:
-    """Return the rows to be drawn in some panel, one for each method, those that send least first."""
+    """List one row per method that any panel draws, sorted by bits."""
     found: dict[str, MethodRow] = {}
     for panel in panels:
         for row in panel.rows:
@@ -74,7 +74,7 @@ def _draw(axes: Axes, panel: Panel, numbers: dict[str, int]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=_LINEAR, linscale=0.6)
     axes.axhline(0, color=FAINT, linewidth=0.8)
-    # The best quality for the bits.
+    # The best quality at each number of bits.
     axes.plot(*_undercut(rows), drawstyle="steps-post", color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1.5)
     for row in rows:
         last, hue = row.behind, _HUES[row.kind]
@@ -100,7 +100,7 @@ def _draw(axes: Axes, panel: Panel, numbers: dict[str, int]) -> None:
 
 
 def _undercut(rows: Sequence[MethodRow]) -> tuple[list[float], list[float]]:
-    """Return the line through the methods that no other beats in both bits and quality."""
+    """Compute the line through the methods that no other method beats in both bits and quality."""
     bits: list[float] = []
     gaps: list[float] = []
     for row in sorted(rows, key=lambda row: (row.bits, row.behind.mean)):

@@ -1,4 +1,4 @@
-"""Finished trainings: what tells one from another, and the file that keeps them, a JSON object a line."""
+"""Finished trainings: the key that identifies one, and the file that keeps them, one JSON object per line."""
 
 import json
 import math
@@ -16,45 +16,44 @@ FILE_NAME = "frontier.jsonl"
 
 @dataclass(frozen=True)
 class Key:
-    """One training: nothing else decides its result. `job` and `method` are described in full, as JSON."""
+    """All that determines the result of a training. `job` and `method` are full descriptions, as JSON."""
 
     job: str
     method: str
     ranks: int
     steps: int
     seed: int
-    rate: float  # times the job's own learning rate
+    rate: float  # factor on the job's learning rate
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A training, and what came out."""
+    """A training and its result."""
 
     key: Key
     elements: int  # parameters of the model
     seconds: float
     trained: Trained
-    failed: str = ""  # why it broke off; such a training is not kept, and its quality is not a number
+    failed: str = ""  # the cause; a failed training is not kept, and its quality is NaN
 
     @property
     def end(self) -> float:
-        """The quality after the last step."""
         return self.trained.quality[-1][1]
 
     @property
     def bits(self) -> float:
-        """What a rank sends for each parameter in a step."""
+        """Bits that a rank sends per parameter per step."""
         return self.trained.nbytes * 8 / self.elements
 
 
 def described(content: Mapping[str, Any]) -> str:  # Any: JSON
-    """Return the text that stands for a job or a method in keys."""
+    """Write a job or method as the text used in keys."""
     return json.dumps(content, sort_keys=True)
 
 
 def read(folder: Path) -> dict[Key, Finished]:
-    """Return the finished trainings in `folder`; none where there is no file. A last line that breaks off is left out.
+    """Read the finished trainings in `folder`; none if there is no file. An incomplete last line is ignored.
 
     Raises ValueError as `json_lines.read`.
     """
@@ -62,7 +61,7 @@ def read(folder: Path) -> dict[Key, Finished]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:  # Any: numbers, texts, None
-    """Return the trainings as rows of plain values, in the order of the file. Raises ValueError as `read`."""
+    """Read the trainings as rows of plain values, in file order. Raises ValueError as `read`."""
     return [
         {
             "workload": json.loads(each.key.job).get("workload", ""),
@@ -92,10 +91,10 @@ def _labelled(folder: Path) -> list[tuple[str, Finished]]:
 
 
 def append(folder: Path, finished: Finished, label: str) -> None:
-    """Append a finished training to the file in `folder`; `label` is for people who read it.
+    """Append a finished training to the file in `folder`; `label` is only for human readers.
 
-    One that failed is not: the next study tries it again. A line that broke off is cut off first. Raises RuntimeError where it cannot be
-    written.
+    A failed training is not written, so the next study repeats it. An incomplete last line is removed first. Raises RuntimeError if
+    writing fails.
     """
     if finished.failed:
         return
@@ -106,7 +105,7 @@ def append(folder: Path, finished: Finished, label: str) -> None:
 
 
 def _plain(value: float) -> float | str:
-    """Return the value as strict JSON, which has no infinity or not-a-number."""
+    """Convert NaN and infinities to text, since strict JSON lacks them."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""A study: which methods, ranks, steps, seeds and learning rates; which trainings it still needs, and those that are finished."""
+"""A study: its methods, ranks, steps, seeds and learning rates, and which of its trainings are missing."""
 
 import math
 import statistics
@@ -25,19 +25,19 @@ from sparsync_lab.workloads.base import Workload, model_and_optimizer, parameter
 from sparsync_lab.workloads.job_errors import JobError
 from sparsync_lab.workloads.own_momentum import made_for
 
-POINTS = 4  # evaluations of a training, evenly spaced; the last one at its end
+POINTS = 4  # evaluations per training, evenly spaced; the last is at its end
 
 ORACLE = {"oracle": "sparsync_lab.frontier.oracle:Oracle"}
 
-FURTHER = 8  # rates at most are tried beyond the lowest and highest of those asked for
+FURTHER = 8  # maximum number of rates tried beyond the requested ones
 
 
 @dataclass(frozen=True)
 class FrontierStudy:
-    """The settings of `sparsync frontier`. Each method trains at each of `rates` times the job's own, and counts at its best.
+    """The settings of `sparsync frontier`. Each method trains at `rates` times the job's learning rate and counts at its best.
 
-    While the best of several is the lowest or the highest, the next one beyond it is tried, too, in the ratio of the last two.
-    `rates_seed`: rates are tried with this seed only, and the others train at the best; None: all seeds at all rates.
+    While the best rate is the lowest or highest of several, the next one beyond it is tried, too, in the ratio of the last two.
+    `rates_seed`: the seed that tries the rates, while the others train at the best; None: all seeds at all rates.
     """
 
     schemes: tuple[SchemeChoice, ...]
@@ -51,7 +51,7 @@ class FrontierStudy:
     device: str = "cpu"
 
     def check(self) -> Workload:
-        """Check how the settings fit together, try every method once, and return the job with its data prepared."""
+        """Check the settings together, try every method once, and return the job with its data prepared."""
         if self.rates_seed is not None and self.rates_seed not in self.seeds:
             raise ValueError(
                 f"--rates-seed must be one of the seeds {', '.join(map(str, self.seeds))}, got {self.rates_seed}"
@@ -72,17 +72,17 @@ class FrontierStudy:
 
     @cached_property
     def job(self) -> str:
-        """The job as it stands in keys. Call `check` first: it reads the data."""
+        """The job's text in keys. Call `check` first: this reads the data."""
         return runs.described(workloads.get(self.workload, **self.options).describe())
 
     @cached_property
     def methods(self) -> dict[str, str]:
-        """Each method as it stands in keys, by its label."""
+        """The text of each method in keys, by label."""
         return {choice.label: runs.described(choice.described()) for choice in self.schemes}
 
     @cached_property
     def optimizers(self) -> dict[str, str]:
-        """The optimizer that each method trains with, by its label. Call `check` first."""
+        """The optimizer of each method, by label. Call `check` first."""
         workload = workloads.get(self.workload, **self.options)
         return {
             choice.label: made_for(Dense() if choice.local is not None else choice.make(), workload)
@@ -95,10 +95,9 @@ class FrontierStudy:
     def tried(
         self, finished: Mapping[Key, Finished], label: str, ranks: int, steps: int, lower: bool
     ) -> tuple[tuple[float, ...], float | None]:
-        """Return the rates to try, ascending, and the one of the best mean quality at the end over the seeds that try them.
+        """Return the rates to try, ascending, and the rate of the best mean final quality over the seeds that try them.
 
-        The best is None until all are finished. Not a number counts as worst, and of equally good rates the one nearest to the job's own
-        is taken.
+        The best is None until all are finished. NaN counts as worst; of equally good rates, the one nearest to the job's wins.
         """
         rates = tuple(sorted(self.rates))
         while True:
@@ -109,7 +108,7 @@ class FrontierStudy:
             rates = (lower_one, *rates) if best == rates[0] else (*rates, higher_one)
 
     def missing(self, finished: Mapping[Key, Finished], lower: bool) -> list[tuple[Key, SchemeChoice]]:
-        """Return the trainings to do next: those at all rates first, and where rates are tried with one seed, then the others."""
+        """List the trainings to do next: first all rates, then, if one seed tries the rates, the other seeds."""
         wanted: list[tuple[Key, SchemeChoice]] = []
         for ranks in self.ranks:
             for steps in self.steps:
@@ -124,7 +123,6 @@ class FrontierStudy:
 
     @property
     def _trying(self) -> tuple[int, ...]:
-        """The seeds that try rates."""
         return self.seeds if self.rates_seed is None else (self.rates_seed,)
 
     def _best(
@@ -148,15 +146,15 @@ class FrontierStudy:
 
 
 def _beyond(inner: float, edge: float) -> float:
-    """Return the next rate beyond `edge`, in three digits."""
+    """Extrapolate the next rate beyond `edge`, to three digits."""
     return float(f"{edge * edge / inner:.3g}")
 
 
 def complete(study: FrontierStudy, folder: Path, jobs: int, tell: Callable[[str], None]) -> dict[Key, Finished]:
-    """Do the trainings that `folder` lacks, `jobs` at a time, and return those of the study; `tell` gets a line about each.
+    """Do the trainings that `folder` lacks, `jobs` at a time, and return all of the study; `tell` gets a line about each.
 
-    Each is written when it ends, so an interrupted study goes on with the trainings that had not ended. Raises ValueError as
-    `FrontierStudy.check`, and where trainings need a GPU that is not there.
+    Each is written when it ends, so an interrupted study resumes with the unfinished ones. Raises ValueError as `FrontierStudy.check`, and
+    if trainings need a GPU that is not there.
     """
     workload = study.check()
     lower, finished = workload.better == "lower", runs.read(folder)
@@ -190,7 +188,7 @@ def _told(done: Finished, metric: str) -> str:
 def _trained(
     study: FrontierStudy, missing: Sequence[tuple[Key, SchemeChoice]], jobs: int
 ) -> Iterator[tuple[SchemeChoice, Finished]]:
-    """Yield each training when it ends. With several jobs each has a process; the first error ends all."""
+    """Yield trainings as they end. With several jobs, each training has a process; the first error ends all."""
     if jobs == 1:
         for key, choice in missing:
             yield choice, train(study.workload, study.options, choice, key)
@@ -208,7 +206,7 @@ def _trained(
 
 
 def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: Key) -> Finished:
-    """Do one training on one thread. One that breaks off counts as failed, but for dense, without which there is no study.
+    """Train once on one thread. A training that breaks off counts as failed; dense raises, since the study needs it.
 
     Raises JobError where a method of the job fails.
     """
@@ -242,5 +240,5 @@ def _train(job: Workload, choice: SchemeChoice, key: Key, points: Collection[int
         choice.leaves_rest(key.steps),
         device=key.device,
     )
-    # The exchange at the end is the lab's.
+    # The lab makes the exchange at the end.
     return replace(trained, exchanges=0) if choice.never_due(key.steps) else trained

@@ -1,4 +1,4 @@
-"""The tables of a study: on a terminal, and as Markdown."""
+"""Format the tables of a study for a terminal and as Markdown."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,12 +7,12 @@ from sparsync_lab.frontier.figures import LOSSES, Interval, MethodRow, Panel
 from sparsync_lab.report.format import behind_text, significant
 from sparsync_lab.terminal import NOTHING, Table
 
-# A heading, the cell of a row under it, whether it needs a result, and whether a page has room for it.
+# Heading, cell of a row, whether the cell needs a result, and whether a page shows the column.
 Column = tuple[str, Callable[[MethodRow], str], bool, bool]
 
 
 def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
-    """Return the table of one panel, those that send least first; `names`: what stands for each label."""
+    """Tabulate one panel, fewest bits first; `names` maps labels to the names shown."""
     unit = LOSSES.get(metric, "")
     columns: list[Column] = [
         ("method", lambda row: names[row.label], False, True),
@@ -48,14 +48,14 @@ def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
 
 
 def brief(shown: Table) -> Table:
-    """Return the table with the columns that a page has room for."""
+    """Keep only the columns that a page shows."""
     kept = [i for i, head in enumerate(shown.heads) if head not in shown.less]
     rows = tuple(tuple(row[i] for i in kept) for row in shown.rows)
     return Table(shown.title, tuple(shown.heads[i] for i in kept), rows)
 
 
 def remarks(panels: Sequence[Panel]) -> list[str]:
-    """Return the lines under the tables."""
+    """Write the remarks below the tables."""
     lines = [
         "Bits and kB: what one rank sends per step, in closed form; `sparsync compare` counts frames too. Message rounds: "
         "exchanges that wait for each other. All three are means over ranks and steps.",
@@ -88,7 +88,7 @@ def remarks(panels: Sequence[Panel]) -> list[str]:
 
 
 def broken(panels: Sequence[Panel]) -> list[str]:
-    """Return a line for each row that is no result: its training failed, or no exchange changed the weights."""
+    """Write a line for each row without a result: its training failed, or no exchange changed the weights."""
     return [
         f"{row.label} {_capitals(row.broken)} ({panel.ranks} ranks, {panel.steps} steps, rate {row.rate:g}). Its row is no result."
         for panel in panels
@@ -104,12 +104,12 @@ def _capitals(broken: str) -> str:
 
 
 def _several(panel: Panel) -> bool:
-    """Return whether some method trains with another optimizer than others."""
+    """Tell whether the methods train with different optimizers."""
     return len({row.optimizer for row in panel.rows}) > 1
 
 
 def interval_text(found: Interval | None) -> str:
-    """Return a difference of losses with its 95 % interval, to a thousandth: +0.012 +- 0.008."""
+    """Format a difference of losses with its 95 % interval, to a thousandth: +0.012 +- 0.008."""
     if found is None:
         return NOTHING
     mean = f"{found.mean:+.3f}" if round(found.mean, 3) else "0"

@@ -1,4 +1,4 @@
-"""Faults for ranks that train with `sparsync_elastic`: as a user writes them, and given to processes when they are due."""
+"""Faults for ranks that train with `sparsync_elastic`: parse the user's text and inject them when due."""
 
 import os
 import re
@@ -14,13 +14,13 @@ from sparsync_lab.netlab import MAX_RANKS, RunNetwork
 from sparsync_lab.workers.descendants import die_with_parent
 from sparsync_lab.workers.ranks import Ranks
 
-KINDS = {  # whether each is of one rank, and whether it lasts
+KINDS = {  # whether it hits a rank, and whether it has a duration
     "kill": (True, False),  # SIGKILL
     "leave": (True, False),  # SIGTERM
     "freeze": (True, True),  # SIGSTOP, and SIGCONT
-    "partition": (True, True),  # the link of a rank goes down, and up
+    "partition": (True, True),  # the link of a rank goes down and comes up again
     "join": (False, False),  # one more process
-    "store": (False, True),  # the store's process is killed, and started again
+    "store": (False, True),  # the store's process is killed and restarted
 }
 _FORMS = ("kill:2@30s", "leave:1@60s", "freeze:3@20s+8s", "partition:0@70s+10s", "join@45s", "store@10s+3s")
 STORE = "sparsync_elastic"
@@ -63,12 +63,12 @@ def parse_fault(text: str) -> Fault:
 
 
 def places(faults: Sequence[Fault], ranks: int) -> int:
-    """Return the number of links: one for each rank, and with faults one for each that joins and the last one for the store."""
+    """Count the links: one per rank and, with faults, one per joining rank and a last one for the store."""
     return ranks + (sum(each.kind == "join" for each in faults) + 1 if faults else 0)
 
 
 def check_faults(faults: Sequence[Fault], ranks: int, limited: bool) -> None:
-    """Raise ValueError for a fault of a rank or a link that does not exist by then."""
+    """Raise ValueError for a fault whose rank or link does not exist at its time."""
     joins = sorted(each.at_s for each in faults if each.kind == "join")
     if (needed := places(faults, ranks)) > MAX_RANKS:
         raise ValueError(
@@ -89,21 +89,21 @@ def check_faults(faults: Sequence[Fault], ranks: int, limited: bool) -> None:
 
 @dataclass
 class Injector:
-    """The faults of a run. In its block the store runs, in the last network namespace."""
+    """Injects the faults of a run. Within its block the store runs, in the last network namespace."""
 
     faults: Sequence[Fault]
-    count: int  # of the first ranks
+    count: int  # of initial ranks
     links: RunNetwork
     port: int
     ranks: Ranks
     start: Callable[[int, int], None]  # starts the next rank: its number, its place (network namespace)
     places: list[int] = field(default_factory=list)  # by rank
-    # Ranks whose end ends nothing else, and that have no say in the exit status.
+    # Ranks hit by a fault: their end stops no other rank, and their exit status is ignored.
     hit: set[int] = field(default_factory=set)
-    begun: list[str] = field(default_factory=list)  # what was done, in words
+    begun: list[str] = field(default_factory=list)  # faults so far, in words
     _leaving: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)  # places
-    _ends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)  # of faults that last
+    _ends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)  # of faults with a duration
     _store: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -117,13 +117,13 @@ class Injector:
         self._end_store()
 
     def begin(self) -> None:
-        """Start the first ranks."""
+        """Start the initial ranks."""
         for rank in range(self.count):
             self._join(rank, rank)
 
     @property
     def due_s(self) -> float:
-        """When something is due next."""
+        """The time of the next event."""
         times = [at_s for at_s, _ in self._ends] + [each.at_s for each in self._pending[:1]]
         return min(times, default=float("inf"))
 
@@ -133,7 +133,7 @@ class Injector:
         return self._store is not None and self._store.poll() is not None
 
     def turn(self, now_s: float, stopped: bool) -> list[str]:
-        """End and begin what is due, and return what was done. Once the run was stopped or a rank is done, nothing begins."""
+        """End and begin what is due, and describe it. Nothing begins once the run was stopped or a rank is done."""
         for each in [each for each in self._ends if each[0] <= now_s]:
             self._ends.remove(each)
             each[1]()
@@ -146,11 +146,11 @@ class Injector:
         return new
 
     def not_given(self) -> list[str]:
-        """Return the faults whose time has not come, in words."""
+        """Describe the faults whose time has not come."""
         return [_told(each, each.at_s, f"{_NOT_GIVEN}the run has ended before") for each in self._pending]
 
     def _give(self, fault: Fault, now_s: float) -> str:
-        """Begin a fault, and return what was done in words."""
+        """Begin a fault, and describe it."""
         if fault.kind == "join":
             place, number = self._free_place(), len(self.ranks.all)
             if place is None:
@@ -183,7 +183,7 @@ class Injector:
         return f"rank {rank.number} {({'kill': 'is killed', 'leave': 'is told to leave', 'freeze': 'is stopped'})[fault.kind]}"
 
     def _free_place(self) -> int | None:
-        """Return the place that has been without a process for longest, those first that never had one."""
+        """Pick the place that has been free longest, preferring unused ones."""
         taken = self._cut | {self.places[rank.number] for rank in self.ranks.running}
         free = [place for place in range(places(self.faults, self.count) - 1) if place not in taken]
         last = {place: number for number, place in enumerate(self.places)}
@@ -204,7 +204,7 @@ class Injector:
             self.links.command(place, argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            # Without names of hosts torch warns about each connection, in the middle of what a command shows.
+            # torch warns about each connection without a host name, in the middle of a command's output.
             env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
             preexec_fn=die_with_parent,  # noqa: PLW1509  # one system call, which needs no lock of another thread
         )

@@ -1,4 +1,4 @@
-"""What the ranks write, line by line behind their prefix, in the order in which it comes."""
+"""Show the ranks' output line by line, each with its rank's prefix, in order of arrival."""
 
 import os
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from sparsync_lab.terminal import WIDTH, wrapped
 
 LONGEST_LINE = 1 << 16  # bytes; longer ones are cut
-# torch writes this once for each rank: the addresses of limited links have no names.
+# torch writes this once per rank, because the addresses of limited links have no names.
 _NOISE = b"[c10d] The hostname of the client socket cannot be retrieved"
 
 
 @dataclass
 class Lines:
-    """Cuts what one stream of a rank writes into lines with a prefix. Of a line that was overwritten ("\\r") the last state is shown."""
+    """Cuts a rank's output stream into prefixed lines. For a line overwritten with "\\r" the last state is shown."""
 
     prefix: bytes
     _rest: bytes = b""
 
     def cut(self, content: bytes) -> bytes:
-        """Return the lines that are complete with `content`. Empty content is the end of the stream, and ends the last line."""
+        """Return the lines that `content` completes. Empty content is the end of the stream and completes the last line."""
         *lines, self._rest = (self._rest + content).split(b"\n")
         if self._rest and (not content or len(self._rest) > LONGEST_LINE):
             lines.append(self._rest)

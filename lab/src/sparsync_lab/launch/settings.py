@@ -16,7 +16,7 @@ from sparsync_lab.netlab.delay import check_delay
 MOST_EXACT_BITS_PER_S = 1e9
 # What a rank has unless the user's environment says otherwise: one thread, as with torchrun, and lines as they are printed.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-# NCCL sees one machine, and would go through its memory, past the links.
+# NCCL sees one machine and would use its memory instead of the links.
 _THROUGH_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
@@ -24,7 +24,7 @@ _THROUGH_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_D
 class LaunchSettings:
     """The command of each rank, and the links.
 
-    `up_bits_per_s` and `down_bits_per_s` are None without limits; one of them is infinite where only the other is limited.
+    `up_bits_per_s` and `down_bits_per_s` are None without limits; one is infinite if only the other direction is limited.
     """
 
     command: tuple[str, ...]
@@ -33,7 +33,7 @@ class LaunchSettings:
     down_bits_per_s: float | None  # from the switch to a rank
     scheme: str | None = None  # a text for SPARSYNC_SCHEME
     nodes: bool = False  # each rank is a machine to the script: LOCAL_RANK is 0
-    grace_s: float = 5.0  # after the first failure, and again after SIGTERM
+    grace_s: float = 5.0  # seconds between the first failure and SIGTERM, and between SIGTERM and SIGKILL
     delay: Delay = NO_DELAY  # between any two ranks
     faults: tuple[Fault, ...] = ()
 
@@ -60,7 +60,7 @@ class LaunchSettings:
 
 
 def checked_command(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that every rank runs; this Python runs a Python file. Raises ValueError without a program."""
+    """Complete the command that every rank runs: a Python file gets this Python. Raises ValueError without a program."""
     command = tuple(words[1:] if words[:1] == ["--"] else words)
     if not command:
         raise ValueError("no command was given; write it behind --, as in sparsync launch --ranks 4 -- python train.py")
@@ -74,9 +74,9 @@ def checked_command(words: Sequence[str]) -> tuple[str, ...]:
 def environment(
     settings: LaunchSettings, rank: int, interface: str, address: str, port: int, run_id: str, note: Path
 ) -> dict[str, str]:
-    """Return the environment of a rank: this program's, torchrun's variables, and the interface for gloo and NCCL.
+    """Build the environment of a rank: this program's, torchrun's variables, and the interface for gloo and NCCL.
 
-    With `nodes` each rank is a machine. At `address` and `port` listens rank 0's process group, or, with faults, the store of the run. What
+    With `nodes`, each rank is a machine to the script. `address` and `port` are rank 0's or, with faults, the store's. The process that
     reads the scheme writes it into the file `note`.
     """
     P = settings.ranks
@@ -96,7 +96,7 @@ def environment(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": bool(settings.faults),  # otherwise rank 0 is the store
+        "TORCHELASTIC_USE_AGENT_STORE": bool(settings.faults),  # otherwise rank 0 hosts the store
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,

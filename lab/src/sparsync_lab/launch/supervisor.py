@@ -1,4 +1,4 @@
-"""Builds the network, runs the ranks in it, shows what they write, and stops all of them: one thread and one loop."""
+"""Build the network, run the ranks in it, show their output, and stop them all, in one thread with one loop."""
 
 import math
 import signal
@@ -20,12 +20,12 @@ from sparsync_lab.netlab import RunNetwork, network
 from sparsync_lab.workers.descendants import die_with_parent, subreaper
 from sparsync_lab.workers.ranks import Rank, Ranks
 
-LOOK_S = 0.25  # between two looks at the counters
+LOOK_S = 0.25  # between two reads of the counters
 
 
 @dataclass
 class LaunchedRun:
-    """All ranks, and why they are stopped."""
+    """All ranks, and the reason why they are stopped."""
 
     settings: LaunchSettings
     ranks: Ranks
@@ -38,7 +38,7 @@ class LaunchedRun:
 
     @property
     def seconds(self) -> float:
-        """How long the ranks have run."""
+        """Time since the ranks started."""
         return time.monotonic() - self.began
 
     @property
@@ -57,7 +57,7 @@ class LaunchedRun:
         return 128 - status if status < 0 else status
 
     def stop(self, number: int, *_: object) -> None:
-        """Stop all ranks by this signal, which came from outside; a second one kills them."""
+        """Pass a signal from outside on to all ranks; a second signal kills them."""
         if self.stopped_by is not None:
             self.ranks.stop(signal.SIGKILL)
             return
@@ -66,7 +66,7 @@ class LaunchedRun:
 
     @contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
-        """Have the signals that end a program stop the ranks in this block."""
+        """Redirect the signals that end a program to the ranks for the block."""
         before = {each: signal.signal(each, self.stop) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             yield
@@ -75,10 +75,10 @@ class LaunchedRun:
                 signal.signal(number, handler)
 
     def note_failure(self) -> None:
-        """Find the first rank that failed. It ends the others, after a grace period, unless a fault has hit it."""
+        """Note the first failed rank. Unless a fault hit it, the others are stopped after a grace period."""
         if self.ending:
             return
-        # Of several at the same time a killed one comes first: the others' errors follow from it.
+        # Among simultaneous failures, prefer a killed rank: its death causes the others' errors.
         hit = set() if self.injector is None else self.injector.hit
         failing = [rank for rank in self.ranks.all if rank.status and rank.number not in hit]
         failed = min(failing, key=lambda rank: rank.status or 0, default=None)
@@ -89,7 +89,7 @@ class LaunchedRun:
             self.ranks.stop_later()
 
     def give_faults(self, injector: Injector) -> None:
-        """Begin the faults that are due, and say so."""
+        """Begin the faults that are due, and print them."""
         for each in injector.turn(self.seconds, self.ending):
             self.output.say(each)
         if injector.store_ended and not self.ending and not self.store_lost:
@@ -101,14 +101,14 @@ class LaunchedRun:
 
 
 def launch(settings: LaunchSettings) -> int:
-    """Run the command on every rank, print the summary, and return the exit status: that of the first rank that failed, or 0.
+    """Run the command on every rank, print the summary, and return the exit status of the first failed rank, or 0.
 
-    A rank that a signal has ended counts as 128 + the signal, and so does this program. No process, namespace or interface is left when
-    it returns. When this program is killed, the kernel ends ranks and namespaces; what a rank has started may stay.
+    A signal counts as 128 + its number, for ranks and for this program. No process, namespace or interface is left on return. If this
+    program is killed, the kernel ends ranks and namespaces, but processes started by a rank may stay.
     """
     up, down = settings.up_bits_per_s, settings.down_bits_per_s
     with (
-        TemporaryDirectory(prefix="sparsync-lab-") as folder,  # a file for each rank, empty until it reads the scheme
+        TemporaryDirectory(prefix="sparsync-lab-") as folder,  # a file per rank, empty until it reads the scheme
         network(settings.places, up, settings.exact_framing, down, settings.delay) as links,
         subreaper(),
         Ranks(settings.grace_s) as ranks,
@@ -135,7 +135,7 @@ def launch(settings: LaunchSettings) -> int:
 
 
 def _starter(run: LaunchedRun, links: RunNetwork, meter: Meter, notes: Path, port: int) -> Callable[[int, int], None]:
-    """Return the function that starts the rank with a number at one of the places of the network."""
+    """Return a function that starts a rank, given its number and its place in the network."""
     run_id = str(uuid.uuid4())
     address = links.address(run.settings.places - 1 if run.settings.faults else 0)
 
@@ -152,14 +152,14 @@ def _starter(run: LaunchedRun, links: RunNetwork, meter: Meter, notes: Path, por
             },
             stdin=subprocess.DEVNULL,
             env=environment(run.settings, number, links.interface, address, port, run_id, note),
-            preexec_fn=die_with_parent,  # if this program is killed; it has no other threads
+            preexec_fn=die_with_parent,  # if this program is killed; safe, as it has no other threads
         )
 
     return start
 
 
 def _watch(run: LaunchedRun, meter: Meter) -> None:
-    """Wait until all ranks have ended and what they wrote is written."""
+    """Wait until all ranks have ended and their output is written."""
     ranks, looked = run.ranks, 0.0
     while ranks.busy:
         due = math.inf if run.injector is None else run.began + run.injector.due_s
@@ -171,7 +171,7 @@ def _watch(run: LaunchedRun, meter: Meter) -> None:
             run.give_faults(run.injector)
         if run.seconds - looked >= LOOK_S:
             looked = run.seconds
-            # With faults, others may take the places of ranks that have ended.
+            # With faults, new ranks may take the places of ended ones.
             meter.look(looked, [rank.number for rank in ranks.all if not rank.running] if run.injector else [])
 
 

@@ -1,4 +1,4 @@
-"""The bytes of each rank's interface while the ranks run, and the table at the end."""
+"""Count the bytes of each rank's interface while the ranks run, and format the final table."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -13,16 +13,16 @@ from sparsync_lab.terminal import WIDTH, Table, lines_of, manner
 
 @dataclass
 class Traffic:
-    """What one interface has sent and received, as it was seen last; seconds are those since the ranks were started."""
+    """The traffic of one interface at the last look; seconds count from the start of the ranks."""
 
     sent_nbytes: int = 0
     received_nbytes: int = 0
     began_s: float | None = None  # the last look before the first byte
     seen_s: float = 0.0  # the last look
     last_s: float = 0.0  # the look that saw the last byte
-    place: int = 0  # whose interface it is
-    before: tuple[int, int] = (0, 0)  # what an earlier rank there has sent and received
-    ended: bool = False  # so the interface may be another rank's
+    place: int = 0  # of the interface
+    before: tuple[int, int] = (0, 0)  # sent and received by earlier ranks there
+    ended: bool = False  # then the interface may belong to another rank
 
     def look(self, sent: int, received: int, now_s: float) -> None:
         sent, received = sent - self.before[0], received - self.before[1]
@@ -33,32 +33,32 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """From the first byte to the last, as closely as looks tell."""
+        """Time from the first byte to the last, to the precision of the looks."""
         return 0.0 if self.began_s is None else self.last_s - self.began_s
 
 
 @dataclass
 class Meter:
-    """The interfaces of all ranks. Over loopback, where one interface has the traffic of all programs, nothing is counted."""
+    """The interfaces of all ranks. Nothing is counted over loopback, which carries the traffic of all programs."""
 
     settings: LaunchSettings
     links: RunNetwork
     ranks: list[Traffic] = field(default_factory=list)
-    carried: Forwarded | None = None  # by the program that delays packets, once all ranks have ended
+    carried: Forwarded | None = None  # by the delaying program, once all ranks have ended
 
     def __post_init__(self) -> None:
         if not self.settings.faults:
             self.ranks = [Traffic(place=place) for place, _ in enumerate(self.links.anchors)]
 
     def join(self, place: int, now_s: float) -> None:
-        """Count the traffic of one more rank from now on, which is there alone."""
+        """Count the traffic of one more rank, the only one at `place`, from now on."""
         if self.links.anchors:
             counted = interface_counters(self.links.interface, self.links.anchors[place])
             before = (counted.sent_bytes, counted.received_bytes)
             self.ranks.append(Traffic(seen_s=now_s, place=place, before=before))
 
     def look(self, now_s: float, ended: Collection[int] = ()) -> None:
-        """Read the counters; for the last time those of ranks that have `ended`, and may have a successor."""
+        """Read the counters; those of `ended` ranks, which may have a successor, for the last time."""
         for rank, traffic in enumerate(self.ranks):
             if not traffic.ended:
                 counted = interface_counters(self.links.interface, self.links.anchors[traffic.place])
@@ -66,7 +66,7 @@ class Meter:
                 traffic.ended = rank in ended
 
     def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int], width: int = WIDTH) -> str:
-        """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""
+        """Format the summary; `endings`: how each rank ended, `readers`: the ranks that read the scheme."""
         links = links_text(self.settings.up_bits_per_s, self.settings.down_bits_per_s, self.settings.delay)
         scheme = _scheme(self.settings, readers, len(endings))
         about = [
@@ -110,7 +110,7 @@ class Meter:
 
 
 def _scheme(settings: LaunchSettings, readers: Sequence[int], ranks: int) -> list[str]:
-    """Return the scheme in words, and which ranks took it unless all did; [] without a scheme."""
+    """Name the scheme, and the ranks that read it unless all did; [] without a scheme."""
     if settings.scheme is None:
         return []
     some = f" on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"
@@ -119,7 +119,7 @@ def _scheme(settings: LaunchSettings, readers: Sequence[int], ranks: int) -> lis
 
 
 def _rate_cells(nbytes: int, seconds: float, limit: float | None) -> list[str]:
-    """Return the rate in Mbit/s, and its share of the link's."""
+    """Format the rate in Mbit/s and its share of the link's rate."""
     rate = 8 * nbytes / seconds if seconds else 0.0
     share = "-" if limit is None or math.isinf(limit) or not seconds else f"{rate / limit:.0%}"
     return [significant(rate / 1e6) if seconds else "-", share]

@@ -1,14 +1,14 @@
-"""The traffic of a network interface as the kernel counts it: frames with headers, acknowledgements and retransmissions."""
+"""Read the traffic of a network interface from the kernel: frames with headers, acknowledgements and retransmissions."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-NET_DEV = Path("/proc/self/net/dev")  # of the network namespace of the process that reads it
+NET_DEV = Path("/proc/self/net/dev")  # of the reading process's network namespace
 
 
 @dataclass(frozen=True)
 class Counters:
-    """The bytes and packets that an interface has sent and received since it was created."""
+    """The bytes and packets that an interface has sent and received since its creation."""
 
     sent_bytes: int
     received_bytes: int
@@ -25,7 +25,7 @@ class Counters:
 
 
 def interface_counters(interface: str, anchor: int | None = None) -> Counters:
-    """Return the counters of an interface in the network namespace of this process, or of the process with the id `anchor`.
+    """Read an interface's counters in the network namespace of this process, or of the process with the id `anchor`.
 
     Raises ValueError if there is no such interface.
     """

@@ -1,4 +1,4 @@
-"""One-way delays as users write them. No interface is touched here."""
+"""Parse and check one-way delays. This module touches no interface."""
 
 import re
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Delay:
-    """The time of a packet between any two ranks, in addition to the time in which links carry its bytes."""
+    """The delay of a packet between any two ranks, in addition to its transmission time."""
 
     one_way_s: float = 0.0
-    jitter_s: float = 0.0  # the most by which it is longer or shorter; no packet overtakes another one
+    jitter_s: float = 0.0  # maximum deviation from the delay; packets stay in order
 
     def __post_init__(self) -> None:
         if not 0 <= self.one_way_s <= LONGEST_S:
@@ -32,7 +32,7 @@ NO_DELAY = Delay()
 
 
 def parse_delay(text: str) -> float:
-    """Return a time in seconds: "25ms", "25 ms" and "0.025s" are 0.025. Only 0 needs no unit.
+    """Parse a time into seconds: "25ms", "25 ms" and "0.025s" are 0.025. Only 0 needs no unit.
 
     Raises ValueError for anything else.
     """
@@ -43,7 +43,7 @@ def parse_delay(text: str) -> float:
 
 
 def delay_of(delay: str | None, jitter: str | None) -> Delay:
-    """Return the delay of the options --delay and --jitter; None is 0. Raises ValueError that names the option."""
+    """Build the delay of the options --delay and --jitter; None is 0. Raises ValueError that names the option."""
     times = []
     for option, text in (("--delay", delay), ("--jitter", jitter)):
         try:
@@ -54,7 +54,7 @@ def delay_of(delay: str | None, jitter: str | None) -> Delay:
 
 
 def check_delay(delay: Delay, limited: bool) -> Delay:
-    """Return the delay itself. Raises ValueError if there are no links that could have it."""
+    """Check that there are links for the delay, and return it. Raises ValueError otherwise."""
     if delay and not limited:
         raise ValueError(
             f"a delay of {1e3 * delay.one_way_s:g} ms needs links with a rate, and ranks without one share loopback; give --link a rate, "

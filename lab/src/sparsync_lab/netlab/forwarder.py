@@ -1,6 +1,6 @@
-"""The program that carries packets between the ranks if links have a delay: compiled once per user, started, queried, and ended.
+"""Compile, start, query and end the program that carries packets between the ranks if links have a delay.
 
-`forwarder.c` beside this file is the program, and says what it does with a packet.
+The program is `forwarder.c` beside this file, which explains how it treats a packet. It is compiled once per user.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ from sparsync_lab.writable import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEVICE = Path("/dev/net/tun")
-QUEUE_BYTES = 64 << 20  # of a rank's packets that may be under way, in addition to rate x delay
-# The largest default socket buffers of Linux, the most that they may hold here, and how many times rate x round trip they need: TCP counts
-# the memory of packets, and lets a window be half of it.
+QUEUE_BYTES = 64 << 20  # of a rank's packets in flight, in addition to rate x delay
+# Linux's largest default socket buffers, our maximum for them, and their multiple of rate x round trip: TCP also counts the packets'
+# memory and limits a window to half of the buffer.
 RECEIVED_BYTES, SENT_BYTES, MOST_BYTES, WINDOWS = 6 << 20, 4 << 20, 1 << 30, 4
 CURE = "or leave --delay out: links without a delay need neither a compiler nor TUN devices"
 
 
 @dataclass(frozen=True)
 class Forwarded:
-    """The traffic that the forwarder has carried since it was started, and its cost."""
+    """The traffic and the cost of the forwarder since its start."""
 
     packets: int  # of up to 64 kB each, as the ranks' interfaces count them
-    nbytes: int  # with one header of IP and TCP for each packet
+    nbytes: int  # with one IP and TCP header per packet
     frame_nbytes: int  # as Ethernet frames of 1514 bytes, which count against the rate
     dropped: int  # to or from a rank that is cut or has no interface
-    processor_s: float  # of the forwarder, which has the receiving half of TCP in it
+    processor_s: float  # of the forwarder, including the receiving half of TCP
 
     @property
     def processor_s_per_gb(self) -> float:
-        """Seconds of processor time for 1e9 bytes; 0 before the first one."""
+        """Processor time in seconds per 1e9 bytes; 0 before the first byte."""
         return self.processor_s / self.nbytes * 1e9 if self.nbytes else 0.0
 
 
@@ -52,11 +52,11 @@ class Forwarder:
     process: subprocess.Popen[bytes]
 
     def count(self) -> Forwarded:
-        """Return what it has carried. Raises RuntimeError if it has ended."""
+        """Query the counters. Raises RuntimeError if the program has ended."""
         return self._ask("count")
 
     def cut(self, rank: int) -> None:
-        """Lose every packet from and to this rank from now on."""
+        """Drop every packet from and to this rank from now on."""
         self._ask(f"cut {rank}")
 
     def mend(self, rank: int) -> None:
@@ -74,9 +74,9 @@ class Forwarder:
 def forwarder(
     anchors: Sequence[int], up_bits_per_s: float | None, down_bits_per_s: float | None, delay: Delay
 ) -> Iterator[Forwarder]:
-    """Yield the program that connects the namespaces of these processes, by one device `eth0` each, until the block ends.
+    """Yield a program that connects the anchors' namespaces until the block ends, through one device `eth0` in each.
 
-    A rate of None has no limit. Raises NetworkUnavailableError if it cannot be compiled, or the kernel refuses the devices.
+    A rate of None has no limit. Raises NetworkUnavailableError if the program cannot be compiled or the kernel refuses the devices.
     """
     if not DEVICE.exists():
         raise NetworkUnavailableError(
@@ -89,7 +89,7 @@ def forwarder(
     received, sent = (min(MOST_BYTES, max(least, WINDOWS * under_way)) for least in (RECEIVED_BYTES, SENT_BYTES))
     times = (round(1e9 * each) for each in (delay.one_way_s, delay.jitter_s, CATCH_UP_S))
     numbers = (*rates, *times, QUEUE_BYTES + 2 * under_way, received, sent, *anchors)
-    # A separate session, as for an anchor: Ctrl-C must not cut the links before the ranks could stop in order.
+    # In a separate session, as an anchor: Ctrl-C must not cut the links before the ranks can stop in order.
     pipe = subprocess.PIPE
     argv = [program(), *map(str, numbers)]
     process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
@@ -97,12 +97,12 @@ def forwarder(
         _line(process)
         yield Forwarder(process)
     finally:
-        process.kill()  # not only end-of-file: a forked child of this program may hold a copy of the write end
+        process.kill()  # closing the pipe is not enough: a forked child of this program may hold a copy of its write end
         process.communicate()
 
 
 def program() -> str:
-    """Return the path of the compiled program in the user's cache folder. Raises NetworkUnavailableError."""
+    """Compile the program if necessary, and return its path in the user's cache folder. Raises NetworkUnavailableError."""
     source = SOURCE.read_bytes()
     compiler = shlex.split(os.environ.get("CC") or "cc")
     digest = hashlib.sha256(source + repr((compiler, os.uname().machine)).encode()).hexdigest()[:16]
@@ -114,7 +114,7 @@ def program() -> str:
 
 
 def _compile(compiler: Sequence[str], made: Path) -> None:
-    """Compile the program and move it into place: another run may compile it at the same time."""
+    """Compile the program, then rename it into place, since another run may do the same concurrently."""
     with tempfile.NamedTemporaryFile(dir=made.parent, delete=False) as part:
         command = [*compiler, "-O2", "-o", part.name, str(SOURCE)]
     try:
@@ -133,7 +133,7 @@ def _compile(compiler: Sequence[str], made: Path) -> None:
 
 
 def _line(process: subprocess.Popen[bytes]) -> bytes:
-    """Return the next line of the program's output. Raises NetworkUnavailableError if there is none."""
+    """Read the next line of the program's output. Raises NetworkUnavailableError if there is none."""
     assert process.stdout and process.stderr
     answer = select.poll()
     answer.register(process.stdout, select.POLLIN)

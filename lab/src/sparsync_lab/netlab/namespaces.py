@@ -1,8 +1,8 @@
-"""Network namespaces that live exactly as long as the program that asked for them; `topology` puts interfaces into them.
+"""Network namespaces that live exactly as long as the program that requested them; `topology` adds their interfaces.
 
-An anchor keeps each namespace alive: a `cat` that reads a pipe whose write end only this program holds. However the program ends (return,
+An anchor keeps a namespace alive: a `cat` that reads a pipe whose write end only this program holds. However the program ends (return,
 exception, SIGINT, SIGTERM, SIGKILL), the kernel closes that end, `cat` reads end-of-file and exits, and the kernel removes the namespace
-with every interface and queue in it. PR_SET_PDEATHSIG fires when the *thread* that started the anchor ends, and named namespaces
+with its interfaces and queues. PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the anchor ends. Named namespaces
 (`ip netns add`) are mounts, which outlive every process and clash between runs.
 """
 
@@ -18,9 +18,9 @@ Batch = tuple[int, str, Sequence[str]]  # process id of the anchor, "ip" or "tc"
 
 @contextmanager
 def namespaces(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the process ids of the anchors of `count` new network namespaces, which exist until the block ends.
+    """Create `count` network namespaces for the block, and yield the process ids of their anchors.
 
-    Processes still running inside a namespace keep it, without its cable to the others, until they end.
+    A process still running in a namespace afterwards keeps it alive, but disconnected from the others.
     Raises NetworkUnavailableError if the machine refuses one.
     """
     anchors: list[subprocess.Popen[bytes]] = []
@@ -32,20 +32,20 @@ def namespaces(count: int) -> Iterator[tuple[int, ...]]:
         yield tuple(anchor.pid for anchor in anchors)
     finally:
         for anchor in anchors:
-            anchor.kill()  # not only end-of-file: a forked child of this program may hold a copy of the write end
+            anchor.kill()  # closing the pipe is not enough: a forked child of this program may hold a copy of its write end
         for anchor in anchors:
             anchor.communicate()
 
 
 def inside(anchor: int, argv: Sequence[str]) -> list[str]:
-    """Return the argv that runs `argv` in the namespace of that anchor, in the same process: nsenter replaces itself."""
+    """Build the argv that runs `argv` in the anchor's namespace, in the same process: nsenter replaces itself."""
     return [tool("nsenter"), "--target", str(anchor), "--net", "--", *argv]
 
 
 def run_batches(batches: Sequence[Batch]) -> None:
-    """Run every batch of `ip` or `tc` commands in its namespace, all batches at the same time.
+    """Run every batch of `ip` or `tc` commands in its namespace, all concurrently.
 
-    Raises NetworkUnavailableError with the tool's message for the first batch that failed.
+    Raises NetworkUnavailableError with the tool's message for the first failed batch.
     """
     started = [_start_batch(anchor, name) for anchor, name, _ in batches]
     try:
@@ -76,14 +76,14 @@ def _start_batch(anchor: int, name: str) -> subprocess.Popen[str]:
 
 
 def _start_anchor() -> subprocess.Popen[bytes]:
-    # A separate session: Ctrl-C reaches the whole foreground group, and would cut the cables before the ranks could stop in order.
+    # In a separate session: Ctrl-C reaches the whole foreground group and would cut the cables before the ranks can stop in order.
     argv = [tool("unshare"), "--net", "--", tool("cat")]
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
 
 
 def _await_anchor(anchor: subprocess.Popen[bytes]) -> None:
-    """Wait until `cat` echoes a byte: then unshare has created the namespace and replaced itself."""
+    """Wait until `cat` echoes a byte, which shows that unshare has created the namespace and replaced itself."""
     assert anchor.stdin and anchor.stdout and anchor.stderr
     with suppress(BrokenPipeError):  # unshare has failed already; its reason is read below
         anchor.stdin.write(b"\n")

@@ -1,4 +1,4 @@
-"""Rates as users write them, and the token bucket that enforces them. No interface is touched here."""
+"""Parse rates, and compute the token bucket that enforces one. This module touches no interface."""
 
 import math
 import re
@@ -16,7 +16,7 @@ UNLIMITED = "none"
 
 
 def parse_rate(text: str) -> float:
-    """Return the rate in bits per second: "100mbit", "100 Mbit/s", "100Mbps" and "100Mb/s" are 1e8. Factors are decimal: k, M, G.
+    """Parse a rate into bits per second: "100mbit", "100 Mbit/s", "100Mbps" and "100Mb/s" are 1e8. Prefixes are decimal: k, M, G.
 
     Raises ValueError for anything else, for bytes per second, and for a rate outside 1kbit to 100gbit.
     """
@@ -31,14 +31,14 @@ def parse_rate(text: str) -> float:
 
 
 def parse_link(text: str) -> float | None:
-    """Return the rate of a link in bits per second; None for "none", a link without limit. Raises ValueError as `parse_rate`."""
+    """Parse a link's rate into bits per second; None for "none", a link without limit. Raises ValueError as `parse_rate`."""
     return None if text.strip().lower() == UNLIMITED else parse_rate(text)
 
 
 def rates(link: str, up: str | None, down: str | None) -> tuple[float | None, float | None]:
-    """Return the rates up and down in bits per second: those of `link`, unless `up` or `down` is given.
+    """Parse the upload and download rates in bits per second; `up` and `down` override `link`.
 
-    A direction of "none" is infinitely fast; if both are, the rates are None. Raises ValueError as `parse_link`.
+    "none" is infinitely fast; if both directions are "none", both rates are None. Raises ValueError as `parse_link`.
     """
     found = [parse_link(link if own is None else own) for own in (up, down)]
     if found == [None, None]:
@@ -48,7 +48,7 @@ def rates(link: str, up: str | None, down: str | None) -> tuple[float | None, fl
 
 
 def checked_rate(rate_bits_per_s: float) -> float:
-    """Return the rate itself. Raises ValueError for a rate that a token bucket cannot enforce."""
+    """Check that a token bucket can enforce the rate, and return it. Raises ValueError otherwise."""
     if not LOWEST_BITS_PER_S <= rate_bits_per_s <= HIGHEST_BITS_PER_S:
         raise ValueError(f"a link's rate must be between 1kbit and 100gbit per second, got {rate_bits_per_s:g} bit/s")
     return rate_bits_per_s
@@ -58,28 +58,28 @@ def checked_rate(rate_bits_per_s: float) -> float:
 class TokenBucket:
     """One direction of one rank's link: frames leave at `rate_bits_per_s`, counted with their 14 bytes of Ethernet header.
 
-    After a pause of `burst_bytes / rate` or more, `burst_bytes` pass at once; otherwise no time window passes more than its share.
+    After a pause of `burst_bytes / rate` or more, `burst_bytes` pass at once; otherwise no time window exceeds the rate.
     """
 
     rate_bits_per_s: float
     burst_bytes: int
-    queue_bytes: int  # more waiting bytes are dropped
-    splits_batches: bool  # batches of frames leave the stack as one packet; split them here, so that each is counted
+    queue_bytes: int  # further waiting bytes are dropped
+    splits_batches: bool  # split batches, which leave the stack as one packet, so that each frame is counted
 
     def arguments(self) -> str:
-        """Return the text that follows `tc qdisc add dev NAME`."""
+        """Format the arguments after `tc qdisc add dev NAME`."""
         bucket = f"root tbf rate {round(self.rate_bits_per_s)}bit burst {self.burst_bytes} limit {self.queue_bytes}"
-        # A second bucket of one frame, at a rate that is never reached, delays nothing; but tbf splits packets longer than a bucket.
+        # A second bucket of one frame whose rate is never reached delays nothing, but makes tbf split longer packets.
         return bucket + (f" peakrate {ABOVE_ANY_RATE} mtu {FRAME_BYTES}" if self.splits_batches else "")
 
 
 def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_batches: bool) -> TokenBucket:
-    """Return the bucket that lets the rate through, and hardly less.
+    """Compute a bucket that sustains nearly the full rate.
 
-    Burst: two of the longest packets, so that no packet waits for its own length, and CATCH_UP_S of the rate, so that a timer that fires
-    late loses nothing. While four processes kept two cores busy, one stream reached 95.2 % of 100 Mbit/s without time for late timers,
-    97.6 % with 500 us and 99.2 % with 1 ms, which lets 12.5 kB more pass at once.
-    Queue: as much as the socket buffers of all senders hold (tcp_wmem, 4 MiB), so that all may send to one rank without loss. TCP's delay
+    Burst: two of the longest packets, so that no packet waits for its own length, plus CATCH_UP_S of the rate, so that a late timer loses
+    nothing. While four processes kept two cores busy, one stream reached 95.2 % of 100 Mbit/s without time for late timers, 97.6 % with
+    500 us and 99.2 % with 1 ms, which lets 12.5 kB more pass at once.
+    Queue: as much as all senders' socket buffers hold (tcp_wmem, 4 MiB), so that all may send to one rank without loss. TCP's delay
     measurement keeps it far below: three senders to one rank at 100 Mbit/s used 0.4 MB.
     """
     longest = FRAME_BYTES * (1 if splits_batches else batch_frames)

@@ -1,4 +1,4 @@
-"""The commands and rights that the emulated network needs, and the way an ordinary user gets them. No network is built here."""
+"""The commands and rights that the emulated network needs, and how an ordinary user gets them. This module builds no network."""
 
 import os
 import shutil
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-TIMEOUT_S = 30.0  # for one command or one anchor; they take milliseconds, a loaded machine some more
+TIMEOUT_S = 30.0  # for one command or anchor; they take milliseconds, or longer on a loaded machine
 CURE = (
     "or do without it: compare, launch and probe take --link none (times then prove nothing), and frontier, traffic, "
     "simulate, advise and report need no network"
@@ -16,11 +16,11 @@ USER_NAMESPACE = ("--user", "--map-root-user")
 
 
 class NetworkUnavailableError(RuntimeError):
-    """The rate-limited network cannot be built on this machine or by this user; the message says what is missing, and the fix."""
+    """The rate-limited network cannot be built on this machine or by this user; the message names the cause and the fix."""
 
 
 def tool(name: str) -> str:
-    """Return the path of a command that the network needs. Raises NetworkUnavailableError that names missing ones and packages."""
+    """Look up the path of a required command. Raises NetworkUnavailableError that names missing commands and their packages."""
     found = {each: _which(each) for each in PACKAGE_OF}
     path = found[name]
     if path is None:
@@ -34,17 +34,17 @@ def tool(name: str) -> str:
 
 
 def reexecution_prefix() -> list[str]:
-    """Return the prefix of the program's argv with which `network` works in it; empty if it already does.
+    """Return the argv prefix that gives a program the rights for `network`; empty if this process already has them.
 
-    Root needs none. An ordinary user becomes root of a user namespace, where every file still belongs to the same user, and home and
-    environment stay. The prefix replaces itself by the program without a fork, so signals still reach the program. The caller runs
+    An ordinary user becomes root of a user namespace, where every file still belongs to the same user, and home and environment stay.
+    The prefix replaces itself with the program without a fork, so signals reach the program. The caller runs
     `os.execv(prefix[0], [*prefix, *argv])` once: inside, the prefix is empty. Raises NetworkUnavailableError if neither way is allowed.
     """
     if not sys.platform.startswith("linux"):
         raise NetworkUnavailableError(
             f"the rate-limited network needs Linux, this is {sys.platform}; use Linux, {CURE}"
         )
-    for name in PACKAGE_OF:  # all of them now: some are needed only when the network is built
+    for name in PACKAGE_OF:  # check all now: some are needed only when the network is built
         tool(name)
     unshare = tool("unshare")
     direct = _refusal([unshare])
@@ -61,15 +61,15 @@ def reexecution_prefix() -> list[str]:
 
 
 def restart_with_rights(module: str, arguments: Sequence[str]) -> None:
-    """Replace this process by `python -m module arguments` if it needs that for the rights; else return."""
+    """Replace this process by `python -m module arguments` if it lacks the rights; otherwise return."""
     prefix = reexecution_prefix()
     if prefix:
         os.execv(prefix[0], [*prefix, sys.executable, "-m", module, *arguments])
 
 
 def _refusal(unshare: Sequence[str]) -> str | None:
-    """Return None if a namespace made by `unshare` takes a veth pair, else the error message."""
-    # Some systems grant the namespace but no rights in it. The pair is removed with its namespace.
+    """Try to add a veth pair in a namespace made by `unshare`; return None, or the error message."""
+    # Some systems grant the namespace but no rights in it. The pair vanishes with its namespace.
     pair = ["link", "add", "probe0", "type", "veth", "peer", "name", "probe1"]
     try:
         done = subprocess.run(

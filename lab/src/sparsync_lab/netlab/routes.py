@@ -1,4 +1,4 @@
-"""The network interface that leads to an address, as the kernel of this machine routes. Nothing is sent."""
+"""Find the network interface that leads to an address, from the kernel's routes. Nothing is sent."""
 
 import ipaddress
 import socket
@@ -11,10 +11,10 @@ _UP = 1  # a flag of a route
 
 
 def interface_towards(host: str, elsewhere: bool = False) -> str | None:
-    """Return the name of the interface whose IPv4 address this machine has towards `host`, a name or an address; None if not known.
+    """Name the interface that this machine uses towards `host`, a name or an address; None if unknown.
 
-    On `host` itself this is the interface by which others reach it. `elsewhere`: other ranks are on other machines. Then, if the name of
-    `host` leads to the loopback interface (many systems give their own name such an address), it is the interface of the default route.
+    On `host` itself this is the interface by which others reach it. `elsewhere`: other ranks run on other machines. Many systems resolve
+    their name to a loopback address; with `elsewhere`, the interface of the default route is then returned.
     Raises RuntimeError for a name without an address.
     """
     own = _own_address(host)
@@ -24,7 +24,7 @@ def interface_towards(host: str, elsewhere: bool = False) -> str | None:
 
 
 def speed_bits_per_s(interface: str) -> float | None:
-    """Return the rate at which the interface says that it is connected; None if it does not say, as virtual ones."""
+    """Read the link speed that the interface reports; None if it reports none, as virtual ones do."""
     try:
         mbit = int(Path(SPEED.format(interface)).read_text())
     except (OSError, ValueError):
@@ -33,11 +33,11 @@ def speed_bits_per_s(interface: str) -> float | None:
 
 
 def _own_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address that packets from here to `host` carry."""
+    """Find the source address of packets from here to `host`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of datagrams: chooses a route, sends nothing
+            probe.connect(address)  # for datagrams this chooses a route and sends nothing
             return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError as error:
         raise RuntimeError(
@@ -46,7 +46,7 @@ def _own_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _routed(address: ipaddress.IPv4Address) -> str | None:
-    """Return the interface of the most specific route to `address`."""
+    """Find the interface of the most specific route to `address`."""
     found = (-1, None)
     for line in IPV4_ROUTES.read_text().splitlines()[1:]:
         name, target, _, flags, *_, mask = line.split()[:8]

@@ -1,4 +1,4 @@
-"""The emulated network: P ranks around one switch, each on a cable with a limited rate in each direction; or no emulation at all."""
+"""The emulated network: P ranks around one switch, each on a cable with a rate limit in each direction; or plain loopback."""
 
 import math
 import socket
@@ -15,9 +15,9 @@ MAX_RANKS = 64
 BATCH_FRAMES = 8
 INTERFACE = "eth0"
 PORT = 29500
-MOST_FRAMES = 43  # that make one packet of 64 kB
-PACKET_S = 1e-3  # that one packet takes on its link, where links have a delay
-# Packets that may wait in a device per rank, more than the ranks' socket buffers hold; and for all ranks.
+MOST_FRAMES = 43  # in one packet of 64 kB
+PACKET_S = 1e-3  # transmission time of one packet on links with a delay
+# Packets that may wait in a device: per rank, more than the ranks' socket buffers hold; and in total.
 DEVICE_PACKETS, MOST_DEVICE_PACKETS = 8192, 1 << 17
 
 
@@ -25,49 +25,49 @@ DEVICE_PACKETS, MOST_DEVICE_PACKETS = 8192, 1 << 17
 class RunNetwork:
     """The network of one run: the address and the interface of each rank, and the command that starts a process there.
 
-    Without a limit (`limited` is False) the ranks talk over loopback as fast as the machine copies. Times measured there prove nothing
+    Without a limit (`limited` is False) the ranks use loopback, as fast as the machine copies. Times measured there prove nothing
     about a network, and `interface` counts the traffic of all ranks together.
     """
 
     interface: str  # of every rank, under the same name; gloo: GLOO_SOCKET_IFNAME
     addresses: tuple[str, ...]
-    prefixes: tuple[tuple[str, ...], ...]  # of a command that runs as that rank
-    up: TokenBucket | None  # each rank's link, from the rank to the switch; None: no limit in this direction
-    down: TokenBucket | None  # and from the switch to the rank
+    prefixes: tuple[tuple[str, ...], ...]  # of commands that run as that rank
+    up: TokenBucket | None  # each rank's link to the switch; None: no limit in this direction
+    down: TokenBucket | None  # each rank's link from the switch
     anchors: tuple[int, ...] = ()  # the process that keeps each rank's network stack alive; none over loopback
-    switch: int | None = None  # the one that keeps the switch's; None if a forwarder takes its place
+    switch: int | None = None  # the process that keeps the switch's alive; None with a forwarder
     delay: Delay = NO_DELAY  # between any two ranks
     forwarder: Forwarder | None = field(default=None, compare=False)  # if there is a delay
 
     @property
     def limited(self) -> bool:
-        """Return whether the links are limited in at least one direction, so that times measured over them mean something."""
+        """Whether the links are limited in at least one direction, so that times measured over them are meaningful."""
         return self.up is not None or self.down is not None
 
     def address(self, rank: int) -> str:
-        """Return the IPv4 address of a rank, as every rank sees it."""
+        """The IPv4 address of a rank, as every rank sees it."""
         return self.addresses[rank]
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """Return the argv that runs `argv` as that rank in the same process: signals and exit status reach it directly."""
+        """Build the argv that runs `argv` as that rank in the same process: signals and exit status reach it directly."""
         return [*self.prefixes[rank], *argv]
 
     def cut(self, rank: int) -> None:
-        """Take a rank's link down at the switch: from now on frames vanish in both directions, and no connection is reset."""
+        """Take a rank's link down at the switch: frames vanish in both directions, but connections are not reset."""
         if self.forwarder is not None:
             self.forwarder.cut(rank)
         else:
             self._set_port(rank, "down")
 
     def mend(self, rank: int) -> None:
-        """Take a rank's link up again."""
+        """Bring a rank's link up again."""
         if self.forwarder is not None:
             self.forwarder.mend(rank)
         else:
             self._set_port(rank, "up")
 
     def free_port(self) -> int:
-        """Return a port at which a rank may listen: torchrun's default, which is free in a namespace, or any free one over loopback."""
+        """Return a port for a rank to listen at: torchrun's default inside a namespace, any free one over loopback."""
         if self.limited:
             return PORT
         with socket.socket() as taken:
@@ -75,7 +75,7 @@ class RunNetwork:
             return taken.getsockname()[1]
 
     def forwarded(self) -> Forwarded | None:
-        """Return the traffic and the cost of the program that delays packets; None on links without a delay."""
+        """Query the traffic and cost of the program that delays packets; None on links without a delay."""
         return None if self.forwarder is None else self.forwarder.count()
 
     def _set_port(self, rank: int, state: str) -> None:
@@ -92,22 +92,22 @@ def network(
     down_bits_per_s: float | None = None,
     delay: Delay = NO_DELAY,
 ) -> Iterator[RunNetwork]:
-    """Yield a network of `ranks` until the block ends: every link has `rate_bits_per_s` in each direction; None is loopback.
+    """Yield a network of `ranks` until the block ends. Every link has `rate_bits_per_s` in each direction; None is loopback.
 
-    `down_bits_per_s`: the rate from the switch to each rank, if it differs from that to the switch. One of the two may be infinite, and
-    that direction then has no limit.
+    `down_bits_per_s`: the rate from the switch to each rank, if it differs from the rate to the switch. One of the two may be infinite,
+    which removes the limit in that direction.
 
-    `exact_framing` makes the interface count every frame. Without it up to 8 frames of a stream cross as one packet, whose headers are
-    counted once (1.012 bytes per byte of payload instead of 1.068); the limit still charges all of them. That is less work for the
-    machine: two cores keep up with single frames to about 1 Gbit/s of all ranks. An all-reduce of 10 MB by 4 ranks got this share of the
-    link with and without: at 200 Mbit/s 93 and 94 %; at 500 Mbit/s 93 and 94 % on idle cores, 72 and 92 % beside other programs; at
-    1 Gbit/s 48 and 94 %, beside others 29 and 78 %.
+    `exact_framing` makes the interface count every frame. Without it up to 8 frames of a stream cross as one packet, whose headers count
+    once (1.012 bytes per byte of payload instead of 1.068); the limit still charges all of them. That is less work for the machine: two
+    cores keep up with single frames to about 1 Gbit/s in total. An all-reduce of 10 MB by 4 ranks got this share of the link with and
+    without it: at 200 Mbit/s 93 and 94 %; at 500 Mbit/s 93 and 94 % on idle cores, 72 and 92 % beside other programs; at 1 Gbit/s 48 and
+    94 %, beside others 29 and 78 %.
 
     `delay`: a program (`forwarder.c`) carries packets from rank to rank at these rates with this delay, and drops none. Its interfaces
     count as without `exact_framing`, with up to 43 frames in a packet; the limit charges all of them.
 
-    Stop the ranks' processes before leaving the block: those left behind keep running, cut off. Raises ValueError for rates outside 1kbit
-    to 100gbit, and NetworkUnavailableError if the machine or the user's rights do not allow it (see `reexecution_prefix`).
+    Stop the ranks' processes before leaving the block: remaining ones keep running, disconnected. Raises ValueError for rates outside
+    1kbit to 100gbit, and NetworkUnavailableError if the machine or the user's rights do not suffice (see `reexecution_prefix`).
     """
     check_delay(delay, rate_bits_per_s is not None)
     if rate_bits_per_s is None:
@@ -136,7 +136,7 @@ def network(
 
 
 def _connect(switch: int, anchors: Sequence[int], up: TokenBucket | None, down: TokenBucket | None) -> None:
-    """Connect every rank to the switch by a cable. Each end of it limits the traffic that leaves there."""
+    """Connect every rank to the switch by a cable. Each end limits the traffic that leaves there."""
     run_batches([(switch, "ip", _switch_lines(anchors))])
     run_batches([(anchor, "ip", _rank_lines(rank)) for rank, anchor in enumerate(anchors)])
     if down is not None:
@@ -146,8 +146,8 @@ def _connect(switch: int, anchors: Sequence[int], up: TokenBucket | None, down: 
 
 
 def _switch_lines(anchors: Sequence[int]) -> list[str]:
-    # Count only the ranks' traffic: no IPv6 address (addrgenmode none, set before the switch comes up), hence no neighbour discovery; no
-    # snooping, for which the switch would announce itself to multicast groups.
+    # Count only the ranks' traffic: without IPv6 addresses (addrgenmode none, before the switch comes up) there is no neighbour discovery,
+    # and without snooping the switch does not announce itself to multicast groups.
     lines = [
         "link add switch0 type bridge mcast_snooping 0",
         "link set switch0 addrgenmode none",
@@ -160,7 +160,7 @@ def _switch_lines(anchors: Sequence[int]) -> list[str]:
 
 
 def _delayed_lines(rank: int, ranks: int, slowest_bits_per_s: float) -> list[str]:
-    # Few packets are little work for the forwarder; long ones would hold up short ones, and those of other ranks. Hence a middle way.
+    # Long packets save the forwarder work but hold up short ones and other ranks, so choose a middle way.
     frames = max(1, min(MOST_FRAMES, int(slowest_bits_per_s / 8 * PACKET_S / FRAME_BYTES)))
     packets = min(MOST_DEVICE_PACKETS, DEVICE_PACKETS * ranks)
     return [f"link set {INTERFACE} mtu 1500 txqueuelen {packets}", *_rank_lines(rank, frames)]
@@ -172,8 +172,8 @@ def _rank_lines(rank: int, batch_frames: int = BATCH_FRAMES) -> list[str]:
         f"link set {INTERFACE} addrgenmode none gso_max_segs {batch_frames}",
         f"address add {_address(rank)}/24 dev {INTERFACE}",
         f"link set {INTERFACE} up",
-        # Linux's default TCP on any machine: with bbr an all-to-all reached 81 % of the link, with cubic 93 %. By the route, because the
-        # sysctl of a namespace accepts only algorithms that the administrator has released to all users.
+        # The same TCP on any machine: with bbr an all-to-all reached 81 % of the link, with cubic 93 %. Set by route, because the sysctl
+        # of a namespace accepts only algorithms that the administrator allows to all users.
         f"route change 10.77.0.0/24 dev {INTERFACE} src {_address(rank)} congctl cubic",
     ]
 

@@ -1,4 +1,4 @@
-"""Predict what a step costs, from closed forms and measured links, without running it."""
+"""Predict the cost of a training step from closed forms and measured links, without running it."""
 
 from sparsync_lab.predict.exchanges import Exchange as Exchange
 from sparsync_lab.predict.exchanges import Given as Given

@@ -1,4 +1,4 @@
-"""Predict training steps from a probe, and choose a method among them. Closed forms: nothing is sent or trained."""
+"""Predict training steps from a probe in closed form, and choose a method. Nothing is sent or trained."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,31 +12,31 @@ from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket, Scheme
 from sparsync_lab.predict.probed import ProbedNetwork
 from sparsync_lab.predict.step_time import Ranks, StepTime, overlapped, periodic, serial
 
-WORTH = 1.1  # the speed-up that is worth fewer bits
+WORTH = 1.1  # speed-up that justifies fewer bits
 _NAMES = {"dense": "dense float32", "bf16": "dense bf16"}
 BASELINES = tuple(_NAMES)
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The prediction of one training step of one method on one rank."""
+    """The prediction of one training step with one method."""
 
     label: str
     step_s: float
     reduce_s: float  # of all buckets together, hidden or not
-    hidden: float  # the share of it that costs no time
+    hidden: float  # share of `reduce_s` that does not lengthen the step
     sent_nbytes: float
     state_nbytes: float
-    probed: bool = False  # the probe has buckets that this method reduced
-    far: bool = False  # an exchange is far beyond the measured ones
+    probed: bool = False  # the probe has buckets reduced by this method
+    far: bool = False  # an exchange is far larger than the measured ones
 
     def bits(self, elements: int) -> float:
-        """Return the bits that a rank sends for each of `elements` parameters."""
+        """Compute the bits that a rank sends per parameter, for a model of `elements` parameters."""
         return 8 * self.sent_nbytes / elements
 
 
 def joined(buckets: Sequence[int], itemsize: int, join_mb: float) -> list[list[int]]:
-    """Return the places of the buckets that `attach(join_mb=...)` reduces as one under DistributedDataParallel."""
+    """Group the buckets as `attach(join_mb=...)` joins them under DistributedDataParallel; returns their places."""
     groups: list[list[int]] = []
     waiting: list[int] = []
     for place in range(len(buckets)):
@@ -49,10 +49,10 @@ def joined(buckets: Sequence[int], itemsize: int, join_mb: float) -> list[list[i
 
 
 def compute_s(made: Plan, probe: Probe, overhead_s: float = 0.0) -> float:
-    """Return the seconds that a rank computes for a plan at the speed of the probe's kernels, while all ranks of a host are at work.
+    """Compute a rank's processing time for a plan with the probe's kernels, while all ranks of a host are busy.
 
-    `overhead_s`: the cost of a bucket of any size, if it was measured and is more than the fixed costs of the kernels. Raises ValueError
-    for a kind of work that the probe lacks.
+    `overhead_s`: the measured cost of a bucket of any size, used if it exceeds the kernels' fixed costs. Raises ValueError for a kind of
+    work that the probe lacks.
     """
     known = {each.kind: each for each in probe.kernel}
     if missing := [kind for kind, elements in made.kernels.items() if elements and kind not in known]:
@@ -64,11 +64,11 @@ def compute_s(made: Plan, probe: Probe, overhead_s: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class ReductionTime:
-    """The time of buckets with one scheme on the ranks of a probe: by the closed form, calibrated on measured buckets.
+    """The time of buckets with one scheme on the probed ranks: the closed form, calibrated on measured buckets.
 
-    What measured buckets took beyond the closed form is added: linear in the elements between two of them, and that of the nearest one
-    below the smallest and above the largest. A bucket that took longer than a larger one counts as long as that. At most half of the
-    closed form is subtracted.
+    The calibration adds the difference between measurement and closed form: interpolated linearly in the elements between two measured
+    buckets, constant below the smallest and above the largest. A bucket's time is capped at any larger bucket's. At most half of the closed
+    form is subtracted.
     """
 
     scheme: Scheme
@@ -76,24 +76,24 @@ class ReductionTime:
     measured: SchemeTimes | None = None
 
     def plan(self, n: int) -> Plan:
-        """Return what the scheme does with a bucket of `n` elements."""
+        """Plan the reduction of a bucket of `n` elements."""
         return plans.plan(self.scheme, n, self.probe.group.ranks)
 
     def computing_s(self, n: int) -> float:
-        """Return the seconds of a bucket of `n` elements in which the rank computes."""
+        """Compute a rank's processing time, in seconds, for a bucket of `n` elements."""
         return compute_s(self.plan(n), self.probe, self.measured.fixed_s if self.measured else 0.0)
 
     def expected_s(self, n: int) -> float:
-        """Return the seconds of a bucket of `n` elements by the closed form."""
+        """Predict the seconds of a bucket of `n` elements by the closed form."""
         return probed_ranks(self.probe).seconds(self.plan(n)) + self.computing_s(n)
 
     def seconds(self, n: int) -> float:
-        """Return the seconds of a bucket of `n` elements."""
+        """Predict the seconds of a bucket of `n` elements, calibrated."""
         expected = self.expected_s(n)
         return max(expected / 2, expected + self.beyond_s(n))
 
     def beyond_s(self, n: int) -> float:
-        """Return the measured seconds of a bucket of `n` elements beyond the closed form; 0 if none was measured."""
+        """Compute the seconds that measured buckets took beyond the closed form, at `n` elements; 0 if none was measured."""
         least, beyond = math.inf, list[tuple[int, float]]()
         for each in reversed(self.measured.bucket if self.measured else ()):
             least = min(least, each.seconds)
@@ -107,12 +107,12 @@ class ReductionTime:
 
 
 def probed_ranks(probe: Probe) -> Ranks:
-    """Return the ranks of a probe, without what they compute."""
+    """Make the ranks of a probe, without their processing time."""
     return Ranks(probe.group.ranks, ProbedNetwork(probe), announce_s=probe.latency.announce_s)
 
 
 def measured_times(label: str, scheme: Scheme, probe: Probe) -> SchemeTimes | None:
-    """Return what the probe has measured with exactly these settings of a scheme; by its label if the file has no settings."""
+    """Find the probe's measurements of a scheme with exactly these settings, or with its label if the file has no settings."""
     settings = repr(scheme)
     found = (each for each in probe.scheme if (each.settings == settings if each.settings else each.scheme == label))
     return next((each for each in found if each.bucket), None)
@@ -127,10 +127,10 @@ def step(
     join_mb: float = 4.0,
     crowded: bool | None = None,
 ) -> PredictedStep:
-    """Return the prediction of a step of `backward` with `scheme` under DistributedDataParallel, on the ranks of `probe`.
+    """Predict a step of `backward` with `scheme` under DistributedDataParallel on the ranks of `probe`.
 
-    `join_mb` is that of `sparsync.attach`; only schemes with a residual join buckets. `crowded`: the backward pass stands still while a
-    reduction computes; None: if a host has fewer than two cores per rank. Raises ValueError if the scheme has no closed form.
+    `join_mb` as in `sparsync.attach`; only schemes with a residual join buckets. `crowded`: the backward pass halts while a reduction
+    computes; None: if a host has fewer than two cores per rank. Raises ValueError if the scheme has no closed form.
     """
     sizes, itemsize = [each.elements for each in backward.bucket], 4
     groups = [[place] for place in range(len(sizes))]
@@ -141,7 +141,7 @@ def step(
     # Joining copies each gradient into the joined bucket and back.
     copies = [4.0 * itemsize * n if len(group) > 1 else 0.0 for n, group in zip(counts, groups, strict=True)]
     reduction = ReductionTime(scheme, probe, measured_times(label, scheme, probe))
-    # Most buckets are equally large, and a plan may look at each rank.
+    # Most buckets have equal sizes, and a plan may look at each rank.
     seconds_of = {n: reduction.seconds(n) for n in set(counts)}
     reducing = [seconds_of[n] + copied / probe.memory.bytes_per_s for n, copied in zip(counts, copies, strict=True)]
     if crowded is None:
@@ -162,7 +162,7 @@ def step_around(
     backward: Backward,
     settings: Mapping[str, Any],  # Any: numbers and texts, those of LocalSteps or Steps
 ) -> PredictedStep:
-    """Return the prediction of a step of LocalSteps or Steps with these settings around a scheme.
+    """Predict a step of LocalSteps or Steps with these settings around a scheme.
 
     A fragment of local steps counts as one bucket, and all are equally large; Steps exchange the model as one bucket.
     """
@@ -191,10 +191,10 @@ def _step(label: str, line: StepTime, mean: Plan, reduction: ReductionTime) -> P
 
 
 def verdict(steps: Mapping[str, PredictedStep], quality: Mapping[str, str]) -> tuple[str, str]:
-    """Return the label of the method to use, and a sentence that says why.
+    """Choose the method to use; returns its label and a sentence that says why.
 
-    It is the method that sends the most bits among those whose step takes at most a tenth longer than the fastest, as `bits="auto"`
-    chooses. `quality`: what is known of each, for the sentence.
+    Among the methods whose step takes at most a tenth longer than the fastest, it is the one that sends the most bits, as with
+    `bits="auto"`. The sentence quotes `quality`.
     """
     fastest = min(steps, key=lambda label: steps[label].step_s)
     near = [label for label, each in steps.items() if each.step_s <= WORTH * steps[fastest].step_s]

@@ -1,4 +1,4 @@
-"""When the gradients of a model become ready: a recorder around some steps of any training loop. It measures, and changes nothing."""
+"""Record when the gradients of a model become ready, in a few steps of any training loop, without changing anything."""
 
 import statistics
 import time
@@ -16,28 +16,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from sparsync_lab.predict.probe_file import Backward, ReadyBucket, rounded
 
 MB = 2**20  # as DistributedDataParallel counts
-DEFAULT_LIMITS = (1 * MB, 25 * MB)  # of its first bucket, and of the others
+DEFAULT_LIMITS = (1 * MB, 25 * MB)  # DistributedDataParallel's first bucket, and the others
 Moment = Any  # Any: seconds, or a CUDA event
 
 
 @dataclass
 class _Step:
     begin: Moment  # of the first forward pass
-    forward_end: Moment = None  # of the last one
-    ready: dict[int, Moment] = field(default_factory=dict)  # by number of the parameter, in order of becoming ready
-    optimizers: list[list[Moment]] = field(default_factory=list)  # begin, and end
+    forward_end: Moment = None  # of the last forward pass
+    ready: dict[int, Moment] = field(default_factory=dict)  # by parameter number, in the order of becoming ready
+    optimizers: list[list[Moment]] = field(default_factory=list)  # begin and end
 
 
 class Timeline:
-    """What was recorded so far; `backward()` returns it when the block has ended."""
+    """The recording; call `backward()` after the block."""
 
     def __init__(self, parameters: Sequence[Tensor], limits: Sequence[int]) -> None:
-        self._parameters, self._limits = parameters, limits  # bytes of the first bucket, and of all others
+        self._parameters, self._limits = parameters, limits  # bytes of the first bucket and of all others
         self._on_gpu = parameters[0].device.type == "cuda"
         self._steps: list[_Step] = []
 
     def backward(self, job: str = "") -> Backward:
-        """Return medians over the recorded steps, without the first of three or more. Raises RuntimeError if no step was complete."""
+        """Compute medians over the recorded steps; the first of three or more is ignored. Raises RuntimeError if no step was complete."""
         steps = [each for each in self._steps if each.optimizers]
         steps = steps[1:] if len(steps) > 2 else steps
         if not steps:
@@ -48,11 +48,11 @@ class Timeline:
             torch.cuda.synchronize()
         order = list(steps[-1].ready)  # as DistributedDataParallel orders its buckets after the first step
         parameters = [self._parameters[number] for number in order]
-        # HACK: a private function, so that buckets are the same whatever its rule is. Price: torch may change it.
+        # HACK: a private function, so that buckets follow DistributedDataParallel's rule. Price: torch may change it.
         buckets, _ = dist._compute_bucket_assignment_by_size(parameters, list(self._limits))  # pyright: ignore[reportPrivateImportUsage]
 
         def ready_s(numbers: Iterable[int]) -> float:
-            """Return when the last of these parameters is ready; those without a gradient do not count."""
+            """Find when the last of these parameters is ready; those without a gradient do not count."""
             return rounded(
                 statistics.median(
                     max(
@@ -119,10 +119,10 @@ def timeline(model: nn.Module, bucket_mb: float | None = None) -> Iterator[Timel
                 ...
         recorded.backward("my model")
 
-    `model` is what the loop calls, wrapped or not. Gradients are put into the buckets that DistributedDataParallel makes from its second
-    step on, of `bucket_mb` megabytes; None: those of `model`, or of 1 and 25. If gradients are accumulated over several forward passes,
-    all but the last backward pass count as forward pass. Communication during the backward pass may slow it down: record without it, on
-    one rank or in `no_sync()`, to see the model alone. On a GPU the times are those of its current stream.
+    `model` is the module that the loop calls, wrapped or not. Gradients are grouped into the buckets that DistributedDataParallel uses from
+    its second step on, of `bucket_mb` megabytes; None: the model's setting, or 1 and 25. If gradients are accumulated over several forward
+    passes, all but the last backward pass count as forward pass. Communication may slow the backward pass down: to measure the model alone,
+    record on one rank or in `no_sync()`. On a GPU the times are those of its current stream.
     """
     parameters: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
     if not parameters:

@@ -1,4 +1,4 @@
-"""Exchanges of the library's collectives in closed form, each what its busiest rank sends and receives."""
+"""Closed forms of the library's collectives: the traffic of their busiest rank."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from sparsync_lab.predict.exchanges import (
 
 @dataclass(frozen=True)
 class ValuesPlan:
-    """The exchanges and the work of `mean_at` or `quantized_all_reduce_`."""
+    """The exchanges and work of `mean_at` or `quantized_all_reduce_`."""
 
     exchanges: list[Exchange]
     encode: Work = NOTHING
@@ -36,7 +36,7 @@ class ValuesPlan:
 
 
 def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, at_once: bool = False) -> ValuesPlan:
-    """Return the plan of `mean_at`."""
+    """Plan `mean_at`."""
     if at_once and takes_little_more(K, dtype, P, quantizer):
         rounding = (NOTHING, NOTHING) if quantizer.exact else ((K, 1), (P * K, P))
         return ValuesPlan([all_gather_exchange({quantizer.nbytes(K, dtype): P})], *rounding)
@@ -48,7 +48,7 @@ def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, at_on
 def quantized_all_reduce_plan(
     K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, down: Quantizer | None = None
 ) -> ValuesPlan:
-    """Return the plan of `quantized_all_reduce_`."""
+    """Plan `quantized_all_reduce_`."""
     to_owners, to_all = (
         tally(near_equal(K, P), lambda length, each=each: each.nbytes(length, dtype))
         for each in (quantizer, down or quantizer)
@@ -65,7 +65,7 @@ def split_and_reduce_exchanges(
     codec: ElementCodec,
     counts_first: bool = False,
 ) -> list[Exchange]:
-    """Return the exchanges of `split_and_reduce_` where rank r sends `outgoing[r][p]` elements of the region of rank p."""
+    """List the exchanges of `split_and_reduce_` if rank r sends `outgoing[r][p]` elements of rank p's region."""
     P = len(outgoing)
     head = 0 if counts_first else COUNT_NBYTES
     sizes = [
@@ -78,7 +78,7 @@ def split_and_reduce_exchanges(
 def even_split_exchanges(
     k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec, counts_first: bool = False
 ) -> list[Exchange]:
-    """Return the same if each rank sends `k` elements, near-equally many to each other region, and regions have near-equal lengths."""
+    """List the exchanges of `split_and_reduce_` if each rank sends `k` elements, spread near-equally over regions of near-equal lengths."""
     if P == 1:
         nothing = Exchange("all_to_all", 0, 0, 0, 0)
         return [split_counts_exchange(P), nothing] if counts_first else [nothing]
@@ -92,12 +92,12 @@ def even_split_exchanges(
 
 
 def split_counts_exchange(P: int) -> Exchange:
-    """Return the all-to-all of one count to every other rank."""
+    """Make the all-to-all of one count to every other rank."""
     return to_owners_exchange({COUNT_NBYTES: P})
 
 
 def with_lengths(exchange: Exchange, P: int) -> Exchange:
-    """Return the exchange with messages that carry their lengths, which no rank knows beforehand."""
+    """Add the lengths that messages carry if no rank knows them beforehand."""
     if P == 1:
         return exchange
     return replace(exchange, nbytes=exchange.nbytes + LENGTH_NBYTES * (P - 1), messages=P - 1)
@@ -106,7 +106,7 @@ def with_lengths(exchange: Exchange, P: int) -> Exchange:
 def balance_exchange(
     held: Sequence[int], wanted: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
 ) -> Exchange:
-    """Return the exchange of `balance`."""
+    """Make the exchange of `balance`."""
     sent, received = ([0] * len(held) for _ in range(2))
     messages = [0] * len(held)
     for (giver, taker), count in moves(held, wanted).items():
@@ -125,7 +125,7 @@ def survivors_exchanges(
     dtype: torch.dtype,
     codec: ElementCodec,
 ) -> list[Exchange]:
-    """Return the exchanges of `balance` and of the `all_gather_elements` that follows it, with one exact codec."""
+    """List the exchanges of `balance` and the following `all_gather_elements`, with one exact codec."""
     if wanted is None or list(wanted) == list(held):
         return [gather_elements_exchange(held, lengths, dtype, codec)]
     return [
@@ -137,14 +137,14 @@ def survivors_exchanges(
 def gather_elements_exchange(
     held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
 ) -> Exchange:
-    """Return the exchange of `all_gather_elements`: rank r has `held[r]` elements of a span of `lengths[r]`."""
+    """Make the exchange of `all_gather_elements`: rank r holds `held[r]` elements of a span of `lengths[r]`."""
     return all_gather_exchange(packet_tally(held, lengths, lambda count, length: codec.nbytes(count, length, dtype)))
 
 
 def gather_survivors_exchange(
     held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
 ) -> Exchange:
-    """Return the exchange of `gather_survivors`: rank r has `held[r]` elements of a region of `lengths[r]`."""
+    """Make the exchange of `gather_survivors`: rank r holds `held[r]` elements of a region of `lengths[r]`."""
     sizes = packet_tally(held, lengths, lambda count, length: 2 * COUNT_NBYTES + codec.nbytes(count, length, dtype))
     return with_lengths(all_gather_exchange(sizes), len(held))
 
@@ -152,13 +152,13 @@ def gather_survivors_exchange(
 def ring_exchanges(
     count: int, element_nbytes: int, P: int, skip: int = 0, always: int = 0, peers: Peers = "ring"
 ) -> list[Exchange]:
-    """Return the reduce-scatter and the all-gather of `all_reduce_` as a ring."""
-    # As a function of the rank, the bytes sent are linear in pieces. A piece ends where its first or last chunk becomes a longer one.
+    """List the reduce-scatter and the all-gather of `all_reduce_` in the ring form."""
+    # The bytes sent are piecewise linear in the rank. A piece ends where its first or last chunk becomes a longer one.
     long = [0, always % P, (count - always) % P, min(P, always), _chunks_with_any(count, P, always)]
     ranks = {(end + off) % P for end in long for off in (-2, -1, 0, skip, skip + 1)}
     reduced = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 1, skip, always) for rank in ranks)
     gathered = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 2, 0, always) for rank in ranks)
-    # A rank receives what its neighbour sends.
+    # A rank receives as much as its neighbour sends.
     return [
         Exchange("send_recv", cost.nbytes, cost.messages, cost.steps, cost.nbytes, peers)
         for cost in (reduced, gathered)
@@ -166,25 +166,25 @@ def ring_exchanges(
 
 
 def _ring_cost(count: int, element_nbytes: int, P: int, first: int, skip: int, always: int) -> Cost:
-    """Return what one rank sends: P-1-s whole chunks from number `first` on, and the part of the s before these that is never left out."""
+    """Count one rank's traffic: P-1-s whole chunks from number `first` on, and of the s chunks before, the part that is never skipped."""
     width = P - 1 - skip
     sent = _adjacent(always, P, first, P - 1) + _adjacent(count - always, P, first, width)
     whole = _adjacent(_chunks_with_any(count, P, always), P, first, width)
     part = _adjacent(min(P, always), P, first - 1 - skip, skip)
-    steps = P - 1 if always else width  # the reduce-scatter steps that carry anything
+    steps = P - 1 if always else width  # reduce-scatter steps that carry data
     return Cost(steps, whole + part, element_nbytes * sent)
 
 
 def direct_exchanges(
     count: int, element_nbytes: int, P: int, offsets: Sequence[int], always: int = 0
 ) -> list[Exchange]:
-    """Return the all-to-all and the ring's all-gather of `all_reduce_` in the direct form."""
+    """List the all-to-all and the ring all-gather of `all_reduce_` in the direct form."""
     if P == 1:
         return []
     ring, gathered = ring_exchanges(count, element_nbytes, P, len(offsets), always)
     scattered = replace(ring, kind="all_to_all", rounds=1, peers="all")
     if tuple(offsets) != first_offsets(len(offsets)):
-        # Which of the longer chunks a rank leaves out depends on the set, so look at each rank.
+        # The set decides which of the longer chunks a rank leaves out, so look at each rank.
         plan = SkipPlan(tuple(offsets))
         cost = _busiest_of(_scattered_cost(count, element_nbytes, P, rank, plan, always) for rank in range(P))
         scattered = replace(scattered, nbytes=cost.nbytes, messages=cost.messages)
@@ -203,16 +203,16 @@ def _scattered_cost(count: int, element_nbytes: int, P: int, rank: int, plan: Sk
 def hierarchical_exchanges(
     count: int, element_nbytes: int, P: int, node_size: int, form: str, offsets: Sequence[int], always: int = 0
 ) -> list[Exchange]:
-    """Return the exchanges of `hierarchical_all_reduce_`; `form` is the one between nodes."""
+    """List the exchanges of `hierarchical_all_reduce_`; `form` is the one used between nodes."""
     nodes = P // node_size
     first, last = ring_exchanges(count, element_nbytes, node_size, 0, always, "node")
-    # The first of the chunks that the ranks of a node hold is the longest in both its parts.
+    # The first chunk in a node is the longest in both its parts.
     chunk = chunks_of(count, node_size, always)[0]
     held, protected = len(chunk.span), len(chunk.always)
     if form == "ring":
         between = ring_exchanges(held, element_nbytes, nodes, len(offsets), protected, "nodes")
     else:
-        # Over a SubsetComm an all-to-all is P-1 messages that wait for each other.
+        # Over a SubsetComm, an all-to-all is P-1 sequential messages.
         between = [
             replace(each, kind="send_recv", rounds=nodes - 1, peers="nodes")
             for each in direct_exchanges(held, element_nbytes, nodes, offsets, protected)
@@ -221,12 +221,12 @@ def hierarchical_exchanges(
 
 
 def _chunks_with_any(count: int, P: int, always: int) -> int:
-    """Return how many of the chunks have any element; they are the first ones."""
+    """Count the non-empty chunks, which come first."""
     return min(P, max(always, count - always))
 
 
 def _adjacent(count: int, parts: int, first: int, width: int) -> int:
-    """Return how many elements `width` adjacent ones of `spans(count, parts)` have together, from number `first` on, with wrap-around."""
+    """Sum the lengths of `width` adjacent spans of `spans(count, parts)` from number `first` on, with wrap-around."""
     short, longer = divmod(count, parts)
 
     def below(number: int) -> int:
@@ -237,6 +237,6 @@ def _adjacent(count: int, parts: int, first: int, width: int) -> int:
 
 
 def _busiest_of(costs: Iterable[Cost]) -> Cost:
-    """Return the most bytes and the most messages over ranks that take equally many steps."""
+    """Take the most bytes and the most messages over ranks with the same number of steps."""
     found = list(costs)
     return Cost(found[0].steps, max(cost.messages for cost in found), max(cost.nbytes for cost in found))

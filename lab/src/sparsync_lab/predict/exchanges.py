@@ -1,8 +1,7 @@
-"""The types of plans: exchanges in closed form, the work beside them, and the bucket that a plan is for.
+"""The types of plans: exchanges in closed form, the work beside them, and the bucket.
 
-A plan needs no tensors, so it covers any number of ranks and elements. This file has the types, the operations of a communicator, and
-`planned`, which adds the work; `collectives` and `schemes` have the forms. A MeteredComm counts what a running scheme sends; tests compare
-the two.
+A plan needs no tensors, so it covers any number of ranks and elements. This file has the types, the operations of a communicator and
+`planned`, which adds the work; `collectives` and `schemes` have the closed forms. Tests compare them with a MeteredComm's counts.
 """
 
 import math
@@ -24,44 +23,44 @@ Peers = Literal["all", "ring", "node", "nodes"]
 Size = TypeVar("Size")
 Work = tuple[int, int]  # elements, calls
 NOTHING: Work = (0, 0)
-# How often each kind of work reads or writes a value: `accumulate` reads the residual and writes the sum, and so on. The gradient is extra.
+# Reads and writes per value for each kind of work: `accumulate` reads the residual and writes the sum, and so on. The gradient is extra.
 _TOUCHES = {"accumulate": 2, "select": 1, "encode": 2, "decode": 3, "apply": 2}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange that all ranks take part in and that waits for the one before: what its busiest rank sends and receives.
+    """One exchange among all ranks, which waits for the previous one: the traffic of its busiest rank.
 
     `nbytes` is the whole payload that a rank sends, as a MeteredComm counts it: P-1 times its part in an all_gather, 2 (P-1)/P of the
-    tensor in an all_reduce, which has two rounds. A chain of sends in which each waits for the one before is one exchange of many `rounds`.
+    tensor in an all_reduce, which has two rounds. A chain of dependent sends is one exchange of several `rounds`.
     """
 
     kind: Kind
     nbytes: float  # of the rank that sends the most
-    messages: float  # of the rank that sends the most messages; those without payload are not sent
-    rounds: float  # dependent steps inside it, as Cost.steps: 1, or 2 for an all_reduce
+    messages: float  # of the rank that sends the most messages; empty messages are not sent
+    rounds: float  # dependent steps, as Cost.steps: 1, or 2 for an all_reduce
     received: float  # payload of the rank that receives the most
-    # Whom a rank sends to: all others, the next in a ring, the next in its node, or the next node.
+    # The destinations of a rank: all others, the next in a ring, the next in its node, or the next node.
     peers: Peers = "all"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one scheme does with one bucket of n elements on P ranks in a settled step, after any warm-up.
+    """The work of one scheme for one bucket of n elements on P ranks, in a settled step after any warm-up.
 
-    `kernels` and `calls` say for each kind of work ("accumulate", "select", "encode", "decode", "apply") how many elements one rank
-    processes, and in how many calls. Each call also has a fixed cost.
+    `kernels` and `calls` give, for each kind of work ("accumulate", "select", "encode", "decode", "apply"), the elements that one rank
+    processes and its number of calls. Each call also has a fixed cost.
     """
 
     exchanges: tuple[Exchange, ...] = ()  # each waits for the one before
-    passes: float = 0.0  # bytes that are read or written in memory on one rank
+    passes: float = 0.0  # bytes of memory read or written on one rank
     kernels: Mapping[str, float] = field(default_factory=dict)
     calls: Mapping[str, float] = field(default_factory=dict)
-    beside: tuple[Exchange, ...] = ()  # exchanges that nothing waits for
-    state_nbytes: float = 0.0  # what the scheme keeps for this bucket between steps, on one rank
+    beside: tuple[Exchange, ...] = ()  # exchanges off the critical path
+    state_nbytes: float = 0.0  # kept for this bucket between steps, on one rank
 
     def __add__(self, other: "Plan") -> "Plan":
-        """Return the plan that does both, one after the other."""
+        """Concatenate two plans."""
         kernels, calls = Counter(self.kernels), Counter(self.calls)
         kernels.update(other.kernels)
         calls.update(other.calls)
@@ -75,9 +74,9 @@ class Plan:
         )
 
     def cost(self) -> Cost:
-        """Return steps, messages and bytes sent, added up over the exchanges; each counts its busiest rank.
+        """Sum steps, messages and bytes sent over the exchanges; each counts its busiest rank.
 
-        Where all ranks send the same this is what a MeteredComm counts on each of them; `beside` is not in it.
+        If all ranks send the same, a MeteredComm counts this on each of them, without `beside`.
         """
         return Cost(
             math.ceil(sum(exchange.rounds for exchange in self.exchanges)),
@@ -88,18 +87,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Given:
-    """The bucket that a plan is for: `n` elements of `itemsize` bytes on `P` ranks.
+    """The bucket to plan: `n` elements of `itemsize` bytes on `P` ranks.
 
     `layout` cuts the bucket into parameters, for schemes that treat layers or names; without one it is a single parameter. Some schemes
-    find at run time how much they send. For them `figures` has the figures of a measured step, such as {"selected": counts}. The form of a
-    scheme names those it reads, and estimates what is missing.
+    decide at run time how much they send. For these, `figures` holds figures of a measured step, such as {"selected": counts}. A scheme's
+    closed form names the figures it reads, and estimates missing ones.
     """
 
     n: int
     P: int
     itemsize: int = 4
     layout: tuple[ParameterSpan, ...] = ()
-    # Fractions of an element, and roles in turn, change from step to step. None: any step.
+    # Fractions of an element and rotating roles change from step to step. None: any step.
     step: int | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)  # Any: a number, or a sequence in rank order
 
@@ -111,17 +110,17 @@ class Given:
 
     @property
     def value_nbytes(self) -> int:
-        """Return the bytes of a value with error feedback, which is summed in float32 or better."""
+        """Bytes of a value with error feedback, which is summed in float32 or wider."""
         return max(4, self.itemsize)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of a value with error feedback."""
+        """The dtype of a value with error feedback."""
         return torch.float64 if self.itemsize == 8 else torch.float32
 
     @property
     def parameters(self) -> tuple[ParameterSpan, ...]:
-        """Return the layout; one parameter unless it was given."""
+        """The layout; a single parameter by default."""
         return self.layout or (ParameterSpan("", Span(0, self.n)),)
 
 
@@ -136,12 +135,12 @@ def planned(
     encode: Work = NOTHING,
     decode: Work = NOTHING,
 ) -> Plan:
-    """Return the plan of these exchanges and this work. Exchanges without a round are those of a single rank, and are left out.
+    """Assemble the plan of these exchanges and this work. Exchanges without a round, those of a single rank, are left out.
 
-    Work is the elements that each kind of kernel processes, and the number of its calls: `accumulate` adds residual and gradient,
-    `select` looks for the largest elements, `encode` makes bytes of values and positions, `decode` makes values of bytes (also of a rank's
-    packet to itself, to know what rounding drops), and "apply" writes result and residual.
-    `passes_to_select`: the elements that selecting reads in addition to the pass that accumulates.
+    Work is the elements that a kind of kernel processes and the number of its calls: `accumulate` adds residual and gradient, `select`
+    finds the largest elements, `encode` turns values and positions into bytes, `decode` turns bytes into values (including a rank's packet
+    to itself, to know what rounding drops), and "apply" writes result and residual.
+    `passes_to_select`: elements that selection reads in addition to the accumulating pass.
     """
     work = {"select": select, "encode": encode, "decode": decode, "apply": (given.n, 1)}
     if accumulate:
@@ -160,23 +159,23 @@ def planned(
 
 
 def plus(*parts: Work) -> Work:
-    """Return the sum of works."""
+    """Add up works."""
     return sum(elements for elements, _ in parts), sum(calls for _, calls in parts)
 
 
-# A tally maps the size of a part in bytes to the number of ranks that have such a part. Near-equal parts have two sizes at any P, so the
-# time of a form does not grow with P.
+# A tally maps part sizes in bytes to the number of ranks with a part of that size. Near-equal parts have two sizes at any P, so a closed
+# form takes no longer to evaluate with more ranks.
 Tally = Mapping[int, int]
 
 
 def near_equal(count: int, P: int) -> Tally:
-    """Return the tally of the lengths of `spans(count, P)`."""
+    """Tally the lengths of `spans(count, P)`."""
     short, longer = divmod(count, P)
     return {length: ranks for length, ranks in ((short + 1, longer), (short, P - longer)) if ranks}
 
 
 def tally(sizes: Mapping[Size, int] | Iterable[Size], nbytes: Callable[[Size], int] = int) -> Tally:
-    """Return how many ranks have parts of each size; `nbytes` gives the size of what is listed."""
+    """Count the ranks with parts of each size; `nbytes` converts a listed item to its size."""
     found: Counter[int] = Counter()
     for size, ranks in (sizes if isinstance(sizes, Mapping) else Counter(sizes)).items():
         found[nbytes(size)] += ranks
@@ -184,31 +183,31 @@ def tally(sizes: Mapping[Size, int] | Iterable[Size], nbytes: Callable[[Size], i
 
 
 def packet_tally(counts: Sequence[int], lengths: Sequence[int], nbytes: Callable[[int, int], int]) -> Tally:
-    """Return the tally of packets of `counts[r]` elements in spans of `lengths[r]`, whose size `nbytes(count, length)` gives."""
+    """Tally packets of `counts[r]` elements in spans of `lengths[r]`; `nbytes(count, length)` gives their size."""
     return tally(zip(counts, lengths, strict=True), lambda pair: nbytes(*pair))
 
 
 def all_gather_exchange(sizes: Tally) -> Exchange:
-    """Return the all-gather of one part from each rank to all others."""
+    """Make the all-gather of one part per rank."""
     P, longest = sum(sizes.values()), max(sizes)
     received = _total(sizes) - min(sizes)
     return Exchange("all_gather", (P - 1) * longest, P - 1 if longest else 0, _round(P), received)
 
 
 def counts_exchange(P: int, nbytes: int = LENGTH_NBYTES) -> Exchange:
-    """Return the all-gather of `nbytes` from each rank."""
+    """Make the all-gather of `nbytes` per rank."""
     return all_gather_exchange({nbytes: P})
 
 
 def to_owners_exchange(sizes: Tally) -> Exchange:
-    """Return the all-to-all in which each rank sends every other rank the part of this size that the other owns."""
+    """Make the all-to-all in which each rank sends every other rank a part of the size that the other owns."""
     P = sum(sizes.values())
     messages = min(P - sizes.get(0, 0), P - 1)
     return Exchange("all_to_all", _total(sizes) - min(sizes), messages, _round(P), (P - 1) * max(sizes))
 
 
 def all_to_all_exchange(nbytes: Sequence[Sequence[int]]) -> Exchange:
-    """Return the all-to-all in which rank r sends `nbytes[r][p]` to rank p, and nothing to itself."""
+    """Make the all-to-all in which rank r sends `nbytes[r][p]` to rank p, and nothing to itself."""
     P = len(nbytes)
     sent = [[part for p, part in enumerate(row) if p != rank] for rank, row in enumerate(nbytes)]
     received = [sum(row[p] for rank, row in enumerate(nbytes) if rank != p) for p in range(P)]
@@ -217,14 +216,14 @@ def all_to_all_exchange(nbytes: Sequence[Sequence[int]]) -> Exchange:
 
 
 def all_reduce_exchange(count: int, element_nbytes: int, P: int) -> Exchange:
-    """Return an all-reduce of `count` elements: to the owners of P near-equal chunks, and their sums to all."""
+    """Make an all-reduce of `count` elements: to the owners of P near-equal chunks, and their sums to all."""
     cost = all_reduce_cost(count, element_nbytes, P, 0)  # no chunk is longer than the first
-    # A rank receives its chunk from all others, and the chunks of all others.
+    # A rank receives its chunk from all others, and all other chunks.
     return Exchange("all_reduce", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 
 
 def announcement_exchange(P: int) -> Exchange:
-    """Return the announcement of a bucket as an exchange without a round: it travels beside others."""
+    """Make the announcement of a bucket, an exchange without a round: it travels beside others."""
     cost = announcement_cost(P)
     return Exchange("all_gather", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 

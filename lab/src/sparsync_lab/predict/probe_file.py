@@ -1,4 +1,4 @@
-"""A probe: the measurements of a group of ranks, as a TOML file that you can read and edit.
+"""A probe: measurements of a group of ranks, kept as a TOML file for people to read and edit.
 
 `probing` measures it, `sparsync probe` writes it, and `probed.ProbedNetwork` predicts with it.
 """
@@ -28,25 +28,25 @@ Count = Annotated[int, Ge(1), Le(2**63)]
 
 
 class ProbeFileError(ValueError):
-    """A file that is not a probe; the message says where, what was found, and what belongs there."""
+    """A file that is not a probe; the message names the place, what was found and what is expected."""
 
 
 class _Record:
-    """Base of the records: only the annotated types. Files of other versions may have more in them, which is ignored."""
+    """Base of the records: only the annotated types. Unknown fields, as of other versions, are ignored."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class ProbedGroup(_Record):
-    """The ranks that were measured, and what connects them."""
+    """The measured ranks, and what connects them."""
 
     ranks: Annotated[int, Ge(2), Le(MOST_RANKS)]
     backend: str  # "gloo" or "nccl"
     hosts: Count
     link: str  # what connects the ranks, for the reader
     device: Literal["cpu", "cuda"]  # of the tensors
-    cores: Count  # that rank 0 may use
+    cores: Count  # available to rank 0
     torch: str  # version
     time: str  # ISO 8601
     kernels: str = ""  # their backend; files of earlier versions have none
@@ -54,7 +54,7 @@ class ProbedGroup(_Record):
 
 @dataclass(frozen=True)
 class Operation(_Record):
-    """One exchange of all ranks at once, at one size. Each repeat takes as long as its slowest rank."""
+    """One exchange of all ranks, at one size. A repeat takes as long as its slowest rank."""
 
     kind: Kind
     nbytes: Annotated[int, Ge(0), Le(2**63)]  # payload that each rank sends, as Exchange.nbytes
@@ -65,21 +65,21 @@ class Operation(_Record):
 
 @dataclass(frozen=True)
 class Latency(_Record):
-    """The time of messages that carry next to nothing."""
+    """The time of messages that carry almost nothing."""
 
-    announce_s: Seconds  # what comparing step, layout and scheme adds to the first exchange of a bucket
+    announce_s: Seconds  # added to a bucket's first exchange by comparing step, layout and scheme
 
 
 @dataclass(frozen=True)
 class Memory(_Record):
-    """Memory of the slowest rank, while all ranks of its host are at work."""
+    """Memory bandwidth of the slowest rank, while all ranks of its host are busy."""
 
     bytes_per_s: Rate  # of the plain pass b += a in float32: 12 bytes an element
 
 
 @dataclass(frozen=True)
 class Kernel(_Record):
-    """The time of one kind of work on the slowest rank: elements / elements_per_s + calls * fixed_s. Other kinds are ignored."""
+    """The time of one kind of work on the slowest rank: elements / elements_per_s + calls * fixed_s. Unknown kinds are ignored."""
 
     kind: str  # of KERNELS
     elements_per_s: Rate
@@ -88,7 +88,7 @@ class Kernel(_Record):
 
 @dataclass(frozen=True)
 class ReducedBucket(_Record):
-    """The time of a bucket on the slowest rank, from before its announcement to its result, in a row of buckets."""
+    """The time of a bucket on the slowest rank, from before its announcement to its result, in a series of buckets."""
 
     elements: Count
     seconds: Rate  # median
@@ -96,17 +96,17 @@ class ReducedBucket(_Record):
 
 @dataclass(frozen=True)
 class SchemeTimes(_Record):
-    """The times of buckets with one scheme: the processor time of a tiny one, and the whole time of several sizes."""
+    """The times of buckets with one scheme: the processor time of a tiny one, and the total time of several sizes."""
 
-    scheme: str  # as it was written for the probe
-    fixed_s: Seconds  # of the thread that reduces
-    settings: str = ""  # all settings of the scheme, with defaults, so that the spelling does not matter
-    bucket: tuple[ReducedBucket, ...] = ()  # the smallest first
+    scheme: str  # as written for the probe
+    fixed_s: Seconds  # of the reducing thread
+    settings: str = ""  # all settings, with defaults, so that the spelling does not matter
+    bucket: tuple[ReducedBucket, ...] = ()  # smallest first
 
 
 @dataclass(frozen=True)
 class ReadyBucket(_Record):
-    """A bucket of DistributedDataParallel, in the order in which they become ready."""
+    """A bucket of DistributedDataParallel; buckets are listed in the order of becoming ready."""
 
     elements: Count
     ready_s: Seconds  # since the forward pass ended
@@ -125,7 +125,7 @@ class Backward(_Record):
 
 @dataclass(frozen=True)
 class Probe(_Record):
-    """Everything that one file holds."""
+    """The content of one file."""
 
     group: ProbedGroup
     operation: tuple[Operation, ...]
@@ -160,7 +160,7 @@ def write(probe: Probe, path: Path) -> None:
 
 
 def read(path: Path) -> Probe:
-    """Return the probe in a file. Raises ProbeFileError that says what is wrong and where."""
+    """Read a probe from a file. Raises ProbeFileError that says what is wrong and where."""
     try:
         written = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -172,7 +172,6 @@ def read(path: Path) -> Probe:
 
 
 def text(probe: Probe) -> str:
-    """Return the content of the file."""
     lines = [_HEAD, f"format = {FORMAT}", ""]
     for field in fields(probe):
         value = getattr(probe, field.name)
@@ -185,13 +184,10 @@ def text(probe: Probe) -> str:
 
 
 def parse(content: str) -> Probe:
-    """Return the probe that `text` has written. Raises ProbeFileError."""
+    """Parse a probe's text. Raises ProbeFileError."""
     try:
         plain = tomllib.loads(content)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # of TOML, of numbers with thousands of digits, and of endless nesting
+    except (ValueError, RecursionError) as error:  # or endless digits, or endless nesting
         raise ProbeFileError(f"not TOML: {error}") from error
     found = plain.pop("format", None)
     if found != FORMAT:
@@ -223,22 +219,22 @@ def _plain(value: str | int | float) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Return a TOML basic string. Its escapes are those of JSON, except for surrogates and DEL."""
+    """Quote a TOML basic string. Its escapes are JSON's, except for surrogates and DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def rounded(value: int | float) -> float:
-    """Return `value` to four significant digits, as many as a person reads."""
+    """Round `value` to four significant digits, enough for readers."""
     return float(f"{value:.4g}")
 
 
 def sizes(operations: Iterable[Operation], kind: str) -> list[Operation]:
-    """Return the operations of one kind, the smallest first."""
+    """Select the operations of one kind, smallest first."""
     return sorted((each for each in operations if each.kind == kind), key=lambda each: each.nbytes)
 
 
 def never_slower(known: list[Operation]) -> list[Operation]:
-    """Return `known` with none slower than a larger one: a small exchange that took longer was disturbed."""
+    """Cap each time at those of larger exchanges: a small exchange that took longer was disturbed."""
     least, found = float("inf"), []
     for each in reversed(known):
         least = min(least, each.seconds)

@@ -1,7 +1,7 @@
-"""Measure a group of ranks: the time of its exchanges, its memory and the library's kernels. Collective; the file is `probe_file`.
+"""Measure the exchanges, the memory and the library's kernels on a group of ranks. Collective; `probe_file` has the file format.
 
-Exchanges go through the communicator that schemes use, so its overhead is included. Each is repeated back to back, as often as its share
-of the time allows. Each repeat takes as long as its slowest rank.
+Exchanges use the schemes' communicator, so its overhead is included. Each exchange is repeated back to back, as often as its share of the
+time allows, and a repeat takes as long as its slowest rank.
 """
 
 import statistics
@@ -34,23 +34,23 @@ from sparsync_lab.predict.probe_file import (
 )
 
 SIZES = 5  # of each operation, from the smallest to the largest in equal ratios
-SMALLEST, LARGEST = 1_000, 16_000_000  # bytes that a rank sends
+SMALLEST, LARGEST = 1_000, 16_000_000  # bytes sent by a rank
 REPEATS = (5, 200)  # fewest and most
 OPERATIONS_SHARE, SCHEMES_SHARE = 0.6, 0.25  # of the time
-TRIAL, TRIAL_S = 64_000, 0.02  # the rate is estimated from an exchange of these bytes, or of more, that takes so long
-KERNEL_N = 1 << 22  # elements: vectors of 16 MB, which no cache holds twice
-SELECTED_N = 1 << 16  # elements that are encoded and decoded: selections are smaller than buckets
+TRIAL, TRIAL_S = 64_000, 0.02  # bytes, seconds: an exchange that large or long estimates the rate
+KERNEL_N = 1 << 22  # elements: vectors of 16 MB, two of which exceed any cache
+SELECTED_N = 1 << 16  # elements encoded and decoded: selections are smaller than buckets
 SMALL_N = 1 << 10  # where fixed costs show
-DENSITY = 0.01  # of what the kernels select
+DENSITY = 0.01  # of the kernels' selection
 KERNEL_S = 0.11  # for one kind of work at one size
-PARTS = 4  # that are decoded and added up
-SCHEME_N = (1 << 11, 1 << 15, 1 << 18)  # elements of buckets, the first above the size below which schemes send all
-SCHEME_ROUNDS, BATCH = (4, 3, 10), 4  # buckets to warm up with, and batches that are counted: fewest and most
-OVER = 8.0  # times its share of the time that a size may take
-_WARM = 0.97  # as the library's hint of where to look for the largest elements
+PARTS = 4  # decoded and added up
+SCHEME_N = (1 << 11, 1 << 15, 1 << 18)  # elements of buckets; smaller buckets than the first are sent whole by schemes
+SCHEME_ROUNDS, BATCH = (4, 3, 10), 4  # warm-up buckets, fewest and most measured batches; buckets per batch
+OVER = 8.0  # a size may take this many times its share of the time
+_WARM = 0.97  # as the library's starting bound for the search of the largest elements
 
 Tell = Callable[[str, float], None]
-"""Takes what is measured now, and the share of the whole that is done."""
+"""Takes the name of the current measurement and the finished share of the whole."""
 Work = Callable[[], object]
 
 
@@ -62,17 +62,17 @@ def measure(
     schemes: Mapping[str, Scheme],
     tell: Tell,
 ) -> Probe:
-    """Return the probe of `group`, measured within about `budget_s` seconds; the same on all ranks.
+    """Measure a probe of `group` within about `budget_s` seconds; the same on all ranks.
 
-    Collective, with the same arguments on all ranks; `schemes` by label, each rank its own. `comm` is a private communicator of two ranks
-    or more that nothing else uses.
+    Collective, with the same arguments on all ranks; `schemes` maps labels to this rank's schemes. `comm` is a private communicator of two
+    or more ranks that nothing else uses.
     """
     bench = _Bench(comm, device)
     tell("announcements", 0.0)
     bench.announce()
     latency = Latency(rounded(_announce_s(bench)))
     operations: list[Operation] = []
-    # Half of the time is for the largest sizes, half for all others.
+    # The largest sizes get half of the time, all others the other half.
     half_s = OPERATIONS_SHARE * budget_s / 2
     plan = list(product(KINDS, _sizes(bench, half_s)))
     each_s = half_s / len(plan)
@@ -89,7 +89,7 @@ def measure(
 
 
 class _Bench:
-    """Times work on this rank, and compares with the other ranks."""
+    """Times work on this rank, and compares the times with other ranks'."""
 
     def __init__(self, comm: GroupComm, device: torch.device) -> None:
         self.comm, self.device = comm, device
@@ -97,7 +97,7 @@ class _Bench:
         self._number = 0
 
     def announce(self, first: Work | None = None) -> None:
-        """Announce as before a bucket, and do `first` before the announcements are read."""
+        """Announce as before a bucket, and run `first` before the announcements are read."""
         self._number += 1
         self.comm.announce(Announcement((self._number, 0, 0, 0), lambda: [Told(["a probe"], "probe with all ranks")]))
         if first is not None:
@@ -110,24 +110,24 @@ class _Bench:
         self.finish()
 
     def finish(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def once(self, run: Work) -> float:
-        """Return the seconds of `run` on this rank."""
+        """Time `run` on this rank, in seconds."""
         began = time.perf_counter()
         run()
         self.finish()
         return time.perf_counter() - began
 
     def slowest(self, own: Sequence[float]) -> list[float]:
-        """Return the largest of all ranks for each entry."""
+        """Take the maximum over all ranks of each entry."""
         row = torch.tensor(own, dtype=torch.float64, device=self.device)
         return torch.stack(self.comm.all_gather(row, [len(own)] * self.comm.size)).max(0).values.tolist()
 
     def repeated(self, run: Work, within_s: float) -> list[float]:
-        """Return the seconds of the slowest rank in each of as many repeats as fit, after one that does not count."""
+        """Time the slowest rank in each of as many repeats as fit, after one that does not count."""
         self.together()
         first = max(self.slowest([self.once(run)]))
         fewest, most = REPEATS
@@ -136,7 +136,7 @@ class _Bench:
         return self.slowest([self.once(run) for _ in range(count)])
 
     def alone(self, run: Work, within_s: float) -> float:
-        """Return the median seconds of `run`, which does not communicate, on the slowest rank, while all ranks are at work."""
+        """Time `run`, which does not communicate, while all ranks are busy: the median seconds of the slowest rank."""
         run()
         self.together()
         own, deadline = [], time.perf_counter() + within_s
@@ -146,7 +146,7 @@ class _Bench:
 
 
 def _sizes(bench: _Bench, budget_s: float) -> list[int]:
-    """Return the sizes that can be measured in time, from SMALLEST to at most LARGEST bytes."""
+    """Choose the sizes that can be measured in time, from SMALLEST to at most LARGEST bytes."""
     nbytes = min(TRIAL, LARGEST)
     while True:
         run, sent = _exchange(bench, "all_to_all", nbytes)
@@ -169,7 +169,7 @@ def _operation(bench: _Bench, kind: Kind, nbytes: int, within_s: float) -> Opera
 
 
 def _exchange(bench: _Bench, kind: str, nbytes: int) -> tuple[Work, int]:
-    """Return an operation in which each rank sends about `nbytes`, and the exact number."""
+    """Make an operation in which each rank sends about `nbytes`; also returns the exact number."""
     comm, P = bench.comm, bench.comm.size
     if kind == "all_reduce":
         x = torch.zeros(max(1, round(nbytes * P / (2 * (P - 1)) / 4)), device=bench.device)
@@ -189,9 +189,9 @@ def _bytes(count: int, bench: _Bench) -> Tensor:
 
 
 def _announce_s(bench: _Bench) -> float:
-    """Return what an announcement adds to a small exchange, while its messages travel beside those of the exchange.
+    """Time what an announcement adds to a small exchange while its messages travel beside the exchange's.
 
-    The two cases alternate, so that both see the same disturbances.
+    The two cases alternate, so that disturbances hit both.
     """
     byte = _bytes(1, bench)
     own: list[list[float]] = [[], []]
@@ -222,7 +222,7 @@ def _kernels(bench: _Bench) -> tuple[Memory, tuple[Kernel, ...]]:
 
 
 def _work(n: int, k: int, device: torch.device) -> dict[KernelKind, tuple[Work, int, int]]:
-    """Return each kind of work on a bucket of `n` elements, or `k` selected ones, with its elements and calls as plans count them."""
+    """Make each kind of work on a bucket of `n` elements, or `k` selected ones, with its elements and calls as plans count them."""
     source = torch.Generator().manual_seed(0)
     residual, grad = (torch.randn(n, generator=source).to(device) for _ in range(2))
     out, zeros = torch.empty_like(grad), torch.zeros_like(grad)
@@ -249,7 +249,7 @@ def _work(n: int, k: int, device: torch.device) -> dict[KernelKind, tuple[Work, 
 
 
 def _spread(k: int, length: int, start: int, device: torch.device) -> Sparse:
-    """Return `k` elements at even distances in a vector of `length`."""
+    """Make `k` evenly spaced elements in a vector of `length`."""
     index = torch.arange(k, dtype=torch.int32, device=device) * (length // k) + start
     return Sparse(index, torch.ones(k, device=device), length)
 
@@ -257,7 +257,7 @@ def _spread(k: int, length: int, start: int, device: torch.device) -> Sparse:
 def _scheme_times(
     bench: _Bench, label: str, scheme: Scheme, within_s: float, tell: Callable[[str], None]
 ) -> SchemeTimes:
-    """Return what reducing buckets takes with `scheme`, as integrations do it: announce, reduce, and read the announcements.
+    """Time the reduction of buckets with `scheme` as integrations do it: announce, reduce, and read the announcements.
 
     Sizes that would take much longer than `within_s` are left out, except the smallest.
     """
@@ -274,9 +274,9 @@ def _scheme_times(
 
 
 def _reductions(bench: _Bench, state: State, n: int, within_s: float, always: bool) -> tuple[float, float] | None:
-    """Return the mean processor seconds of this thread, and the mean seconds, of a bucket of `n` elements in the median batch.
+    """Time buckets of `n` elements in batches. Returns the median over batches of a bucket's mean processor seconds and mean seconds.
 
-    Both are those of the slowest rank. None if the fewest batches would take OVER times `within_s`, unless `always`.
+    Both are the slowest rank's. None if the fewest batches would take OVER times `within_s`, unless `always`.
     """
     source = torch.Generator().manual_seed(bench.comm.rank)
     warmup, fewest, most = SCHEME_ROUNDS
@@ -300,7 +300,7 @@ def _reductions(bench: _Bench, state: State, n: int, within_s: float, always: bo
     rounds(warmup - 1)
     slowest_s = max(bench.slowest([own[-1][1]]))
     rounds(BATCH * min(most, max(fewest, int(within_s / slowest_s / BATCH))))
-    # One bucket's time includes the wait for other ranks, and the next one then has none. Only the mean of several buckets counts.
+    # A bucket's time includes the wait for other ranks, which the next one then lacks, so only the mean of several buckets counts.
     batches = [own[start : start + BATCH] for start in range(warmup, len(own), BATCH)]
     totals = [[sum(times) / BATCH for times in zip(*batch, strict=True)] for batch in batches]
     processor_s, seconds = (bench.slowest(times) for times in zip(*totals, strict=True))

@@ -1,4 +1,4 @@
-"""The plan of each scheme of the library in closed form, and that of 1-bit Adam. Your scheme gets one by `@form.register`.
+"""Closed-form plans of the library's schemes and of 1-bit Adam. Register your scheme's with `@form.register`.
 
 Other rivals have none: `sparsync compare` and `traffic` count what they send.
 """
@@ -59,19 +59,19 @@ from sparsync_lab.predict.exchanges import (
 )
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
 
-# The share of the selected elements that lies in one of equal spans, if one threshold selects from layers that differ in scale, as
-# `sparsync traffic` draws them.
+# Share of the selected elements in the fullest of equal spans, if one threshold selects from layers that differ in scale, as `sparsync
+# traffic` draws them.
 PEAK = 0.6
 
 
 def plan_of(scheme: Scheme, given: Given) -> Plan:
-    """Return what a settled step of `scheme` does with a bucket. Raises ValueError if the scheme has no closed form."""
+    """Plan a settled step of `scheme` for a bucket. Raises ValueError if the scheme has no closed form."""
     return Plan() if isinstance(scheme, ErrorFeedbackScheme) and not given.n else form(scheme, given)
 
 
 @singledispatch
 def form(scheme: Scheme, given: Given) -> Plan:
-    """Return the plan of a step; `given.n` is at least 1 for a scheme with error feedback."""
+    """Plan a step; `given.n` is at least 1 for a scheme with error feedback."""
     raise ValueError(
         f"{scheme.name} has no closed form of its cost; leave it out, or write one: @sparsync_lab.predict.form.register\n"
         f"def _(scheme: {type(scheme).__name__}, given: Given) -> Plan"
@@ -79,7 +79,7 @@ def form(scheme: Scheme, given: Given) -> Plan:
 
 
 def residual_nbytes(scheme: ErrorFeedbackScheme, given: Given) -> int:
-    """Return the bytes of the residual of a bucket on one rank."""
+    """Compute the bytes of a bucket's residual on one rank."""
     return given.n * (2 if scheme.residuals == "bfloat16" and given.value_nbytes == 4 else given.value_nbytes)
 
 
@@ -93,9 +93,9 @@ def _(scheme: Dense, given: Given) -> Plan:
 
 @form.register
 def _(scheme: SkipReduce, given: Given) -> Plan:
-    """Return the plan of a step. Figures: the number of "protected" elements, and the "offsets" that the direct form draws.
+    """Plan a step. Figures: the number of "protected" elements, and the "offsets" that the direct form draws.
 
-    Without them, the offsets are those of a ring. If P divides both the protected elements and the others, all sets send the same.
+    By default the offsets are a ring's. If P divides both the protected elements and the others, all sets send the same amount.
     """
     n, P, nbytes = given.n, given.P, given.itemsize
     named = sum(len(entry.span) for entry in given.layout if matches(entry.name, scheme.protect))
@@ -115,14 +115,14 @@ def _(scheme: SkipReduce, given: Given) -> Plan:
 
 @form.register
 def _(scheme: AutoProtect, given: Given) -> Plan:
-    """Return the plan of a step after those that observe. Figure: the number of "protected" elements; the most that may be without it."""
+    """Plan a step after the observing ones. Figure: the number of "protected" elements, by default the maximum."""
     protected = given.figures.get("protected", int(scheme.share * given.n))
     return form(scheme.scheme, replace(given, figures={**given.figures, "protected": protected}))
 
 
 @form.register
 def _(scheme: PerParameter, given: Given) -> Plan:
-    """Return the plans of all schemes after each other, each for its parameters. It takes no figures of a step."""
+    """Plan all schemes in sequence, each for its parameters. It takes no figures."""
     total, left = Plan(), list(given.parameters)
     for pattern, inner in [*scheme.patterns.items(), ("*", scheme.default)]:
         own = [entry for entry in left if matches(entry.name, [pattern])]
@@ -130,7 +130,7 @@ def _(scheme: PerParameter, given: Given) -> Plan:
         layout = laid_out((entry.name, entry.shape or len(entry.span)) for entry in own)
         if layout and layout[-1].span.stop:
             total += plan_of(inner, Given(layout[-1].span.stop, given.P, given.itemsize, layout, given.step))
-    # Each bucket is copied out of the gradient and back.
+    # Each bucket is copied out of the gradient and back again.
     return replace(total, passes=total.passes + 4 * given.n * given.itemsize)
 
 
@@ -140,17 +140,17 @@ def _(scheme: Quantized, given: Given) -> Plan:
 
 
 def quantized_form(given: Given, values: Values, state_nbytes: int, down: Values | None = None) -> Plan:
-    """Return the plan of a quantized all-reduce of all elements with error feedback; `down`: the format of what owners send to all."""
+    """Plan a quantized all-reduce of all elements with error feedback; `down`: the format that owners send to all."""
     mean = quantized_all_reduce_plan(given.n, given.dtype, given.P, ValueCodec(values), ValueCodec(down or values))
     return planned(given, mean.exchanges, state_nbytes, encode=mean.encode, decode=mean.decode)
 
 
 @form.register
 def _(scheme: OneBitAdam, given: Given) -> Plan:
-    """Return the plan of a step after the warm-up, whose steps are those of Dense."""
+    """Plan a step after the warm-up; warm-up steps are Dense's."""
     wide = replace(given, itemsize=given.value_nbytes)
     made = quantized_form(wide, "sign", 2 * given.n * given.value_nbytes + residual_nbytes(scheme, given))
-    # The momentum is computed, copied, and divided by the root of the second moments.
+    # The momentum is computed, copied and divided by the root of the second moments.
     return replace(made, passes=made.passes + 10 * given.n * given.value_nbytes)
 
 
@@ -172,7 +172,7 @@ def _(scheme: InTurn, given: Given) -> Plan:
 
 @form.register
 def _(scheme: TopK, given: Given) -> Plan:
-    """Return the plan of a step in which all ranks send equally many elements."""
+    """Plan a step in which all ranks send the same number of elements."""
     codec, n, P, k = Elements(scheme.values), given.n, given.P, count_for(scheme.density, given.n)
     return planned(
         given,
@@ -200,20 +200,20 @@ def _(scheme: TwoShot, given: Given) -> Plan:
         [to_owners_exchange(up), all_gather_exchange(down)],
         state,
         select=(given.n, P),
-        passes_to_select=max(lengths),  # the sums of the own region
+        passes_to_select=max(lengths),  # the sums of this rank's region
         encode=plus(sent, (own_down, 1)),
         decode=plus(NOTHING if Elements(scheme.values).exact else sent, ((P - 1) * own_up, P - 1), (total_down, P)),
     )
 
 
 def _lengths(partition: BlockCyclic) -> Tally:
-    """Return how many partitions have each length."""
+    """Count the partitions of each length."""
     whole = partition.groups * partition.row
     return {whole + rest: ranks for rest, ranks in near_equal(partition.n - whole * partition.P, partition.P).items()}
 
 
 def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dtype) -> tuple[Tally, int, int]:
-    """Return the packet sizes of regions of these lengths, the elements in the largest region, and those in all of them."""
+    """Compute the packet sizes of regions of these lengths, and the elements in the largest region and in all regions."""
     codec, counts = Elements(values), tally(lengths, lambda length: count_for(density, length))
     sizes = tally(lengths, lambda length: codec.nbytes(count_for(density, length), length, dtype))
     return sizes, max(counts), sum(count * ranks for count, ranks in counts.items())
@@ -221,10 +221,10 @@ def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dty
 
 @form.register
 def _(scheme: ExactMiCRO, given: Given) -> Plan:
-    """Return the plan of ExactMiCRO or ExactExDyna. Figures, by rank: the numbers "selected", and the "lengths" of the partitions."""
+    """Plan a step of ExactMiCRO or ExactExDyna. Figures, by rank: the numbers "selected", and the "lengths" of the partitions."""
     n, P, t = given.n, given.P, given.step or 0
     lengths, selected = given.figures.get("lengths"), given.figures.get("selected")
-    # The budget in equal counts: assume that partitions of mixed rows hold equally many elements, and that adjacent ones are equally long.
+    # Assume equal counts: partitions of mixed rows hold the same number of elements, and adjacent ones have the same length.
     allowed = budget(scheme.density, given.parameters, scheme.dense, scheme.refresh, t)
     if isinstance(scheme, ExactExDyna):
         levels = 1
@@ -241,13 +241,13 @@ def _(scheme: ExactMiCRO, given: Given) -> Plan:
 
 @form.register
 def _(scheme: MiCRO, given: Given) -> Plan:
-    """Return the plan of MiCRO or ExDyna with a settled threshold. Figures as ExactMiCRO's."""
+    """Plan a step of MiCRO or ExDyna with a settled threshold. Figures as ExactMiCRO's."""
     n, P = given.n, given.P
     selected = given.figures.get("selected")
     examined = max(given.figures.get("lengths") or near_equal(n, P))
     if selected is None:
         union = count_for(scheme.density, n)
-        # Estimate the fullest partition. Partitions that follow the loads hold equally many.
+        # Estimate the fullest partition. Partitions that follow the loads hold equal numbers.
         peak = 0.0 if isinstance(scheme, ExDyna) else PEAK
         most = min(examined, round(max(1 / P, peak) * union))
     else:
@@ -259,7 +259,7 @@ def _(scheme: MiCRO, given: Given) -> Plan:
 def _at_union(
     scheme: MiCRO | ExactMiCRO, given: Given, exchanges: Sequence[Exchange], union: int, examined: int
 ) -> Plan:
-    """Return the plan of `exchanges` of positions, then of values at the union; the busiest rank examines `examined` elements."""
+    """Plan `exchanges` of positions, then of values at the union; the busiest rank examines `examined` elements."""
     exact = isinstance(scheme, ExactMiCRO)
     mean = mean_at_plan(union, given.dtype, given.P, ValueCodec(scheme.values if exact else "float32"), exact)
     return planned(
@@ -274,11 +274,11 @@ def _at_union(
 
 @form.register
 def _(scheme: OkTopk | ExactOkTopk, given: Given) -> Plan:
-    """Return the plan of a step; of OkTopk one between two evaluations of the thresholds, or that of `given.step`.
+    """Plan a step; for OkTopk one between two evaluations of the thresholds, or `given.step`.
 
     Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
-    after balancing. Without them, each rank selects k elements, spread evenly over regions of equal length, and equally many sums
-    survive in each region.
+    after balancing. By default each rank selects k elements, spread evenly over regions of equal length, and the same number of sums
+    survives in each region.
     """
     n, P, k, dtype = given.n, given.P, count_for(scheme.density, given.n), given.dtype
     exact = isinstance(scheme, ExactOkTopk)

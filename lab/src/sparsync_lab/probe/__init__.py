@@ -1,1 +1,1 @@
-"""`sparsync probe`: measures a group of ranks for predictions, and writes what it found into a file."""
+"""`sparsync probe`: measure a group of ranks for predictions, and write the results to a file."""

@@ -1,4 +1,4 @@
-"""`sparsync probe`: starts the ranks, each at its link, or is one of those that a launcher has started. Rank 0 prints and writes."""
+"""`sparsync probe`: start the ranks, each at its link, or join a launcher's ranks. Rank 0 prints and writes."""
 
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -23,8 +23,8 @@ TASK = "sparsync_lab.probe.task:probe"
 def probe(request: Request, ranks: int, out: Path, where: AbstractContextManager[Here | Hosts]) -> None:
     """Measure the ranks, write the file and print its tables. `where`: as in `compare`.
 
-    Raises ValueError for what cannot be measured, and RuntimeError if the file cannot be written, the network cannot be built or a rank
-    fails.
+    Raises ValueError for a request that cannot be measured, and RuntimeError if the file cannot be written, the network cannot be built
+    or a rank fails.
     """
     request.check(ranks)
     check_file(out)
@@ -49,7 +49,7 @@ def probe(request: Request, ranks: int, out: Path, where: AbstractContextManager
 
 
 def _finish(content: str, out: Path) -> None:
-    """Write the file, then print its tables: what was measured must not be lost with them."""
+    """Write the file first, so that a failure to print loses no measurement."""
     found = probe_file.parse(content)
     probe_file.write(found, out)
     _print(found)

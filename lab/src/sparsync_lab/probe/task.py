@@ -1,4 +1,4 @@
-"""The task of each rank in a probe; rank 0 sends the content of the file."""
+"""The task of each rank in a probe; rank 0 sends the file's content."""
 
 import os
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from sparsync_lab.scheme_choice import check_labels, parse_schemes
 from sparsync_lab.workers.process import Emit, Place
 from sparsync_lab.workloads.base import Workload, loss_of
 
-STEPS = 6  # of the job, of which the first does not count
+STEPS = 6  # of the job; the first does not count
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, for how long, and what the file says about the group."""
+    """What to measure, for how long, and the file's description of the group."""
 
-    seconds: float  # about, for everything but the job
-    schemes: str  # whose buckets are measured, as `--schemes` of compare
+    seconds: float  # approximate, for everything but the job
+    schemes: str  # to measure buckets of, as `--schemes` of compare
     link: str  # what connects the ranks, for the reader
     hosts: int = 1
     workload: str | None = None  # the job whose backward pass is recorded
@@ -35,7 +35,7 @@ class Request:
     timeout_s: float = 120.0  # for one operation of a rank
 
     def check(self, ranks: int) -> Workload | None:
-        """Return the workload, if there is one. Raises ValueError if this cannot be measured."""
+        """Prepare the workload, if any. Raises ValueError if the request cannot be measured."""
         if ranks < 2:
             raise ValueError(f"a probe measures what travels between ranks, got {ranks}; give at least --ranks 2")
         choices = parse_schemes(self.schemes, 0.01)
@@ -51,13 +51,13 @@ class Request:
                 )
             return None
         workload = workloads.get(self.workload, **self.options)
-        workload.batch(0, 0, 0, ranks)  # raises where there are no equal shares
+        workload.batch(0, 0, 0, ranks)  # raises if there are no equal shares
         workload.prepare()
         return workload
 
 
 def probe(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JSON
-    """Measure the group as the Request `spec` asks; the task of every rank."""
+    """Measure the group as requested in `spec`; the task of every rank."""
     request = Request(**spec)
     device = torch.device(place.device)
     comm = GroupComm.private(place.group, timeout_s=place.timeout_s)
@@ -78,7 +78,7 @@ def probe(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JS
 
 
 def _backward(request: Request, place: Place) -> probe_file.Backward:
-    """Return the timeline of the job on the slowest rank; all ranks compute at the same time without communication."""
+    """Record the job's timeline on the slowest rank, while all ranks compute without communication."""
     assert request.workload is not None
     workload = workloads.get(request.workload, **request.options)
     model = workload.model(0).to(place.device)

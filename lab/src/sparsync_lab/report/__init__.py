@@ -1,1 +1,1 @@
-"""The report of a comparison: its records, the numbers made from them, and tables, pictures and a page that show the numbers."""
+"""The report of a comparison: its records, the numbers made from them, and the tables, pictures and page that show the numbers."""

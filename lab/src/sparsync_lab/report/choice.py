@@ -1,9 +1,9 @@
-"""The choice that a run speaks for, by a rule over its own numbers, and the sentences that say it.
+"""Choose a scheme from the numbers of a run, and explain the choice in sentences.
 
-The plain all-reduce is the faster of bf16 and dense; bf16 must be near dense's quality for that. The choice is the fastest of the schemes
-near dense's quality: by the time to the target if any scheme reached it with every seed, else by the time of a step. It must finish with
-every seed, and be faster than the plain all-reduce with every seed by more than the noise: the difference between computing steps of the
-run, which all compute the same, and 3 % at least.
+The plain all-reduce is dense, or bf16 if that is faster and near dense's quality. The choice is the fastest scheme near dense's quality,
+by the time to the target if any scheme reached it with every seed, else by the step time. It must finish with every seed, and beat the
+plain all-reduce with every seed by more than the noise: the difference between the run's computing steps, which all compute the same, and
+at least 3 %.
 """
 
 import math
@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from sparsync_lab.report.format import seconds_text, target_text, times_text
 from sparsync_lab.report.summary import BASELINES, MATTERS, Ratio, RunSummary, SchemeFigures, spread
 
-WITHIN = 2.0  # percent behind dense's quality that count as near
-_MORE = {"": "", ">": "more than ", "<": "at most "}  # before a ratio, by its bound
+WITHIN = 2.0  # percent behind dense's quality that still count as near
+_MORE = {"": "", ">": "more than ", "<": "at most "}  # a ratio's prefix, by its bound
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to use, and what it is compared with."""
+    """The recommended scheme and its alternatives."""
 
-    by_target: bool  # compared by the time to the target; False: by the time of a step
-    plain: SchemeFigures | None  # the plain all-reduce, bf16 or dense; None where neither finished
+    by_target: bool  # compared by the time to the target; False: by the step time
+    plain: SchemeFigures | None  # the plain all-reduce, bf16 or dense; None if neither finished
     chosen: SchemeFigures | None  # None: nothing near dense's quality beats the plain all-reduce
-    fastest: SchemeFigures | None  # of all that finished but the plain ones, whatever its quality
+    fastest: SchemeFigures | None  # of all finished schemes but the plain ones, whatever its quality
 
 
 def choose(summary: RunSummary) -> Choice:
-    """Return the choice for the run."""
     finished = [scheme for scheme in summary.schemes if scheme.ended]
     everywhere = [scheme for scheme in finished if scheme.reached == len(scheme.seeds)]
     by_target = bool(everywhere)
@@ -40,19 +39,19 @@ def choose(summary: RunSummary) -> Choice:
 
 
 def is_near(scheme: SchemeFigures) -> bool:
-    """Return whether its quality is at most WITHIN percent behind dense's; False if it is unknown."""
+    """Tell whether its quality is at most WITHIN percent behind dense's; False if unknown."""
     gap = scheme.behind_dense
     return scheme.label == "dense" or (gap is not None and gap.median <= WITHIN)
 
 
 def speed_baseline(summary: RunSummary) -> str:
-    """Return the label that all speed-ups of a report are over: the plain all-reduce of the choice, or else bf16 where it has run."""
+    """Name the baseline of all speed-ups in a report: the plain all-reduce of the choice, or else bf16 if it ran."""
     plain = choose(summary).plain
     return plain.label if plain else "bf16" if summary.scheme("bf16") else "dense"
 
 
 def sentences(summary: RunSummary) -> tuple[str, ...]:
-    """Say what to use in one sentence, with its speed and its quality, and qualify it in at most four more."""
+    """Recommend a scheme in one sentence, with its speed and quality, and qualify that in at most four more."""
     found = choose(summary)
     chosen, plain, fastest = found.chosen, found.plain, found.fastest
     if why := _no_choice(summary, found):
@@ -75,7 +74,7 @@ def sentences(summary: RunSummary) -> tuple[str, ...]:
 
 
 def failure(summary: RunSummary) -> str | None:
-    """Return why the run is not what was asked for: a scheme exchanged nothing, or dense never was finite; None where it is."""
+    """Explain why the run failed: a scheme exchanged nothing, or dense never was finite; None if it did not."""
     names = [scheme.name for scheme in summary.schemes if scheme.exchanged_nothing]
     if names:
         return f"{' and '.join(names)} exchanged nothing; the report says why, and the other rows count"
@@ -89,7 +88,7 @@ def failure(summary: RunSummary) -> str | None:
 
 
 def _no_choice(summary: RunSummary, found: Choice) -> str:
-    """Return why the run shows no choice, and what to do; "" where it shows one."""
+    """Explain why the run shows no choice, and what to do; "" if it shows one."""
     dense = summary.scheme("dense")
     diverged = [seed for seed in dense.seeds if seed.diverged] if dense else []
     if summary.run.ranks == 1:
@@ -112,7 +111,7 @@ def _no_choice(summary: RunSummary, found: Choice) -> str:
 
 
 def _told(summary: RunSummary, found: Choice, scheme: SchemeFigures) -> str:
-    """Return the speed of a scheme beside the plain all-reduce, and its quality beside dense's, each with its range over the seeds."""
+    """Compare a scheme's speed with the plain all-reduce, and its quality with dense, with ranges over the seeds."""
     assert found.plain is not None
     ratio, seconds = _ratio(scheme, found.plain, found.by_target), _seconds(scheme, found.by_target)
     assert seconds is not None  # it was compared
@@ -130,7 +129,7 @@ def _told(summary: RunSummary, found: Choice, scheme: SchemeFigures) -> str:
 
 
 def _worse(gap: float) -> str:
-    """Return percent behind dense in words: 3.0 % worse than dense, 0.4 % better than dense, as good as dense."""
+    """Format percent behind dense: 3.0 % worse than dense, 0.4 % better than dense, as good as dense."""
     if not math.isfinite(gap):
         return "diverged"
     rounded = round(gap, 1)
@@ -138,13 +137,13 @@ def _worse(gap: float) -> str:
 
 
 def _seconds(scheme: SchemeFigures, by_target: bool) -> float | None:
-    """Return the seconds to the target, or those of a step."""
+    """Take the median seconds to the target, or of a step."""
     found = scheme.target_s if by_target else scheme.over_seeds("step_s")
     return None if found is None else found.median
 
 
 def _ratio(scheme: SchemeFigures, plain: SchemeFigures, by_target: bool) -> Ratio | None:
-    """Return how many times as fast as the plain all-reduce, seed by seed; None where it is unknown."""
+    """Compute the speed-up over the plain all-reduce, seed by seed; None if unknown."""
     if by_target:
         return scheme.speedup[plain.label]
     beside = {seed.seed: seed.step_s for seed in plain.seeds}
@@ -154,7 +153,7 @@ def _ratio(scheme: SchemeFigures, plain: SchemeFigures, by_target: bool) -> Rati
 
 
 def _plain(finished: Sequence[SchemeFigures], by_target: bool) -> SchemeFigures | None:
-    """Return the sooner of bf16 and dense, of those that are there."""
+    """Pick the faster of bf16 and dense, if they ran."""
     known = {scheme.label: scheme for scheme in finished}
     dense, bf16 = known.get("dense"), known.get("bf16")
     if bf16 is not None and dense is not None and not is_near(bf16):

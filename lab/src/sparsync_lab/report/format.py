@@ -1,4 +1,4 @@
-"""Text from numbers: units, names of places and targets."""
+"""Format numbers as text: units, names of places and targets."""
 
 import math
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return the value with `digits` significant digits, never as a power of ten: 0.0123, 1.20, 35.1, 1012."""
+    """Format the value with `digits` significant digits, never as a power of ten: 0.0123, 1.20, 35.1, 1012."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    # Rounding first, so that 9.996 becomes 10.0 and not 10.00.
+    # Round first, so that 9.996 becomes 10.0, not 10.00.
     decimals = digits - 1 - math.floor(math.log10(abs(round(value, decimals))))
     return f"{value:.{max(0, decimals)}f}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return seconds as text: 43.0 ms, 3.30 s, 1012 s, 5.30 h."""
+    """Format seconds: 43.0 ms, 3.30 s, 1012 s, 5.30 h."""
     for unit, size, below in (("ms", 1e-3, 1.0), ("s", 1.0, 1e4)):
         if seconds < below:
             return f"{significant(seconds / size)} {unit}"
@@ -28,7 +28,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def byte_unit(values: Iterable[float | None]) -> tuple[str, float]:
-    """Return the unit, and its size, in which the largest of the values is easy to read; decimal, as link rates are."""
+    """Choose the unit, and its size, that suits the largest value; decimal, as link rates are."""
     largest = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
     return next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= size), ("B", 1.0))
 
@@ -39,24 +39,24 @@ def bytes_text(nbytes: int | float) -> str:
 
 
 def rate_text(bits_per_s: float) -> str:
-    """Return a link rate as text: 100 Mbit/s, 2.5 Gbit/s."""
+    """Format a link rate: 100 Mbit/s, 2.5 Gbit/s."""
     units = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
     unit, size = next((unit, size) for unit, size in units if bits_per_s >= size or size == 1.0)
     return f"{bits_per_s / size:g} {unit}"
 
 
 def ratio_text(value: float, bound: str = "") -> str:
-    """Return a ratio to two digits, from 10 on to three: 0.96x, 7.4x, > 16.4x."""
+    """Format a ratio to two digits, or three from 10 on: 0.96x, 7.4x, > 16.4x."""
     return f"{bound} {times_text(value)}x".strip()
 
 
 def times_text(value: float) -> str:
-    """Return a ratio to two digits, from 10 on to three: 0.96, 7.4, 16.4."""
+    """Format a ratio to two digits, or three from 10 on: 0.96, 7.4, 16.4."""
     return significant(value, 2 if value < 10 else 3)
 
 
 def behind_text(value: float) -> str:
-    """Return percent behind dense with a sign, to a tenth: +1.4, -0.3, 0."""
+    """Format percent behind dense with a sign, to a tenth: +1.4, -0.3, 0."""
     if not math.isfinite(value):
         return f"{value:g}"
     rounded = round(value, 1)
@@ -64,12 +64,12 @@ def behind_text(value: float) -> str:
 
 
 def percent(run: "Run") -> str:
-    """Return the sign behind a quality: "%" where the workload's unit is percent, else nothing."""
+    """Return "%" if the workload's unit is percent, else ""."""
     return "%" if "percent" in quality_axis(run) else ""
 
 
 def quality_axis(run: "Run") -> str:
-    """Return the name of the quality with its unit, as the workload gives it."""
+    """Name the quality with its unit, as the workload gives it."""
     return str(run.workload.get("unit") or run.metric)
 
 
@@ -78,12 +78,12 @@ def quality_text(run: "Run", value: float) -> str:
 
 
 def target_text(run: "Run") -> str:
-    """Return the target as text: "perplexity 135", or "accuracy 92%"."""
+    """Format the target: "perplexity 135", or "accuracy 92%"."""
     return f"{run.metric} {run.target:g}{percent(run)}"
 
 
 def delay_text(delay: "Delay") -> str:
-    """Return the delay in words: "25 ms one way", with its jitter where it has one; "" without a delay."""
+    """Format the delay: "25 ms one way", with its jitter if any; "" without a delay."""
     if not delay:
         return ""
     jitter = f" +- {1e3 * delay.jitter_s:g}" if delay.jitter_s else ""
@@ -91,7 +91,7 @@ def delay_text(delay: "Delay") -> str:
 
 
 def links_text(up_bits_per_s: float | None, down_bits_per_s: float | None, delay: "Delay | None" = None) -> str:
-    """Return the links in words: "100 Mbit/s links, 25 ms one way", or by direction where it matters; "" without limits."""
+    """Format the links: "100 Mbit/s links, 25 ms one way", or by direction if they differ; "" without limits."""
     if delay:
         return f"{links_text(up_bits_per_s, down_bits_per_s)}, {delay_text(delay)}"
     if up_bits_per_s is None or down_bits_per_s is None:
@@ -103,7 +103,7 @@ def links_text(up_bits_per_s: float | None, down_bits_per_s: float | None, delay
 
 
 def place_text(run: "Run") -> str:
-    """Return workload, ranks and links of the run as text."""
+    """Format workload, ranks and links of the run."""
     rate = run.rate_bits_per_s
     links = run.config.get("links") or links_text(rate, rate) if run.limited else ""
     between = ", ".join(each for each in (run.network, links) if each) or "links without limit"

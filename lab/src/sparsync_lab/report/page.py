@@ -1,4 +1,4 @@
-"""The report of a comparison: tables on the terminal, report.html and PNG files, all made from results.jsonl alone."""
+"""Write the report of a comparison from results.jsonl alone: tables on the terminal, report.html and PNG files."""
 
 import json
 import shlex
@@ -32,11 +32,10 @@ _METHOD = (
 
 
 def report(folder: Path, csv: Path | None = None) -> tuple[Path, ...]:
-    """Write two PNG images and report.html into `folder`, then print the tables, and return the paths.
+    """Write two PNG images and report.html into `folder`, print the tables, and return the paths.
 
-    Where the files cannot be made, the tables are printed all the same. Shows the newest run that trained anything; runs are not mixed.
-    `csv`: a file for the numbers of each training. Raises ValueError when the folder holds no such results, RuntimeError when it cannot be
-    written.
+    The tables are printed even if the files cannot be made. Shows the newest run that trained anything; runs are not mixed.
+    `csv`: a file for the numbers of each training. Raises ValueError if the folder holds no such results, RuntimeError if writing fails.
     """
     summary = _newest(read(folder))
     from sparsync_lab.report.plots import pictures  # loads matplotlib
@@ -57,13 +56,13 @@ def report(folder: Path, csv: Path | None = None) -> tuple[Path, ...]:
 
 
 def trained(folder: Path) -> list[str]:
-    """Return the labels of the schemes that the newest run of the folder has begun; none where it has not taken a step."""
+    """List the labels of the schemes that the folder's newest run has begun; none if it has not taken a step."""
     traces = read(folder).runs[-1].traces
     return [label for label, _ in traces] if any(trace.steps for trace in traces.values()) else []
 
 
 def check(folder: Path) -> None:
-    """Raise RuntimeError where the newest run of the folder is not what was asked for: see `choice.failure`."""
+    """Raise RuntimeError if the folder's newest run failed: see `choice.failure`."""
     if wrong := failure(_newest(read(folder))):
         raise RuntimeError(wrong)
 
@@ -72,7 +71,7 @@ def render(
     summary: RunSummary,
     pictures: Mapping[str, bytes],
 ) -> str:
-    """Return the page as HTML that needs no other file: images inside, no script, nothing loaded from anywhere."""
+    """Render the page as self-contained HTML: images are embedded, and nothing is loaded or scripted."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup, escape
 
@@ -100,7 +99,7 @@ def render(
 
 
 def _newest(results: Results) -> RunSummary:
-    """Return the run to show, with a note when the newest run recorded no training."""
+    """Summarise the run to show, with a note if the newest run recorded no training."""
     trained = [records for records in results.runs if any(trace.steps for trace in records.traces.values())]
     newest = results.runs[-1]
     if not trained or trained[-1] is newest:
@@ -121,7 +120,7 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
 
 
 def _settings(summary: RunSummary) -> str:
-    """Return all settings of the run as JSON, to be read."""
+    """Format all settings of the run as readable JSON."""
     run = summary.run
     schemes = {scheme.label: scheme.config for scheme in summary.schemes}
     config = {**run.config, "schemes": len(schemes)}

@@ -1,11 +1,11 @@
-"""Parts of a hand-written page that a command writes anew, each between its two markers."""
+"""Rewrite parts of a hand-written page, each between its two markers."""
 
 import re
 from pathlib import Path
 
 
 def replaced(page: Path, part: str, content: str) -> str:
-    """Return the text of the page with `content` between its markers of `part`. Raises ValueError where it has none."""
+    """Return the text of the page with `content` between the markers of `part`. Raises ValueError if they are missing."""
     begin, end = f"<!-- begin {part} -->", f"<!-- end {part} -->"
     text = page.read_text("utf-8") if page.is_file() else ""
     found = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)

@@ -1,6 +1,6 @@
-"""The pictures of a run: quality over time and over steps, medians over the seeds, with the target and a name beside each curve.
+"""Draw quality over time and over steps: medians over the seeds, with the target and a name beside each curve.
 
-Made with matplotlib figures alone, without its global state, so that the same records give the same picture.
+Uses matplotlib figures alone, without its global state, so that the same records give the same picture.
 """
 
 import io
@@ -35,11 +35,11 @@ from sparsync_lab.report.results import Quality, Run
 from sparsync_lab.report.summary import RunSummary, SchemeFigures
 
 INK, FAINT = "#222222", "#777777"
-ORIGIN = "Description"  # the key of the text in a PNG that says what it shows, see `_origin`
+ORIGIN = "Description"  # the key of the PNG text that describes the picture, see `_origin`
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too light for a line on white.
 _HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _BASELINE_HUES = {"dense": "#3d3d3d", "bf16": "#8a8a8a"}  # grey, so that the compared schemes stand out
-_WARNINGS = {"disturbed": ("#f2c14e", "#222222")}  # behind a warning, and its type
+_WARNINGS = {"disturbed": ("#f2c14e", "#222222")}  # background and text colour of a warning
 _WARNING = ("#b00020", "#ffffff")
 STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
@@ -56,21 +56,21 @@ STYLE = {
     "ytick.color": FAINT,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "text.parse_math": False,  # "$" in a label is a dollar
+    "text.parse_math": False,  # "$" in a label is literal
 }
 _SIZE, _DPI = (9.0, 5.0), 160  # inches
-_WIDEST = 0.94  # of the width of a picture: as wide as a line of text may be
-_LOG_FROM = 25.0  # the x axis is logarithmic where the longest curve is this many times the shortest
-_LOG_QUALITY_FROM = 2.0  # the same for y, where lower is better: the logarithm of a perplexity is the loss
-_SETTLED = 1 / 6  # of the evaluations: the y axis begins with the worst value after those
-_APART = 1.5  # heights of their type between two names beside the curves
+_WIDEST = 0.94  # share of a picture's width that a line of text may take
+_LOG_FROM = 25.0  # the x axis is logarithmic if the longest curve is this many times the shortest
+_LOG_QUALITY_FROM = 2.0  # the same for y, if lower is better: the logarithm of a perplexity is the loss
+_SETTLED = 1 / 6  # of the evaluations: the y axis begins with the worst value after these
+_APART = 1.5  # text heights between two names beside the curves
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The curve of one scheme: the medians over its seeds and, where there are several, the lowest and highest at the same places."""
+    """The curve of one scheme: the medians over its seeds and, with several seeds, the lowest and highest at the same places."""
 
     name: str
     hue: str
@@ -79,13 +79,13 @@ class Curve:
 
 
 def pictures(summary: RunSummary) -> dict[str, bytes]:
-    """Return the pictures by name, as PNG; each shows the banners of the run."""
+    """Draw the pictures as PNG, by name; each shows the banners of the run."""
     draws = {"quality_over_time": quality_over_time, "quality_over_steps": quality_over_steps}
     return {name: _picture(summary, draw) for name, draw in draws.items()}
 
 
 def quality_over_time(summary: RunSummary, figure: Figure) -> None:
-    """Draw quality over training time, with the target and when each scheme reached it; the title is the choice of the run."""
+    """Draw quality over training time, with the target and each scheme's arrival there; the title is the run's choice."""
     run = summary.run
     said = sentences(summary)[0]
     title = said.rstrip(".") if said.startswith("Use") else f"{quality_axis(run)} over training time"
@@ -100,7 +100,7 @@ def quality_over_time(summary: RunSummary, figure: Figure) -> None:
 
 
 def quality_over_steps(summary: RunSummary, figure: Figure) -> None:
-    """Draw quality over training steps: what the schemes cost in quality, whatever the links."""
+    """Draw quality over training steps, which shows a scheme's loss of quality independently of the links."""
     run = summary.run
     subtitle = f"{place_text(run)}; beside a name: % behind dense{_band(summary)}"
     axes = _axes(summary, figure, f"{quality_axis(run)} over training steps", subtitle)
@@ -120,7 +120,7 @@ def _picture(summary: RunSummary, draw: Callable[[RunSummary, Figure], None]) ->
 
 
 def _origin(summary: RunSummary) -> dict[str, Any]:  # Any: JSON
-    """Describe a picture: its caption, the command, and for each scheme the quality at the end and the seconds to the target."""
+    """Describe a picture: its caption, the command, and each scheme's final quality and seconds to the target."""
     run = summary.run
     return {
         "caption": f"{quality_axis(run)} over training time; {place_text(run)}",
@@ -137,7 +137,7 @@ def _origin(summary: RunSummary) -> dict[str, Any]:  # Any: JSON
 
 
 def _axes(summary: RunSummary, figure: Figure, title: str, subtitle: str) -> Axes:
-    """Return axes under a title, a line with workload and links, and above them the banners of the run."""
+    """Add axes below the banners of the run, a title, and a line with workload and links."""
     title = title[:1].upper() + title[1:]
     top = 0.925
     for banner in summary.banners:
@@ -152,7 +152,7 @@ def _axes(summary: RunSummary, figure: Figure, title: str, subtitle: str) -> Axe
 
 
 def _fit(text: Text) -> None:
-    """Make the type of a line smaller where it is wider than the picture, as with a long name of a scheme."""
+    """Shrink the font of a line that is wider than the picture, as with a long scheme name."""
     width = text.get_window_extent().width
     text.set_fontsize(float(text.get_fontsize()) * min(1.0, _WIDEST * _SIZE[0] * _DPI / width))
 
@@ -160,7 +160,7 @@ def _fit(text: Text) -> None:
 def _curves(
     summary: RunSummary, position: Callable[[Quality], float], name: Callable[[SchemeFigures], str]
 ) -> list[Curve]:
-    """Return the finite evaluations of each scheme over `position`, at the steps at which every seed was evaluated."""
+    """Collect the finite evaluations of each scheme over `position`, at the steps where every seed was evaluated."""
     made, hues = [], iter(_HUES * len(summary.schemes))
     for scheme in summary.schemes:
         by_step = [{point.step: point for point in row if math.isfinite(point.value)} for row in scheme.curve]
@@ -186,7 +186,7 @@ def _draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
             low, high = zip(*each.band, strict=True)
             axes.fill_between([x for x, _ in each.middle], low, high, color=each.hue, alpha=0.15, linewidth=0)
         crossing = _crossing(each.middle, run)
-        # On logarithmic axes the straight line between two evaluations is not the linear one, so it is drawn through the dot.
+        # On logarithmic axes a straight line misses the linear interpolation between two evaluations, so draw it through the dot.
         line = each.middle if crossing is None else sorted([*each.middle, crossing])
         axes.plot(*zip(*line, strict=True), color=each.hue, linewidth=2)
         axes.plot(*zip(*each.middle, strict=True), color=each.hue, linewidth=0, marker="o", markersize=3)
@@ -200,7 +200,7 @@ def _draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
 
 
 def _set_limits(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
-    """Make the x axis end with the longest curve, and the y axis show where the curves differ, after the first steep fall."""
+    """End the x axis with the longest curve, and let the y axis show where the curves differ, after the first steep fall."""
     ends = [each.middle[-1][0] for each in curves]
     positive = [x for each in curves for x, _ in each.middle if x > 0] or [1.0]
     last = max(ends) or max(positive)
@@ -230,13 +230,13 @@ def _ticks_of_log(axis: Any) -> None:  # Any: an axis of matplotlib, which has n
 
 
 def _draw_names(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Make room to the right of the axes for the names, each about as high as the end of its curve, to which a thin line leads."""
+    """Make room at the right for the names, each at about the height of its curve's end, joined to it by a thin line."""
     figure = axes.get_figure()
     assert figure is not None
     texts = [figure.text(0, 0, each.name, weight="bold", va="center", color=each.hue) for each in curves]
     boxes = [text.get_window_extent() for text in texts]
     box, (whole, tall) = axes.get_position(), figure.bbox.size
-    # No narrower than half of what they are: a name that is wider is cut off.
+    # Keep at least half of the width: wider names are cut off.
     width = max(0.5 * box.width, box.width - (max(each.width for each in boxes) + 20) / whole)
     axes.set_position((box.x0, box.y0, width, box.height))
     apart = _APART * max(each.height for each in boxes)
@@ -245,7 +245,7 @@ def _draw_names(axes: Axes, curves: Sequence[Curve]) -> None:
     heights: list[float] = []
     for place in order:
         heights.append(max([float(ends[place][1]), *(height + apart for height in heights[-1:])]))
-    # As many move down as moved up, within the axes where there is room.
+    # Shift all down so that ups and downs balance, within the axes if there is room.
     down = sum(height - ends[place][1] for height, place in zip(heights, order, strict=True)) / len(order)
     down = max(min(down, heights[0] - axes.bbox.y0), heights[-1] - axes.bbox.y1)
     right = axes.bbox.x1 + 14
@@ -257,7 +257,7 @@ def _draw_names(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _crossing(points: Sequence[Point], run: Run) -> Point | None:
-    """Return where the drawn line first meets the target."""
+    """Find where the drawn line first meets the target."""
     target = run.target
     for (x, y), (next_x, next_y) in pairwise(points):
         if target is not None and (next_y <= target < y if run.lower_is_better else y < target <= next_y):
@@ -266,7 +266,7 @@ def _crossing(points: Sequence[Point], run: Run) -> Point | None:
 
 
 def _name_with_time(summary: RunSummary, scheme: SchemeFigures) -> str:
-    """Return the scheme, when it reached the target, how many times as fast as the baseline, and how many percent behind dense."""
+    """Label a curve with the scheme, its time to the target, its speed-up over the baseline, and its percent behind dense."""
     if summary.run.target is None:
         return _name_with_gap(scheme)
     baseline = speed_baseline(summary)
@@ -282,7 +282,7 @@ def _name_with_time(summary: RunSummary, scheme: SchemeFigures) -> str:
 
 
 def _name_with_gap(scheme: SchemeFigures) -> str:
-    """Return the scheme, and how many percent behind dense it is, or that it exchanged nothing."""
+    """Label a curve with the scheme and its percent behind dense, or that it exchanged nothing."""
     gap = scheme.behind_dense
     if scheme.exchanged_nothing:
         return f"{scheme.name}  exchanged nothing"
@@ -290,6 +290,6 @@ def _name_with_gap(scheme: SchemeFigures) -> str:
 
 
 def _band(summary: RunSummary) -> str:
-    """Explain the bands of the curves, if there are any."""
+    """Explain the bands of the curves; "" if there are none."""
     several = any(len(scheme.seeds) > 1 for scheme in summary.schemes)
     return "; medians over the seeds, lowest to highest shaded" if several else ""

@@ -1,7 +1,7 @@
 """results.jsonl, the records of a comparison: one JSON object per line, appended as it happens, and read back whole.
 
-Six kinds of record, each a dataclass here: run, scheme, step, quality, end, carried. One file holds any number of runs, each under its
-own id. summary.py makes numbers from the records.
+There are six kinds of record: run, scheme, step, quality, end, carried. A file holds any number of runs, told apart by their ids.
+summary.py computes numbers from the records.
 """
 
 import math
@@ -17,20 +17,20 @@ FILE_NAME = "results.jsonl"
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the program: its settings, versions and machine. The first of its records in the file."""
+    """One start of the program: its settings, versions and machine. The first record of a run."""
 
     kind: ClassVar[str] = "run"
     run: str
     time: str  # ISO 8601
     command: list[str]  # argv
-    # Any: these four are JSON objects, shown as they are.
+    # Any: these four are JSON objects, shown unchanged.
     config: Mapping[str, Any]
     workload: Mapping[str, Any]  # at least "metric", "better" and "parameters"
     versions: Mapping[str, Any]
     machine: Mapping[str, Any]
-    # True where the links were in fact rate-limited.
+    # True if the links were in fact rate-limited.
     limited: bool
-    # A real network between the hosts of the run, in words; "" where all ranks were on one machine.
+    # The real network between the hosts, in words; "" if all ranks were on one machine.
     network: str = ""
 
     @property
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def delay_s(self) -> float:
-        """The one-way delay between any two ranks, beside the time in which their links carry the bytes."""
+        """The one-way delay between any two ranks, in addition to the transmission time."""
         return float(self.config.get("delay_s", 0.0))
 
     @property
@@ -53,17 +53,16 @@ class Run:
 
     @property
     def times_count(self) -> bool:
-        """Whether the times say something about a network: its links were limited, or there was a real one."""
+        """Whether the times are meaningful for a network: its links were limited or real."""
         return self.limited or bool(self.network)
 
     @property
     def kernels(self) -> str:
-        """The backend of the kernels."""
         return str(self.versions.get("kernels", ""))
 
     @property
     def target(self) -> float | None:
-        """The quality to reach, in the unit of the metric; None in a run without target."""
+        """The quality to reach, in the unit of the metric; None without a target."""
         target = self.config["target"]
         return None if target is None else float(target)
 
@@ -80,8 +79,8 @@ class Run:
 class SchemeStart:
     """One scheme begins to train, with one seed.
 
-    `compute_s`: median step without communication, in the same run, up to the end of the slowest rank. `own_compute_s`: the same as a
-    mean over the ranks, each up to its own end; None where it was not measured.
+    `compute_s`: the median step without communication, in the same run, until the slowest rank ends. `own_compute_s`: the same as a
+    mean over the ranks, each until its own end; None if not measured.
     """
 
     kind: ClassVar[str] = "scheme"
@@ -95,7 +94,7 @@ class SchemeStart:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step. Bytes are means over the ranks; `interface_bytes` is None where ranks share an interface."""
+    """One training step. Bytes are means over the ranks; `interface_bytes` is None if ranks share an interface."""
 
     kind: ClassVar[str] = "step"
     run: str
@@ -106,9 +105,9 @@ class StepRecord:
     seconds: float  # training time so far, evaluations excluded
     step_s: float
     wait_s: float  # inside the communicator
-    reduce_s: float  # inside the scheme, `wait_s` included
-    sent_bytes: float  # payload, as the communicator counted it
-    interface_bytes: float | None  # everything the network interface sent
+    reduce_s: float  # inside the scheme, including `wait_s`
+    sent_bytes: float  # payload, as counted by the communicator
+    interface_bytes: float | None  # everything sent by the network interface
     messages: float
     union_density: float
 
@@ -128,10 +127,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class End:
-    """A scheme has stopped. `status`: "finished", or "failed: " and why.
+    """A scheme has stopped. `status`: "finished", or "failed: " and the reason.
 
-    `exchanges`: those that changed the weights, of local steps and AdamW steps, 0 where local steps ended before the first was due;
-    `missed`: those that were dropped or skipped.
+    `exchanges`: those of local or AdamW steps that changed the weights; 0 if local steps ended before the first was due. `missed`:
+    exchanges that were dropped or skipped.
     """
 
     kind: ClassVar[str] = "end"
@@ -140,13 +139,13 @@ class End:
     seed: int
     replicas_identical: bool | None  # None: not compared, as after a failure
     status: str
-    exchanges: int | None = None  # None: gradients are reduced in every step, or it is not known
+    exchanges: int | None = None  # None: gradients are reduced in every step, or unknown
     missed: int = 0
 
 
 @dataclass(frozen=True)
 class Carried:
-    """The program that carried packets between ranks, where links had a delay: what it carried in the whole run, and its cost."""
+    """The traffic and cost, over the whole run, of the program that carried packets over links with a delay."""
 
     kind: ClassVar[str] = "carried"
     run: str
@@ -161,7 +160,7 @@ _KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart
 
 @dataclass
 class Trace:
-    """All records of one scheme with one seed, in the order of the file."""
+    """All records of one scheme with one seed, in file order."""
 
     start: SchemeStart
     steps: list[StepRecord]
@@ -171,7 +170,7 @@ class Trace:
 
 @dataclass
 class RunRecords:
-    """One run and its traces, in the order of the file."""
+    """One run and its traces, in file order."""
 
     run: Run
     traces: dict[tuple[str, int], Trace]  # by scheme and seed
@@ -186,14 +185,14 @@ class Results:
 
 
 def append(folder: Path, *records: Record) -> None:
-    """Append the records to results.jsonl in `folder`, which is made where it is missing. Raises RuntimeError as `json_lines.append`."""
+    """Append the records to results.jsonl in `folder`, which is created if missing. Raises RuntimeError as `json_lines.append`."""
     json_lines.append(Path(folder) / FILE_NAME, *({"kind": each.kind, **_plain(vars(each))} for each in records))
 
 
 def read(folder: Path) -> Results:
-    """Return the runs in results.jsonl of `folder`. Records of unknown kind are ignored.
+    """Read the runs in results.jsonl of `folder`. Records of unknown kind are ignored.
 
-    A line that a crash broke off is left out. Raises ValueError where there is no run, and as `json_lines.read`.
+    An incomplete last line is ignored. Raises ValueError if there is no run, and as `json_lines.read`.
     """
     path, runs = Path(folder) / FILE_NAME, dict[str, RunRecords]()
     json_lines.read(path, lambda content: _add(runs, content), "record")
@@ -203,7 +202,7 @@ def read(folder: Path) -> Results:
 
 
 def _add(runs: dict[str, RunRecords], content: dict[str, Any]) -> None:  # Any: JSON
-    """Add the record of one line to its run in `runs`."""
+    """Add the record of one line to its run."""
     kind = _KINDS.get(content["kind"])
     if kind is None:
         return
@@ -229,7 +228,7 @@ def _add(runs: dict[str, RunRecords], content: dict[str, Any]) -> None:  # Any: 
 
 
 def _plain(value: Any) -> Any:  # Any: JSON
-    """Return the value as strict JSON, which has no infinity or not-a-number: they become the strings "inf", "-inf", "nan"."""
+    """Convert to strict JSON, which lacks infinities and NaN: they become the strings "inf", "-inf", "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -240,5 +239,5 @@ def _plain(value: Any) -> Any:  # Any: JSON
 
 
 def _number(value: Any) -> Any:  # Any: JSON
-    """Return the float that a string of `_plain` stands for; any other value as it is."""
+    """Undo `_plain` for floats; return other values unchanged."""
     return float(value) if isinstance(value, str) and value in ("inf", "-inf", "nan") else value

@@ -1,4 +1,4 @@
-"""The results of a comparison as rows of plain values, one for each training: for `sparsync_lab.read_results` and CSV files."""
+"""The results of a comparison as rows of plain values, one per training: for `sparsync_lab.read_results` and CSV files."""
 
 import csv
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ Row = dict[str, Any]  # Any: numbers, texts, None
 
 
 def rows(folder: Path) -> list[Row]:
-    """Return a row for each training of all runs in a folder of `compare`. Raises ValueError where there are none."""
+    """Read a row per training of all runs in a folder of `compare`. Raises ValueError if there are none."""
     return [row for records in read(folder).runs for row in compared(summarise(records))]
 
 
 def compared(summary: RunSummary) -> list[Row]:
-    """Return the rows of one run of a comparison, in the order of its schemes and seeds."""
+    """Make the rows of one comparison, in the order of its schemes and seeds."""
     run = summary.run
     about = {
         "run": run.run,
@@ -54,7 +54,7 @@ def _figures(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> R
 
 
 def write_csv(path: Path, found: Sequence[Row]) -> None:
-    """Write the rows with a line of their names. Raises RuntimeError where the file cannot be written."""
+    """Write the rows below a header. Raises RuntimeError if writing fails."""
     names = list(dict.fromkeys(name for row in found for name in row))
     try:
         with path.open("w", newline="", encoding="utf-8") as file:

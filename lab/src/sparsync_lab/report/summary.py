@@ -1,10 +1,10 @@
-"""The numbers of a report, made from the records of one run and nothing else.
+"""Compute the numbers of a report from the records of one run alone.
 
 Quality counts as reached at the first evaluation at or beyond the target; the time is interpolated linearly between that evaluation
-and the one before it. A scheme that did not reach the target bounds a speed-up from one side:
-it would have needed longer than it ran. Seconds are medians over a seed's steps, bytes are means (so that steps times
-bytes is the total); seconds of local steps are means over a round, from exchange to exchange, and medians over the rounds.
-Several seeds give the median and the range. Schemes are compared within one run and seed only.
+and the previous one. A scheme that did not reach the target bounds a speed-up from one side: it would have needed longer than it ran.
+Seconds are medians over a seed's steps, bytes are means (so that steps times bytes is the total); seconds of local steps are means over a
+round, from exchange to exchange, and medians over the rounds. Several seeds give the median and the range. Schemes are compared within one
+run and seed only.
 """
 
 import math
@@ -20,9 +20,9 @@ from sparsync_lab.report.format import bytes_text, delay_text, significant
 from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 
-DISTURBED = 1.25  # if the computing-only steps of schemes differ by more, the run was disturbed: all compute the same
-MATTERS = 0.03  # of the shortest step: a difference that small disturbs nothing
-BASELINES = ("dense", "bf16")  # the labels that every scheme is compared with
+DISTURBED = 1.25  # ratio of computing steps, which all compute the same, from which a run counts as disturbed
+MATTERS = 0.03  # of the shortest step: smaller differences disturb nothing
+BASELINES = ("dense", "bf16")  # labels of the schemes that all others are compared with
 
 
 @dataclass(frozen=True)
@@ -44,34 +44,33 @@ class Ratio:
 
 @dataclass(frozen=True)
 class SeedFigures:
-    """One scheme with one seed. Seconds and bytes are those of one rank; None where the records do not contain them."""
+    """One scheme with one seed. Seconds and bytes are per rank; None if the records lack them."""
 
     seed: int
     status: str  # of the end record; "interrupted" without one
     replicas_identical: bool | None
-    exchanges: int | None  # that changed the weights, of local steps and AdamW steps; None where gradients are reduced
+    exchanges: int | None  # of local or AdamW steps that changed the weights; None if gradients are reduced
     missed: int  # exchanges that were dropped, or steps that were skipped
     steps: int
     nonfinite_loss: int | None  # the first step whose loss is NaN or infinite
-    nonfinite_quality: int | None  # the first step after which the quality is
-    diverged: bool  # the last loss or the last quality is
-    ever_finite: bool  # some loss is finite and, where there are any, some quality
+    nonfinite_quality: int | None  # the first step followed by a quality that is NaN or infinite
+    diverged: bool  # the last loss or quality is NaN or infinite
+    ever_finite: bool  # some loss is finite and, if there are any, some quality
     quality: float | None  # at the last evaluation
-    behind_dense: (
-        float | None
-    )  # percent, see `behind`, at the last step at which both were evaluated; None without dense
+    # Percent, see `behind`, at the last step at which both were evaluated; None without dense.
+    behind_dense: float | None
     evaluated_s: float  # training time up to that evaluation
     target_s: float | None  # None: not reached
-    sent_bytes: float | None  # payload, a step
-    bits: float | None  # payload, per parameter per step
-    interface_bytes: float | None  # all that left the interface, a step
+    sent_bytes: float | None  # payload per step
+    bits: float | None  # payload per parameter per step
+    interface_bytes: float | None  # everything sent by the interface, per step
     interface_bits: float | None  # the same, per parameter per step: with frames, acknowledgements and announcements
     step_s: float | None
-    compute_s: float  # up to the end of the slowest rank
-    own_compute_s: float  # a mean over the ranks, each up to its own end; as compute_s where it was not measured
+    compute_s: float  # until the slowest rank ends
+    own_compute_s: float  # mean over the ranks, each until its own end; `compute_s` if not measured
     scheme_s: float | None  # in the scheme but not in the communicator
     wait_s: float | None  # in the communicator
-    messages: float | None  # a step
+    messages: float | None  # per step
     union_density: float | None
 
     @property
@@ -80,31 +79,31 @@ class SeedFigures:
 
     @property
     def exchanged_nothing(self) -> bool:
-        """The training ended, and no exchange ever changed its weights: its ranks had nothing of each other."""
+        """Whether the training ended without any exchange that changed its weights."""
         return self.finished and self.exchanges == 0
 
     @property
     def nonfinite_step(self) -> int | None:
-        """The first step with a loss, or after it a quality, that is NaN or infinite."""
+        """The first step with a loss, or a quality after it, that is NaN or infinite."""
         return min((step for step in (self.nonfinite_loss, self.nonfinite_quality) if step is not None), default=None)
 
     @property
     def reduce_s(self) -> float | None:
-        """The reduction: the time in the scheme and in the communicator."""
+        """Time of the reduction, in the scheme and in the communicator."""
         return None if self.scheme_s is None or self.wait_s is None else self.scheme_s + self.wait_s
 
     @property
     def hidden_s(self) -> float | None:
-        """The part of the reduction that did not make the step longer, because the model computed meanwhile; with `other_s`
+        """Time of the reduction that did not lengthen the step, because the model computed meanwhile; with `other_s`
         step_s == own_compute_s + reduce_s - hidden_s + other_s.
 
-        The waiting of a rank that computes faster is in the reduction, so computing counts up to each rank's own end.
+        The wait of a faster rank is in the reduction, so computing counts until each rank's own end.
         """
         return None if (rest := self._rest_s) is None else max(0.0, -rest)
 
     @property
     def other_s(self) -> float | None:
-        """The part of the step that is neither computing nor reduction; 0 where computing and reduction overlapped by more."""
+        """Time of the step that is neither computing nor reduction; 0 if their overlap exceeds it."""
         return None if (rest := self._rest_s) is None else max(0.0, rest)
 
     @property
@@ -121,19 +120,18 @@ class SeedFigures:
 
 @dataclass(frozen=True)
 class SchemeFigures:
-    """One scheme over its seeds; each Spread leaves out the seeds that have no value, and is None when none has."""
+    """One scheme over its seeds. A Spread omits seeds without a value, and is None if no seed has one."""
 
     label: str
-    name: str  # the label in short, for tables and pictures
+    name: str  # the short label for tables and pictures
     config: Mapping[str, Any]  # Any: shown unchanged
     seeds: tuple[SeedFigures, ...]
-    curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed
-    speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or there is no such baseline
-    link_s: float | None  # the least time the link needs for the payload of a step; None over links without limit
+    curve: tuple[tuple[Quality, ...], ...]  # the evaluations, one row per seed
+    speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or the baseline is missing
+    link_s: float | None  # minimum time for a step's payload on the link; None without a limit
 
     @property
     def reached(self) -> int:
-        """The number of seeds that reached the target."""
         return sum(figures.target_s is not None for figures in self.seeds)
 
     @property
@@ -143,12 +141,12 @@ class SchemeFigures:
 
     @property
     def exchanged_nothing(self) -> bool:
-        """With some seed no exchange changed the weights. Then its quality is no measurement of the scheme."""
+        """Whether, with some seed, no exchange changed the weights. Then its quality does not measure the scheme."""
         return any(seed.exchanged_nothing for seed in self.seeds)
 
     @property
     def ended(self) -> bool:
-        """It trained to its end with every seed, with exchanges, and with the same weights on all ranks."""
+        """Whether it finished with every seed, with exchanges and identical replicas."""
         return all(
             seed.finished and seed.steps and seed.replicas_identical is not False and not seed.exchanged_nothing
             for seed in self.seeds
@@ -156,48 +154,48 @@ class SchemeFigures:
 
     @property
     def target_s(self) -> Spread | None:
-        """Seconds to the target; seeds that did not reach it count as infinitely late. None when most did not."""
+        """Seconds to the target; seeds that did not reach it count as infinitely late. None if most did not."""
         found = spread(math.inf if seed.target_s is None else seed.target_s for seed in self.seeds)
         return None if found is None or math.isinf(found.median) else found
 
     @property
     def step_over_compute(self) -> Spread | None:
-        """A step, in steps that only compute."""
+        """The step time in units of the computing step."""
         return spread(seed.step_s / seed.compute_s for seed in self.seeds if seed.step_s is not None and seed.compute_s)
 
     def over_seeds(self, name: str) -> Spread | None:
-        """Return the spread of the field or property `name` of SeedFigures."""
+        """Compute the spread of the field or property `name` of SeedFigures."""
         return spread(value for seed in self.seeds if (value := getattr(seed, name)) is not None)
 
 
 @dataclass(frozen=True)
 class Banner:
-    """A warning that stands above everything else in every output."""
+    """A warning shown above everything else in every output."""
 
     kind: Literal["unlimited", "reference", "failed", "nothing-exchanged", "disturbed"]
     text: str
-    why: str = ""  # where there is room for a sentence more
+    why: str = ""  # shown if there is room for another sentence
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run in numbers. `banners` and `notes` are sentences that every output must show, the former above all else."""
+    """One run in numbers. Every output must show the sentences `banners`, above all else, and `notes`."""
 
     run: Run
     schemes: tuple[SchemeFigures, ...]
-    dense_link_s: float | None  # the least time the link needs for a step's gradient as float32; None without a limit
-    noise_s: float  # by how much the computing steps of the trainings differ, though all compute the same
+    dense_link_s: float | None  # minimum time for a step's float32 gradient on the link; None without a limit
+    noise_s: float  # range of the trainings' computing steps, though all compute the same
     banners: tuple[Banner, ...]
     notes: tuple[str, ...]
 
     @property
     def disturbed(self) -> bool:
-        """Something else kept the machine busy, so the times are uncertain."""
+        """Whether other work kept the machine busy, so that the times are uncertain."""
         return any(banner.kind == "disturbed" for banner in self.banners)
 
     @property
     def times_count(self) -> bool:
-        """The times say something about schemes over a network: links were limited or real, and the kernels compiled."""
+        """Whether the times are meaningful for schemes over a network: links limited or real, and kernels compiled."""
         return self.run.times_count and self.run.kernels != SLOW_KERNELS
 
     def scheme(self, label: str) -> SchemeFigures | None:
@@ -205,7 +203,7 @@ class RunSummary:
 
 
 def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
-    """Return the numbers of one run; `notes` come first, those that follow from the records after them."""
+    """Compute the numbers of one run; the given `notes` precede those that follow from the records."""
     run = records.run
     by_label: dict[str, list[Trace]] = {}
     for (label, _), trace in records.traces.items():
@@ -235,7 +233,7 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Return median and range of the values; None of no values, not-a-number where any value is."""
+    """Compute median and range; None without values, NaN if any value is NaN."""
     ordered = sorted(values)
     if any(math.isnan(value) for value in ordered):
         return Spread(math.nan, math.nan, math.nan)
@@ -243,7 +241,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def behind(value: float, dense: float, lower_is_better: bool) -> float:
-    """Return by how many percent of dense's quality `value` is worse; negative where it is better, infinite for one that diverged."""
+    """Compute how many percent of dense's quality `value` is worse; negative if better, infinite if not finite."""
     if not math.isfinite(value):
         return math.inf
     if not math.isfinite(dense) or not dense:
@@ -252,9 +250,9 @@ def behind(value: float, dense: float, lower_is_better: bool) -> float:
 
 
 def reaching(quality: Sequence[Quality], target: float | None, lower_is_better: bool) -> float | None:
-    """Return the seconds at which the target is first reached, interpolated between two evaluations; None if never.
+    """Compute the seconds at which the target is first reached, interpolated between two evaluations; None if never.
 
-    If the evaluation before is not finite, nothing is interpolated: the time is the evaluation's.
+    After a non-finite evaluation nothing is interpolated: the time is the later evaluation's.
     """
     if target is None:
         return None
@@ -308,20 +306,20 @@ def _seed_figures(run: Run, trace: Trace, dense: Mapping[int, Sequence[Quality]]
 
 
 def _middle(values: Sequence[float], every: int) -> float | None:
-    """Return the median over whole rounds of `every` steps of the mean in each; None of no values, the mean where no round is whole."""
+    """Take the mean of each whole round of `every` steps and the median over rounds; the mean if there is no whole round."""
     rounds = [fmean(values[start : start + every]) for start in range(0, len(values) - every + 1, every)]
     return median(rounds) if rounds else fmean(values) if values else None
 
 
 def _behind_dense(quality: Sequence[Quality], dense: Sequence[Quality], lower_is_better: bool) -> float | None:
-    """Return the percent that the quality is behind dense's after as many steps, the last that both have."""
+    """Compute the percent behind dense's quality at the last step that both have."""
     other = {point.step: point.value for point in dense}
     shared = [point for point in quality if point.step in other]
     return behind(shared[-1].value, other[shared[-1].step], lower_is_better) if shared else None
 
 
 def _speedup(seeds: Sequence[SeedFigures], base: Sequence[SeedFigures]) -> Ratio | None:
-    """Return how many times sooner than the baseline, seed by seed; None if it is unknown for a seed, or seeds bound both ways."""
+    """Compute the speed-up over the baseline, seed by seed; None if it is unknown for a seed, or bounded both ways."""
     by_seed = {figures.seed: figures for figures in base}
     pairs = [seed_speedup(figures, by_seed.get(figures.seed)) for figures in seeds]
     known = [pair for pair in pairs if pair is not None]
@@ -333,10 +331,10 @@ def _speedup(seeds: Sequence[SeedFigures], base: Sequence[SeedFigures]) -> Ratio
 
 
 def seed_speedup(scheme: SeedFigures, base: SeedFigures | None) -> tuple[float, str] | None:
-    """Return the ratio of the times to the target, and its bound where only one of the two reached it."""
+    """Divide the times to the target; also returns the bound if only one of the two reached it."""
     if base is None:
         return None
-    # There is no ratio for a target reached after no time at all, and nothing follows from a scheme that failed before its end.
+    # No ratio exists for a target reached at once, and a scheme that failed early bounds nothing.
     if scheme.target_s and base.target_s is not None:
         return base.target_s / scheme.target_s, ""
     if scheme.target_s and base.finished and base.evaluated_s:
@@ -353,7 +351,7 @@ def _link_s(run: Run, nbytes: Spread | None) -> float | None:
 
 
 def _dense_link_s(run: Run) -> float | None:
-    """Return the least time of a dense step: in a ring each rank sends 2 (P-1)/P x 4 bytes per element, and no all-reduce sends less."""
+    """Compute the minimum time of a dense step: in a ring a rank sends 2 (P-1)/P x 4 bytes per element, and no all-reduce sends less."""
     nbytes = 2 * (run.ranks - 1) / run.ranks * 4 * run.workload["parameters"]
     return _link_s(run, Spread(nbytes, nbytes, nbytes))
 
@@ -411,7 +409,7 @@ def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
 
 
 def _carried(records: RunRecords) -> list[str]:
-    """Return the note about the program that delayed packets, whose work the ranks of the same machine feel."""
+    """Note the cost of the program that delayed packets, which slows the ranks of the same machine."""
     found = records.carried
     if found is None:
         return []
@@ -423,7 +421,7 @@ def _carried(records: RunRecords) -> list[str]:
 
 
 def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
-    """Return the notes about trainings that diverged or missed exchanges, and that sent everything where they should not."""
+    """Note trainings that diverged, missed exchanges, differed between ranks or sent everything unexpectedly."""
     notes = []
     for scheme in schemes:
         for seed in scheme.seeds:

@@ -1,4 +1,4 @@
-"""The tables of a report, as cells of text and on a terminal: what each scheme reached and sent, and where its time went."""
+"""Format the tables of a report: what each scheme reached and sent, and where its time went."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from sparsync_lab.report.format import (
 from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread
 from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
 
-Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell of a scheme under it
+Column = tuple[str, Callable[[SchemeFigures], str]]  # heading, and cell of a scheme
 
 
 def tables(summary: RunSummary) -> tuple[Table, Table]:
-    """Return the tables of what schemes reached and of where the time of a step goes."""
+    """Make the tables of the schemes' results and of the time within a step."""
     return reached(summary, f"What each scheme reached: {place_text(summary.run)}"), _spent(summary)
 
 
 def reached(summary: RunSummary, title: str, name: Callable[[SchemeFigures], str] = lambda each: each.name) -> Table:
-    """Return the table of what each scheme sent and reached, with `name` of each; medians over the seeds."""
+    """Tabulate what each scheme sent and reached, as medians over the seeds, with `name` of each."""
     run, baseline = summary.run, speed_baseline(summary)
     target = "\na target" if run.target is None else f"\nto {run.target:g}{percent(run)}"
     columns: list[Column] = [
@@ -44,7 +44,7 @@ def reached(summary: RunSummary, title: str, name: Callable[[SchemeFigures], str
 
 
 def remarks(summary: RunSummary) -> tuple[str, ...]:
-    """Return the lines under the tables: what a heading means, the physical limit, then every note."""
+    """Write the lines below the tables: explanations of headings, the physical limit, then every note."""
     lines = []
     if any(scheme.behind_dense is not None for scheme in summary.schemes):
         lines.append(
@@ -75,7 +75,7 @@ def remarks(summary: RunSummary) -> tuple[str, ...]:
 
 
 def as_text(summary: RunSummary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
-    """Return the warnings, the choice, tables and remarks in lines of at most `width` columns.
+    """Format warnings, choice, tables and remarks in lines of at most `width` columns.
 
     `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
     """
@@ -87,7 +87,7 @@ def as_text(summary: RunSummary, width: int = WIDTH, colour: bool = False, ascii
 
 
 def warnings(summary: RunSummary) -> list[tuple[str, str]]:
-    """Return the line of each banner, with its style."""
+    """Format a line per banner, with its style."""
     return [
         (f"!!! {each.text} {each.why}".rstrip(), "black on yellow" if each.kind == "disturbed" else "bold white on red")
         for each in summary.banners
@@ -111,14 +111,14 @@ def _spent(summary: RunSummary) -> Table:
 
 
 def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigures], less: Sequence[int]) -> Table:
-    """Return the table; `less`: the places of the columns that are left out first."""
+    """Make the table; `less`: the columns that are dropped first."""
     heads = tuple(head for head, _ in columns)
     rows = tuple(tuple(cell(scheme) for _, cell in columns) for scheme in schemes)
     return Table(title, heads, rows, tuple(heads[place] for place in less))
 
 
 def _middle(found: Spread | None, text: Callable[[float], str] = significant) -> str:
-    """Return the median; "-" for what is not finite."""
+    """Format the median; "-" if it is not finite."""
     return NOTHING if found is None or not math.isfinite(found.median) else text(found.median)
 
 
@@ -127,7 +127,7 @@ def _ms(found: Spread | None) -> str:
 
 
 def _arrival(scheme: SchemeFigures) -> str:
-    """Return when the target was reached, and how many seeds did so where not all did."""
+    """Format the time to the target, and how many seeds reached it if not all did."""
     if scheme.exchanged_nothing:
         return NOTHING
     middle = "not reached" if scheme.target_s is None else significant(scheme.target_s.median)
@@ -142,7 +142,7 @@ def _speedup(scheme: SchemeFigures, baseline: str) -> str:
 
 
 def _end(summary: RunSummary, scheme: SchemeFigures) -> str:
-    """Return the quality at the end, or why some seed has none."""
+    """Format the final quality, or why some seed has none."""
     if scheme.exchanged_nothing:
         return "exchanged\nnothing"
     broken = next((seed.status.partition(":")[0] for seed in scheme.seeds if not seed.finished), "")
@@ -150,7 +150,7 @@ def _end(summary: RunSummary, scheme: SchemeFigures) -> str:
 
 
 def _behind(scheme: SchemeFigures) -> str:
-    """Return percent behind dense, and where seeds differ the lowest and the highest."""
+    """Format percent behind dense, with the range if seeds differ."""
     gap = scheme.behind_dense
     if scheme.label == "dense" or scheme.exchanged_nothing or gap is None or not math.isfinite(gap.median):
         return NOTHING
@@ -159,7 +159,7 @@ def _behind(scheme: SchemeFigures) -> str:
 
 
 def _hidden(summary: RunSummary, scheme: SchemeFigures) -> str:
-    """Return the hidden share of the reduction in percent; "<" before one that is not above the noise."""
+    """Format the hidden share of the reduction in percent, after "<" if it does not exceed the noise."""
     share, hidden_s = scheme.over_seeds("hidden_share"), scheme.over_seeds("hidden_s")
     if share is None or hidden_s is None:
         return NOTHING

@@ -1,5 +1,5 @@
-"""Published schemes to compare with, made of the library's parts; one a file.
+"""Published schemes to compare with, built from the library's parts; one per file.
 
-The library does not know them. It finds them by name because lab/pyproject.toml has them as entry points of the group
-"sparsync.schemes", as any package may. What the listing says of one is the first line of its class's docstring.
+The library finds them by name through the entry points "sparsync.schemes" in lab/pyproject.toml, as it does for any package. A listing
+shows the first line of the class's docstring.
 """

@@ -1,4 +1,4 @@
-"""Optimizers in the place of a job's optimizer, with its groups, so that the job's schedule sets their rates."""
+"""Base of optimizers that replace a job's optimizer and share its groups, so that the job's schedule sets their rates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,14 @@ from torch.optim import Optimizer
 
 
 class BorrowedGroups(Optimizer):
-    """An optimizer with the groups of `job`, which it takes the place of. A parameter without a gradient does not move."""
+    """An optimizer with the groups of `job`, which it replaces. A parameter without a gradient does not move."""
 
     def __init__(self, job: Optimizer) -> None:
         super().__init__(job.param_groups, {})
         self._job = job
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state into the groups that are there: torch's method makes new ones."""
+        """Load the state into the existing groups: torch's method makes new ones."""
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -25,8 +25,7 @@ class BorrowedGroups(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no loss to return
-        """Take the step."""
-        # HACK: a schedule warns if the optimizer that it was made for has not stepped. It looks for this.
+        # HACK: a schedule warns unless its optimizer has stepped, which it reads from this private attribute.
         vars(self._job)["_opt_called"] = True
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -34,5 +33,5 @@ class BorrowedGroups(Optimizer):
                     self.update_(parameter, parameter.grad, group, number)
 
     def update_(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
-        """Update one parameter of the group with that number."""
+        """Update one parameter of group `number`."""
         raise NotImplementedError

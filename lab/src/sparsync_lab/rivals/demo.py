@@ -1,16 +1,16 @@
 """DeMo: the largest components of the gradient's momentum in a cosine transform of each tile of up to 64 x 64 (arXiv 2411.19870).
 
-Every rank keeps its own momentum, which is a residual that hardly decays; what it sends leaves it. The optimizer is SGD without
-momentum: with `sign` the update has magnitude 1 everywhere, as that of a sign optimizer.
+Every rank keeps a momentum, which is a residual that hardly decays; components that it sends leave it. The optimizer is SGD without
+momentum: with `sign` every element of the update has magnitude 1, as with a sign optimizer.
 
-Tiles and counts are those of the authors' program: the sides of a tile are the largest divisors, up to 64, of those of its matrix, and a
-rank sends 32 components of each tile, or all of a smaller one. So a vector of 64 m elements sends half of them, and one whose length is
-a prime number above 64 all.
+Tiles and counts follow the authors' program: the sides of a tile are the largest divisors, up to 64, of its matrix's sides, and a rank
+sends 32 components of each tile, or all of a smaller one. So a vector of 64 m elements sends half of them, and one whose length is a prime
+above 64 sends all.
 
-Differs from the paper: the learning rate stays outside of the momentum (`attach(optimizer=...)` follows it); positions travel in
-Elias-Fano code, where the authors' program sends 64 bits; and tensors of more than two dimensions, which it does not take, are matrices
-of their first one and the rest. `divide_by="ranks"`, `sign=False` and `decay=1.0` make it an error feedback that conserves what comes
-in, up to rounding. Replicas agree to the bit where ranks have the same kind of processor.
+Differs from the paper: the learning rate stays outside the momentum (`attach(optimizer=...)` follows it); positions are sent in Elias-Fano
+code, where the authors' program sends 64 bits; and tensors of more than two dimensions, which it rejects, are matrices of the first
+dimension and the rest. `divide_by="ranks"`, `sign=False` and `decay=1.0` turn it into error feedback that conserves its input, up to
+rounding. Replicas are bit-identical if ranks have the same kind of processor.
 """
 
 import math
@@ -34,17 +34,15 @@ from sparsync_lab.rivals.tiles import Tiles, tiles_of
 class DeMo(ErrorFeedbackScheme):
     """Send the largest cosine components of each tile of a momentum that each rank keeps (arXiv 2411.19870).
 
-    A rank sends `per_tile` components of each tile; what is written is the inverse transform of their mean, or its sign. NaN or Inf on any
-    rank shows in the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
+    A rank sends `per_tile` components of each tile; the result is the inverse transform of their mean, or its sign. NaN or Inf on any
+    rank shows in the gradient of every rank and changes nothing else. A rollback restores the sent components on each rank.
     """
 
-    per_tile: int = (
-        32  # components that a rank sends of each tile, or all of a smaller one; the paper's, which has 8 too
-    )
-    decay: float = 0.999  # share of the momentum that joins the next gradient; the paper's
+    per_tile: int = 32  # components sent per tile, or all of a smaller tile; the paper's, which also tries 8
+    decay: float = 0.999  # share of the momentum that is added to the next gradient; the paper's
     sign: bool = True  # write the sign of the result; as published
-    divide_by: Divisor = "contributors"  # as published; "ranks" conserves what comes in
-    values: Values = "float32"  # how components travel
+    divide_by: Divisor = "contributors"  # as published; "ranks" conserves the input
+    values: Values = "float32"  # format of sent components
     residuals: Residuals = "float32"
 
     name = "demo"
@@ -58,12 +56,12 @@ class DeMo(ErrorFeedbackScheme):
 
     @property
     def writes_steps(self) -> bool:
-        """Return whether elements of what is written are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
+        """Whether the result's elements are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
         return self.sign
 
     @property
     def follows_rate(self) -> bool:
-        """Return whether the authors' residual holds gradients times the learning rate."""
+        """Whether the authors' residual holds gradients times the learning rate."""
         return True
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
@@ -77,11 +75,11 @@ class DeMo(ErrorFeedbackScheme):
             sent = Sparse(own.index, own.value - error, own.length)
             written = _inverse(mean, tiles, values)
             values -= _inverse(sent, tiles, values)
-            # The sign of NaN is 0. All ranks have the same numbers, so all decide the same.
+            # The sign of NaN is 0. All ranks have the same numbers, so they decide the same.
             if self.sign and kernels.all_finite(written):
                 written.sign_()
             if self.divide_by == "contributors":
-                # What its type drops is of a mean over senders, which no residual holds.
+                # The dtype's rounding is an error of a mean over senders, which no residual holds.
                 written = written.to(bucket.grad.dtype)
 
         def commit() -> None:
@@ -91,13 +89,13 @@ class DeMo(ErrorFeedbackScheme):
 
 
 def _return(state: State, sent: Sparse, bucket: Bucket) -> None:
-    """Return to the momentum the components that were sent."""
+    """Return the sent components to the momentum."""
     momentum = state.residual(bucket)
     momentum += _inverse(sent, tiles_of(bucket.layout), bucket.grad.to(momentum.dtype))
 
 
 def transformed(tiles: Tensor, layout: Tiles, inverse: bool = False) -> Tensor:
-    """Return the orthonormal cosine transform (DCT-II) of each tile along both axes, or its inverse: [n] as `tiles`."""
+    """Compute the orthonormal cosine transform (DCT-II) of each tile along both axes, or its inverse: [n] as `tiles`."""
     result = torch.empty_like(tiles)
     for group in layout.groups:
         left, right = (_basis(side, tiles.dtype, tiles.device) for side in group.side)
@@ -108,7 +106,7 @@ def transformed(tiles: Tensor, layout: Tiles, inverse: bool = False) -> Tensor:
 
 
 def _inverse(components: Sparse, tiles: Tiles, like: Tensor) -> Tensor:
-    """Return the vector, [n] as `like`, whose transformed tiles have these components and are zero elsewhere."""
+    """Compute the vector, [n] as `like`, whose transformed tiles have these components and are zero elsewhere."""
     whole, vector = torch.zeros_like(like), torch.empty_like(like)
     kernels.put_(whole, components.index, components.value)
     tiles.put_(vector, transformed(whole, tiles, inverse=True))
@@ -117,7 +115,7 @@ def _inverse(components: Sparse, tiles: Tiles, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _basis(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the transform of this length, [side, side]."""
+    """Compute the transform matrix of this length, [side, side]."""
     frequency, place = torch.arange(side, dtype=torch.float64)[:, None], torch.arange(side, dtype=torch.float64)
     basis = math.sqrt(2 / side) * torch.cos(math.pi / side * (place + 0.5) * frequency)
     basis[0] /= math.sqrt(2)

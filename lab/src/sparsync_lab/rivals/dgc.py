@@ -1,9 +1,9 @@
 """Deep Gradient Compression: top-k of a momentum that every rank accumulates locally (arXiv 1712.01887).
 
-The momentum is here, so the optimizer is SGD without any; with one it would be applied twice.
+Use SGD without momentum: the scheme applies the momentum.
 
-Differs from the paper: the k largest are exact, not those above a threshold from a sample, which on this library's kernels costs less;
-clipping is of a bucket, not of a layer; and the warm-up is counted in steps, not epochs.
+Differs from the paper: the k largest are exact instead of those above a sampled threshold, because that costs less with this library's
+kernels; clipping is per bucket, not per layer; and the warm-up is counted in steps, not epochs.
 """
 
 from dataclasses import dataclass, replace
@@ -22,21 +22,21 @@ _FIRST_DENSITY = 0.25  # of the warm-up, as in the paper
 class DGC(TopK):
     """Send as topk, of a momentum that each rank accumulates, for plain SGD to apply (arXiv 1712.01887).
 
-    Each rank sends the share `density` of residual + u of largest magnitude, where u = momentum * u + gradient is its own momentum. What is
-    sent leaves the residual, and with `masking` u too. Without momentum and clipping this is TopK with a warm-up. A rollback returns to the
-    residual what was sent, and does not change u. In a world of another size all ranks continue with u of the first.
+    Each rank sends the share `density` of residual + u of largest magnitude, where u = momentum * u + gradient is its momentum. Sent
+    elements leave the residual, and with `masking` u too. Without momentum and clipping this is TopK with a warm-up. A rollback returns
+    sent elements to the residual, and does not change u. When the number of ranks changes, all ranks continue with the first rank's u.
     """
 
-    density: float = 0.001  # share of elements each rank sends; the paper's
+    density: float = 0.001  # share of elements sent by each rank; the paper's
     momentum: float = 0.9
-    masking: bool = True  # forget the momentum of what is sent, which would push it on in an old direction
+    masking: bool = True  # clear the momentum of sent elements, which would push on in an old direction
     warmup_steps: int = 100  # density falls from 25 % to `density` geometrically; 4 epochs in the paper
-    # Largest norm of the mean gradient of a bucket. Each rank clips its own to clip * sqrt(P), as the paper clips a P-th of it to
-    # clip / sqrt(P): the norm of a mean of P gradients that have nothing in common.
+    # Largest norm of a bucket's mean gradient. Each rank clips its gradient to clip * sqrt(P), as the paper clips a P-th of it to
+    # clip / sqrt(P): the norm of a mean of P uncorrelated gradients.
     clip: float | None = None
 
     name = "dgc"
-    may_send_whole = False  # a step knows what leaves the momentum
+    may_send_whole = False  # a step must know which elements leave the momentum
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class DGC(TopK):
             raise
         bucket.grad.copy_(own.grad)
         if not report.details["overflow"] and not kernels.all_finite(bucket.grad):
-            # The gradient has fewer bits than what was reduced, and its type overflows on all ranks.
+            # The gradient's dtype is narrower than the reduction's, and overflows on all ranks.
             state.rollback(own)
             report = replace(report, details={**report.details, "overflow": True})
         if report.details["overflow"]:

@@ -1,11 +1,11 @@
 """gTop-k: about the k largest sums over ranks, found by merging selections pairwise in a tree (Shi et al., ICDCS 2019, arXiv 1901.04359).
 
 Every rank selects its k largest elements. In ceil(log2 P) rounds half of the ranks send their k sums to the other half, which keep the k
-largest of each merge; what is left in the end is sent to all. Traffic grows with log2 P, and the result has k elements at any P.
+largest of each merge; the final sums are sent to all. Traffic grows with log2 P, and the result has k elements at any P.
 
-Differs from the paper: an element that a merge dropped, while it survived on another branch, was cleared everywhere and so lost; here the
-rank that dropped it adds it to its residual, so mass is conserved. P need not be a power of two. The learning rate is outside. NaN and
-Inf are among the largest, reach all ranks, and leave residuals untouched.
+Differs from the paper: there, an element that one merge dropped while it survived on another branch was cleared everywhere and so lost;
+here the rank that dropped it adds it to its residual, so mass is conserved. P need not be a power of two. The learning rate is outside.
+NaN and Inf count among the largest, reach all ranks, and leave residuals untouched.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from sparsync_lab.rivals.tree_top_k import at, tree_top_k
 class GTopK(ErrorFeedbackScheme):
     """Merge selections pairwise in a tree, k elements in the end: gTop-k (arXiv 1901.04359).
 
-    What is written are about the k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
-    Where any rank holds NaN or Inf, it shows in the gradient of every rank, and residuals stay as they were.
+    The result is about the k = density * n largest sums over the ranks' selections, divided by P; the rest stays in the residuals.
+    NaN or Inf on any rank shows in the gradient of every rank, and leaves residuals unchanged.
     """
 
-    density: float = 0.01  # share of elements each rank selects, and share in the result; 0.001 in the paper
-    values: Values = "float32"  # how values travel, rounded at every hop; what rounding drops stays in a residual
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+    density: float = 0.01  # share of elements that each rank selects, and that the result has; 0.001 in the paper
+    values: Values = "float32"  # format of sent values, rounded at every hop; rounding errors stay in a residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses its rounding errors
 
     name = "gtopk"
 
@@ -45,9 +45,9 @@ class GTopK(ErrorFeedbackScheme):
 
 
 def of_survivors(own: Sparse, mean: Sparse, dropped: Sequence[Sparse]) -> Update:
-    """Return the update in which a rank clears those of its selection that survived, and returns what it dropped of survivors.
+    """Make the update that clears a rank's surviving selection, and returns the parts of survivors that the rank dropped.
 
-    Of elements that did not survive, every rank keeps its own acc, so what was dropped there is nobody's to return.
+    Every rank keeps its acc of elements that did not survive, so parts dropped there need no return.
     """
     cleared = own.index[kernels.isin(own.index, mean.index)]
     errors = [error for error in (at(part, mean.index) for part in dropped) if error.index.numel()]

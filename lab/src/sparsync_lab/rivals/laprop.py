@@ -4,11 +4,11 @@
     m = beta1 m + (1 - beta1) rate g / (sqrt(v / (1 - beta2^t)) + eps)
     w = (1 - rate * weight_decay) w - m / (1 - beta1^t)
 
-It is what `steps(...)/SCHEME` would do if it compressed nothing and every rank had the second moments of the mean gradient: the
-uncompressed limit of exchanging AdamW's steps, as dense is that of exchanging gradients.
+It is what `steps(...)/SCHEME` would do without compression, if every rank had the second moments of the mean gradient: the uncompressed
+limit of exchanging AdamW steps, as dense is the limit of exchanging gradients.
 
-Here the rate of a step stays with its gradient, as with exchanged steps; without a schedule that is the paper's rule. Weights decay as by
-AdamW. As with exchanged steps, beta2 is at least 0.99 unless it is given.
+As with exchanged steps, a step's rate stays with its gradient (without a schedule that is the paper's rule), weights decay as in AdamW,
+and beta2 is at least 0.99 unless given.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 class LaProp(Dense):
     """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
 
-    # Of the second moments; None: as exchanged steps have it, the beta2 of the job's AdamW and at least 0.99.
+    # Of the second moments; None: as with exchanged steps, the beta2 of the job's AdamW, but at least 0.99.
     beta2: float | None = None
 
     name = "laprop"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name
@@ -39,15 +39,15 @@ class LaProp(Dense):
             raise ValueError(f"beta2 must be in [0, 1), got {self.beta2}")
 
     def __repr__(self) -> str:
-        """Return all settings, and the rule where there is no beta2."""
+        """Show all settings, with the rule in place of a missing beta2."""
         return f"LaProp(wire={self.wire!r}, form={self.form!r}, beta2={beta2_described(self.beta2)!r})"
 
 
 class LaPropOptimizer(BorrowedGroups):
-    """LaProp in the place of `optimizer`, an AdamW, whose groups it takes over, so that the job's schedule sets its rates.
+    """Replace `optimizer`, an AdamW, by LaProp on its groups, so that the job's schedule sets the rates.
 
-    Settings are read from the groups in each step; `beta2` is as in LaProp. Raises ValueError for an optimizer that is
-    no AdamW, nor an Adam without weight decay.
+    Settings are read from the groups in each step; `beta2` is as in LaProp. Raises ValueError unless the optimizer is an AdamW, or an Adam
+    without weight decay.
     """
 
     def __init__(self, optimizer: Optimizer, beta2: float | None = None) -> None:
@@ -78,7 +78,7 @@ class LaPropOptimizer(BorrowedGroups):
 
 
 def beta2_of_steps(given: float | None, adamw: float) -> float:
-    """Return the beta2 of `steps(beta2=given)/SCHEME` with an AdamW whose own is `adamw`."""
+    """Compute the beta2 of `steps(beta2=given)/SCHEME` with an AdamW whose beta2 is `adamw`."""
     return AdamWRule(rate=0.0, decay=0.0, beta1=0.0, beta2=adamw, eps=1.0).remembers(given)
 
 
@@ -88,9 +88,9 @@ def beta2_described(given: float | None) -> float | str:
 
 
 def in_place_of_adamw(optimizer: Optimizer, beta2: float | None = None) -> Optimizer:
-    """Return the optimizer that trains with LaProp in place of AdamW: of one with `members`, as Muon and AdamW, only AdamW's part.
+    """Replace AdamW by LaProp; in an optimizer with `members`, as Muon and AdamW, only AdamW is replaced.
 
-    Such an optimizer changes. Raises ValueError as LaPropOptimizer.
+    Such an optimizer is changed in place. Raises ValueError as LaPropOptimizer.
     """
     members: list[Optimizer] | None = getattr(optimizer, "members", None)
     if members is None:

@@ -1,14 +1,14 @@
-"""LoCo: gradients in 4 bits, with an average of past errors in 8 bits that is cleared now and then (Xie et al., arXiv 2407.04480).
+"""LoCo: gradients in 4 bits, with an average of past errors in 8 bits that is cleared periodically (Xie et al., arXiv 2407.04480).
 
     h = gradient + e
     q = h in 4 bits, each chunk to its owner, which sends the mean to all
     e = (1 - beta) e + beta (h - q), in 8 bits; 0 after every `reset_every` steps
 
-So it corrects each gradient by an estimate of the error, and does not conserve what comes in.
+It corrects each gradient by an estimate of the error, so it does not conserve its input.
 
-Differs from the paper: scales are those of blocks of 256, and not fixed; a rank's own chunk is not rounded; the owner sends the mean of the
-gradient in bfloat16, in place of the weights that a sharded training gathers, and what that rounds joins the error; e is held in float32,
-with the values that 8 bits have.
+Differs from the paper: scales are per block of 256, not fixed; a rank's own chunk is not rounded; the owner sends the mean gradient in
+bfloat16, instead of the weights that sharded training gathers, and its rounding joins the error; e is held in float32, with values that
+8 bits can represent.
 """
 
 from dataclasses import dataclass

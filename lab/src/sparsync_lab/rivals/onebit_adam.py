@@ -1,11 +1,11 @@
 """1-bit Adam: Adam whose second moments are frozen after a dense warm-up, and whose momentum then travels as signs (arXiv 2102.02888).
 
-What is written is not a gradient but Adam's step, m / (sqrt(v) + eps): the optimizer is torch.optim.SGD without momentum, with Adam's
-learning rate; decoupled weight decay is p.mul_(1 - lr * decay) before its step, as AdamW does.
+The result is not a gradient but Adam's step, m / (sqrt(v) + eps): use torch.optim.SGD without momentum, with Adam's learning rate. For
+decoupled weight decay call p.mul_(1 - lr * decay) before its step, as AdamW does.
 
-Differs from the paper: signs have the mean magnitude of 256 values as their scale, not that of a tensor; the error of a rank as owner of
-a chunk joins the same residual as its own, and is sent with its next momentum; both bias corrections stay as they are when v is frozen;
-and where v is 0, because there was no gradient in the warm-up, nothing is written, where eps alone would divide.
+Differs from the paper: the scale of signs is the mean magnitude of 256 values, not of a tensor; the error of a rank as owner of a chunk
+joins the rank's residual, and is sent with its next momentum; both bias corrections stop when v is frozen; and where v is 0, because the
+warm-up had no gradient, nothing is written, where eps alone would divide.
 """
 
 from collections.abc import Mapping
@@ -29,15 +29,13 @@ _SIGNS = ValueCodec("sign")
 class OneBitAdam(ErrorFeedbackScheme):
     """Write Adam's step, with frozen second moments and a momentum in 1 bit, for plain SGD to apply (arXiv 2102.02888).
 
-    For `warmup_steps` steps it is that of the exact mean gradient; then the momentum is summed in 1 bit. A step with NaN or Inf on any
-    rank, or with squares beyond the largest number, writes NaN and changes nothing. A rollback leaves the momentum as it is: it has the
-    gradient, and brings it with later steps. Gradients are without a loss scale that changes. After a failure on some rank the warm-up
-    starts again.
+    For `warmup_steps` steps it is the step of the exact mean gradient; then the momentum is summed in 1 bit. A step with NaN or Inf on any
+    rank, or whose squares overflow, writes NaN and changes nothing. A rollback keeps the momentum, which has the gradient and brings it
+    with later steps. Gradients must not have a changing loss scale. After a failure on some rank the warm-up restarts.
     """
 
-    warmup_steps: int = (
-        100  # dense steps of exact Adam, until second moments are stable; 15 to 20 % of a training in the paper
-    )
+    # Dense steps of exact Adam, until second moments are stable; 15 to 20 % of a training in the paper.
+    warmup_steps: int = 100
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -82,11 +80,11 @@ class OneBitAdam(ErrorFeedbackScheme):
 
     @property
     def writes_steps(self) -> bool:
-        """Return whether elements of what is written are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
+        """Whether the result's elements are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
         return True
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
-        """Return the mean of residual and momentum, as signs."""
+        """Compute the mean of residual and momentum, as signs."""
         mean = quantized_all_reduce_(acc.values, comm, _SIGNS)
         return DenseUpdate(mean.decoded(), acc.values, details={"warmup": False})
 
@@ -94,7 +92,7 @@ class OneBitAdam(ErrorFeedbackScheme):
         return _WholeSteps(self, vectors)
 
     def _warm_up(self, m: Tensor, v: Tensor, bucket: Bucket, comm: Comm) -> tuple[Report, bool]:
-        """Update both moments [n] by the mean gradient, unless squares are not finite; return the report and whether they are."""
+        """Update both moments [n] by the mean gradient if squares are finite; returns the report and whether they are."""
         comm = MeteredComm(comm)
         mean = comm.all_reduce(bucket.grad).to(m.dtype) / comm.size
         square = v.mul(self.beta2).addcmul_(mean, mean, value=1 - self.beta2)
@@ -108,11 +106,11 @@ class OneBitAdam(ErrorFeedbackScheme):
 
 
 def _stay(bucket: Bucket) -> None:
-    """Leave the momentum as it is: it has the gradient."""
+    """Keep the momentum, which has the gradient."""
 
 
 class _WholeSteps(State):
-    """A state that counts every step whole: the step is in the momentum, which holds the residual, and comes with it."""
+    """A state that weighs every step fully: the momentum holds the step and the residual."""
 
     def weighed(self, factors: Mapping[str, float]) -> Mapping[str, float]:
         steps = self.common("steps")

@@ -1,11 +1,11 @@
-"""PowerSGD: each matrix of the gradient as the product of two thin ones, found by one step of power iteration (arXiv 1905.13727).
+"""PowerSGD: each matrix of the gradient as the product of two thin ones, from one step of power iteration (arXiv 1905.13727).
 
-Both steps are linear up to the orthogonalisation, so factors are summed by all-reduce and nothing builds up with the number of ranks.
+Both steps are linear up to the orthogonalisation, so factors are summed by all-reduce, and traffic does not grow with the number of ranks.
 
-Differs from the paper: the residual is acc - p q_r with the rank's own q_r, which leaves the same sum over ranks as acc - p q and does
-not collect how ranks differ; Householder's QR takes the place of Gram-Schmidt, so that matrices of lower rank need no added noise; q is
-kept with columns of length 1; and factors may travel in 8 or 4 bits, whose rounding joins the residual. A parameter whose shape the
-bucket does not tell counts as a matrix as square as it can be. Replicas agree to the bit where ranks have the same kind of processor.
+Differs from the paper: the residual is acc - p q_r with the rank's own q_r, which leaves the same sum over ranks as acc - p q but does not
+accumulate the differences between ranks; Householder's QR replaces Gram-Schmidt, so that matrices of lower rank need no added noise; q is
+kept with columns of length 1; and factors may be sent in 8 or 4 bits, whose rounding joins the residual. A parameter of unknown shape
+counts as a matrix as square as possible. Replicas are bit-identical if ranks have the same kind of processor.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from sparsync.wire import ValueCodec
 
 Factors = Literal["float32", "int8", "int4"]
 
-# Matrices of one shape with fewer elements are copied together and multiplied by one call; larger ones where they lie.
+# Smaller matrices of one shape are copied together and multiplied by one call; larger ones are multiplied in place.
 _SMALL = 1 << 16
 
 
@@ -35,13 +35,13 @@ _SMALL = 1 << 16
 class PowerSGD(ErrorFeedbackScheme):
     """Write, for each matrix of the bucket, its approximation of rank `rank`, and all else as its mean (arXiv 1905.13727).
 
-    A tensor of more than two dimensions counts as a matrix of its first one and the rest. NaN or Inf on any rank shows in the gradient of
-    every rank and changes nothing else.
+    A tensor of more than two dimensions counts as a matrix of the first dimension and the rest. NaN or Inf on any rank shows in the
+    gradient of every rank and changes nothing else.
     """
 
     rank: int = 4  # columns of the factors; 1 to 4 in the paper
-    factors: Factors = "float32"  # how both factors, and what is sent whole, travel
-    # A matrix a x b is factored if a b is at least this many times rank (a + b), and sent whole otherwise.
+    factors: Factors = "float32"  # format of both factors, and of parameters sent whole
+    # A matrix a x b is factored if a b is at least this many times rank (a + b), and otherwise sent whole.
     least_saving: float = 2.0
     seed: int = 0  # of the first q; the same on every rank
     residuals: Residuals = "float32"
@@ -81,7 +81,7 @@ class PowerSGD(ErrorFeedbackScheme):
                 sent = zip(plan.groups, stacks, bases, means, rights, _like(rights, dropped), strict=True)
                 for group, m, p, q, own, rounded in sent:
                     group.put_(written, torch.bmm(p, q.mT))
-                    # In place: m lies in the memory of acc, or is a copy that goes there.
+                    # In place: m is a view of acc, or a copy that is written back there.
                     group.put_(values, m.baddbmm_(p, (own - rounded).mT, alpha=-1))
         plan.whole.put_(values, error[: whole.numel()])
 
@@ -93,14 +93,14 @@ class PowerSGD(ErrorFeedbackScheme):
         return DenseUpdate(written, values, details=details, commit=commit)
 
     def _mean(self, value: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
-        """Return the mean of `value` [k] over ranks and what rounding dropped of this rank's, [k]."""
+        """Compute the mean of `value` [k] over ranks, and this rank's rounding error, [k]."""
         if self.factors == "float32":
             return comm.all_reduce(value) / comm.size, torch.zeros_like(value)
         error = value.clone()
         return quantized_all_reduce_(error, comm, ValueCodec(self.factors)).decoded(), error
 
     def _right(self, right: dict[str, Tensor], group: "_Group", like: Tensor) -> Tensor:
-        """Return q of each matrix of a group, [count, b, r]: the last step's, or at first a random one, the same on every rank."""
+        """Stack q of each matrix of a group, [count, b, r]: from the last step, or at first random but the same on every rank."""
         shape = (group.columns, group.rank)
         for name in group.names:
             if name not in right or right[name].shape != shape:
@@ -108,7 +108,7 @@ class PowerSGD(ErrorFeedbackScheme):
         return torch.stack([right[name].to(like) for name in group.names])
 
     def _keep(self, right: dict[str, Tensor], group: "_Group", q: Tensor) -> None:
-        """Keep the directions of q [count, b, r] for the next step; where a column is zero, the one before."""
+        """Keep the normalised columns of q [count, b, r] for the next step; for a zero column, the previous one."""
         length = q.norm(dim=1, keepdim=True)
         kept = torch.where(length > 0, q / length, self._right(right, group, q))
         right.update(zip(group.names, kept.unbind(), strict=True))
@@ -116,7 +116,7 @@ class PowerSGD(ErrorFeedbackScheme):
 
 @dataclass(frozen=True)
 class _Group:
-    """Matrices of one shape, which are multiplied together."""
+    """Matrices of one shape that are multiplied together."""
 
     names: tuple[str, ...]
     spans: tuple[Span, ...]
@@ -125,7 +125,7 @@ class _Group:
     rank: int
 
     def stacked(self, x: Tensor) -> Tensor:
-        """Return the matrices in `x` [n], [count, a, b]: a view of one, a copy of several."""
+        """Stack the matrices in `x` [n], [count, a, b]: a view of one matrix, a copy of several."""
         views = [span.of(x).view(self.rows, self.columns) for span in self.spans]
         return views[0][None] if len(views) == 1 else torch.stack(views)
 
@@ -139,7 +139,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What of a bucket is factored, and what is sent whole."""
+    """The parts of a bucket that are factored, and those sent whole."""
 
     groups: tuple[_Group, ...]
     whole: SpanSet
@@ -167,7 +167,7 @@ def factored(layout: tuple[ParameterSpan, ...], rank: int, least_saving: float) 
 
 
 def _as_matrix(entry: ParameterSpan) -> tuple[int, int]:
-    """Return rows and columns of a parameter; (1, n) where it is a vector, and nearly n elements where its shape is not known."""
+    """Choose rows and columns of a parameter; (1, n) for a vector, and a product of nearly n if its shape is unknown."""
     n = len(entry.span)
     if not entry.shape:
         rows = max(1, isqrt(n))
@@ -176,7 +176,7 @@ def _as_matrix(entry: ParameterSpan) -> tuple[int, int]:
 
 
 def _flat(stack: Tensor) -> Tensor:
-    """Return the columns of thin matrices [count, a, r] one after the other: each has its own scale."""
+    """Concatenate the columns of thin matrices [count, a, r], so that each has its own scale."""
     return stack.mT.reshape(-1)
 
 

@@ -1,12 +1,12 @@
 """SparseLoCo's compressor: the largest elements of each tile of up to 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706).
 
-The paper exchanges the change of weights over 30 local steps; this is what it does to one such change, or to a gradient. Tiles and
-counts are those of the authors' program: the sides of a tile are the largest divisors, up to 64, of those of its matrix, and a rank
-sends 64 elements of each tile, or all of a smaller one. So vectors are sent whole.
+The paper exchanges the change of weights over 30 local steps; this compresses one such change, or a gradient. Tiles and counts follow the
+authors' program: the sides of a tile are the largest divisors, up to 64, of its matrix's sides, and a rank sends 64 elements of each tile,
+or all of a smaller one. So vectors are sent whole.
 
-Differs from the paper: positions travel in Elias-Fano code, not in 12 bits each; no rank's update is clipped to the median norm of all;
-and the program cuts its four bins half a bin lower, at -2.25, -0.75 and 0.75 standard deviations. `divide_by="ranks"` with `decay=1.0`
-makes it an error feedback that conserves what comes in.
+Differs from the paper: positions are sent in Elias-Fano code, not in 12 bits each; updates are not clipped to the ranks' median norm; and
+the program cuts its four bins half a bin lower, at -2.25, -0.75 and 0.75 standard deviations. `divide_by="ranks"` with `decay=1.0` turns
+it into error feedback that conserves its input.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from sparsync_lab.rivals.tiles import selected_in_tiles, tiles_of
 
 TileValues = Literal["bins"] | Values
 BINS = 4
-WIDTH = 1.5  # of a bin, in standard deviations of the group: all four span 6
+WIDTH = 1.5  # of a bin, in standard deviations of the group: all four cover 6
 _MEAN_NBYTES = 4
 
 
@@ -41,15 +41,15 @@ _MEAN_NBYTES = 4
 class SparseLoCo(ErrorFeedbackScheme):
     """Send the largest elements of each tile of up to 64 x 64 in 2 bits, with a residual that decays (arXiv 2508.15706).
 
-    A rank sends `per_tile` elements of each tile; the mean at a position is that of the ranks that sent it. NaN or Inf on any rank shows in
-    the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
+    A rank sends `per_tile` elements of each tile; the mean at a position is over the ranks that sent it. NaN or Inf on any rank shows in
+    the gradient of every rank and changes nothing else. A rollback restores the sent elements on each rank.
     """
 
-    per_tile: int = 64  # elements that a rank sends of each tile, or all of a smaller one; the paper's
-    # Share of the residual that joins the next gradient, by which a rule with local steps forgets what is out of date; the paper's.
+    per_tile: int = 64  # elements sent per tile, or all of a smaller tile; the paper's
+    # Share of the residual that is added to the next gradient, so that local steps forget outdated parts; the paper's.
     decay: float = 0.95
-    values: TileValues = "bins"  # "bins": in 2 bits; or another format
-    divide_by: Divisor = "contributors"  # as published; "ranks" conserves what comes in
+    values: TileValues = "bins"  # "bins": 2 bits; or another format
+    divide_by: Divisor = "contributors"  # as published; "ranks" conserves the input
     residuals: Residuals = "float32"
 
     name = "sparse_loco"
@@ -74,7 +74,7 @@ class SparseLoCo(ErrorFeedbackScheme):
         found, order = tiles.places(mean.index).sort()
         union = Sparse(found.to(torch.int32), mean.value[order], n)
         if self.divide_by == "contributors":
-            # What its type drops is of a mean over senders, which no residual holds.
+            # The dtype's rounding is an error of a mean over senders, which no residual holds.
             union = replace(union, value=union.value.to(bucket.grad.dtype))
             lost = Sparse(place, own.value - error, n)
         return Update(union, place, place.numel(), [Sparse(place, error, n)], lost=lost)
@@ -85,22 +85,22 @@ class SparseLoCo(ErrorFeedbackScheme):
 
 @dataclass(frozen=True)
 class BinMeans:
-    """Values in 2 bits: the number of a bin, and for each group of values the mean of each bin.
+    """Values in 2 bits: each value's bin number, and for each group of values the mean of each bin.
 
-    Packets hold values in groups of `counts` values each: the means of four bins, float32, for each group, then 2 bits a value.
+    Packets hold groups of `counts` values: the float32 means of four bins per group, then 2 bits per value.
 
-    Bins are cut at the group's mean and 1.5 of its standard deviations on either side. A group with NaN or Inf is decoded as NaN.
+    Bins are cut at the group's mean and 1.5 standard deviations on either side. A group with NaN or Inf is decoded as NaN.
     """
 
     counts: tuple[int, ...]
 
-    exact = False  # decoding gives back the mean of a bin
+    exact = False  # decoding returns the mean of a bin
 
     def encode(self, value: Tensor) -> Tensor:
-        """Return the packet, uint8, of `value` [k]."""
+        """Encode `value` [k] as a packet, uint8."""
         group, count = _groups(self.counts)
         group, count = group.to(value.device), count.to(value.device)
-        wide = value.double()  # in which sums over groups depend on no order that matters
+        wide = value.double()  # so that the order of sums over groups does not matter
         total = torch.zeros_like(count).index_add_(0, group, wide)
         centre = total / count
         off = wide - centre[group]
@@ -118,7 +118,7 @@ class BinMeans:
         return torch.cat([means.view(torch.uint8), packed])
 
     def decode(self, packet: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-        """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
+        """Decode the `k` values of a packet in `dtype`. Raises RuntimeError if the packet has another length."""
         if packet.numel() != self.nbytes(k, dtype):
             raise RuntimeError(
                 f"{k} values in {len(self.counts)} groups take {self.nbytes(k, dtype)} bytes, the packet has {packet.numel()}; "
@@ -130,13 +130,13 @@ class BinMeans:
         code = ((packet[head:, None] >> shifts) & 3).view(-1)[:k]
         return means[BINS * _groups(self.counts)[0].to(packet.device) + code]
 
-    def nbytes(self, k: int, dtype: torch.dtype) -> int:  # as other codecs
-        """Return the bytes of `k` values."""
+    def nbytes(self, k: int, dtype: torch.dtype) -> int:  # dtype: as other codecs
+        """Compute the bytes of `k` values."""
         return BINS * _MEAN_NBYTES * len(self.counts) + -(-k // 4)
 
 
 @lru_cache(maxsize=256)
 def _groups(counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the group of each value, int64 [k], and the size of each group, float64."""
+    """Compute the group of each value, int64 [k], and the size of each group, float64."""
     sizes = torch.tensor(counts, dtype=torch.int64)
     return torch.repeat_interleave(sizes), sizes.double()

@@ -1,4 +1,4 @@
-"""What SparseLoCo and DeMo share: the mean, position by position, of what ranks have selected, over all ranks or over the senders."""
+"""The mean of selections, shared by SparseLoCo and DeMo: by position, over all ranks or over the senders."""
 
 from dataclasses import replace
 
@@ -14,16 +14,16 @@ from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length
 
 
 def mean_of_selections(own: Sparse, codec: Quantizer, divide_by: Divisor, comm: Comm) -> tuple[Sparse, Tensor]:
-    """Return the mean of what all ranks have selected, as many elements each, and what rounding drops of this rank's values, [k].
+    """Compute the mean of all ranks' selections, which have equal sizes, and the rounding error of this rank's values, [k].
 
-    With "contributors" the sum at a position is divided by the number of ranks that have sent it, with "ranks" by P.
+    "contributors" divides the sum at a position by the number of ranks that sent it, "ranks" by P.
     Steps: 1
-    Bytes sent per rank: P-1 times the packet of its own elements
+    Bytes sent per rank: P-1 times the packet of this rank's elements
     """
     k, n, dtype, P = own.index.numel(), own.length, own.value.dtype, comm.size
     head = fixed_length_nbytes(k, n)
     with phase("encode"):
-        # Rounded values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
+        # Send rounded values as their share of the mean, value / P: multiplying by P is exact, unlike a mean of decoded values.
         values = codec.encode(own.value if codec.exact else own.value / P)
         packet = torch.cat([encode_fixed_length(own.index, n), values])
     packets = comm.all_gather(packet, [packet.numel()] * P)
@@ -42,7 +42,7 @@ def mean_of_selections(own: Sparse, codec: Quantizer, divide_by: Divisor, comm: 
 
 
 def check_per_tile(per_tile: object) -> None:
-    """Raise ValueError unless `per_tile` is a number of elements."""
+    """Raise ValueError unless `per_tile` is a positive integer."""
     if not isinstance(per_tile, int) or isinstance(per_tile, bool) or per_tile < 1:
         raise ValueError(
             f"per_tile must be a whole number of at least 1, what a rank sends of each tile, got {per_tile!r}"

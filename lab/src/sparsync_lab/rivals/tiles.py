@@ -1,8 +1,8 @@
-"""Tiles that cover the parameters of a bucket, and the largest elements of each tile.
+"""Cut the parameters of a bucket into tiles, and find the largest elements of each tile.
 
-The sides of a tile are the largest divisors, up to 64, of those of its matrix, so that all tiles of a matrix are equal. A vector is a
-matrix of one row, and a tensor of more than two dimensions one of its first dimension and the rest. A parameter whose shape the bucket
-does not tell is cut into tiles of 64 x 64; what is left of it are two tiles: whole rows of 64, and the rest.
+The sides of a tile are the largest divisors, up to 64, of its matrix's sides, so that all tiles of a matrix are equal. A vector is a
+matrix of one row, and a tensor of more than two dimensions one of its first dimension and the rest. A parameter of unknown shape is cut
+into tiles of 64 x 64; the remainder becomes two tiles: whole rows of 64, and the rest.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,10 @@ class Block:
 
     @property
     def tiles(self) -> int:
-        """The number of tiles."""
         return len(self) // (self.side[0] * self.side[1])
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return the view of `x` [n] on this matrix, tile by tile: [high, wide, rows and columns of a tile]."""
+        """View this matrix in `x` [n] tile by tile: [high, wide, rows and columns of a tile]."""
         high, wide = self.side
         matrix = x[self.start : self.start + len(self)]
         return matrix.view(self.rows // high, high, self.columns // wide, wide).transpose(1, 2)
@@ -45,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Group:
-    """All tiles of one size, which are worked on together: `span` is their place in the vector of `Tiles.take`."""
+    """All tiles of one size, processed together: `span` is their place in the vector of `Tiles.take`."""
 
     side: tuple[int, int]
     blocks: tuple[Block, ...]
@@ -53,15 +52,15 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The number of elements of a tile."""
+        """The number of elements per tile."""
         return self.side[0] * self.side[1]
 
     def of(self, tiles: Tensor) -> Tensor:
-        """Return the view of `tiles` [n] on this group, [tiles, rows, columns]."""
+        """View this group in `tiles` [n], [tiles, rows, columns]."""
         return self.span.of(tiles).view(-1, *self.side)
 
     def parts(self, tiles: Tensor) -> list[Tensor]:
-        """Return the view of `tiles` [n] on each block, as `Block.cut` has it."""
+        """View each block in `tiles` [n], as `Block.cut` shapes it."""
         parts = self.of(tiles).split([block.tiles for block in self.blocks])
         return [
             part.view(block.rows // self.side[0], -1, *self.side)
@@ -71,17 +70,17 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The tiles of one layout. They are a vector of the bucket's n elements in another order, tile after tile."""
+    """The tiles of one layout. They form a vector of the bucket's n elements in another order, tile after tile."""
 
     groups: tuple[Group, ...]
-    firsts: Tensor  # [groups] where each group begins in that vector
+    firsts: Tensor  # [groups] the start of each group in that vector
     sides: Tensor  # [groups, 2]
-    numbers: Tensor  # [groups + 1] the number of its first tile; the last is how many there are
-    starts: Tensor  # [tiles] where the first element of each tile lies in the bucket
-    strides: Tensor  # [tiles] from one of its rows to the next, in the bucket
+    numbers: Tensor  # [groups + 1] the number of each group's first tile, then the total
+    starts: Tensor  # [tiles] the position in the bucket of each tile's first element
+    strides: Tensor  # [tiles] the distance in the bucket between a tile's rows
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the elements of `x` [n] tile after tile, copied."""
+        """Copy the elements of `x` [n] tile after tile."""
         tiles = torch.empty_like(x)
         for group in self.groups:
             for block, part in zip(group.blocks, group.parts(tiles), strict=True):
@@ -95,9 +94,9 @@ class Tiles:
                 block.cut(x).copy_(part)
 
     def largest(self, tiles: Tensor, per_tile: int) -> Tensor:
-        """Return the positions in `tiles` [n] of the `per_tile` elements of largest magnitude of each tile: int64, ascending.
+        """Find the positions in `tiles` [n] of the `per_tile` elements of largest magnitude per tile: int64, ascending.
 
-        All elements of a tile that has no more. NaN counts as largest.
+        A tile with no more elements returns all of them. NaN counts as largest.
         """
         found = [torch.empty(0, dtype=torch.int64, device=tiles.device)]
         for group in self.groups:
@@ -107,7 +106,7 @@ class Tiles:
         return torch.cat(found).sort().values
 
     def places(self, index: Tensor) -> Tensor:
-        """Return where the positions `index` [k] in the vector of tiles lie in the bucket, int64."""
+        """Map positions `index` [k] in the vector of tiles to the bucket, int64."""
         firsts, sides, numbers, starts, strides = (
             each.to(index.device) for each in (self.firsts, self.sides, self.numbers, self.starts, self.strides)
         )
@@ -119,14 +118,14 @@ class Tiles:
 
 
 def selected_in_tiles(layout: Sequence[ParameterSpan], per_tile: int) -> list[int]:
-    """Return how many elements `Tiles.largest` finds in each block, in the order of the vector of tiles: without making them."""
+    """Count the elements that `Tiles.largest` finds in each block, in the order of the vector of tiles, without building it."""
     blocks = [block for blocks in _by_side(tuple(layout)).values() for block in blocks]
     return [block.tiles * min(per_tile, block.side[0] * block.side[1]) for block in blocks]
 
 
 @lru_cache(maxsize=256)
 def tiles_of(layout: tuple[ParameterSpan, ...]) -> Tiles:
-    """Return the tiles of a bucket with this layout."""
+    """Cut a bucket with this layout into tiles."""
     groups: list[Group] = []
     every: list[tuple[int, int]] = []  # start and stride of each tile
     firsts, numbers = [0], [0]
@@ -150,7 +149,7 @@ def tiles_of(layout: tuple[ParameterSpan, ...]) -> Tiles:
 
 @lru_cache(maxsize=256)
 def _by_side(layout: tuple[ParameterSpan, ...]) -> dict[tuple[int, int], list[Block]]:
-    """Return the blocks of all parameters, those with tiles of one size together."""
+    """Group the blocks of all parameters by the size of their tiles."""
     found: dict[tuple[int, int], list[Block]] = {}
     for entry in layout:
         for block in _matrices(entry):
@@ -173,5 +172,5 @@ def _matrices(entry: ParameterSpan) -> list[Block]:
 
 
 def _side(length: int) -> int:
-    """Return the largest divisor of `length` up to 64."""
+    """Find the largest divisor of `length` up to 64."""
     return next(side for side in range(min(SIDE, length), 0, -1) if length % side == 0)

@@ -1,12 +1,12 @@
 """TopkDSA: a sparse all-reduce over P equal regions that turns dense where the sums fill up (SparCML, arXiv 1802.08021).
 
-Every rank sends its k largest elements to the owners of the regions they lie in, who add them up. Then all ranks gather all non-zero sums,
-or the whole regions where that is less to send. Nothing that was selected is dropped, so the result is that of TopkA, at fewer bytes where
-selections overlap; up to P * k sums are set.
+Every rank sends its k largest elements to the owners of their regions, who add them up. Then all ranks gather all non-zero sums, or whole
+regions if that is shorter. No selected element is dropped, so the result equals TopkA's, with fewer bytes if selections overlap; up to
+P * k sums are non-zero.
 
-Differs from the paper: top-k of the whole bucket, not of groups of 512 elements; the reduce-scatter is one all-to-all, not log2 P exchanges
-of halves, so only the all-gather turns dense; the learning rate is outside; NaN and Inf are noticed, by the message that holds the counts.
-Sparse packets need few bits for a position, so the plain setting turns dense later than the paper: where they are as long as dense ones.
+Differs from the paper: top-k is over the whole bucket, not over groups of 512 elements; the reduce-scatter is one all-to-all, not log2 P
+exchanges of halves, so only the all-gather turns dense; the learning rate is outside; and the message with the counts reveals NaN and Inf.
+Positions take few bits in sparse packets, so by default it turns dense later than the paper: where they are as long as dense ones.
 `dense_from=1/3` is the baseline of Ok-Topk's authors (arXiv 2201.07598).
 """
 
@@ -33,16 +33,15 @@ from sparsync.wire import Elements, ValueCodec, Values, check_values
 class TopKDSA(ErrorFeedbackScheme):
     """Send topk's sums by owners of regions, gathered dense where they fill up: SparCML (arXiv 1802.08021).
 
-    What is written are the sums over ranks of each rank's density * n largest elements, divided by P. NaN or Inf on any rank, or in a sum,
-    makes every gradient NaN, and changes nothing else.
+    The result is the sum over ranks of each rank's density * n largest elements, divided by P. NaN or Inf on any rank, or in a sum, makes
+    every gradient NaN, and changes nothing else.
     """
 
-    density: float = 0.01  # share of elements each rank sends
-    dense_from: float | None = (
-        None  # share of non-zero sums from which regions are gathered dense; None: where that is shorter
-    )
-    values: Values = "float32"  # how values travel; what rounding drops stays in a residual
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+    density: float = 0.01  # share of elements sent by each rank
+    # Share of non-zero sums from which regions are gathered dense; None: if that is shorter.
+    dense_from: float | None = None
+    values: Values = "float32"  # format of sent values; rounding errors stay in a residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses its rounding errors
 
     name = "topk_dsa"
 
@@ -80,7 +79,7 @@ class TopKDSA(ErrorFeedbackScheme):
         return Update(mean, own.index, own.index.numel(), errors, {"dense": dense})
 
     def gathers_dense(self, held: Sequence[int], regions: Sequence[Span], dtype: torch.dtype) -> bool:
-        """Return whether regions are gathered dense, in which ranks hold `held` non-zero sums; the same on all ranks."""
+        """Decide whether to gather regions dense when ranks hold `held` non-zero sums; the same on all ranks."""
         if self.dense_from is not None:
             return sum(held) >= self.dense_from * regions[-1].stop
         codec, values = Elements(self.values), ValueCodec(self.values)
@@ -89,7 +88,7 @@ class TopKDSA(ErrorFeedbackScheme):
 
 
 def _gather_dense(region: Tensor, regions: Sequence[Span], comm: Comm, codec: ValueCodec) -> tuple[Sparse, Tensor]:
-    """Return the non-zero elements of all regions, and this rank's `region` as all ranks decode it."""
+    """Gather the non-zero elements of all regions; also returns this rank's `region` as all ranks decode it."""
     dtype = region.dtype
     with phase("encode"):
         packet = codec.encode(region)

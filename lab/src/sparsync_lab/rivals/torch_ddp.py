@@ -1,4 +1,4 @@
-"""DistributedDataParallel without sparsync: torch's own all-reduce of each bucket, which gloo does round a ring."""
+"""DistributedDataParallel without sparsync: torch's all-reduce of each bucket, which gloo performs as a ring."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,6 @@ from sparsync.schemes import Dense
 
 @dataclass(frozen=True)
 class TorchDDP(Dense):
-    """What `sparsync compare` trains without a hook: `--schemes sparsync_lab.rivals.torch_ddp:TorchDDP`. Elsewhere it is Dense."""
+    """Train without a hook in `sparsync compare`: `--schemes sparsync_lab.rivals.torch_ddp:TorchDDP`. Elsewhere it is Dense."""
 
     name = "torch_ddp"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name

@@ -1,7 +1,7 @@
-"""gTop-k's sparse all-reduce over a binary tree: of every merge only the k largest sums go on (Shi et al., arXiv 1901.04359).
+"""gTop-k's sparse all-reduce over a binary tree: every merge passes on only the k largest sums (Shi et al., arXiv 1901.04359).
 
 In round i = 0, 1, ... each rank r with r mod 2^(i+1) = 2^i sends its k sums to rank r - 2^i, which adds its own and keeps the k largest.
-What rank 0 has in the end goes down the tree again. Every message holds k elements, so no counts are exchanged. Any number of ranks.
+Rank 0's final sums go down the tree again. Every message holds k elements, so no counts are exchanged. P may be any number.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,21 @@ from sparsync.schemes import Sparse
 
 @dataclass(frozen=True)
 class Merged:
-    """The elements that all ranks end with, and what this rank dropped on the way.
+    """The final elements on all ranks, and the elements that this rank dropped on the way.
 
-    At the positions of `mean`, the sum over ranks of what came in is P * mean plus the sum over ranks of what was dropped.
+    At the positions of `mean`, the sum over ranks of the input is P * mean plus the sum over ranks of the dropped elements.
     """
 
     mean: Sparse
-    dropped: Sequence[Sparse]  # elements that were cut off, and what rounding dropped
+    dropped: Sequence[Sparse]  # elements cut off, and rounding errors
 
 
 def rounds(P: int) -> int:
-    """Return ceil(log2 P)."""
     return (P - 1).bit_length()
 
 
 def cut(elements: Sparse, k: int) -> tuple[Sparse, Sparse]:
-    """Return the `k` elements of largest magnitude, or all if there are fewer, and the others. NaN counts as infinity."""
+    """Split off the `k` elements of largest magnitude, or all if there are fewer; returns them and the rest. NaN counts as infinity."""
     count = elements.index.numel()
     if count <= k:
         return elements, replace(elements, index=elements.index[:0], value=elements.value[:0])
@@ -44,20 +43,20 @@ def cut(elements: Sparse, k: int) -> tuple[Sparse, Sparse]:
 
 
 def at(elements: Sparse, index: Tensor) -> Sparse:
-    """Return those of `elements` that stand at one of the ascending positions `index`."""
+    """Select the `elements` at the ascending positions `index`."""
     return _where(elements, kernels.isin(elements.index, index))
 
 
 def rounding(elements: Sparse, decoded: Tensor, times: int = 1) -> list[Sparse]:
-    """Return what receivers lack of `elements` who count `decoded`, [k], so many `times`, unless that is nothing."""
+    """Compute the error of receivers that count `decoded` [k] as `elements`, `times` times; [] if it is zero."""
     error = lacking(elements.value, decoded, times)
     return [replace(elements, value=error)] if bool(error.any()) else []
 
 
 def tree_top_k(own: Sparse, comm: Comm, codec: ElementCodec) -> Merged:
-    """Return about the k largest of the sums over ranks of `own`, divided by P.
+    """Sum about the k largest elements over ranks of `own`, divided by P.
 
-    `own` has the same number k of elements on all ranks. Among equal sums of a merge those that come first are kept.
+    `own` has the same number k of elements on all ranks. Among equal sums of a merge the first are kept.
     Steps: 2 ceil(log2 P)
     Bytes sent per rank: the packet of k elements, to its parent, if it is not rank 0, and to each of its up to log2 P children
     """
@@ -78,7 +77,7 @@ def tree_top_k(own: Sparse, comm: Comm, codec: ElementCodec) -> Merged:
                 sums, less = cut(kernels.coalesce([sums, codec.decode(packet, k, n, dtype)]), k)
                 dropped.append(less)
         else:
-            comm.send_recv(nothing, rank, nothing, rank)  # a round without this rank
+            comm.send_recv(nothing, rank, nothing, rank)  # this rank sits the round out
     if rank == 0:
         packet = codec.encode(replace(sums, value=sums.value / P))
     for i in reversed(range(rounds(P))):
@@ -96,12 +95,12 @@ def tree_top_k(own: Sparse, comm: Comm, codec: ElementCodec) -> Merged:
 
 
 def _sends(rank: int, i: int) -> bool:
-    """Return whether `rank` sends to its parent in round i."""
+    """Tell whether `rank` sends to its parent in round i."""
     return rank % (2 << i) == 1 << i
 
 
 def _child(rank: int, i: int, P: int) -> bool:
-    """Return whether `rank` receives from a child in round i."""
+    """Tell whether `rank` receives from a child in round i."""
     return rank % (2 << i) == 0 and rank + (1 << i) < P
 
 

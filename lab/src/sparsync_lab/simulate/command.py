@@ -1,4 +1,4 @@
-"""`sparsync simulate`: the prediction of a set-up as a table and JSON, and the list of set-ups."""
+"""`sparsync simulate`: print the prediction of a set-up as tables or JSON, or list the set-ups."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ TIME_ONLY = (
 
 
 def list_presets() -> None:
-    """Print the set-ups that come with the package. Imports no torch."""
+    """Print the package's set-ups. Does not import torch."""
     from sparsync_lab.simulate import setup as setups
 
     print(aligned({name: setups.read(name).title for name in setups.names()}))
@@ -29,7 +29,7 @@ def list_presets() -> None:
 def simulate(name: str, ranks: int | None, gbit_per_s: float | None, as_json: str | None) -> None:
     """Predict the set-up called `name`, and print it; the file `as_json` gets all figures.
 
-    Raises ValueError for a wrong set-up, and RuntimeError if a file cannot be written.
+    Raises ValueError for an invalid set-up, and RuntimeError if a file cannot be written.
     """
     from sparsync_lab.simulate import setup as setups
     from sparsync_lab.simulate.model import GBIT_PER_S, RANKS, predict
@@ -58,7 +58,7 @@ def simulate(name: str, ranks: int | None, gbit_per_s: float | None, as_json: st
 
 
 def _print(chosen: "SetUp", here: "Sequence[Predicted]", by_ranks: "Sequence[Predicted]") -> None:
-    """Print the set-up's own step, then how the schemes scale."""
+    """Print the step time of the set-up, then how the schemes scale."""
     job, first = chosen.job, here[0]
     heads = ("scheme", "step", "exposed", "all of it", "sent", f"{job.unit}\na second", "speed-up")
     steps = tuple(
@@ -86,7 +86,7 @@ def _print(chosen: "SetUp", here: "Sequence[Predicted]", by_ranks: "Sequence[Pre
 
 
 def _rounded(value: float) -> str:
-    """Return the value with three significant digits and separated thousands: 7,910,000."""
+    """Format the value with three significant digits and thousands separators: 7,910,000."""
     rounded = float(f"{value:.3g}")
     return f"{rounded:,.0f}" if rounded >= 100 else significant(value)
 

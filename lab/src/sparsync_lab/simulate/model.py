@@ -1,4 +1,4 @@
-"""The step of a set-up, put together from its file: network, plan of a scheme and backward pass, which `predict.step_time` predicts."""
+"""Predict the step of a set-up with `predict.step_time`, from the network, plan and backward pass that its file describes."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ GBIT_PER_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 400.0)
 
 @dataclass(frozen=True)
 class Predicted:
-    """The step of one scheme on one network; `nbytes` is what a rank sends in a step, on average over the steps."""
+    """The step of one scheme on one network; `nbytes` is sent by a rank per step, averaged over the steps."""
 
     label: str
     ranks: int
@@ -28,11 +28,11 @@ class Predicted:
 
 
 def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: float | None = None) -> Predicted:
-    """Return the step of one scheme of a set-up, with the set-up's number of ranks and rate of links unless they are given."""
+    """Predict the step of one scheme; `ranks` and `gbit_per_s` override the set-up's."""
     job, P, rate = setup.job, ranks or setup.job.ranks, gbit_per_s or setup.network.gbit_per_s
     memory_s = 1 / (setup.memory.gb_per_s * 1e9) if setup.memory.gb_per_s else 0.0  # per byte
     group = Ranks(P, _network(setup.network, rate), lambda each: each.passes * memory_s)
-    # A training that exchanges weights every few steps exchanges fragments, one that reduces gradients buckets.
+    # Trainings that exchange weights every few steps exchange fragments; those that reduce gradients, buckets.
     count = entry.fragments if entry.every > 1 else _bucket_count(job.elements * job.itemsize, job.bucket_mb)
     n = job.elements // count
     made = plan(scheme_text.made(entry.name, dict(entry.settings)), n, P, itemsize=job.itemsize)
@@ -57,5 +57,5 @@ def _network(settings: NetworkSettings, gbit_per_s: float) -> Nodes:
 
 
 def _bucket_count(nbytes: int, bucket_mb: float) -> int:
-    """Return how many buckets of `bucket_mb` a gradient makes; 1 for 0."""
+    """Count the buckets of `bucket_mb` in a gradient; 1 for 0."""
     return max(1, math.ceil(nbytes / (bucket_mb * 2**20))) if bucket_mb else 1

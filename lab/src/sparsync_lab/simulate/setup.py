@@ -1,5 +1,5 @@
-"""Set-ups as TOML files: a job, a network and the schemes to compare, each figure with its source. The annotations of the fields give the
-allowed figures. Imports no torch.
+"""Set-ups as TOML files: a job, a network and the schemes to compare, with the source of each figure. The fields' annotations give the
+allowed figures. Does not import torch.
 
 title = "..."
 [job]                           # one rank's step without communication
@@ -15,21 +15,21 @@ samples = 8                     # of a rank in a step
 unit = "sequences"
 [network]
 gbit_per_s = 25                 # of a link between nodes
-efficiency = 0.8                # the share of it for payload
+efficiency = 0.8                # share of it available to payload
 latency_us = 25
 ranks_per_node = 4
 links_per_node = 1
 inside_gbit_per_s = 100         # needed with several ranks on a node
 inside_latency_us = 3
 all_reduce = "best"             # "ring" | "tree" | "best"
-rings = ["all_gather"]          # other exchanges that go round a ring, as NCCL's
+rings = ["all_gather"]          # other exchanges that use a ring, as NCCL's
 [memory]
 gb_per_s = 500                  # of a rank, for passes over its gradient
 [[scheme]]
 label = "Ok-Topk"               # the others are compared with the first scheme
 name = "exact_oktopk"           # of `sparsync schemes`; a set-up names no code
 settings = { density = 0.01 }
-every = 1                       # steps between exchanges of weights; with fragments = and delay = as in local steps
+every = 1                       # steps between exchanges of weights; then also fragments = and delay =, as in local steps
 [sources]
 "job.elements" = "section 5, table 2"      # the source of each figure above, or "assumed: why"
 """
@@ -75,13 +75,13 @@ class Job(Checked):
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of a step without communication."""
+        """Seconds of a step without communication."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
 @dataclass(frozen=True)
 class NetworkSettings(Checked):
-    """The links of a set-up, in the units that people write."""
+    """The links of a set-up, in customary units."""
 
     gbit_per_s: Positive
     efficiency: Annotated[float, Gt(0), Le(1)] = 1.0
@@ -96,7 +96,7 @@ class NetworkSettings(Checked):
 
 @dataclass(frozen=True)
 class Entry(Checked):
-    """A scheme, and how often it runs."""
+    """A scheme, and how often it exchanges."""
 
     label: Annotated[str, Len(1)]
     name: str
@@ -110,7 +110,7 @@ class Entry(Checked):
 class SetUpMemory(Checked):
     """The memory of a rank."""
 
-    gb_per_s: Figure = 0.0  # 0: passes over it take no time
+    gb_per_s: Figure = 0.0  # 0: passes over memory take no time
 
 
 @dataclass(frozen=True)
@@ -127,17 +127,17 @@ class SetUp(Checked):
 
     @property
     def assumed(self) -> list[str]:
-        """Return the figures without a published source."""
+        """The figures without a published source."""
         return [key for key, source in self.sources.items() if source.startswith(ASSUMED)]
 
 
 def names() -> list[str]:
-    """Return the names of the set-ups that come with the package."""
+    """List the package's set-ups."""
     return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
 
 
 def read(name: str) -> SetUp:
-    """Return the set-up called `name`, or in the file of that name. Raises ValueError that says what is wrong with it."""
+    """Read the set-up called `name`, or from the file of that name. Raises ValueError that says what is wrong with it."""
     if name.endswith(".toml"):
         path = Path(name)
         try:
@@ -153,11 +153,11 @@ def read(name: str) -> SetUp:
 
 
 def parse(text: str, name: str) -> SetUp:
-    """Return the set-up in `text`. Raises ValueError for wrong or missing figures, and for those without a source."""
+    """Parse a set-up. Raises ValueError for wrong or missing figures, and for those without a source."""
     where = f"set-up {name!r}: "
     try:
         content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # of TOML, of endless digits, and of endless nesting
+    except (ValueError, RecursionError) as error:  # invalid TOML, endless digits, or endless nesting
         raise ValueError(f"{where}it is not TOML: {error}") from None
     if "name" in content:
         raise ValueError(f"{where}has no section 'name'; the file's name is that of the set-up; use title for its text")
@@ -197,5 +197,5 @@ def _check_together(found: SetUp, where: str) -> None:
             )
 
 
-def _folder() -> Any:  # Any: a Traversable, whose place in the standard library differs between versions of Python
+def _folder() -> Any:  # Any: a Traversable, whose module depends on the version of Python
     return files("sparsync_lab").joinpath("simulate/presets")

@@ -1,1 +1,1 @@
-"""The traffic, selections and residuals of schemes on a reproducible stream of gradients, in this process: no network, no training."""
+"""Measure schemes on a reproducible stream of gradients, in this process: their traffic, selections and residuals, without training."""

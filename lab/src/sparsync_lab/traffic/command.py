@@ -1,4 +1,4 @@
-"""The command `sparsync traffic`: several schemes side by side on one stream of gradients, a line for each step, and a table."""
+"""The command `sparsync traffic`: run several schemes on one stream of gradients, with a line per step, and a table."""
 
 import json
 import statistics
@@ -16,9 +16,9 @@ from sparsync_lab.traffic.observe import Observed, Record
 from sparsync_lab.traffic.stream import Stream
 
 STANDARD_OUTPUT = "-"
-SETTLING = 50  # steps that a summary leaves out at the start; only the first one if there are no more
+SETTLING = 50  # first steps that a summary leaves out; only one if there are no more
 
-_COLUMNS = (  # heading, name of the value in a summary, and its unit
+_COLUMNS = (  # heading, name in a summary, unit
     ("density\nerror, %", "density_error_mean", 0.01),
     ("worst\nerror, %", "density_error_worst", 0.01),
     ("kB of\na rank", "bytes_mean", 1e3),
@@ -49,7 +49,6 @@ class Study:
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of a gradient."""
         return self.stream.layout[-1].span.stop
 
     def records(self) -> Iterator[Record]:
@@ -62,7 +61,7 @@ class Study:
 
 
 def traffic(study: Study, title: str, out: str | None) -> None:
-    """Run the study: JSON lines go to the file `out`, or for "-" to standard output; a table goes to the terminal."""
+    """Run the study. JSON lines go to the file `out`, or for "-" to standard output; a table goes to the terminal."""
     records: list[Record] = []
     with ExitStack() as stack:
         file = None if out in (None, STANDARD_OUTPUT) else stack.enter_context(Path(out).open("w"))
@@ -84,7 +83,7 @@ def traffic(study: Study, title: str, out: str | None) -> None:
 
 
 def _summary(records: Sequence[Record]) -> Record:
-    """Return means and extremes of one scheme over its settled steps."""
+    """Compute means and extremes of one scheme over its settled steps."""
     after = SETTLING if len(records) > SETTLING else min(1, len(records) - 1)
     settled = records[after:]
     off = [abs(each["union"] / each["asked"] - 1) for each in settled]

@@ -1,4 +1,4 @@
-"""One scheme on all ranks of a LocalWorld: its traffic, selections, result and residual at each step, seen from outside."""
+"""Observe one scheme on all ranks of a LocalWorld: its traffic, selections, result and residual at each step."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Record = dict[str, Any]  # Any: JSON
 
 
 class Observed:
-    """One scheme under observation: its state on each rank, and since when each element waits to be written."""
+    """One scheme under observation: its state on each rank, and how long each element has waited."""
 
     def __init__(self, choice: SchemeChoice, ranks: int, layout: Sequence[ParameterSpan]) -> None:
         self.choice, self.layout = choice, tuple(layout)
@@ -29,7 +29,7 @@ class Observed:
         self.asked = n if density is None else count_for(density, n)  # k
 
     def reduce(self, step: int, gradients: Sequence[Tensor]) -> Record:
-        """Reduce every rank's gradient at one step, and return the record of it. The gradients are not changed."""
+        """Reduce every rank's gradient at one step, and record it. The gradients are not changed."""
 
         def body(comm: LocalComm) -> tuple[Report, Cost, Tensor]:
             metered = MeteredComm(comm)
@@ -63,7 +63,7 @@ class Observed:
         }
 
     def _update_residual(self, written: Tensor) -> float:
-        """Read every rank's residual, count the steps that elements wait, and return the norm over ranks and elements."""
+        """Read every rank's residual, update the waiting times, and return the norm over ranks and elements."""
         waiting, square = torch.zeros_like(written, dtype=torch.bool), 0.0
         self._left.zero_()
         for state in self._states:
@@ -80,7 +80,7 @@ class Observed:
 
 
 def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
-    """Return how much of `mean` [n] was written, and the most that `union` elements have; None if there is nothing to write."""
+    """Measure how much of `mean` [n] was written, and the most that `union` elements hold; None if there is nothing to write."""
     energy = float(mean.square().sum())
     if not energy or not math.isfinite(energy):
         return {"error": None, "captured": None, "best": None}

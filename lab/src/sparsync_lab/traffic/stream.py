@@ -1,4 +1,4 @@
-"""Gradients to try schemes on, step by step and rank by rank: drawn from a seed, or those of a job that trains with the dense mean."""
+"""Streams of gradients, by step and rank: drawn from a seed, or from a job that trains with the dense mean."""
 
 import math
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from sparsync.schemes import Span
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, share
 
-SIGNAL = 0.2  # share of a rank's energy that all ranks have in common
+SIGNAL = 0.2  # share of a rank's energy that is common to all ranks
 _LAYERS = 12  # at most; fewer if the smallest would have less than _SMALLEST elements
 _SMALLEST = 16
-_GROWTH = 1.6  # from a layer to the next larger one
-_SIGNAL_STEPS = 20  # in which the signal changes into an independent one
+_GROWTH = 1.6  # ratio of a layer's size to the next smaller one
+_SIGNAL_STEPS = 20  # until the signal has changed into an independent one
 _SCALE_STEPS = 400  # the same for the drift of the scales
 _DRIFT = 0.5  # standard deviation of the drift of a scale's logarithm
 
 
 class Stream(Protocol):
-    """A source of gradients: at every step one for each rank, all of the same parameters."""
+    """A source of gradients: one per rank at every step, all of the same parameters."""
 
     @property
     def ranks(self) -> int: ...
@@ -32,7 +32,7 @@ class Stream(Protocol):
     def layout(self) -> tuple[ParameterSpan, ...]: ...
 
     def gradients(self, step: int) -> list[Tensor]:
-        """Return one float32 gradient [n] for each rank, for reading only."""
+        """Return one float32 gradient [n] per rank, for reading only."""
         ...
 
 
@@ -40,10 +40,10 @@ class Stream(Protocol):
 class Synthetic:
     """Drawn gradients: layers of very different size and scale, heavy tails, and ranks with a common signal.
 
-    A rank's gradient is scale * (sqrt(SIGNAL) * common + sqrt(1 - SIGNAL) * own). Common and own have unit variance, and are Student's t
-    with 4 degrees of freedom. The common signal changes into another within 20 steps. Every parameter has a scale, e^N(0, 1), that drifts
-    by about half of its size within 400 steps. At step 0 a gradient's root of the expected squared norm is 1, as the start thresholds of
-    MiCRO and ExDyna assume. All of it is a function of (seed, rank, step): rank r's gradient does not depend on P.
+    A rank's gradient is scale * (sqrt(SIGNAL) * common + sqrt(1 - SIGNAL) * own). Common and own have unit variance and follow Student's t
+    distribution with 4 degrees of freedom. The common signal changes into another within 20 steps. Every parameter has a scale, e^N(0, 1),
+    that drifts by about half of its size within 400 steps. At step 0 a gradient's root of the expected squared norm is 1, as the start
+    thresholds of MiCRO and ExDyna assume. All is a function of (seed, rank, step): rank r's gradient does not depend on P.
     """
 
     ranks: int
@@ -85,7 +85,7 @@ class Synthetic:
 
 
 class OfJob:
-    """Gradients of a job that trains with the dense mean of all ranks; each rank computes its share of the batch on the same weights."""
+    """Gradients of a job that trains with the dense mean of all ranks; all compute their share of the batch on the same weights."""
 
     def __init__(self, workload: Workload, ranks: int, seed: int, steps: int) -> None:
         share(getattr(workload, "batch_size", ranks), 0, ranks)
@@ -96,7 +96,7 @@ class OfJob:
         self._optimizer, self._schedule = workload.optimizer(self.model, steps)
 
     def gradients(self, step: int) -> list[Tensor]:
-        """Return the gradients of the next step, and train on their mean. Steps must be asked for in order."""
+        """Compute the gradients of the next step, and train on their mean. Steps must be requested in order."""
         found = one_process.gradients(self.workload, self.model, self.seed, step, self.ranks)
         one_process.set_gradient(self.model, self.layout, torch.stack(found).mean(0))
         self.workload.clip(self.model)
@@ -106,7 +106,7 @@ class OfJob:
 
 
 def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:
-    """Return parameters "layer0.weight", "layer0.bias", ... of `n` elements in total, of geometrically growing sizes in a drawn order.
+    """Make parameters "layer0.weight", "layer0.bias", ... of `n` elements in total, with geometrically growing sizes in a drawn order.
 
     A bias has as many elements as a square weight has rows.
     """
@@ -130,9 +130,9 @@ def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:
 
 
 def heavy_tailed(n: int, seed: int, key: str, step: int) -> Tensor:
-    """Return `n` numbers, float32, of Student's t distribution with 4 degrees of freedom, scaled to unit variance.
+    """Draw `n` float32 numbers from Student's t distribution with 4 degrees of freedom, scaled to unit variance.
 
-    Its quantile function is closed: t(u) = sign(u - 1/2) 2 sqrt(cos(arccos(sqrt a) / 3) / sqrt a - 1) with a = 4 u (1 - u).
+    Its quantile function has a closed form: t(u) = sign(u - 1/2) 2 sqrt(cos(arccos(sqrt a) / 3) / sqrt a - 1) with a = 4 u (1 - u).
     """
     u = torch.rand(n, generator=generator(seed, f"traffic/{key}", step))
     u.clamp_(min=2**-25)  # the quantile of 0 is infinite
@@ -142,7 +142,7 @@ def heavy_tailed(n: int, seed: int, key: str, step: int) -> Tensor:
 
 
 def _between(draw: Callable[[int], Tensor], step: int, period: int) -> Tensor:
-    """Return a mixture of two successive draws that changes from one into the other within `period` steps, at constant variance."""
+    """Mix two successive draws, from one into the other within `period` steps, at constant variance."""
     number, rest = divmod(step, period)
     angle = math.pi / 2 * rest / period
     return draw(number).mul(math.cos(angle)).add_(draw(number + 1), alpha=math.sin(angle))

@@ -1,1 +1,1 @@
-"""One worker process per rank, for comparisons and benchmarks: `group` starts, reads and stops them, `process` is their main function."""
+"""One worker process per rank: `group` starts, reads and stops them, `process` is their main function."""

@@ -1,7 +1,7 @@
-"""All processes that a process has started, directly or not, and their end: also of those whose parents have ended.
+"""Find and end all descendants of a process, including those whose parents have ended.
 
-Linux gives orphans to the nearest ancestor that is a subreaper (prctl(2)), so a subreaper can find, through /proc, what its ranks have
-started, whatever sessions and groups they have made.
+Linux reparents orphans to the nearest ancestor that is a subreaper (prctl(2)), so a subreaper can find, through /proc, everything that its
+ranks have started, in whatever sessions and groups.
 """
 
 import ctypes
@@ -13,15 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-TIMEOUT_S = 10.0  # a killed process ends in milliseconds, unless the kernel holds it
+TIMEOUT_S = 10.0  # a killed process ends in milliseconds, unless the kernel blocks it
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
 def subreaper() -> Iterator[None]:
-    """Adopt the orphans among the descendants of this process for the length of the block, and kill those left of them at its end.
+    """Adopt orphaned descendants of this process during the block, and kill remaining ones at its end.
 
-    What this process had started before is left alone.
+    Processes started before are left alone.
     """
     before = descendants()
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -33,12 +33,12 @@ def subreaper() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the thread that started it ends: for a child between fork and exec."""
+    """Kill this process when the thread that started it ends: for a child between fork and exec."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def descendants() -> set[int]:
-    """Return the process ids of all that this process has started and that have not been waited for."""
+    """List the process ids of all descendants that have not been waited for."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
@@ -52,7 +52,7 @@ def descendants() -> set[int]:
 
 
 def end_descendants(spared: Collection[int] = ()) -> None:
-    """Kill all descendants of this process but the spared ones, and wait for them. Raises RuntimeError for one that does not end."""
+    """Kill all descendants of this process but the spared ones, and wait for them. Raises RuntimeError if one does not end."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while left := descendants() - set(spared):
         if time.monotonic() > deadline_s:
@@ -69,4 +69,4 @@ def end_descendants(spared: Collection[int] = ()) -> None:
 
 
 def _parent(stat: str) -> int:
-    return int(stat.rpartition(")")[2].split()[1])  # the name, in brackets, may hold anything
+    return int(stat.rpartition(")")[2].split()[1])  # the name, in brackets, may contain anything

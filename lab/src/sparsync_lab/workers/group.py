@@ -1,4 +1,4 @@
-"""Worker processes, one per rank, that run one task: their messages, and which rank to blame where one fails."""
+"""Run one task in a worker process per rank: read their messages, and name the rank to blame for a failure."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from sparsync_lab.netlab import Delay, Forwarded, RunNetwork, network
 from sparsync_lab.workers.process import PREFIX, Emit, Message, Order
 from sparsync_lab.workers.ranks import Rank, Ranks
 
-GRACE_S = 3.0  # after one rank has failed: how long the others may take to report their errors, and to end
+GRACE_S = 3.0  # after a rank has failed: for the others to report errors, and to end
 SHOWN_LINES = 15  # of a failed rank's standard error
 PROCESS = "sparsync_lab.workers.process"
 
@@ -29,18 +29,18 @@ class RankFailedError(RuntimeError):
 
 @dataclass(eq=False)
 class Worker:
-    """One rank: its process, what it has told, and its error."""
+    """One rank: its process, its messages and its error."""
 
     stderr: Path
     rank: Rank = field(init=False)
     messages: deque[Message] = field(default_factory=deque)  # not yet taken
-    error: str | None = None  # as the worker reported it
-    done: bool = False  # as the worker reported it
+    error: str | None = None  # as reported by the worker
+    done: bool = False  # as reported by the worker
     heard_at: float = field(default_factory=time.monotonic)
-    _rest: bytes = b""  # of a line; a rank that is killed may leave half a line
+    _rest: bytes = b""  # an incomplete line; a killed rank may leave one
 
     def take(self, content: bytes) -> None:
-        """Keep the messages in what the rank has written; those that say something of the rank itself apart."""
+        """Parse the rank's output; errors and ends are noted, other messages are queued."""
         self.heard_at = time.monotonic()
         *lines, self._rest = (self._rest + content).split(b"\n")
         for message in map(json.loads, lines):
@@ -63,12 +63,12 @@ class WorkerGroup:
 
     ranks: Ranks
     workers: Sequence[Worker]
-    silence_s: float  # without a message from any rank for this long, the ranks count as hung
+    silence_s: float  # the ranks count as hung after so long without a message
 
     def messages(self) -> Iterator[Message]:
-        """Yield every message of rank 0 as it comes.
+        """Yield every message of rank 0 as it arrives.
 
-        Raises RankFailedError for the rank that failed first, after a moment in which the others may report their errors.
+        Raises RankFailedError for the first failed rank, after a moment for the others to report their errors.
         """
         first: Worker | None = None
         while self.ranks.busy and not self.ranks.stopped:
@@ -99,10 +99,10 @@ def worker_group(
     links: RunNetwork,
     timeout_s: float,
 ) -> Iterator[WorkerGroup]:
-    """Start one worker process for each rank of `links`, each at its own link; none is left when the block ends.
+    """Start a worker process per rank of `links`, each at its link; none is left when the block ends.
 
     Every worker calls `task`, "package.module:function", with `spec`, its Place and a function that sends messages.
-    `timeout_s` is for one operation of a rank; a group that sends no message for twice as long counts as hung.
+    `timeout_s` limits one operation of a rank; a group without messages for twice as long counts as hung.
     """
     with TemporaryDirectory(prefix=PREFIX) as made, Ranks(GRACE_S) as ranks:
         folder = Path(made)
@@ -115,7 +115,7 @@ def worker_group(
 
 @dataclass(frozen=True)
 class Here:
-    """Ranks that this program starts on this machine, behind the same calls as `hosts.Hosts`."""
+    """Ranks that this program starts on this machine, with the interface of `hosts.Hosts`."""
 
     links: RunNetwork
     timeout_s: float
@@ -128,13 +128,13 @@ class Here:
         """Do nothing: all ranks come from this program."""
 
     def run(self, task: str, spec: Mapping[str, Any], take: Emit) -> None:  # Any: JSON
-        """Run `task` on all ranks, and give each message of rank 0 to `take`. Raises RankFailedError."""
+        """Run `task` on all ranks, and pass rank 0's messages to `take`. Raises RankFailedError."""
         with worker_group(task, spec, self.links, self.timeout_s) as workers:
             for message in workers.messages():
                 take(message)
 
     def forwarded(self) -> Forwarded | None:
-        """Return the traffic and the cost of the program that delays packets."""
+        """Query the traffic and cost of the program that delays packets."""
         return self.links.forwarded()
 
 
@@ -142,13 +142,13 @@ class Here:
 def here(
     ranks: int, up_bits_per_s: float | None, down_bits_per_s: float | None, delay: Delay, timeout_s: float
 ) -> Iterator[Here]:
-    """Yield ranks of this machine, each at its own link; rates and delay as in `netlab.network`."""
+    """Yield ranks of this machine, each at its link; rates and delay as in `netlab.network`."""
     with network(ranks, up_bits_per_s, down_bits_per_s=down_bits_per_s, delay=delay) as links:
         yield Here(links, timeout_s)
 
 
 def _start(ranks: Ranks, order: str, links: RunNetwork, folder: Path, number: int) -> Worker:
-    """Start the next rank, at its place of the network."""
+    """Start a rank at its place in the network."""
     worker = Worker(folder / f"rank{number}.err")
     environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(len(links.addresses)), "OMP_NUM_THREADS": "1"}
     with worker.stderr.open("w") as file:
@@ -161,16 +161,16 @@ def _start(ranks: Ranks, order: str, links: RunNetwork, folder: Path, number: in
         )
     worker.rank = ranks.all[number]
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # one that has ended already is found by `messages`
-        process.stdin.write(order.encode() + b"\n")  # left open: the worker ends when it closes
+    with suppress(BrokenPipeError):  # if it has ended already, `messages` notices
+        process.stdin.write(order.encode() + b"\n")  # kept open: the worker ends when it closes
     return worker
 
 
 def diagnosis(workers: Sequence[Worker], first: Worker) -> str:
-    """Return which ranks failed first and why: those that ended without a word before those that report errors, which follow from the loss.
+    """Explain which ranks failed first and why. Ranks that ended silently come before those that report errors, which follow from the loss.
 
-    `first`: the one that was heard of first; where all report errors, the others' follow from its error, or are the same. Where it has
-    waited without success, those that still run and have reported nothing are what it has waited for.
+    `first`: the first rank heard of; if all report errors, the others' follow from its error or equal it. If it has waited in vain, the
+    cause is the ranks that still run and have reported nothing.
     """
     silent = [worker for worker in workers if worker.error is None and not worker.done]
     ended = [worker for worker in silent if not worker.rank.running]
@@ -188,7 +188,7 @@ def diagnosis(workers: Sequence[Worker], first: Worker) -> str:
 
 
 def _waited(worker: Worker) -> bool:
-    """Return whether the worker's error is that another rank did not come in time, as gloo and torch word it."""
+    """Tell whether the worker's error is a timeout while waiting for another rank, as gloo and torch word it."""
     return worker.error is not None and ("timed out" in worker.error.lower() or "timeout" in worker.error.lower())
 
 

@@ -1,6 +1,6 @@
-"""The ranks that torchrun, or another launcher with its variables, has started on hosts of the user: this process is one of them.
+"""Join the ranks that torchrun, or another launcher with its variables, has started on the user's hosts.
 
-No process is started here and no network is built; `group` does both on one machine. A rank that fails says so itself, and the launcher
+This module starts no process and builds no network; `group` does both on one machine. A failing rank reports its error, and the launcher
 ends the others.
 """
 
@@ -26,25 +26,25 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launched() -> bool:
-    """Return whether a launcher has started this process as one of several ranks."""
+    """Tell whether a launcher has started this process as one of several ranks."""
     return all(name in os.environ for name in VARIABLES)
 
 
 def world_size() -> int:
-    """Return the number of ranks that the launcher has started."""
+    """Return the number of ranks that the launcher started."""
     return int(os.environ["WORLD_SIZE"])
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """This rank among all, and the text that says over what they talk; "" where all ranks are on one host and on the CPU."""
+    """This rank among all, and a description of the network; "" if all ranks are on one host and use the CPU."""
 
     place: Place
     network: str
     count: int  # of hosts: network stacks
 
     def agree(self, texts: Mapping[str, str]) -> None:
-        """Raise ValueError on all ranks where they differ in one of these texts. Collective."""
+        """Raise ValueError on all ranks if they differ in one of these texts. Collective."""
         found: list[Any] = [None] * self.place.ranks  # Any: what is gathered
         dist.all_gather_object(found, dict(texts))
         if (problem := _disagreement(found)) is not None:
@@ -52,30 +52,29 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this process shows and writes what comes out: that of rank 0."""
+        """Whether this process, rank 0, shows and writes the results."""
         return self.place.rank == 0
 
     @property
     def device(self) -> str:
-        """Where models are."""
         return self.place.device
 
     def run(self, task: str, spec: Mapping[str, Any], take: Emit) -> None:  # Any: JSON
-        """Run `task`, "package.module:function", on all ranks; rank 0 gives each of its messages to `take`. Collective."""
+        """Run `task`, "package.module:function", on all ranks; rank 0 passes its messages to `take`. Collective."""
         task_named(task)(spec, self.place, take if self.leads else lambda message: None)
-        dist.barrier()  # a rank that leaves closes connections that others may still use
+        dist.barrier()  # a leaving rank closes connections that others may still use
 
     def forwarded(self) -> None:
-        """Return nothing: no program of ours delays packets."""
+        """Return None: no program of ours delays packets."""
 
 
 @contextmanager
 def joined(timeout_s: float, backend: Backend | None = None) -> Iterator[Hosts]:
-    """Join the process group of the launcher for the length of the block. Collective over all ranks.
+    """Join the launcher's process group for the block. Collective over all ranks.
 
-    Messages about the run travel by gloo, over the interface of GLOO_SOCKET_IFNAME, or else over the one that leads to the first rank.
-    Gradients do too, or with `backend` "nccl" by NCCL; None: by NCCL if every rank has its own GPU.
-    Raises ValueError for "nccl" where one has none, RuntimeError where the ranks do not find each other within `timeout_s`.
+    Messages use gloo, over the interface GLOO_SOCKET_IFNAME, or else over the one that leads to the first rank. So do gradients, unless
+    `backend` is "nccl"; None: NCCL if every rank has its own GPU.
+    Raises ValueError for "nccl" if a rank has no GPU, RuntimeError if the ranks do not find each other within `timeout_s`.
     """
     rank, ranks = int(os.environ["RANK"]), world_size()
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface(ranks)
@@ -91,12 +90,12 @@ def joined(timeout_s: float, backend: Backend | None = None) -> Iterator[Hosts]:
     try:
         yield _hosts(rank, ranks, interface or "", timeout_s, backend)
     finally:
-        with suppress(Exception):  # after a failure there may be nothing left to close
+        with suppress(Exception):  # a failure may have closed it already
             dist.destroy_process_group()
 
 
 def _interface(ranks: int) -> str | None:
-    """Return the interface towards the rank at which all meet."""
+    """Find the interface towards the rank at which all meet."""
     meeting = os.environ["MASTER_ADDR"]
     several = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks
     return interface_towards(meeting, elsewhere=several and not _loopback(meeting))
@@ -110,7 +109,7 @@ def _loopback(host: str) -> bool:
 
 
 def _hosts(rank: int, ranks: int, interface: str, timeout_s: float, backend: Backend | None) -> Hosts:
-    """Find out together how many hosts there are, and what each rank has to itself."""
+    """Determine together how many hosts there are, and which resources each rank has to itself."""
     local = int(os.environ.get("LOCAL_RANK", rank))
     has_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
     found: list[Any] = [None] * ranks  # Any: what is gathered
@@ -120,7 +119,7 @@ def _hosts(rank: int, ranks: int, interface: str, timeout_s: float, backend: Bac
     if backend == "nccl" and without:
         raise ValueError(f"nccl needs a GPU for each rank, ranks {without} have none; give --backend gloo")
     backend = backend or ("gloo" if without else "nccl")
-    # Ranks of one host talk over loopback, whatever their interface; what NCCL uses is not known.
+    # Ranks of one host use loopback, whatever their interface; NCCL's choice is unknown.
     own = backend == "gloo" and len(set(stacks)) == ranks and LOOPBACK not in interfaces and _counted(interface)
     owners = torch.tensor([own], dtype=torch.uint8)
     dist.all_reduce(owners, dist.ReduceOp.MIN)
@@ -136,7 +135,7 @@ def _hosts(rank: int, ranks: int, interface: str, timeout_s: float, backend: Bac
 
 
 def _stack() -> str:
-    """Return a text that all processes with this network stack share, and no others."""
+    """Return a text that identifies this network stack."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
@@ -144,7 +143,7 @@ def _stack() -> str:
 
 
 def _counted(interface: str) -> bool:
-    """Return whether the kernel counts the traffic of `interface` where this process can read it."""
+    """Tell whether this process can read the kernel's traffic counters of `interface`."""
     try:
         interface_counters(interface)
     except (ValueError, OSError):
@@ -153,7 +152,7 @@ def _counted(interface: str) -> bool:
 
 
 def _network(stacks: Counter[str], interfaces: list[str], backend: Backend, speeds: tuple[float | None, ...]) -> str:
-    """Return over what the ranks talk, without names that tell whose hosts these are."""
+    """Describe the network between the ranks, without names that identify the hosts."""
     if len(stacks) == 1 and backend == "gloo":
         return ""
     per_host = sorted(set(stacks.values()))
@@ -167,7 +166,7 @@ def _network(stacks: Counter[str], interfaces: list[str], backend: Backend, spee
 
 
 def _disagreement(found: list[dict[str, str]]) -> str | None:
-    """Return the first text in which two ranks differ, in words; None where all agree."""
+    """Describe the first text in which two ranks differ; None if all agree."""
     first = found[0]
     for rank, own in enumerate(found):
         for key in {**first, **own}:

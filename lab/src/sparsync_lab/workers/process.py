@@ -1,7 +1,7 @@
-"""The process of one rank: joins the process group, runs one task, and writes messages as JSON lines to standard output.
+"""The process of one rank: join the process group, run one task, and write messages as JSON lines to standard output.
 
-The first line of standard input says what to run. The process ends when its standard input does, so no rank outlives the program that
-started it. The rank comes from the variables torchrun would set (RANK, WORLD_SIZE); ranks find each other through a file.
+The first line of standard input names the task. The process ends with its standard input, so no rank outlives the program that started it.
+RANK and WORLD_SIZE are read from torchrun's variables; ranks find each other through a file.
 """
 
 import json
@@ -20,21 +20,21 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-PREFIX = "sparsync-lab-"  # of the name of a folder that the program makes for its ranks
-Message = dict[str, Any]  # Any: JSON; its "kind" is a string; "error" and "done" are taken
+PREFIX = "sparsync-lab-"  # of the folder that the program makes for its ranks
+Message = dict[str, Any]  # Any: JSON; its "kind" is a string; "error" and "done" are reserved
 Emit = Callable[[Message], None]
-"""Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done."""
+"""Sends a message to the program that started the workers; other ranks than 0 can send only errors and that they are done."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """The first line of standard input: which task to run, and where."""
+    """The first line of standard input: the task and its circumstances."""
 
     task: str  # "package.module:function", called as function(spec, place, emit)
     spec: dict[str, Any]  # Any: JSON, for the task
     interface: str
     own_interface: bool
-    rendezvous: str  # a file that all ranks can reach
+    rendezvous: str  # a file accessible to all ranks
     timeout_s: float  # for one operation of a rank
 
     def encoded(self) -> str:
@@ -43,30 +43,30 @@ class Order:
 
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process, and the interface through which it sends."""
+    """The rank of this process and its interface."""
 
     rank: int
     ranks: int
     interface: str
-    own_interface: bool  # False over loopback, where the interface counts the traffic of all ranks together
+    own_interface: bool  # False over loopback, where the interface counts all ranks' traffic
     timeout_s: float  # for one operation of a rank
     device: str = "cpu"  # of the model
-    group: dist.ProcessGroup | None = None  # over which gradients travel; None: the default group
+    group: dist.ProcessGroup | None = None  # for gradients; None: the default group
 
 
 Task = Callable[[Mapping[str, Any], Place, Emit], None]
 
 
 def task_named(name: str) -> Task:
-    """Return the function "package.module:function"."""
+    """Import the function "package.module:function"."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
 
 
 def main() -> None:
-    """Run this rank to the end. The last message says that the task is done, or what it failed with.
+    """Run this rank's task. The last message says that it is done, or why it failed.
 
-    The exit status is 0 or 1. Status 0 alone does not say that the task is done: code of a user may end the process.
+    The exit status is 0 or 1. Status 0 alone does not prove that the task is done: user code may end the process.
     """
     output = _claim_output()
     order = Order(**json.loads(sys.stdin.readline()))
@@ -92,7 +92,7 @@ def main() -> None:
         traceback.print_exc()
         emit({"kind": "error", "rank": place.rank, "message": str(error) or type(error).__name__})
         sys.stderr.flush()
-        os._exit(1)  # not sys.exit: a collective that never ends may hold a thread of gloo's
+        os._exit(1)  # not sys.exit: an endless collective may hold a gloo thread
     emit({"kind": "done"})
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -110,18 +110,18 @@ def _run(order: Order, place: Place, emit: Emit) -> None:
         timeout=timedelta(seconds=order.timeout_s),
     )
     task(order.spec, place, emit)
-    dist.barrier()  # a rank that leaves closes connections that others may still use
+    dist.barrier()  # a leaving rank closes connections that others may still use
 
 
 def _claim_output() -> TextIO:
-    """Return standard output for messages alone; whatever a library prints goes to standard error from now on."""
+    """Reserve standard output for messages; other output goes to standard error from now on."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return output
 
 
 def _exit_at_end_of_input(folder: Path) -> None:
-    """End this process, and remove the folder of the program that started it, when that program has ended without doing so."""
+    """End this process when the program that started it ends unexpectedly, and remove that program's folder."""
     sys.stdin.read()
     if folder.name.startswith(PREFIX):
         shutil.rmtree(folder, ignore_errors=True)

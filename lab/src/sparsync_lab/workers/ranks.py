@@ -1,6 +1,6 @@
-"""The processes of all ranks: watched by one loop on one thread, and ended together.
+"""Run the processes of all ranks: one loop on one thread watches them, and they end together.
 
-What a run makes of what its ranks write and of how they end is up to the caller.
+Callers decide how to treat the output of ranks and the way they end.
 """
 
 import math
@@ -16,20 +16,20 @@ from functools import partial
 from typing import Any
 
 AT_ONCE = 1 << 16  # bytes read from a stream at a time
-PATIENCE_S = 0.5  # for what ranks have written, once all have ended: a process they left may hold their streams open
+PATIENCE_S = 0.5  # for remaining output once all have ended: a process that they left may hold their streams open
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
 @dataclass(eq=False)
 class Rank:
-    """The process of one rank, what it has yet to say, and how it ended."""
+    """The process of one rank, its remaining output, and how it ended."""
 
     number: int
     pid: int
-    ended: int  # a file descriptor that is readable when the process has ended
+    ended: int  # a file descriptor that becomes readable when the process ends
     poll: Callable[[], int | None]  # returns the exit status, negative for a signal; None while the process runs
-    streams: dict[int, Callable[[], bool]]  # by file descriptor: reads what is there, and returns False at the end
-    status: int | None = None  # as seen by the last turn of the loop
+    streams: dict[int, Callable[[], bool]]  # by file descriptor: reads available output, and returns False at the end
+    status: int | None = None  # as of the last turn of the loop
 
     @property
     def running(self) -> bool:
@@ -41,13 +41,12 @@ class Rank:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
         if self.status is None:
             return "is running"
         return f"signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank if it runs: SIGTERM and SIGHUP to it alone, others to the process group that it leads."""
+        """Send a signal to the rank if it runs: SIGTERM and SIGHUP to the rank alone, others to its process group."""
         if self.running:
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 to_all = (signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
@@ -57,13 +56,13 @@ class Rank:
 
 @dataclass
 class Ranks:
-    """All ranks of a run. When its block ends, those that still run get SIGTERM, and SIGKILL after `grace_s`."""
+    """All ranks of a run. At the end of its block, running ranks get SIGTERM, and SIGKILL after `grace_s`."""
 
     grace_s: float
     all: list[Rank] = field(default_factory=list)
-    stopped: bool = False  # all have been sent a signal
+    stopped: bool = False  # a signal was sent to all
     ended_at: float | None = None  # when all had ended, by time.monotonic
-    _due: tuple[float, int] = (math.inf, 0)  # when all that run get a signal, and which
+    _due: tuple[float, int] = (math.inf, 0)  # when all running ranks get a signal, and which
     _opened: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -72,7 +71,7 @@ class Ranks:
 
     @property
     def busy(self) -> bool:
-        """True while a rank runs, or what one has written may not have been read."""
+        """Whether a rank runs, or its output may not have been read."""
         return any(rank.running or rank.streams for rank in self.all)
 
     def start(
@@ -81,7 +80,7 @@ class Ranks:
         takers: Mapping[str, Callable[[bytes], None]],
         **options: Any,  # Any: those of Popen
     ) -> subprocess.Popen[bytes]:
-        """Start the next rank. Each of `takers`, by "stdout" or "stderr", gets what the rank writes there; b"" is the end.
+        """Start the next rank. `takers`, by "stdout" or "stderr", receive its output there; b"" is the end.
 
         The rank leads a session, so that Ctrl-C reaches the program alone, which stops the ranks in order.
         """
@@ -99,9 +98,9 @@ class Ranks:
         return process
 
     def turn(self, until: float, others: Mapping[int, int] | None = None, reading: bool = True) -> set[int]:
-        """Wait until something happens or that time comes, by time.monotonic; take what ranks write, and send the signal that is due.
+        """Wait for an event or until a time, by time.monotonic; take output of ranks, and send a signal that is due.
 
-        `others` are file descriptors to watch, each with the events of select.poll. Returns the ready ones of them.
+        `others` are file descriptors to watch, with events of select.poll. Returns the ready ones among them.
         """
         watched = {**(others or {})}
         for rank in self.all:
@@ -123,14 +122,14 @@ class Ranks:
         return ready.intersection(others or {})
 
     def stop(self, number: int) -> None:
-        """Send a signal to all ranks that run, and SIGKILL to those that still run after the grace period."""
+        """Send a signal to all running ranks, and SIGKILL to those that still run after the grace period."""
         self.stopped = True
         for rank in self.all:
             rank.send(number)
         self._due = (math.inf if number == signal.SIGKILL else time.monotonic() + self.grace_s, signal.SIGKILL)
 
     def stop_later(self) -> None:
-        """Give the ranks the grace period to end by themselves; then they are stopped by SIGTERM."""
+        """Let the ranks end by themselves during the grace period; then stop them by SIGTERM."""
         self._due = (time.monotonic() + self.grace_s, signal.SIGTERM)
 
     def _keep_time(self, now: float) -> None:
@@ -155,7 +154,7 @@ class Ranks:
 
 
 def ready_of(watched: Mapping[int, int], until: float = math.inf) -> set[int]:
-    """Wait until one of these file descriptors is ready for its events, those of select.poll, or that time comes; return the ready ones."""
+    """Wait until a file descriptor is ready for its events, as of select.poll, or until a time; return the ready ones."""
     poll = select.poll()
     for descriptor, events in watched.items():
         poll.register(descriptor, events)

@@ -1,4 +1,4 @@
-"""The training jobs of the lab by name, by module or by file. Importing this loads neither torch nor data: listing the names is instant."""
+"""Find the lab's training jobs by name, module or file. Importing this loads neither torch nor data, so listing names is fast."""
 
 import inspect
 import shlex
@@ -21,7 +21,7 @@ Option = int | float | str | bool
 
 @dataclass(frozen=True)
 class WorkloadEntry:
-    """A workload of the lab: its class as "module:Class", one line about it, and options that differ from the defaults of its class."""
+    """A workload of the lab: its class as "module:Class", a one-line summary, and options that override the class's defaults."""
 
     spec: str
     summary: str
@@ -92,18 +92,18 @@ WORKLOADS: dict[str, WorkloadEntry] = {
 
 
 def summaries() -> dict[str, str]:
-    """Return one line about each workload by its name: those of the lab, then those of installed packages."""
+    """Summarise each workload in a line, by name: the lab's, then those of installed packages."""
     others = {name: f"installed, {spec}" for name, spec in installed("workload").items() if name not in WORKLOADS}
     return {name: entry.summary for name, entry in WORKLOADS.items()} | others
 
 
 def get(name: str, **options: Option) -> "Workload":
-    """Return a new workload with `options` in place of its defaults; no data of the lab's jobs is touched before their `prepare`.
+    """Make a workload with `options` in place of its defaults; the lab's jobs touch no data before their `prepare`.
 
     `name` is one of `summaries`, "package.module:Class" or "path/to/file.py:Class". An option given as text is converted to the type
     of its default. Raises ValueError for an unknown name or option, with the nearest known one, for a value that the workload
-    refuses, and for a class that lacks a method. A class that is no subclass of `Workload` needs `model`, `batch` and `loss`, and what
-    is returned stands around it: see `sparsync_lab.workloads.plain`.
+    refuses, and for a class that lacks a method. A class that is no subclass of `Workload` needs `model`, `batch` and `loss`, and is
+    wrapped: see `sparsync_lab.workloads.plain`.
     """
     check_name(name)
     entry = WORKLOADS.get(name)
@@ -124,7 +124,7 @@ def get(name: str, **options: Option) -> "Workload":
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError, with the nearest name, for one of no workload. A class in a module or a file is not looked up."""
+    """Raise ValueError, with the nearest name, if no workload has this name. Classes in modules or files are not looked up."""
     known = summaries()
     if not (":" in name or name.endswith(".py") or name in known):
         raise ValueError(
@@ -134,9 +134,9 @@ def check_name(name: str) -> None:
 
 
 def write_new(path: Path) -> str:
-    """Write a job to begin with, `MyJob`, to a new file, and return the command that compares schemes on it.
+    """Write the template job `MyJob` to a new file, and return the command that compares schemes on it.
 
-    Raises ValueError where there is something already or the name does not end in .py, and RuntimeError where it cannot be written.
+    Raises ValueError if the file exists or its name does not end in .py, and RuntimeError if writing fails.
     """
     if path.suffix != ".py":
         raise ValueError(f"--new takes the name of a file that ends in .py, got {path}")
@@ -156,7 +156,7 @@ def write_new(path: Path) -> str:
 
 
 def __getattr__(name: str) -> object:
-    """Fetch the base class when it is first used, because its module imports torch."""
+    """Import the base class on first use, because its module imports torch."""
     if name == "Workload":
         return import_module("sparsync_lab.workloads.base").Workload
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -183,10 +183,10 @@ def _defaults(kind: Callable[..., object]) -> dict[str, Any]:  # Any: defaults o
     }
 
 
-def _converted(option: str, value: Option, default: Any) -> Any:  # Any: the option's type, which is that of its default
-    """Return `value` in the type of `default`: text is converted, and whole numbers pass as floats; nothing else changes its type."""
+def _converted(option: str, value: Option, default: Any) -> Any:  # Any: the type of the default
+    """Convert text to the type of `default`, and whole numbers to floats; other values must have its type."""
     kind = type(default)
-    if kind not in (int, float, str, bool):  # no default, or one that says nothing about the type
+    if kind not in (int, float, str, bool):  # no default, or one that does not reveal the type
         return value
     if kind is bool and value in ("true", "false"):
         return value == "true"

@@ -1,6 +1,6 @@
-"""The base class of training jobs, and the few rules that all jobs share: equal shares, exact sums, seeded weights.
+"""The base class of training jobs, and rules that all jobs share: equal shares, exact sums, seeded weights.
 
-The training loop uses a job only through `Workload`; data, models and hyperparameters live in the other files here.
+The training loop uses jobs only through `Workload`; data, models and hyperparameters are in the other files here.
 """
 
 import math
@@ -28,7 +28,7 @@ Better = Literal["lower", "higher"]
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's samples of one step: the input of the model, and the target of its output."""
+    """One rank's samples of one step: the model's input and its target."""
 
     input: Tensor
     target: Tensor
@@ -37,67 +37,64 @@ class Batch:
 class Workload(ABC):
     """A training job as the lab uses it: `model`, `batch`, `loss`, `optimizer`, `evaluate` and `quality`.
 
-    A class of your own need not be a subclass: with `model`, `batch` and `loss` it is taken as `lab.workloads.plain` says. A subclass, as
-    the lab's own jobs are, promises more: everything is a function of the options, the seed and the step, and nothing communicates. Options
-    are the arguments of the constructor, such as the fields of a frozen dataclass. A subclass with an option `batch_size` is checked for
-    equal shares before it starts.
+    Your class need not be a subclass: with `model`, `batch` and `loss` it is wrapped, see `sparsync_lab.workloads.plain`. A subclass, such
+    as the lab's jobs, promises more: everything is a function of the options, the seed and the step, and nothing communicates. Options
+    are the arguments of the constructor, such as the fields of a frozen dataclass. If there is an option `batch_size`, equal shares are
+    checked before the start.
     """
 
-    name: ClassVar[str] = ""  # in results; empty: the name of the class
+    name: ClassVar[str] = ""  # in results; empty: the class name
     metric: ClassVar[str]  # of the quality, such as "perplexity"
     better: ClassVar[Better]  # which quality is better
-    unit: ClassVar[str]  # the quality with its unit, as a label of an axis
-    repeats_passes: ClassVar[bool] = (
-        False  # a loss is one call of the model on `batch.input`, of one shape in all steps
-    )
+    unit: ClassVar[str]  # the quality with its unit, to label an axis
+    repeats_passes: ClassVar[bool] = False  # a loss calls the model once, with `batch.input` of a fixed shape
     find_unused_parameters: ClassVar[bool] = False  # of DistributedDataParallel: a step may leave some parameters out
 
     def job_class(self) -> type:
-        """Return the class that the user has written, for messages."""
+        """Return the class written by the user, for messages."""
         return type(self)
 
     def prepare(self) -> None:
         """Check the data and put it in place. Called once, before any worker starts.
 
-        Raises DataMissingError, with every cure, where the data cannot be found.
+        Raises DataMissingError, with every fix, if the data cannot be found.
         """
         return
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
-        """Return a new model in training mode, with the same weights for the same seed.
+        """Make a model in training mode; equal seeds give equal weights.
 
-        torch's global generator is neither used nor changed (see `seeded`). Buffers are as under DistributedDataParallel: those of
-        rank 0 count.
+        torch's global generator is neither used nor changed (see `seeded`). As under DistributedDataParallel, rank 0's buffers count.
         """
 
     @abstractmethod
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Any:  # Any: what `loss` takes
-        """Return the share of rank `rank` of global batch `step`; all shares in rank order are the same batch for any number of ranks.
+        """Make the share of rank `rank` of global batch `step`; all shares in rank order are the same batch for any number of ranks.
 
-        Raises ValueError where the ranks cannot have equal shares (see `share`).
+        Raises ValueError if the ranks cannot have equal shares (see `share`).
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of `batch`
-        """Return the mean loss over the share, so that the mean over ranks is the mean over the global batch."""
+        """Compute the mean loss over the share, so that the mean over ranks is the mean over the global batch."""
 
     @abstractmethod
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-        """Return the optimizer and its schedule for a run of `steps` steps; the schedule is stepped once after each step."""
+        """Make the optimizer and its schedule for a run of `steps` steps; the schedule is stepped once after each step."""
 
     def clip(self, model: nn.Module, factor: float = 1.0) -> None:
         """Limit the gradient in place, before the optimizer's step, to `factor` times the norm of this job.
 
-        The norm is chosen for the reduced gradient. A rank's own gradient, which schemes of local steps clip, is longer: there `factor`
-        is about the ratio of the two.
+        The norm is chosen for the reduced gradient. A rank's local gradient, which is clipped with local steps, is longer by about
+        `factor`.
         """
         return
 
     def at_rate(self, factor: float) -> "Workload":
-        """Return this job with `factor` times its learning rate.
+        """Copy this job with `factor` times its learning rate.
 
-        Raises ValueError where the job is no dataclass with a number called `learning_rate`.
+        Raises ValueError unless the job is a dataclass with a number called `learning_rate`.
         """
         rate = getattr(self, "learning_rate", None)
         if not is_dataclass(self) or not isinstance(rate, float):
@@ -108,22 +105,22 @@ class Workload(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Return the sum and the count over the share of rank `rank` of the validation data.
+        """Compute the sum and the count over the share of rank `rank` of the validation data.
 
-        Added in float64, in any order and for any number of ranks, the sums give the same total to the last bit, provided that the
-        ranks hold the same parameters (see `chunks` and `exactly_addable`).
+        Added in float64, in any order and for any number of ranks, the sums give a bit-identical total if the ranks have the same
+        parameters (see `chunks` and `exactly_addable`).
         """
 
     @abstractmethod
     def quality(self, total: float, count: int) -> float:
-        """Return the quality in `unit` from the sums and counts of all ranks."""
+        """Compute the quality in `unit` from the sums and counts of all ranks."""
 
     def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
-        """Return the quality over all validation data, and its standard error over them, None if it is not known."""
+        """Compute the quality over all validation data, and its standard error over them; None if unknown."""
         return self.quality(*self.evaluate(model, 0, 1)), None
 
     def describe(self) -> dict[str, Any]:  # Any: nested dicts of numbers and strings, as JSON takes them
-        """Return the configuration for the results file: the options, the number of parameters and the fingerprint of the data."""
+        """Describe the configuration for the results file: the options, the number of parameters and the fingerprint of the data."""
         options = {key: value for key, value in vars(self).items() if isinstance(value, int | float | str)}
         return {
             "workload": self.name or type(self).__qualname__,
@@ -134,15 +131,15 @@ class Workload(ABC):
 
 
 def with_data(described: dict[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """Return a description in which the fingerprint of the data stands in place of the option `data`."""
+    """Replace the option `data` in a description by the fingerprint of the data."""
     source = described["options"].pop("data") or "package"
     return {**described, "data": {"source": source, **data}}
 
 
 def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
-    """Return the loss of one rank's share of the batch, whose tensors are moved to the model's device.
+    """Compute the loss of one rank's share of the batch, whose tensors are moved to the model's device.
 
-    Raises JobError with class, method, step and rank where the job fails.
+    Raises JobError with class, method, step and rank if the job fails.
     """
     with naming(workload.job_class(), "batch", step, rank, ranks):
         batch = moved(workload.batch(seed, step, rank, ranks), device_of(model))
@@ -151,17 +148,17 @@ def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: in
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter; a model of a job has one."""
+    """Return the device of the model's first parameter; a job's model has one."""
     return next(model.parameters()).device
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """Return the context of a forward pass: on a GPU its products of matrices are in bfloat16, elsewhere all is float32."""
+    """Make the context of a forward pass: matrix products in bfloat16 on a GPU, float32 elsewhere."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def moved(batch: Any, device: torch.device) -> Any:  # Any: a batch of any form
-    """Return the batch with everything that has a method `to`, in dicts, tuples, lists and dataclasses, on the device."""
+    """Move everything with a method `to`, in dicts, tuples, lists and dataclasses, to the device."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if type(batch) is dict:
@@ -178,7 +175,7 @@ def moved(batch: Any, device: torch.device) -> Any:  # Any: a batch of any form
 
 
 def model_and_optimizer(workload: "Workload") -> tuple[nn.Module, Optimizer]:
-    """Return them as they begin a training with seed 0. Raises JobError where a method of the job fails."""
+    """Make both as at the start of a training with seed 0. Raises JobError if a method of the job fails."""
     with naming(workload.job_class(), "model"):
         model = workload.model(0)
     with naming(workload.job_class(), "optimizer"):
@@ -186,13 +183,13 @@ def model_and_optimizer(workload: "Workload") -> tuple[nn.Module, Optimizer]:
 
 
 def family_of_job(workload: "Workload") -> Family:
-    """Return the family of recipes of the job's optimizer. Prepares its data."""
+    """Find the family of recipes for the job's optimizer. Prepares its data."""
     workload.prepare()
     return family_of(model_and_optimizer(workload)[1])
 
 
 def share(batch: int, rank: int, ranks: int) -> Span:
-    """Return the span of rank `rank` in a global batch: equal, adjacent, in rank order. Raises ValueError where they cannot be equal."""
+    """Compute the span of rank `rank` in a global batch: equal, adjacent, in rank order. Raises ValueError if they cannot be equal."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be in [0, {ranks}) for {ranks} ranks, got {rank}")
     if batch % ranks:
@@ -204,21 +201,21 @@ def share(batch: int, rank: int, ranks: int) -> Span:
 
 
 def chunks(count: int, size: int, rank: int, ranks: int) -> Iterator[Span]:
-    """Yield the spans of rank `rank` in [0, count), cut every `size` for any number of ranks; a rank may have none.
+    """Yield the spans of rank `rank` in [0, count), cut every `size`; a rank may have none.
 
-    The cuts do not depend on the ranks, because a matrix product may round a row differently in a batch of other height.
+    The cuts do not depend on the ranks, because a matrix product may round a row differently in a batch of another height.
     """
     for start in range(rank * size, count, ranks * size):
         yield Span(start, min(start + size, count))
 
 
 def exactly_addable(x: Float[Tensor, " n"]) -> float:
-    """Return the sum of `x` to the nearest 2**-20: such sums add without rounding, so in any order, up to 2**33. NaN stays NaN."""
+    """Sum `x` to the nearest 2**-20: such sums add exactly, hence in any order, up to 2**33. NaN stays NaN."""
     return float(torch.round(x.double().sum() * 2**20) / 2**20)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return the result of `build` with torch's global generator seeded by `seed`; the generator is afterwards as it was before."""
+    """Call `build` with torch's global generator seeded by `seed`; the generator is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which reseeds accelerators as well, outside the fork.
         torch.default_generator.manual_seed(generator(seed, "model", 0).initial_seed())
@@ -226,7 +223,7 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def rise_and_cosine(optimizer: Optimizer, steps: int, warmup: int, lowest: float) -> LRScheduler:
-    """Return the schedule of a linear rise over `warmup` steps, then half a cosine from the full rate to `lowest` of it."""
+    """Make the schedule of a linear rise over `warmup` steps, then half a cosine from the full rate to `lowest` of it."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -238,13 +235,13 @@ def rise_and_cosine(optimizer: Optimizer, steps: int, warmup: int, lowest: float
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return the model inside a DistributedDataParallel, whose forward may communicate; any other model itself."""
+    """Unwrap the model in a DistributedDataParallel, whose forward may communicate; return any other model unchanged."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode, without gradients, until the block ends; afterwards the mode of each module is as before."""
+    """Put `model` into evaluation mode, without gradients, for the block; then restore the mode of each module."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -256,12 +253,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Return the number of trained elements of `model`."""
+    """Count the trained elements of `model`."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def require_positive(**values: int | float) -> None:
-    """Raise ValueError that names the first value that is not above zero."""
+    """Raise ValueError that names the first value that is not positive."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value}")

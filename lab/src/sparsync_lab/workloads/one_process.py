@@ -1,7 +1,7 @@
-"""The training of several ranks in one process, without links: what a scheme does to the quality, and what a rank would send.
+"""Train several ranks in one process, without links, to measure a scheme's effect on quality and the traffic of a rank.
 
-A scheme that reduces gradients needs one model: the gradients of all ranks are computed one after the other on the same weights. With local
-steps each rank has its own weights and optimizer, and is a thread of a LocalWorld, and one thread runs at a time.
+A scheme that reduces gradients needs one model: the gradients of all ranks are computed in turn on the same weights. With local steps each
+rank has its own weights and optimizer, and is a thread of a LocalWorld, in which one thread runs at a time.
 """
 
 import statistics
@@ -25,16 +25,16 @@ from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_prec
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor
 
-KEY = "bucket0"  # of the one bucket; schemes that draw do so by their bucket's key
+KEY = "bucket0"  # of the only bucket; some schemes draw by their bucket's key
 
 Reduce = Callable[[int, list[Tensor], float], Tensor]
 """(step, the gradient [n] of each rank, learning rate) -> the mean [n] to apply."""
 
 
 class LocalTraining(Protocol):
-    """What is used of the handle of `sparsync.LocalSteps`: the training of one rank by itself, and the exchange of what it has learnt."""
+    """The used part of the handle of `sparsync.LocalSteps`: the local training of one rank, and its exchanges."""
 
-    replaces_optimizer: bool  # its `step` takes the optimizer's step too
+    replaces_optimizer: bool  # its `step` also takes the optimizer's step
 
     @property
     def clip_factor(self) -> float: ...  # how much longer a rank's own gradient may be than the mean gradient
@@ -45,18 +45,18 @@ class LocalTraining(Protocol):
 
 
 def own_clip_factor_of(local: LocalTraining) -> float:
-    """Return how much longer than the mean gradient the gradients may be that a rank's backward pass leaves: steps have divided theirs."""
+    """Compute how much longer than the mean gradient a backward pass's gradients may be: steps have divided theirs already."""
     return 1.0 if local.replaces_optimizer else local.clip_factor
 
 
 def exchange_rest(local: LocalTraining) -> list[Report]:
-    """Exchange what local steps have learnt since their last exchange. Other steps leave nothing."""
+    """Exchange the remaining changes of local steps. Other steps leave nothing."""
     assert isinstance(local, local_steps.LocalTraining)
     return local.flush()
 
 
 def exchanged(local: LocalTraining) -> dict[str, int]:
-    """Return how many `exchanges` changed the weights, and how many were `missed`: dropped, or left out with a skipped step."""
+    """Count the `exchanges` that changed the weights, and the `missed` ones, dropped or part of a skipped step."""
     counts = local.stats()
     missed = sum(int(counts.get(name, 0)) for name in ("dropped", "skipped"))
     return {"exchanges": int(counts["exchanges"]), "missed": missed}
@@ -64,22 +64,21 @@ def exchanged(local: LocalTraining) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training. What is sent: by one rank in a step, means over ranks and steps, by the closed forms of the schemes."""
+    """A finished training. Traffic is per rank and step, averaged over both, by the closed forms of the schemes."""
 
-    quality: tuple[tuple[int, float], ...]  # (after how many steps, quality), ascending
+    quality: tuple[tuple[int, float], ...]  # (steps so far, quality), ascending
     nbytes: float
-    rounds: float  # exchanges that wait for each other
+    rounds: float  # sequential exchanges
     messages: float
-    union: float  # share of the elements that are written in a step
-    exchanges: int | None = (
-        None  # that changed the weights, of local steps and AdamW steps; None: of gradients, or not known
-    )
-    quality_error: float | None = None  # standard error of the last quality over the validation data, where it is known
+    union: float  # share of the elements that a step writes
+    # Exchanges of local or AdamW steps that changed the weights; None: gradients are reduced, or unknown.
+    exchanges: int | None = None
+    quality_error: float | None = None  # standard error of the last quality over the validation data, if known
 
 
 @dataclass
 class Sent:
-    """What a rank has sent so far, as its reports add up."""
+    """The traffic of a rank so far, summed over its reports."""
 
     nbytes: float = 0
     rounds: float = 0
@@ -108,7 +107,7 @@ class Evaluations:
 
 
 def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
-    """Return the span of each trained parameter's gradient in the flat gradient of the model."""
+    """Lay out each trained parameter's gradient in the flat gradient of the model."""
     return laid_out((name, each.shape) for name, each in model.named_parameters() if each.requires_grad)
 
 
@@ -122,10 +121,10 @@ def train(
     after: Callable[[int], None] = lambda step: None,
     scheme: Scheme | None = None,
 ) -> None:
-    """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps taken.
+    """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps so far.
 
-    Buffers are as under DistributedDataParallel: every rank's forward pass begins with those that rank 0's left in the step before. With
-    a `scheme` with its own momentum the optimizer is the one it was made for, and each rank clips its own gradient.
+    As under DistributedDataParallel, every rank's forward pass begins with the buffers that rank 0 had after the previous step. With a
+    `scheme` with its own momentum, the optimizer is replaced accordingly, and each rank clips its gradient.
     """
     scheme = scheme or Dense()
     optimizer, schedule = optimizer_for(scheme, workload, model, steps)
@@ -152,10 +151,10 @@ def train_with_scheme(
     finished: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
 ) -> Trained:
-    """Train with a scheme that reduces the gradients of `ranks` ranks, each with a state of the scheme that `make` makes.
+    """Train with a scheme that reduces the gradients of `ranks` ranks, each with its own state of the scheme from `make`.
 
-    The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. Residuals follow the
-    learning rate if the scheme wants it. The model is on `device`, as what schemes keep is.
+    The model is evaluated after each number of steps in `evaluate_at`, and finally passed to `finished`. Residuals follow the learning
+    rate if the scheme requests it. The model and the scheme's state are on `device`.
     """
     model = workload.model(seed).to(device)
     _record_passes(workload, model, seed, ranks)
@@ -199,11 +198,11 @@ def train_locally(
     finished: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
 ) -> Trained:
-    """Train with local steps on `ranks` ranks, which `make` makes of a rank's model, optimizer and communicator.
+    """Train with local steps on `ranks` ranks, which `make` builds from a rank's model, optimizer and communicator.
 
-    The common weights are evaluated after each number of steps in `evaluate_at`: those of the last exchange. `exchange_last`: what
-    was learnt since the last exchange is exchanged at the end, before the last evaluation. `finished` is called with the model of rank 0
-    at the end, which has the common weights until it returns. The models are on `device`.
+    The common weights, as of the last exchange, are evaluated after each number of steps in `evaluate_at`. `exchange_last`: remaining
+    changes are exchanged at the end, before the last evaluation. Finally, `finished` is called with the model of rank 0, which has the
+    common weights until it returns. The models are on `device`.
     """
     evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
 
@@ -221,7 +220,7 @@ def train_locally(
                 workload.clip(model, own_clip_factor_of(local))
             if not local.replaces_optimizer:
                 optimizer.step()
-            # After the step: the rate of this one has been used.
+            # The schedule comes last: this step used the current rate.
             sent.add(local.step())
             schedule.step()
             if exchange_last and step + 1 == steps:
@@ -255,9 +254,9 @@ def _trained(evaluations: Evaluations, by_rank: Sequence[Sent], steps: int, elem
 
 
 def _record_passes(workload: Workload, model: nn.Module, seed: int, ranks: int) -> None:
-    """Record the passes of a model on a GPU as CUDA graphs: a small model's kernels take longer to launch one by one than to run.
+    """Record the passes of a model on a GPU as CUDA graphs: a small model's kernels take longer to launch than to run.
 
-    Gradients then lie where the next backward pass writes its own.
+    Each backward pass then writes gradients to the same memory.
     """
     device = device_of(model)
     if workload.repeats_passes and device.type == "cuda":
@@ -269,9 +268,9 @@ def _record_passes(workload: Workload, model: nn.Module, seed: int, ranks: int) 
 def gradients(
     workload: Workload, model: nn.Module, seed: int, step: int, ranks: int, clip_factor: float | None = None
 ) -> list[Tensor]:
-    """Return the gradient [n] of each rank's share of the batch; zero for a parameter that was not used. Buffers become rank 0's.
+    """Compute the gradient [n] of each rank's share of the batch; zero for unused parameters. Buffers become rank 0's.
 
-    `clip_factor`: of the job's clip of each gradient; None where none is clipped.
+    `clip_factor`: for the job's clip of each gradient; None: no clipping.
     """
     buffers = list(model.buffers())
     before, after = [each.clone() for each in buffers], buffers
@@ -302,5 +301,5 @@ def set_gradient(model: nn.Module, layout: Sequence[ParameterSpan], gradient: Te
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are trained, in the order of `layout`."""
+    """List the trained parameters in the order of `layout`."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,6 +1,6 @@
-"""The training that a scheme was made for: with its own momentum SGD without momentum, and clipping before it reduces; or LaProp.
+"""Train with the optimizer that a scheme needs: SGD without momentum, after clipping, if the scheme has its own momentum; or LaProp.
 
-Everything else of the job stays: its groups of parameters, its schedule, and how much its weights decay.
+The job's groups of parameters, schedule and weight decay stay.
 """
 
 from typing import Any
@@ -16,17 +16,17 @@ from sparsync_lab.rivals.laprop import LaProp, in_place_of_adamw
 from sparsync_lab.workloads.base import Workload
 from sparsync_lab.workloads.muon import Several
 
-SGD_BY_ADAM = 100.0  # times a usual learning rate of Adam is a usual one of SGD with momentum: 0.1 by 0.001
+SGD_BY_ADAM = 100.0  # ratio of usual learning rates of SGD with momentum and Adam: 0.1 by 0.001
 
 
 class PlainSGD(BorrowedGroups):
-    """SGD without momentum in the place of a job's `optimizer`, whose groups it takes over, so that the job's schedule sets its rates.
+    """Replace a job's `optimizer` by SGD without momentum on its groups, so that the job's schedule sets the rates.
 
-    It takes `factor` times the rate of a group. Weights decay beside the gradient (decoupled), as much in a step as by the job's optimizer.
+    The rate is `factor` times a group's. Weight decay is decoupled, and per step as strong as the job optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer, factor: float = 1.0) -> None:
-        # What pulls a weight at every step acts 1 / (1 - momentum) times.
+        # Momentum multiplies the effect of a constant pull on a weight by 1 / (1 - momentum).
         self._decays = [
             group.get("weight_decay", 0.0) / (1 - group.get("momentum", 0.0)) for group in optimizer.param_groups
         ]
@@ -41,11 +41,11 @@ class PlainSGD(BorrowedGroups):
 
 
 def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-    """Return the job's optimizer and schedule; with a scheme with its own momentum PlainSGD, with LaProp its optimizer, in its place.
+    """Make the job's optimizer and schedule; replace the optimizer by PlainSGD for a scheme with its own momentum, or for LaProp.
 
-    A job that AdamW trains, or another that divides, has a rate of Adam, one that SGD trains a rate of SGD. PlainSGD takes 100 times the
-    one, or a hundredth of the other, where the scheme wants a rate of the other kind, as its `writes_steps` says: where to look first.
-    Raises ValueError for LaProp with a job that AdamW does not train.
+    A job with AdamW, or another optimizer that divides, has a rate for Adam; a job with SGD, a rate for SGD. If the scheme needs the other
+    kind, see its `writes_steps`, PlainSGD multiplies Adam's rate by 100 or divides SGD's by 100, as a first guess.
+    Raises ValueError for LaProp with a job without AdamW.
     """
     optimizer, schedule = workload.optimizer(model, steps)
     if isinstance(scheme, LaProp):
@@ -60,7 +60,7 @@ def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: i
 
 
 def made_for(scheme: Scheme, workload: Workload) -> str:
-    """Return the name of the optimizer that the scheme trains this job with, and how many times the job's rate it takes."""
+    """Name the optimizer that trains this job with the scheme, and its factor on the job's rate."""
     optimizer, _ = optimizer_for(scheme, workload, workload.model(seed=0), 1)
     if not isinstance(optimizer, PlainSGD):
         members = optimizer.members if isinstance(optimizer, Several) else [optimizer]
@@ -69,8 +69,8 @@ def made_for(scheme: Scheme, workload: Workload) -> str:
 
 
 def own_clip_factor(ranks: int) -> float:
-    """Return how much longer than the mean gradient a rank's own one may be, where it is clipped before it is reduced.
+    """Compute how much longer than the mean gradient a rank's gradient may be, if it is clipped before the reduction.
 
-    The mean of gradients that have nothing in common is shorter by the root of their number (as in Deep Gradient Compression).
+    The mean of uncorrelated gradients is shorter by the square root of their number (as in Deep Gradient Compression).
     """
     return ranks**0.5

@@ -1,4 +1,4 @@
-"""Plain classes as jobs: `model`, `batch` and `loss`, and a default for everything else that the lab asks of a Workload."""
+"""Wrap plain classes with `model`, `batch` and `loss` as Workloads, with defaults for everything else."""
 
 import hashlib
 import inspect
@@ -28,12 +28,12 @@ from sparsync_lab.workloads.base import (
 )
 from sparsync_lab.workloads.job_errors import naming
 
-HELD_OUT = 1_000_000  # the first step of the batches of the default evaluation, beyond the end of trainings
+HELD_OUT = 1_000_000  # first step of the batches for the default evaluation, beyond any training
 HELD_OUT_BATCHES = 16
-LEARNING_RATE = 1e-3  # of AdamW in PyTorch, where the job has none
+LEARNING_RATE = 1e-3  # PyTorch's default for AdamW, if the job has none
 
 
-# How each method is written, and what it is given by name where it has a parameter of that name.
+# The signature of each method, and the arguments passed by name if it has such parameters.
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model": ("def model(self) -> nn.Module", ("seed",)),
     "batch": ("def batch(self, step, rank, ranks)", ("step", "rank", "ranks", "seed")),
@@ -50,22 +50,22 @@ REQUIRED = ("model", "batch", "loss")
 
 
 def check_class(kind: object, name: str) -> None:
-    """Raise ValueError unless `kind`, which the user called `name`, is a class with `model`, `loss` and a `batch` of its step and rank."""
+    """Raise ValueError unless `kind`, which the user called `name`, is a class with `model`, `loss` and a `batch` of step and rank."""
     if not inspect.isclass(kind):
         raise ValueError(f"workload {name!r} must be a class with the methods model, batch and loss, got {kind!r}")
     where = f"workload {name!r}: class {kind.__qualname__}"
     for method in REQUIRED:
         if not callable(getattr(kind, method, None)):
             raise ValueError(f"{where} has no method {method!r}; {_written_as(method)}")
-    # Without them all ranks would train on the same samples in all steps.
+    # Otherwise all ranks would train on the same samples in all steps.
     if not {"step", "rank"} <= _taken(kind, "batch"):
         raise ValueError(f"{where} has a 'batch' without step or rank; {_written_as('batch')}")
 
 
 def adapted(job: object, name: str) -> "PlainJob":
-    """Return the Workload of an object whose class has passed `check_class`.
+    """Wrap an object whose class has passed `check_class` as a Workload.
 
-    Raises ValueError for a quality that nothing evaluates, or whose `better` is neither lower nor higher.
+    Raises ValueError for a quality without `evaluate`, and if `better` is neither lower nor higher.
     """
     where = f"workload {name!r}: class {type(job).__qualname__}"
     better = getattr(job, "better", "lower")
@@ -81,62 +81,61 @@ def adapted(job: object, name: str) -> "PlainJob":
 
 @dataclass(frozen=True)
 class PlainJob(Workload):
-    """A plain class as a Workload. What the class does not say:
+    """A plain class as a Workload. Defaults for what the class lacks:
 
-    - optimizer: AdamW with `learning_rate` of the job, or 1e-3; schedule: none; clip: nothing.
-    - evaluate: the mean loss over 16 batches of steps from 1,000,000 on, each as the only rank of one would have it.
-    - seeds: `model` runs with torch's global generator seeded by the seed; before each batch it is seeded by seed, step and rank, so what
-      `batch` and `loss` draw is the same in each comparison, for every scheme.
+    - optimizer: AdamW with the job's `learning_rate`, or 1e-3; schedule: none; clip: nothing.
+    - evaluate: the mean loss over 16 batches of steps from 1,000,000 on, each as for a single rank.
+    - seeds: torch's global generator is seeded by the seed before `model`, and by seed, step and rank before each batch, so that `batch`
+      and `loss` draw the same for every scheme and in each comparison.
     """
 
     job: Any  # the user's object
-    rate: float = 1.0  # times the learning rate that the job's optimizer has
+    rate: float = 1.0  # factor on the learning rate of the job's optimizer
 
     @property
     def metric(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # a class attribute elsewhere
-        """Return the name of the quality: "loss" where the job does not name its own, "held-out loss" where it has no `evaluate`."""
+        """The name of the quality: "loss" by default, or "held-out loss" without `evaluate`."""
         return getattr(self.job, "metric", "loss") if self._has("evaluate") else "held-out loss"
 
     @property
     def better(self) -> Better:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return which quality is better: the lower one, where the job does not say."""
+        """Which quality is better; lower by default."""
         return getattr(self.job, "better", "lower")
 
     @property
     def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the label of an axis of the quality."""
+        """The quality as an axis label."""
         return getattr(self.job, "unit", self.metric if self._has("evaluate") else "mean loss of held-out batches")
 
     @property
     def find_unused_parameters(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the argument of this name for DistributedDataParallel."""
+        """The argument of this name for DistributedDataParallel."""
         return bool(getattr(self.job, "find_unused_parameters", False))
 
     def job_class(self) -> type:
-        """Return the user's class."""
         return type(self.job)
 
     def prepare(self) -> None:
-        """Call the job's own, if it has one."""
+        """Call the job's method, if any."""
         if self._has("prepare"):
             self._call("prepare")
 
     def model(self, seed: int) -> nn.Module:
-        """Return the job's model in training mode; parts that the job has put into evaluation mode stay in it."""
+        """Make the job's model in training mode; parts that the job has put into evaluation mode stay in it."""
         made = seeded(lambda: self._call("model", seed=seed), seed)
         return made if made.training else made.train()
 
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Any:  # Any: whatever the job's loss takes
-        """Return the job's batch, with torch's global generator seeded by seed, step and rank."""
+        """Make the job's batch, with torch's global generator seeded by seed, step and rank."""
         drawn = generator(seed, f"batch/{rank}", step).initial_seed()
-        # Not torch.manual_seed, which takes a stack trace wherever an accelerator is not in use yet.
+        # Not torch.manual_seed, which takes a stack trace for every accelerator that is not yet in use.
         torch.default_generator.manual_seed(drawn)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(drawn)
         return self._call("batch", step=step, rank=rank, ranks=ranks, seed=seed)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of the job's `batch`
-        """Return the job's loss of a batch. Raises TypeError where it is no tensor with one element."""
+        """Compute the job's loss of a batch. Raises TypeError unless it is a tensor with one element."""
         loss = self._call("loss", model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -146,7 +145,7 @@ class PlainJob(Workload):
         return loss.reshape(())
 
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-        """Return the job's optimizer and schedule, or AdamW at a constant rate."""
+        """Make the job's optimizer and schedule, by default AdamW at a constant rate."""
         if steps > HELD_OUT and not self._has("evaluate"):
             raise ValueError(
                 f"a training of {steps} steps reaches the held-out batches, from step {HELD_OUT} on; write `evaluate`"
@@ -170,19 +169,19 @@ class PlainJob(Workload):
         return optimizer, ConstantLR(optimizer, factor=1.0) if schedule is None else schedule
 
     def clip(self, model: nn.Module, factor: float = 1.0) -> None:
-        """Call the job's own, if it has one; one without `factor` clips a rank's own gradient as the mean one."""
+        """Call the job's method, if any; without a parameter `factor` it clips a rank's gradient like the mean."""
         if self._has("clip"):
             self._call("clip", bare(model), factor=factor)
 
     def at_rate(self, factor: float) -> "PlainJob":
-        """Return this job with `factor` times the learning rate: its field `learning_rate`, or what its optimizer has."""
+        """Copy this job with `factor` times the learning rate, in its field `learning_rate` or in its optimizer."""
         rate = getattr(self.job, "learning_rate", None)
         if is_dataclass(self.job) and isinstance(rate, float):
             return replace(self, job=replace(cast(Any, self.job), learning_rate=rate * factor))
         return replace(self, rate=self.rate * factor)
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Return this rank's sum and count: of the job's `evaluate` with `rank`, of one without on rank 0 alone, or of held-out batches."""
+        """Compute this rank's sum and count: by `evaluate` with `rank`, by `evaluate` on rank 0 alone, or over held-out batches."""
         model = bare(model)
         with evaluating(model), naming(self.job_class(), "evaluate", rank=rank, ranks=ranks):
             if not self._has("evaluate"):
@@ -196,13 +195,13 @@ class PlainJob(Workload):
             return float(total), int(count)
 
     def quality(self, total: float, count: int) -> float:
-        """Return the job's quality of the sum and count of all ranks; their quotient, if it defines none."""
+        """Compute the job's quality from the sum and count of all ranks; by default their quotient."""
         if self._has("quality"):
             return float(self._call("quality", total, count))
         return total / count
 
     def describe(self) -> dict[str, Any]:
-        """Return the options, the number of parameters and a fingerprint of the job's file, and what the job says itself."""
+        """Describe the options, the number of parameters and a fingerprint of the job's file, with the job's own description."""
         options = asdict(cast(Any, self.job)) if is_dataclass(self.job) else vars(self.job)
         described = {
             "workload": getattr(self.job, "name", type(self.job).__qualname__),
@@ -222,7 +221,7 @@ class PlainJob(Workload):
 
     @cached_property
     def _takes(self) -> Mapping[str, frozenset[str]]:
-        """What each method that there is takes by name."""
+        """The named parameters of each existing method."""
         return {method: _taken(self.job, method) for method in METHODS if self._has(method)}
 
     def _has(self, method: str) -> bool:
@@ -237,7 +236,7 @@ class PlainJob(Workload):
 
 
 class _TakesAnyDevice(nn.Module):
-    """A model on a GPU that takes tensors of any device, and returns its result on theirs: jobs evaluate where their data are."""
+    """A model on a GPU that takes tensors of any device and returns results there, since jobs evaluate where their data are."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -253,7 +252,7 @@ def _written_as(method: str) -> str:
 
 
 def _taken(job: Any, method: str) -> frozenset[str]:  # Any: a job or its class
-    """Return the parameters that the method takes by name."""
+    """List the parameters that the method takes by name."""
     parameters = inspect.signature(getattr(job, method)).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset(METHODS[method][1])
@@ -262,7 +261,7 @@ def _taken(job: Any, method: str) -> frozenset[str]:  # Any: a job or its class
 
 
 def _fingerprint(kind: type) -> str:
-    """Return the SHA-256 digest of the file of the class: a job that is edited is another job."""
+    """Compute the SHA-256 digest of the class's file: an edited job is another job."""
     try:
         return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
     except (OSError, TypeError):

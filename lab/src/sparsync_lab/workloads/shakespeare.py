@@ -1,4 +1,4 @@
-"""The word-level language model: an LSTM that reads 35 words of Shakespeare and predicts after each the next one."""
+"""The word-level language model: an LSTM that reads 35 words of Shakespeare and predicts the next after each."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from sparsync_lab.workloads.shakespeare_text import UNKNOWN, Corpus, corpus
 
 
 class WordModel(nn.Module):
-    """Word numbers in, scores of the next word out; the state of the LSTM is zero at the start of every window."""
+    """Map words to scores of the next word; the LSTM's state is zero at the start of every window."""
 
     def __init__(self, vocabulary: int, width: int, layers: int) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class WordModel(nn.Module):
 
 @dataclass(frozen=True)
 class Shakespeare(LanguageJob):
-    """Shakespeare's works, word by word. Each window starts from the zero state, so nothing is carried from step to step."""
+    """Shakespeare's works, word by word. Each window starts from the zero state, so no state is carried between steps."""
 
     vocabulary: int = 10_000  # the commonest words, and one for all others
     width: int = 256  # of the embedding and of the LSTM
     layers: int = 1
-    batch_size: int = 16  # windows in all, over all ranks
-    length: int = 35  # words in a window
-    windows: int = 320  # of the validation, evenly over the held-out text
+    batch_size: int = 16  # windows in total over all ranks
+    length: int = 35  # words per window
+    windows: int = 320  # for validation, evenly spaced in the held-out text
     learning_rate: float = 1.0
     momentum: float = 0.9
     clip_norm: float = 0.5  # of the reduced gradient
@@ -72,7 +72,7 @@ class Shakespeare(LanguageJob):
         optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
 
         def factor(step: int) -> float:
-            """Return a linear rise over the warm-up, times a half cosine over the whole run."""
+            """Compute a linear rise over the warm-up, times a half cosine over the whole run."""
             rise = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
             return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 

