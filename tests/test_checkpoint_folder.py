@@ -118,10 +118,10 @@ def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path
     after = fresh()
     for content, message in (
         (b"", "cannot mmap an empty file"),
-        (whole[:7], "it is no state of format version 3, or was cut"),
-        (whole[:-1], "it is no state of format version 3, or was cut"),
+        (whole[:7], "it is not a state of format version 3, or was cut"),
+        (whole[:-1], "it is not a state of format version 3, or was cut"),
         (b"x" + whole, "its checksum does not fit its content"),
-        (other.getvalue(), "it is no state of format version 3"),
+        (other.getvalue(), "it is not a state of format version 3"),
         (whole.replace(b"sparsync 3", b"sparsync 7"), "it has format version 7, and this sparsync reads version 3"),
         (ended(trusted.getvalue()), "Weights only load failed"),
     ):
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, monkeypatch
             checkpoint.save(handle.step(), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "what was there before is still whole" in vars(error.value)["__notes__"][0]
+    assert "the older file is still whole" in vars(error.value)["__notes__"][0]
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

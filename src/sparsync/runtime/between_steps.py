@@ -1,6 +1,6 @@
-"""Between two steps of a handle, the training loop may skip a step, load an earlier state, or save one: what follows for the residuals.
+"""Keeps residuals right between two steps, when the training loop skips a step, loads an earlier state, or saves one.
 
-`Handle` adds what a user calls, and `Restorable` what is saved.
+`Restorable` adds saving and loading, and `Handle` what a user calls.
 """
 
 import weakref
@@ -27,11 +27,11 @@ Part = Mapping[str, Any]  # of a state. Any: tensors, numbers and text, nested
 
 
 class Loads:
-    """Notes what `load_state_dict` of `modules` and of `optimizers` has loaded since the last `forget`. The hooks refer to it weakly.
+    """Notes which states `modules` and `optimizers` have loaded since the last `forget`. The hooks refer to it weakly.
 
-    A model counts if the state has all its trained parameters and `weights()` has other bits afterwards, which excludes weights that are
-    put aside and restored. An optimizer counts with a model, or alone if it has other moments afterwards, which excludes a state that is
-    loaded again for another rate. If a state of the handle itself was loaded too, nothing counts.
+    A model counts if the state has all its trained parameters and `weights()` has other bits afterwards: not if weights are put aside and
+    restored. An optimizer counts together with a model, or alone if it has other moments afterwards: not if its state is loaded again for
+    another rate. If a state of the handle itself was loaded too, nothing counts.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Loads:
         # Any: torch's handles of hooks
         self._hooks: list[Any] = [each.register_load_state_dict_pre_hook(_BeforeLoad(self)) for each in modules]
         for each in (inner for given in optimizers for inner in with_inner(given)):
-            if "_optimizer_load_state_dict_post_hooks" in vars(each):  # not where a wrapper passes on to the one inside
+            if "_optimizer_load_state_dict_post_hooks" in vars(each):  # not if a wrapper passes on to another
                 self._hooks.append(each.register_load_state_dict_pre_hook(_BeforeOptimizerLoad(self)))
                 self._hooks.append(each.register_load_state_dict_post_hook(_AfterLoad(self)))
 
@@ -54,16 +54,16 @@ class Loads:
 
     @property
     def of_handle(self) -> bool:
-        """Whether a state of the handle itself was loaded."""
+        """True after a state of the handle itself was loaded."""
         return self._handle
 
     def take_new(self) -> bool:
-        """Return whether anything that may count was loaded since the last call."""
+        """Tell whether anything that may count was loaded since the last call."""
         new, self._new = self._new, False
         return new and not self._handle
 
     def found(self) -> list[str]:
-        """Return which were loaded: "model", "optimizer", both or neither."""
+        """List what was loaded: "model", "optimizer", both or neither."""
         if self._handle:
             return []
         # A host sync, after a load only.
@@ -78,7 +78,7 @@ class Loads:
         for name, each in module.named_parameters(remove_duplicate=False):
             if each.requires_grad:
                 owned.add(id(each))
-                # Of names that share a parameter, one is enough.
+                # One of several tied names is enough.
                 if prefix + name in state or prefix + plain_name(name) in state:
                     known.add(id(each))
         if owned == known:
@@ -98,7 +98,7 @@ class Loads:
         self._handle = True
 
     def close(self) -> None:
-        """Note nothing from here on. Safe to call again."""
+        """Stop watching. Safe to call again."""
         for hook in self._hooks:
             hook.remove()
         self.forget()
@@ -111,12 +111,12 @@ class Loads:
 class StepBoundary:
     """The state of `scheme` on one model and rank, and the connection that reduces with it.
 
-    `part` names the part of the model that this rank's worker group has, such as "shard0of2"; "" is all of it. `module` is the model, if
-    known, and `driven` its parameters that this handle trains, on an `axis` of FSDP2.
+    `part` names the part of the model that this rank's worker group has, such as "shard0of2"; "" is the whole model. `module` is the model,
+    if known, and `driven` its parameters that this handle trains, on an `axis` of FSDP2.
     """
 
-    origin = "sparsync.attach"  # what the user called for this handle
-    integration = "gradients"  # what is exchanged, which gives residuals their units
+    origin = "sparsync.attach"  # the function that the user has called
+    integration = "gradients"  # names what is exchanged, and so the units of residuals
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class StepBoundary:
         rescaler.use(self.state)
         self.part = part
         self._rescaler = rescaler
-        exchanges_gradients = self.integration == "gradients"  # other users learn of what is not finite from the handle
+        exchanges_gradients = self.integration == "gradients"  # the others learn of non-finite steps from the handle
         self._connection = Connection(
             self.state,
             comm,
@@ -157,7 +157,7 @@ class StepBoundary:
         self._step = -1
         self._detached = False
         self._reports = ReportLog()
-        # When nothing refers to the handle any more. Not at exit, where torch may have ended before.
+        # For a handle without references. Not at exit, when torch may have ended already.
         weakref.finalize(self, self._connection.shut).atexit = False
 
     @property
@@ -172,11 +172,11 @@ class StepBoundary:
 
     @property
     def closed(self) -> bool:
-        """Whether the handle was closed or detached, so that another one may drive its model."""
+        """True once the handle was closed or detached, so that another one may drive its model."""
         return self._detached or self._connection.closed
 
     def layout(self) -> dict[str, list[int]]:
-        """Return the shape of each parameter of the model by name; {} if the model is not known."""
+        """List the shape of each parameter of the model by name; {} if the model is not known."""
         model = vars(self).get("model")
         return {} if model is None else {name: list(each.shape) for name, each in named_parameters(model)}
 
@@ -185,13 +185,13 @@ class StepBoundary:
             raise RuntimeError("this handle is detached; attach again, with sparsync.attach(model, scheme)")
 
     def _end_watching(self) -> None:
-        """Watch neither model nor optimizer any more. Safe to call again."""
+        """Stop watching model and optimizers. Safe to call again."""
         self._rescaler.close()
         self._loads.close()
         _remove(self._model_hooks)
 
     def _settle(self) -> None:
-        """Make the scheme's state that of a whole step, as far as the optimizer has applied it."""
+        """Bring the scheme's state to the end of a step, as far as the optimizer has applied it."""
         self._flush()
         self._rescaler.settle()
         self._rescaler.undo(self._connection.failed)
@@ -205,64 +205,64 @@ class StepBoundary:
         """Note that a backward pass is about to add to a gradient."""
         if (task := current_pass()) != self._pass:
             self._pass = task
-            self._connection.settle()  # not later: buckets of this pass may be on their way
+            self._connection.settle()  # not later: buckets of this pass may be in flight
         self._rescaler.pass_begins(self._connection.failed)
 
     def _loads_of(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> Loads:
-        """Watch the states that are loaded into the model and its optimizers."""
+        """Watch for states loaded into the model and its optimizers."""
         if module is None:
             return Loads([], optimizers, list)
         inside = [module.get_submodule("_orig_mod")] if hasattr(module, "_orig_mod") else []  # of torch.compile
         return Loads([module, *inside], optimizers, partial(_trained_of, weakref.ref(module)))
 
     def _go_back(self, last: int) -> list[str]:
-        """Drop residuals if the model or an optimizer, and not this handle, was given another state since the step `last`.
+        """Drop residuals if the model or an optimizer, and not this handle, has loaded another state since the step `last`.
 
-        Call it on all ranks before anything of the next step is sent. Returns what was loaded, if anything was dropped.
+        Call it on all ranks before anything of the next step is sent. Returns what was loaded, if residuals were dropped.
         """
-        found = self._loads.found() if last >= 0 and self._waits() else []
-        if not found:
+        loaded = self._loads.found() if last >= 0 and self._waits() else []
+        if not loaded:
             return []
-        self._drop_held("optimizer" in found)
+        self._drop_held("optimizer" in loaded)
         if self._told_of_loads:
-            return found
+            return loaded
         self._told_of_loads = True
         warn_of(
             Finding(
-                f"a state of the {' and of the '.join(found)} was loaded after step {last}, and none of the handle: what this rank "
-                "held back for later steps is of other weights, and was dropped",
-                "where the loop resumes, load the handle's state too, by sparsync.checkpoint.load or handle.load_state_dict; where it "
-                "starts again from earlier weights, all is well",
+                f"a state of the {' and of the '.join(loaded)} was loaded after step {last}, and none of the handle: what this rank "
+                "held back for later steps belongs to other weights, and was dropped",
+                "if the loop resumes, load the handle's state too, by sparsync.checkpoint.load or handle.load_state_dict; if it starts "
+                "again from earlier weights, all is well",
             )
         )
-        return found
+        return loaded
 
     def _waits(self) -> bool:
-        """Return whether this handle has anything that belongs to the steps before. The same on all ranks."""
+        """Tell whether this handle holds anything from earlier steps. The same on all ranks."""
         return self.state.has_residual
 
     def _drop_held(self, moments: bool) -> None:
-        """Forget what waits, as if no step had been taken, and with `moments` also those of the optimizer, if this handle has them."""
+        """Drop the residuals, as if no step had been taken; `moments`: also the optimizer's moments, if this handle has them."""
         self._settle()
         self.state.load_state_dict(with_held(self.state.state_dict(), None))
         self._rescaler.restart()
 
 
 def held_in(state: Part) -> dict[str, Any]:
-    """Return what a scheme's state holds back: vectors by kind and parameter name."""
+    """Take the held-back vectors from a scheme's state, by kind and parameter name."""
     return {key: each for key, each in state.items() if key not in TABLES}
 
 
 def with_held(state: Part, held: Part | None) -> dict[str, Any]:
-    """Return the state of a scheme with what is `held` back, of the same scheme; None: with nothing that a rank has alone."""
-    found = {key: each for key, each in state.items() if key in TABLES}
-    return {**found, **held} if held is not None else _without_own(found)
+    """Replace the held-back vectors in a scheme's state by `held`, from the same scheme; None: drop all that only this rank has."""
+    tables = {key: each for key, each in state.items() if key in TABLES}
+    return {**tables, **held} if held is not None else _without_own(tables)
 
 
 def _without_own(state: Part) -> dict[str, Any]:
     inner = {key: _without_own(each) for key, each in state.get("schemes", {}).items()}
-    found = {key: each for key, each in state.items() if key != "own"}
-    return {**found, "schemes": inner} if inner else found
+    rest = {key: each for key, each in state.items() if key != "own"}
+    return {**rest, "schemes": inner} if inner else rest
 
 
 def _remove(hooks: Sequence[Any]) -> None:  # Any: torch's handles of hooks
@@ -271,39 +271,39 @@ def _remove(hooks: Sequence[Any]) -> None:  # Any: torch's handles of hooks
 
 
 def _note_pass(handle: "weakref.ref[StepBoundary]", _: Tensor) -> None:
-    if (found := handle()) is not None:
-        found._pass_begins()
+    if (boundary := handle()) is not None:
+        boundary._pass_begins()
 
 
 def _gradients_of(module: Callable[[], nn.Module | None]) -> Iterator[Tensor | None]:
-    """Return this rank's part of the gradients of a module."""
-    found = module()
+    """Give this rank's part of the gradients of a module."""
+    model = module()
     # Any: a DTensor may be among them.
-    gradients: Any = () if found is None else (each.grad for _, each in trained(found))
+    gradients: Any = () if model is None else (each.grad for _, each in trained(model))
     return (each.to_local() if hasattr(each, "to_local") else each for each in gradients)
 
 
 def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:
-    """Return this rank's part of the trained parameters of a module."""
-    found = module()
+    """List this rank's part of the trained parameters of a module."""
+    model = module()
     # Any: a DTensor may be among them.
-    values: list[Any] = [each.detach() for _, each in trained(found)] if found is not None else []
+    values: list[Any] = [each.detach() for _, each in trained(model)] if model is not None else []
     return [each.to_local() if hasattr(each, "to_local") else each for each in values]
 
 
 def _moments_of(optimizer: Optimizer) -> list[object]:
-    """Return the optimizer's state of each parameter: numbers, digests of tensors, and the identity of anything else."""
-    found = list[object]()
+    """Describe the optimizer's state: numbers, digests of tensors, and the identity of anything else."""
+    values = list[object]()
     for each in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         for value in optimizer.state[each].values() if each in optimizer.state else ():
             local = value.to_local() if hasattr(value, "to_local") else value
             plain = local if isinstance(local, (int, float, str)) else id(local)
-            found.append(kernels.digests([local]).item() if type(local) is Tensor else plain)
-    return found
+            values.append(kernels.digests([local]).item() if type(local) is Tensor else plain)
+    return values
 
 
 class _Hook:
-    """Refers to its `loads` weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+    """Refers to `loads` weakly. In a copied or pickled model it does nothing."""
 
     def __init__(self, loads: Loads | None = None) -> None:
         self._loads: Callable[[], Loads | None] = (lambda: None) if loads is None else weakref.ref(loads)

@@ -1,4 +1,4 @@
-"""Ranks compare the settings of their optimizers before each bucket, and every few steps a digest of the weights. See `Connection`."""
+"""Compares ranks: optimizer settings before each bucket, and every few steps a digest of the weights. See `Connection`."""
 
 import inspect
 import weakref
@@ -18,46 +18,45 @@ from sparsync.runtime.findings import innermost, with_inner
 CHECK_WEIGHTS_EVERY = 100  # steps
 
 _SETTINGS_CURE = (
-    "give the optimizers of all ranks the same settings at every step: step schedules equally often on all ranks, give one that "
-    "follows the loss the mean loss of all ranks, and freeze the same parameters on all of them"
+    "give the optimizers of all ranks the same settings at every step: step schedules equally often on all ranks, pass the mean loss of "
+    "all ranks to a schedule that follows the loss, and freeze the same parameters on all of them"
 )
 _WEIGHTS_CURE = (
-    "load the same weights on all ranks, or change them in the same way, before the same step; or pass check_weights_every=0, where ranks "
-    "are machines whose arithmetic differs in last bits"
+    "load the same weights on all ranks, or change them in the same way, before the same step; or pass check_weights_every=0 if the "
+    "arithmetic of the machines differs in last bits"
 )
 _SAVED_CURE = (
-    "call sparsync.checkpoint.save on every rank after the same step, because each has residuals that the others lack: not inside "
-    "`if rank == 0`"
+    "call sparsync.checkpoint.save on every rank after the same step, not inside `if rank == 0`: every rank has residuals that the others "
+    "lack"
 )
 _LOADED_CURE = "load the same states into model, optimizer and handle on all ranks, before the same step"
 _SKIPPED_CURE = (
-    "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, and not "
-    "by a rank's own norm or loss"
+    "skip a step on all ranks or on none: decide by handle.clip_grad_norm_(max_norm), which returns the same norm on all of them, not by "
+    "the norm or loss of one rank"
 )
 
-# Settings also of an optimizer that has no such argument, because it takes its groups ready-made.
+# Settings even without such an argument of the optimizer: it may take ready-made groups.
 _COMMON = frozenset({"lr", "weight_decay", "momentum", "betas", "eps"})
 
 Named = Iterable[tuple[str, Tensor]]
 
 
 class Compared(NamedTuple):
-    """A number that must be the same on all ranks at one step, and the texts behind it."""
+    """A number that must be the same on all ranks at a step, and the texts behind it."""
 
     number: int = 0
-    # Checkpoints, settings of optimizers, weights, and what came since the last step: loaded states, and gradients that were thrown away.
+    # Checkpoints, optimizer settings, weights, and since the last step: loaded states, and thrown-away gradients.
     told: tuple[Told, ...] = (Told([], ""),) * 5
 
 
 class Comparison:
-    """Reads settings of `optimizers`, and every `every` steps (0: never) what `weights` returns, for ranks to compare.
+    """Reads settings of `optimizers`, and every `every` steps (0: never) the tensors of `weights`, for ranks to compare.
 
-    `names` maps the id of each parameter to its name. Nothing is compared while `applies`, the same on all ranks, returns False. `cure`
-    says what to do if weights differ. `where_stepped`: weights are read after the optimizer's step, and not in the backward pass, for
-    which some loops move each rank's weights, as SAM does. The owner sets the rest: `adopted`, the names of weights that were set from
-    outside, which the next step compares; `saved`, if a checkpoint was written since the last step; `loaded`, see `Loads`; and
-    `thrown_away`, the number of backward passes without a step, see `BackwardPasses`. Raises ValueError unless `every` is a whole number
-    from 0 on.
+    `names` maps parameter ids to names. Nothing is compared while `applies`, the same on all ranks, returns False. `cure` is the advice if
+    weights differ. `where_stepped`: read weights after the optimizer's step, not in the backward pass, for which some loops move the
+    weights of a rank, as SAM does. The owner sets `adopted`, the names of weights set from outside, which the next step compares; `saved`,
+    if a checkpoint was written since the last step; `loaded`, see `Loads`; and `thrown_away`, the number of backward passes without a
+    step, see `BackwardPasses`. Raises ValueError unless `every` is a whole number from 0 on.
     """
 
     def __init__(
@@ -78,16 +77,16 @@ class Comparison:
         self.loaded: Sequence[str] = ()
         self.thrown_away = 0
         self._weights, self._every, self._applies, self._cure = weights, every, applies, cure
-        self._step = -1  # the last one that was compared
-        self._read: list[str] | None = None  # lines of the weights, as the optimizer has left them
+        self._step = -1  # the last compared step
+        self._read: list[str] | None = None  # lines of the weights after the optimizer's step
         self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)
 
     def compare(self, weights: Callable[[], Named], cure: str) -> None:
-        """Compare other tensors from here on, with another advice where they differ."""
+        """Compare other tensors from here on, with other advice if they differ."""
         self._weights, self._cure = weights, cure
 
     def at(self, step: int, steps: int = 1) -> Compared:
-        """Return what to compare before `step`: weights too, if a check was due in one of the last `steps` steps."""
+        """Read what to compare before `step`: weights too, if a check was due in the last `steps` steps."""
         saved, self.saved = [f"a checkpoint saved before step {step}"] if self.saved else [], False
         if not self._applies():
             return Compared()
@@ -118,14 +117,14 @@ class Comparison:
         return Compared(number, told)
 
     def _watch(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Read weights after steps of these optimizers and of those inside them; return whether any of them calls step hooks."""
-        known = weakref.ref(self)  # an optimizer does not keep what is attached
+        """Read weights after steps of these optimizers and of inner ones; return whether any of them runs step hooks."""
+        known = weakref.ref(self)  # an optimizer must not keep the handle alive
 
         def after_step(*_: object) -> None:
-            if (found := known()) is not None:
-                found._read_weights()
+            if (comparison := known()) is not None:
+                comparison._read_weights()
 
-        # Any: torch types what it returns as a function of named arguments
+        # Any: torch types the result as a function of named arguments
         hook: Any = torch.compiler.disable(after_step)
         every = [one for outer in optimizers for one in with_inner(outer)]
         telling = [each for each in every if "_optimizer_step_post_hooks" in vars(each)]
@@ -134,28 +133,27 @@ class Comparison:
         return bool(telling)
 
     def _read_weights(self) -> None:
-        """Read the weights for the next step, if they are to be compared there; the first time after the first step."""
+        """Read the weights if the next step compares them; for the first time after the first step."""
         due = self._step <= 0 or (self._step + 1) % self._every == 0
         if due and self._read is None and self._weights is not None and self._applies():
             self._read = weight_lines(self._weights())
 
 
 class OptimizerSettings:
-    """The settings of each parameter group of some optimizers, the names of its parameters, and which of them are frozen.
+    """The settings of the optimizers' parameter groups, the names of their parameters, and which of these are frozen.
 
-    A setting is an argument of the optimizer's class. Anything else in a group is state that the optimizer keeps there, such as a number
-    of steps or a rate that it adapts.
+    A setting is an argument of the optimizer's class. Anything else in a group is state, such as a number of steps or an adapted rate.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
         self._names, kinds = names, [type(innermost(each)) for each in optimizers]
         self._optimizers = list(zip(optimizers, [each.__name__ for each in kinds], map(_options, kinds), strict=True))
-        # Lines and digest, made again only when something has changed.
+        # Lines and digest, made again only after a change.
         self._value_lines = lru_cache(maxsize=1)(self._made_value_lines)
         self._member_lines = lru_cache(maxsize=1)(self._made_member_lines)
 
     def read(self) -> tuple[int, list[str]]:
-        """Return a digest of the present settings, and the settings line by line."""
+        """Read the present settings; return their digest, and the settings line by line."""
         if not self._optimizers:
             return 0, []
         values, members = [], []
@@ -176,7 +174,7 @@ class OptimizerSettings:
         return digest("\n".join(lines)), lines
 
     def _made_member_lines(self, *groups: object) -> tuple[int, list[str]]:
-        """Return a line for each parameter, sorted, so that the same parameter has the same place on all ranks."""
+        """Write a line per parameter, sorted, so that a parameter has the same place on all ranks."""
         lines = sorted(
             f"{self._described(each)} in parameter group {place} of {kind}{'' if each.requires_grad else ', frozen'}"
             for optimizer, kind, _ in self._optimizers
@@ -191,7 +189,7 @@ class OptimizerSettings:
 
 
 def weight_lines(weights: Named) -> list[str]:
-    """Return a line with the digest of each tensor, which changes with any element, and where two are swapped. A host sync."""
+    """Write a line with the digest of each tensor, which depends on every element and its place. A host sync."""
     named = dict(weights)
     digests = kernels.digests([each.detach() for each in named.values()]).tolist()
     return [
@@ -201,14 +199,14 @@ def weight_lines(weights: Named) -> list[str]:
 
 @cache
 def _options(kind: type) -> tuple[str, ...]:
-    """Return the common settings, and the arguments of an optimizer's class and of its base classes."""
+    """List the common settings, and the arguments of an optimizer's class and of its base classes."""
     made = [each for each in kind.__mro__ if "__init__" in vars(each)]
     arguments = {name for each in made for name in inspect.signature(each.__init__).parameters}
     return tuple(sorted(_COMMON | arguments - {"params"}))
 
 
 def _plain(value: object) -> object:
-    """Return a number, a text or a tuple of them in one form, and "" for anything else."""
+    """Bring a number, a text or a tuple of them into one form; "" for anything else."""
     if isinstance(value, Tensor):
         return _plain(value.item()) if value.numel() == 1 else ""
     if isinstance(value, (tuple, list)):

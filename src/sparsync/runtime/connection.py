@@ -1,4 +1,4 @@
-"""The connection of one model to the other ranks: reduces buckets, rolls back skipped steps, recovers from failures, keeps reports."""
+"""The connection of one model to the other ranks: reduces buckets, rolls back skipped steps, recovers from failures."""
 
 import time
 import weakref
@@ -36,7 +36,7 @@ _NOT_FINITE = (
 
 @runtime_checkable
 class Reduction(Protocol):
-    """What a connection calls: every State has it, see there. Anything else subclasses it, with these defaults, and writes `reduce`."""
+    """The interface that a connection calls. Every State has it, see there; anything else subclasses this and writes `reduce`."""
 
     name: str
 
@@ -74,21 +74,21 @@ class Reducing:
     bucket: Bucket
     scheme: Reduction
     send_all: bool
-    lane: Lane | None  # None where nobody was told
+    lane: Lane | None  # None if the bucket was not announced
     comm: MeteredComm
-    begun_s: float  # seconds that its beginning took
+    begun_s: float  # duration of `begin`
     report: Report | None = None  # once its exchanges have ended
 
 
 class Connection:
     """Reduces buckets over `comm`, in the same order on all ranks.
 
-    Before each reduction the ranks compare what they are about to reduce, after which step, with which shared state and settings of
-    optimizers, and in some steps the weights. After a failure they no longer agree on what comes next on the wire. So the failing rank
-    resets the scheme's shared state and closes its connections, which makes the others fail at once instead of waiting. The next bucket
-    opens fresh ones, if all ranks come with the same step and have reduced the same steps before. Only a GroupComm is compared, opened
-    and closed. `on_written` is called with each bucket that a scheme with a residual has reduced, and whether that was rolled back.
-    `on_rolled_back`, if given, is called where that came out later: on a GPU, when the host reads it in `settle`.
+    Before every reduction the ranks compare the bucket, the last step, shared state and optimizer settings, and in some steps the weights.
+    After a failure they no longer agree on what comes next on the wire. So the failing rank resets the scheme's shared state and closes its
+    connections, which makes the others fail at once instead of waiting. The next bucket opens new ones, if all ranks come with the same
+    step and have reduced the same steps before. Only a GroupComm is compared, opened and closed.
+    `on_written` is called with each bucket that a scheme with a residual has reduced, and True if it was rolled back. `on_rolled_back`, if
+    given, is called if the host learns of a rollback later, in `settle`, as on a GPU.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class Connection:
         on_rolled_back: Callable[[], None] | None = None,
     ) -> None:
         self._what, self._on_written, self._on_rolled_back = what, on_written, on_rolled_back
-        self.scaled = False  # whether a loss scaler skips steps that are not finite, so that nobody need hear of them
+        self.scaled = False  # a loss scaler skips non-finite steps, so do not warn of them
         self._group = comm
-        self._waits: Waits = nullcontext  # of buckets that `reduce` reduces
-        self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
+        self._waits: Waits = nullcontext  # for buckets of `reduce`
+        self._numbers: dict[str, int] = {}  # of lanes, by bucket key; the same on all ranks
         self.use(scheme)
         self._broken = False
         self.closed = False  # `shut` was called
         self.lost = False  # the last failure was a lost connection: another rank has failed, or is gone
-        self._reduced = -1  # the last step of which every bucket was reduced
-        self._step: int | None = None  # the one under way, of which no bucket has failed
+        self._reduced = -1  # the last step with every bucket reduced
+        self._step: int | None = None  # the step under way, without a failure so far
         self.partly_applied = False  # this rank has a part of a step: all ranks raise until a checkpoint is loaded
-        self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # each bucket as it was last time, and its digest
+        self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # by key: the latest layout, and its digest
         self._comparison: Callable[[], Comparison | None] = lambda: None
         self._compared: Compared | None = None  # in the step under way; None: not read yet
         self.failed = False  # a step has failed since the last one that was reduced
@@ -124,11 +124,11 @@ class Connection:
         prepare: Callable[[], None] | None = None,
         send_all: bool = False,
     ) -> Report:
-        """Have `scheme` reduce `bucket` in place, and return its report with bytes and times as measured.
+        """Reduce `bucket` in place by `scheme`, and return its report with measured bytes and times.
 
-        `prepare` is called first; where it raises, the step fails on all ranks. `written` returns the bucket that holds the result until
-        the step ends, where that is not `bucket`. `send_all`: by `Scheme.send_all`, the same on all ranks. After an error call `close`.
-        Raises RanksDifferError, on all ranks, where they differ in what they are about to reduce.
+        `prepare` is called first; if it raises, the step fails on all ranks. `written` returns the bucket that holds the result until the
+        step ends, if that is not `bucket`. `send_all`: by `Scheme.send_all`, the same on all ranks. After an error call `close`.
+        Raises RanksDifferError, on all ranks, if they are about to reduce different buckets.
         """
         reducing = self.begin(bucket, scheme, prepare, send_all)
         self.exchange(reducing)
@@ -136,11 +136,11 @@ class Connection:
 
     @contextmanager
     def waiting(self, waits: Waits) -> Iterator[None]:
-        """Have what `reduce` reduces in the block enter `waits` around each wait for other ranks."""
+        """Make `reduce` enter `waits` around its waits for other ranks, inside the block."""
         self._waits = waits
         try:
             yield
-        finally:  # also where the program is interrupted
+        finally:
             self._waits = nullcontext
 
     def begin(
@@ -151,7 +151,7 @@ class Connection:
         send_all: bool = False,
         waits: Waits | None = None,
     ) -> "Reducing":
-        """Do what goes before the exchanges of a bucket: in the same order on all ranks. `waits` is entered around each wait."""
+        """Announce a bucket before its exchanges, in the same order on all ranks. `waits` is entered around every wait."""
         with _noted(bucket, scheme):
             self._open(bucket.step, prepare)
             began = time.perf_counter()
@@ -161,7 +161,7 @@ class Connection:
             return Reducing(bucket, scheme, send_all, lane, MeteredComm(lane or self._group), begun_s)
 
     def exchange(self, reducing: "Reducing") -> None:
-        """Have the scheme reduce a bucket. Buckets that overlap may be at this at once, each on a thread."""
+        """Reduce a bucket by its scheme. Buckets that overlap may run this at once, on a thread each."""
         bucket, scheme, began = reducing.bucket, reducing.scheme, time.perf_counter()
         with _noted(bucket, scheme), torch.no_grad(), recorded_phases(bucket.key) as spent:
             report = (scheme.send_all if reducing.send_all else scheme.reduce)(bucket, reducing.comm)
@@ -171,12 +171,12 @@ class Connection:
                 announced = sum([announcement_cost(lane.size)] * lane.announcements, announced)
             sent, wait_s = reducing.comm.take()
             cost, sent = report.cost + announced, sent + announced
-            # Without the time in which it waited for its turn, while other buckets were computed.
+            # Without the wait for its turn.
             seconds = reducing.begun_s + time.perf_counter() - began
             reducing.report = replace(report, cost=cost, sent=sent, seconds=seconds, wait_s=wait_s, phases=spent)
 
     def end(self, reducing: "Reducing", written: Callable[[], Bucket] | None = None) -> Report:
-        """Do what comes after the exchanges of a bucket, in the order of `begin`; return the report."""
+        """End a bucket after its exchanges, in the order of `begin`: note what to roll back, and return the report."""
         bucket, scheme, report = reducing.bucket, reducing.scheme, reducing.report
         assert report is not None
         if self._rollback is not None:
@@ -186,7 +186,7 @@ class Connection:
         return report
 
     def overlaps(self, bucket: Bucket, scheme: Reduction) -> bool:
-        """Return whether the exchanges of this bucket may overlap those of others: over gloo, and where its scheme allows it."""
+        """Tell whether the exchanges of this bucket may overlap those of others: over gloo, if its scheme allows it."""
         travels = isinstance(self._group, GroupComm) and self._group.size > 1 and bucket.grad.device.type == "cpu"
         return travels and scheme.interleaves
 
@@ -197,9 +197,9 @@ class Connection:
                 abort(self._group.group)
 
     def any_of(self, own: Sequence[str], names: Sequence[str], step: int) -> set[str]:
-        """Return which of `names` any rank has among its `own`, before the first bucket of `step`. See `GroupComm.any_of`.
+        """Find the `names` that any rank has among its `own`, before the first bucket of `step`. See `GroupComm.any_of`.
 
-        What it sends counts with the next bucket. After an error call `close`.
+        Its bytes count with the next bucket. After an error call `close`.
         """
         self._open(step)
         if isinstance(self._group, GroupComm):
@@ -224,7 +224,7 @@ class Connection:
             part = f", but rank {self._group.rank} has applied only a part of one" if self.partly_applied else ""
             reduced = f"step {self._reduced} as the last one before that was reduced{part}"
             self._group = self._group.reconnect(f"{self._what} of step {step}, and {reduced}", _AFTER_FAILURE)
-        if self.partly_applied:  # where there is no other rank to differ from, or nothing is compared
+        if self.partly_applied:  # without another rank, or without a comparison, nothing has raised so far
             raise RuntimeError(f"an error left a step half applied on this rank; {_AFTER_FAILURE}")
         self._numbers.clear()
         self._broken = False
@@ -235,7 +235,7 @@ class Connection:
         self._rollback = Rollback(self._on_rolled_back is not None) if scheme.has_residual else None
 
     def compare(self, comparison: Comparison) -> None:
-        """Compare in each step what `comparison` reads. Refers to it weakly, because it refers to models."""
+        """Compare what `comparison` reads in every step. Refers to it weakly, because it refers to models."""
         self._comparison = weakref.ref(comparison)
 
     def compare_in_next_step(self, compared: Compared) -> None:
@@ -248,7 +248,7 @@ class Connection:
         self._reduced, self._step, self.partly_applied = step, None, False
 
     def regroup(self, group: Comm, step: int) -> None:
-        """Reduce over `group`, that of other ranks, after `step`, the last one that was reduced. Weights are compared in the next one."""
+        """Reduce over another group of ranks after `step`, the last one that was reduced. The next step compares weights."""
         if isinstance(self._group, GroupComm):
             with suppress(Exception):  # the process group may be gone already
                 self._group.close(for_good=True)
@@ -268,7 +268,7 @@ class Connection:
                 self._group.close()
 
     def _announce(self, bucket: Bucket, scheme: Reduction, waits: Waits) -> Lane | None:
-        """Tell the other ranks what is reduced, and return the lane to do it in; None where nobody is told."""
+        """Announce a bucket to the other ranks, and return its lane; None if there is nobody to tell."""
         if not isinstance(self._group, GroupComm) or self._group.size == 1:
             return None
         if self._compared is None:
@@ -286,7 +286,7 @@ class Connection:
         last = f"step {reduced} as the last one that was reduced" if reduced >= 0 else "no step that was reduced before"
 
         def told() -> list[Told]:
-            # An error names the first part in which ranks differ, as others may follow from it.
+            # An error names the first difference, because later ones may follow from it.
             return [
                 Told([f"step {bucket.step}"], _CURE),
                 Told([last], _CURE),
@@ -305,7 +305,7 @@ class Connection:
         return self._group.announce(announcement, number, waits)
 
     def reduce_before_step(self, bucket: Bucket, scheme: Reduction) -> Report:
-        """Reduce a bucket ahead of the step of its number, which begins afterwards, or never. An error closes the connection."""
+        """Reduce a bucket before its step, which begins afterwards or never. An error closes the connection."""
         try:
             return self.reduce(bucket, scheme)
         except BaseException as error:
@@ -317,9 +317,9 @@ class Connection:
                 self._rollback.end_step()
 
     def close(self, cause: BaseException | str) -> str:
-        """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.
+        """Close after a failure, and return the other ranks' reports of it, in parentheses; "" if they say nothing new.
 
-        The other ranks are sent `cause`, except a lost connection, whose cause is on another rank, and a difference between ranks, which
+        Sends `cause` to the other ranks, except a lost connection, whose cause is on another rank, and a difference between ranks, which
         all know. After KeyboardInterrupt this does not wait for them.
         """
         self._broken, self.failed, self._step, self._compared = True, True, None, None
@@ -328,13 +328,13 @@ class Connection:
         within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else None
         if isinstance(cause, BaseException):
             cause = "" if isinstance(cause, (ConnectionLostError, RanksDifferError)) else described(cause)
-        with suppress(Exception):  # the error that closes the connection is on its way to the caller already
+        with suppress(Exception):  # the caller gets the error that closes the connection
             if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
                 return f" ({others})"
         return ""
 
     def fail(self, error: BaseException) -> None:
-        """Close after `error`; if that is a lost connection, add what the other ranks report to its message."""
+        """Close after `error`; add the other ranks' reports to the message of a lost connection."""
         others = self.close(error)
         if isinstance(error, ConnectionLostError):
             error.args = (f"{error}{others}",)
@@ -352,7 +352,7 @@ class Connection:
             self.end_step()
 
     def attempt(self, work: Callable[[], None], caught: type[BaseException] = BaseException) -> str:
-        """Do the work, and return ""; where it fails, close, and return why, with what the other ranks report."""
+        """Do the work, and return ""; if it fails, close, and return the error and the other ranks' reports as text."""
         try:
             work()
         except caught as error:
@@ -367,7 +367,7 @@ class Connection:
             self._rollback.end_step()
 
     def settle(self) -> None:
-        """Learn whether the last step was non-finite, where only a device knew: then roll back what it has written."""
+        """Read from the device whether the last step was non-finite; if so, roll back what it has written."""
         if self._rollback is not None and self._rollback.settle():
             if self._on_rolled_back is not None:
                 self._on_rolled_back()
@@ -377,7 +377,7 @@ class Connection:
 
 @contextmanager
 def _noted(bucket: Bucket, scheme: Reduction) -> Iterator[None]:
-    """Have an error say which bucket it is about."""
+    """Add the bucket and the step to an error."""
     try:
         yield
     except BaseException as error:
@@ -386,12 +386,12 @@ def _noted(bucket: Bucket, scheme: Reduction) -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """Return the class and the message of an error."""
+    """Write the class and the message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 def _lines(bucket: Bucket, scheme: Reduction) -> list[str]:
-    """Return what must be the same on all ranks of a bucket, line by line."""
+    """Describe what a bucket must have in common on all ranks, line by line."""
     n, parameters = bucket.grad.numel(), len(bucket.layout)
     first = f"bucket {bucket.key!r} of {scheme.name}: {n} elements of {bucket.grad.dtype} in {parameters} parameters"
     return [first, *(f"parameter {each.name!r} of {list(each.shape) or len(each.span)}" for each in bucket.layout)]

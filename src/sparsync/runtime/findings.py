@@ -30,7 +30,7 @@ class Finding:
 
 
 def warn_of(finding: Finding | str) -> None:
-    """Warn of a finding, or with a text."""
+    """Warn of a finding or a text."""
     warnings.warn(str(finding), stacklevel=2)
 
 
@@ -58,7 +58,7 @@ def check_scheme(scheme: object) -> None:
 def check_model(model: object) -> None:
     """Raise TypeError for anything but an nn.Module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r}; pass the module that is trained")
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}; pass the module that you train")
 
 
 def check_models(models: object) -> None:
@@ -72,13 +72,13 @@ def check_optimizer(optimizer: object) -> None:
     for each in optimizer if isinstance(optimizer, (list, tuple)) and optimizer else [optimizer]:
         if not isinstance(each, Optimizer):
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer or a list of them, got {each!r}; pass what trains the model, such as "
+                f"optimizer must be a torch.optim.Optimizer or a list of them, got {each!r}; pass the one that trains the model, such as "
                 "optimizer=torch.optim.AdamW(model.parameters())"
             )
 
 
 def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
-    """Find names and patterns that match no parameter, except a scheme's defaults."""
+    """Find patterns in a scheme's settings that match no parameter, except its defaults."""
     for setting in ("protect", "dense", "patterns"):
         given = getattr(scheme, setting, ())
         if isinstance(given, str) or given == getattr(type(scheme), setting, ()):
@@ -92,18 +92,18 @@ def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
 
 
 def steps_in_backward(model: nn.Module) -> bool:
-    """Return whether an optimizer steps during the model's backward pass."""
+    """Tell whether an optimizer steps during the model's backward pass."""
     return any(getattr(parameter, "_in_backward_optimizers", None) for parameter in model.parameters())
 
 
 def is_fsdp2(model: nn.Module) -> bool:
-    """Return whether fully_shard was called on this model, without loading torch's FSDP, which takes half a second."""
+    """Tell whether fully_shard was called on this model, without loading torch's FSDP, which takes half a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 def reducing_wrappers() -> tuple[type, ...]:
-    """Return the classes of modules whose gradients torch reduces whole, besides FSDP2's. Loads none of them."""
+    """List torch's wrapper classes that reduce gradients, without FSDP2's. Loads none of them."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
 
@@ -129,9 +129,9 @@ def sparse_embeddings(model: nn.Module) -> Iterator[Finding]:
 def unrelated(
     optimizer: Optimizer | Sequence[Optimizer] | None, trained: Collection[int], refused: type[Exception] | None = None
 ) -> Iterator[Finding]:
-    """Find optimizers that have none of the parameters with the ids `trained`, as those made before these replaced others.
+    """Find optimizers without any parameter of the ids `trained`, for example made before fully_shard has replaced the parameters.
 
-    Those of mixed precision may have copies instead, which the loop writes back.
+    Under mixed precision they may have copies instead, which the loop writes back.
     """
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
     every = [inner for each in given for inner in with_inner(each)]
@@ -146,16 +146,16 @@ def unrelated(
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer within another one, as Accelerate and ZeroRedundancyOptimizer have it; itself where there is none."""
+    """Unwrap the optimizer in another one, such as Accelerate's or ZeroRedundancyOptimizer; return others unchanged."""
     while isinstance(wrapped := getattr(optimizer, "optimizer", getattr(optimizer, "optim", None)), Optimizer):
         optimizer = wrapped
     return optimizer
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return `optimizer` and all optimizers in its attributes, as SAM and Lookahead have them, recursively, each once."""
-    found = [optimizer]
-    for each in found:  # which grows
+    """List `optimizer` and the optimizers in its attributes, as in SAM and Lookahead, recursively, without duplicates."""
+    every = [optimizer]
+    for each in every:  # grows meanwhile
         inner = [one for one in vars(each).values() if isinstance(one, Optimizer)]
-        found += [one for one in inner if not any(one is other for other in found)]
-    return found
+        every += [one for one in inner if not any(one is other for other in every)]
+    return every

@@ -1,4 +1,4 @@
-"""The handle of a model whose gradients a scheme reduces, as its user sees it. Every integration returns one."""
+"""The handle that every integration returns, as its user sees it: settings, reports, summary, clipping."""
 
 import math
 import weakref
@@ -20,14 +20,14 @@ from sparsync.runtime.summary import Hidden, Summary
 
 @dataclass(frozen=True)
 class Gradients:
-    """Exchange gradients: what `sparsync.attach(..., exchange=Gradients())` takes. For every optimizer."""
+    """Exchange gradients: `sparsync.attach(..., exchange=Gradients())`. For every optimizer."""
 
 
 class Handle(Restorable):
     """The reports and the state of a scheme on one model and one rank. States of different parts of a model do not fit each other."""
 
-    switches = False  # whether this integration can change its scheme between two steps
-    exchange: Any = Gradients()  # Any: what is exchanged, with its options, such as Steps
+    switches = False  # this integration can change its scheme between two steps
+    exchange: Any = Gradients()  # Any: Gradients, Steps or LocalSteps
 
     def __enter__(self) -> Self:
         return self
@@ -39,9 +39,9 @@ class Handle(Restorable):
     def scheme(self) -> Any:  # Any: a Scheme, or its reduce-scatter form on a shard axis
         """The scheme that reduces the gradients. Assign another one on all ranks, between two steps, with the same settings.
 
-        A scheme of the same class goes on with all that this handle remembers. One of another class takes the residual, by parameter
-        name, if it has plain error feedback for all parameters. Otherwise train one step with TopK(density=1.0), which sends the residual,
-        then detach, and attach with the other scheme. The next step raises RanksDifferError on all ranks if their settings differ.
+        A scheme of the same class keeps the whole state. A scheme of another class takes the residual, by parameter name, if it has plain
+        error feedback for all parameters. Otherwise train one step with TopK(density=1.0), which sends the residual, then detach, and
+        attach with the other scheme. The next step raises RanksDifferError on all ranks if their settings differ.
         Assigning raises RuntimeError after `detach`, inside a backward pass and for handles that keep their scheme (steps, local steps, a
         shard axis), TypeError for anything but a Scheme, and ValueError if the residual cannot be carried over.
         """
@@ -63,12 +63,12 @@ class Handle(Restorable):
         if scheme is not self.scheme:
             self._take_scheme(scheme)
 
-    def set(self, **settings: Any) -> None:  # Any: of a field of the scheme
+    def set(self, **settings: Any) -> None:  # Any: fields of the scheme
         """Change settings of the scheme from the next step on, such as `handle.set(density=0.02)`. See `scheme`.
 
-        For schedules: call it between steps with a value that depends on the step only, the same on all ranks. A state says which
-        settings it was saved with (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme
-        does not have, and RuntimeError after `detach`.
+        For schedules: call it between steps with a value that depends only on the step, the same on all ranks. A state records its
+        settings (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme does not have, and
+        RuntimeError after `detach`.
         """
         self._check_attached()
         scheme = self.scheme
@@ -79,7 +79,7 @@ class Handle(Restorable):
             self.scheme = replace(scheme, **settings)  # pyright: ignore[reportArgumentType]  # a dataclass
 
     def _take_scheme(self, scheme: Scheme) -> None:
-        """Reduce with another scheme from the next step on, which gets what the present one holds back."""
+        """Reduce with another scheme from the next step on, and give it the residual of the present one."""
         self._settle()
         self.state = self.state.followed_by(scheme)
         self._use(scheme)
@@ -87,12 +87,12 @@ class Handle(Restorable):
         self._connection.use(self.state)
 
     def _use(self, scheme: Scheme) -> None:
-        """Take from another scheme what the integration itself needs of it."""
+        """Adapt the integration to another scheme."""
 
     def summary(self) -> Summary:
-        """Return what was reduced on this rank so far, to be printed at any time; nothing is sent.
+        """Summarise what this rank has reduced so far, for printing; nothing is sent.
 
-        By scheme and bucket and in all: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
+        By scheme and bucket and in total: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
         """
         module = self.module or vars(self).get("model")
         named = [] if module is None else named_parameters(module)
@@ -101,15 +101,15 @@ class Handle(Restorable):
         return Summary(*self.place, self._reports.steps, parameters, dict(self._reports.totals), self._hidden())
 
     def _hidden(self) -> Hidden | None:
-        """Return how much of the reduction the backward pass hid; None if it comes afterwards."""
+        """Measure how much of the reduction the backward pass hid; None if the reduction comes afterwards."""
         return None
 
-    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
+    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: as torch.nn.utils.clip_grad_norm_
         """Clip the gradients of the model at `max_norm`, and return their norm before, the same number on all ranks.
 
-        Every handle has it, so that a loop can skip a step by this norm on all ranks or on none. Reduced gradients are common, so here it
-        does what `torch.nn.utils.clip_grad_norm_` does with the trained parameters of the model, FSDP2's too. Call it when they are
-        reduced, before the optimizer's step. Raises RuntimeError if the model is gone.
+        Every handle has this method, so that a loop can skip a step by this norm on all ranks or on none. Reduced gradients are the same
+        on all ranks, so here it calls `torch.nn.utils.clip_grad_norm_` for the trained parameters, FSDP2's too. Call it after the
+        reduction and before the optimizer's step. Raises RuntimeError if the model is gone.
         """
         module = self.module
         if module is None:
@@ -122,14 +122,14 @@ class Handle(Restorable):
     def close(self) -> None:
         """Close connections and threads. Reducing then raises RuntimeError; reports and state stay readable.
 
-        For processes that train one model after the other: `with sparsync.attach(...) as handle`. Ranks that wait for this one get an
-        error. A handle without references closes itself.
+        For a process that trains several models in turn: `with sparsync.attach(...) as handle`. Ranks that wait for this one get an error.
+        A handle without references closes itself.
         """
         self._connection.shut()
         self._end_watching()
 
     def reports(self) -> list[Report]:
-        """Return one report for each bucket and step so far, oldest first: the newest 10 000."""
+        """List one report per bucket and step so far, oldest first: the newest 10 000."""
         return list(self._reports)
 
     def take_reports(self) -> list[Report]:
@@ -140,7 +140,7 @@ class Handle(Restorable):
 class AttachedHandle(Handle):
     """The handle that `attach` returns. Buckets are reduced on threads, which end with the handle."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:  # Any: those of Handle
+    def __init__(self, *args: Any, **options: Any) -> None:  # Any: the arguments of Handle
         super().__init__(*args, **options)
         self._flight = StepInFlight(self._connection, self._reports.append)
         weakref.finalize(self, self._flight.stop)
@@ -150,7 +150,7 @@ class AttachedHandle(Handle):
         super().close()
 
     def detach(self) -> None:
-        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps. Reports and state stay readable."""
+        """Undo `attach`: the model reduces as before. Call it on all ranks, between two steps. Reports and state stay readable."""
         raise NotImplementedError
 
     def _hidden(self) -> Hidden:

@@ -1,4 +1,4 @@
-"""The parameters of a model: their names, whatever wraps the model, and the handle that trains them, one at a time."""
+"""The parameters of a model: their names without wrappers, and the one handle at a time that trains them."""
 
 import gc
 import sys
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-# What torch.compile and torch's checkpoint_wrapper call the module inside. Names are without these, so that a state fits either way.
+# The names of the inner module in torch.compile and torch's checkpoint_wrapper. Names leave these out, so that a state fits either way.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 class Driver(Protocol):
-    """Something that trains parameters until it is closed. `origin` is what the user called for it."""
+    """Something that trains parameters until it is closed. `origin`: the function that the user has called."""
 
     @property
     def closed(self) -> bool: ...
@@ -23,28 +23,28 @@ class Driver(Protocol):
     def origin(self) -> str: ...
 
 
-# Any: a mapping, which torch has not typed. By trained parameter: weak references to the handles that drive it, by axis of FSDP2. Not an
-# attribute of the parameter, so that a copy is free.
+# By trained parameter: weak references to the handles that drive it, by axis of FSDP2. Not an attribute of the parameter, so that copies
+# are not driven. Any: torch does not type this mapping.
 _drivers: Any = WeakIdKeyDictionary()
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or parameter without the components of wrappers; "" for the outermost module."""
+    """Strip the components of wrappers from the name of a module or parameter; "" for the outermost module."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module, each once, with their names."""
+    """List the parameters of a module with their names, without duplicates."""
     return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
 
 
 def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module that require gradients, each once, with their names."""
+    """List the parameters of a module that require gradients, with their names, without duplicates."""
     return [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
 
 
 def inside_wrappers(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile or Lightning's Fabric has wrapped, or `model` itself. Loads neither package."""
+    """Unwrap a module of torch.compile or Lightning's Fabric; return others unchanged. Loads neither package."""
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     # HACK: Fabric has no public name for the module that `fabric.setup` returns, nor for DDP's inside. Price: either may change with
     # Lightning; tests/test_adapter_lightning.py trains one.
@@ -59,9 +59,9 @@ def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "
     """Raise ValueError if a handle drives one of these parameters. Two axes of an FSDP2 model may have a handle each."""
     named = list(parameters)
     if _driven(named, axis):
-        gc.collect()  # a handle that is gone may wait in a cycle
-    if found := _driven(named, axis):
-        name, driver = found
+        gc.collect()  # a dropped handle may wait in a reference cycle
+    if driven := _driven(named, axis):
+        name, driver = driven
         end = "call detach() or close() on its handle" if driver.origin == "sparsync.attach" else "call close() on it"
         raise ValueError(
             f"{driver.origin} trains {name!r} of this model already, and two would each reduce its gradients or move its weights; "
@@ -70,7 +70,7 @@ def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "
 
 
 def _driven(named: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Any] | None:  # Any: a Driver
-    """Return the first of these parameters whose driver excludes another one on `axis`, and that driver."""
+    """Find the first parameter with a driver that excludes another one on `axis`, and that driver."""
     for name, parameter in named:
         for other, reference in _drivers.get(parameter, {}).items():
             driver: Driver | None = reference()
@@ -80,6 +80,6 @@ def _driven(named: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, 
 
 
 def drive(parameters: Iterable[tuple[str, nn.Parameter]], driver: Driver, axis: str = "") -> None:
-    """Have `driver` drive these parameters until it is closed, or gone."""
+    """Register `driver` for these parameters, until it is closed or gone."""
     for _, parameter in parameters:
         _drivers[parameter] = {**_drivers.get(parameter, {}), axis: weakref.ref(driver)}

@@ -1,13 +1,13 @@
-"""Residuals follow what the optimizer applies: at which rate and loss scale, how much clipping leaves, and steps that the loop skips.
+"""Residuals follow the optimizer: its learning rate, the loss scale, its clipping, and steps that the loop skips.
 
 Residuals are in units of a learning rate and a loss scale, and are rescaled when these change: rate * residual stays the same, so every
-gradient is applied at its own rate, whenever it is sent. This ends at a tenth of the highest rate so far. Below, what is sent late is
-applied at the lower rate: where a schedule ends at zero residuals would grow without bound, and be clipped or lost.
+gradient is applied at the rate of its step, however late it is sent. This ends at a tenth of the highest rate so far. Below, late parts are
+applied at the lower rate: if a schedule ends at zero, residuals would grow without bound, and be clipped or lost.
 
-A step that clipping cuts to less than the usual share counts less in the residual too, or the unsent part of a spike would follow whole.
-With f its share over the usual one, the residual becomes f times what it is after the step + (1 - f) times what it was before. Usual
-clipping changes nothing, as it cuts what is sent later as well. The share is measured: the norm of each parameter's gradient when the
-optimizer's step begins, over that of the reduced gradient when it was written.
+A step that clipping cuts to less than the usual share counts less in the residual too, or the unsent part of a spike would follow uncut.
+With f = share / usual share, the residual becomes f * (after the step) + (1 - f) * (before it). Usual clipping changes nothing, because it
+cuts what is sent later as well. The share is measured: the norm of a parameter's gradient when the optimizer's step begins, over the norm
+of the reduced gradient when it was written.
 """
 
 import math
@@ -26,21 +26,19 @@ from sparsync.base.state import State
 from sparsync.core import Bucket
 from sparsync.runtime.findings import innermost
 
-FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the most that they are scaled up by
-USUAL_STEPS = 32  # of which the usual share is the mean; one spike lowers it by a 32nd at most
-UNCUT = 0.999  # share of the usual one from which a step counts as not clipped
+FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the largest factor that scales them up
+USUAL_STEPS = 32  # the usual share is a mean over them; one spike lowers it by a 32nd at most
+UNCUT = 0.999  # share / usual share from which a step counts as not clipped
 
-Arguments = tuple[
-    tuple[Any, ...], dict[str, Any]
-]  # of a step, as torch passes them to hooks: the optimizer comes first
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of `step`, the optimizer first, as torch passes them to hooks
 
 
-_ROW = 3  # steps one after the other with such a pass before each: the loop uses these gradients, as where each loss has a pass
-_MOST = 16  # such passes without a step: other optimizers step
+_ROW = 3  # successive steps with a thrown-away pass before each: the loop uses these gradients, for example one pass per loss
+_MOST = 16  # thrown-away passes without a step: other optimizers step
 
 
 def current_pass() -> int:
-    """Return the number of the backward pass that runs in this thread, or -1."""
+    """Get the number of the backward pass that runs in this thread, or -1."""
     # HACK: torch has no public function for this. Price: it may change with torch; tests skip steps and accumulate.
     return torch._C._current_graph_task_id()
 
@@ -48,19 +46,19 @@ def current_pass() -> int:
 class BackwardPasses:
     """Counts the backward passes since the last step whose gradients were thrown away: the next pass finds none, or zeros.
 
-    `gradients` returns those of the parameters. Zeros that a pass itself has made, as `begins` was told, count as kept.
+    `gradients` returns the parameters' gradients. Zeros that a pass itself has made, as seen by `begins`, count as kept.
     """
 
     def __init__(self, gradients: Callable[[], Iterable[Tensor | None]]) -> None:
         self._gradients = gradients
-        self._task = -1  # of autograd, the last one
+        self._task = -1  # the last backward pass
         self._came, self.thrown_away = False, 0
-        self._nonzero: Tensor | None = None  # whether the first gradient of the pass was; None: not known
-        self._row: int | None = None  # steps with such a pass before them, up to the last step; None: no step was seen
+        self._nonzero: Tensor | None = None  # the first gradient of the pass is not zero; None: not known
+        self._row: int | None = None  # of successive steps with a thrown-away pass before them; None: no step
 
     @property
     def skips(self) -> bool:
-        """Whether such a pass is a step that the loop has skipped, and not what it does always."""
+        """True if a thrown-away pass is a skipped step, and not the habit of this loop."""
         return self._row is not None and self._row < _ROW and self.thrown_away <= _MOST
 
     def stepped(self) -> None:
@@ -69,11 +67,11 @@ class BackwardPasses:
         self._came, self.thrown_away = False, 0
 
     def came(self, kept: bool = True) -> None:
-        """Note that there are gradients that may be thrown away; not `kept`: nothing is to be done about it."""
+        """Note gradients that may be thrown away; not `kept`: the residuals do not depend on them."""
         self._came = kept
 
     def begins(self, gradient: Tensor | None = None) -> bool:
-        """Note that `gradient` is about to be accumulated; return whether a pass begins, and those of the last one were thrown away."""
+        """Note that `gradient` is about to be accumulated; return True if a pass begins and the last one was thrown away."""
         task = current_pass()
         if task in (self._task, -1):
             return False
@@ -84,17 +82,17 @@ class BackwardPasses:
         return thrown_away
 
     def gone(self) -> bool:
-        """Return whether the gradients of the last pass were thrown away since the last call. Not inside a pass."""
+        """Tell whether the gradients of the last pass were thrown away since the last call. Not inside a pass."""
         thrown_away = self._came and not self._kept()
         self.thrown_away += thrown_away
         self._came = self._came and not thrown_away
         return thrown_away
 
     def _kept(self) -> bool:
-        """Return whether any gradient is there and not zero, or as it came. A host sync for each zero, and for the first other one."""
+        """Tell whether any gradient is not zero, or still the zero of its pass. A host sync per zero, and for the first nonzero one."""
         gradients = [each._values() if each.is_sparse else each for each in self._gradients() if each is not None]
         if gradients and self._nonzero is not None and not bool(self._nonzero):
-            return True  # as of a batch without any loss
+            return True  # such as a batch without any loss
         return any(bool(each.any()) for each in gradients)
 
 
@@ -102,12 +100,12 @@ class BackwardPasses:
 class UsualShare:
     """The share of a reduced gradient that clipping usually leaves."""
 
-    mean: float | None = None  # None: no step was seen yet
-    steps: int = 0  # of which it is the mean
-    cuts: bool = False  # whether any step was cut to less: residuals are then held before each step
+    mean: float | None = None  # None: no step so far
+    steps: int = 0  # in the mean
+    cuts: bool = False  # a step was cut to less: residuals are then held before every step
 
     def weigh(self, share: float) -> float:
-        """Return the share that the optimizer got of a step over the usual share, at most 1."""
+        """Add the share that the optimizer got of a step to the mean; return it over the usual share, at most 1."""
         usual = share if self.mean is None else self.mean
         self.steps = min(self.steps + 1, USUAL_STEPS)
         self.mean = usual + (share - usual) / self.steps
@@ -124,18 +122,18 @@ class ResidualUnits:
     rates: dict[str, float] = field(default_factory=dict)  # by parameter name, at least a tenth of the highest
     highest: dict[str, float] = field(default_factory=dict)  # so far, by parameter name
     scale: float | None = None  # None: there is no residual yet
-    clipping: list[UsualShare] = field(default_factory=list)  # of each optimizer, which may be clipped by itself
+    clipping: list[UsualShare] = field(default_factory=list)  # by optimizer, because each may be clipped separately
 
     def usual_share(self, optimizer: int) -> UsualShare:
-        """Return the usual share of the optimizer with this number."""
+        """Get the usual share of the optimizer with this number."""
         self.clipping += [UsualShare() for _ in range(optimizer + 1 - len(self.clipping))]
         return self.clipping[optimizer]
 
     def follow(self, name: str, rate: float) -> float:
-        """Return the factor that brings the residual of a parameter to this rate, which becomes its unit.
+        """Make `rate` the unit of a parameter's residual; return the factor that converts the residual.
 
-        The factor is old rate / new rate, each at least 1 / FOLLOWED of the highest so far. A rate of zero, at which nothing is applied,
-        changes nothing.
+        The factor is old rate / new rate, both at least 1 / FOLLOWED of the highest so far. A rate of zero changes nothing, because
+        nothing is applied at it.
         """
         if rate == 0.0:
             return 1.0
@@ -168,20 +166,20 @@ class ResidualRescaler:
             )
         self.units = ResidualUnits()
         self.names, self.scaler = dict(names), scaler
-        # Weakly: what closes a handle that is gone refers to this, and an optimizer may keep its handle.
+        # Weakly: the finalizer of a handle refers to this object, and an optimizer may keep its handle alive.
         self._optimizers = [weakref.ref(each) for each in optimizers] if follow_rates else []
         self._state: Any = None  # Any: a State, from `use` on
         self.clippings = [Clipping(each, self.names, adds_up) for each in optimizers]
-        self._held: int | None = None  # steps that were done when residuals were held; None: they are not
+        self._held: int | None = None  # the number of steps done when residuals were held; None: they are not held
         self.takes_back = False  # residuals are held before every step, for `take_back`
-        self._thrown_away = False  # the gradients that were reduced last, and no step was taken with them
+        self._thrown_away = False  # the last reduced gradients were thrown away without a step
 
     def use(self, state: State) -> None:
-        """Rescale the residuals of another state from now on; they are in the units of the last one's."""
+        """Rescale the residuals of another state from now on; they have the units of the last state's."""
         self._state, self._held = state, None
 
     def written(self, bucket: Bucket, rolled_back: bool) -> None:
-        """Note a reduced bucket; `rolled_back`: it holds NaN or Inf, or another one of its step does, see Rollback."""
+        """Note a reduced bucket; `rolled_back`: a bucket of its step holds NaN or Inf, see Rollback."""
         if self.clippings:
             if (passes := self._passes()) is not None:
                 passes.came(not rolled_back)
@@ -192,12 +190,12 @@ class ResidualRescaler:
                 each.written([parameter_of(name) for name in names] if sharded else names, norms)
 
     def rolled_back(self) -> None:
-        """Note that the last reduction was rolled back after all."""
+        """Note that the last reduction was rolled back later."""
         if (passes := self._passes()) is not None:
             passes.came(kept=False)
 
     def rescale(self) -> None:
-        """Bring the residuals to the units of this step. Call it once a step, before its first bucket."""
+        """Convert the residuals to the units of this step. Call it once per step, before its first bucket."""
         self.settle()
         self._undo_thrown_away()
         if factors := self.factors():
@@ -207,7 +205,7 @@ class ResidualRescaler:
             self.hold()
 
     def pass_begins(self, failed: bool) -> None:
-        """Note that a backward pass is about to add to the gradients; `failed`: the last step has, and nothing of it is undone."""
+        """Note that a backward pass is about to add to the gradients; `failed`: the last step has failed, so there is nothing to undo."""
         if (passes := self._passes()) is not None and passes.begins():
             self._thrown_away |= passes.skips and not failed
 
@@ -218,11 +216,11 @@ class ResidualRescaler:
         self._undo_thrown_away()
 
     def _passes(self) -> BackwardPasses | None:
-        """Return the count of backward passes; None with several optimizers, which need not step after each pass."""
+        """Get the count of backward passes; None with several optimizers, because not all may step after every pass."""
         return self.clippings[0].passes if len(self.clippings) == 1 else None
 
     def _undo_thrown_away(self) -> None:
-        """Restore the residuals from before gradients without a step; zeros the first time, when nothing is held."""
+        """Restore the residuals from before thrown-away gradients; zeros the first time, when no copy is held."""
         if self._thrown_away:
             self._state.weigh(dict.fromkeys(self.names.values(), 0.0))
             self.clippings[0].forget()
@@ -237,7 +235,7 @@ class ResidualRescaler:
             self._held = self.done or 0
 
     def applied(self) -> None:
-        """Note that the step was applied, if this does not watch the optimizer."""
+        """Note that the step was applied, if this object does not watch the optimizer."""
         self._held = None
 
     @property
@@ -251,7 +249,7 @@ class ResidualRescaler:
             self.clippings[0].done = done
 
     def take_back(self, names: Iterable[str]) -> None:
-        """Restore the residuals of these parameters from before a step that was not applied, if they were held for that."""
+        """Restore the residuals of these parameters from before a step that was not applied, if a copy is held."""
         if self.takes_back and self._held == (self.done or 0):
             self._state.weigh(dict.fromkeys(names, 0.0))
         self._held = None
@@ -271,7 +269,7 @@ class ResidualRescaler:
         self._held = None if factors else self._held
 
     def restart(self) -> None:
-        """Begin with the units of the next step, because there is no residual any more. Whether any step was cut stays known."""
+        """Begin with the units of the next step, after the residuals were dropped. Keeps `UsualShare.cuts`."""
         self.forget()
         self.units.rates, self.units.highest, self.units.scale = {}, {}, None
         self.units.clipping = [UsualShare(cuts=each.cuts) for each in self.units.clipping]
@@ -291,7 +289,7 @@ class ResidualRescaler:
             each.close()
 
     def factors(self) -> dict[str, float]:
-        """Return the factor of each parameter whose units have changed since the last call: `follow` times new scale / old scale."""
+        """Compute the factors of parameters whose units have changed since the last call: `follow` times new scale / old scale."""
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # a host sync on CUDA
         before, self.units.scale = self.units.scale or scale, scale
         changed = dict.fromkeys(self.names.values(), scale / before) if before != scale else {}
@@ -307,9 +305,9 @@ class ResidualRescaler:
 
 
 class Clipping:
-    """Measures the clipping in the steps of `optimizer`, until `close`. `names` maps the id of each parameter to its name, and may grow.
+    """Measures the clipping in the steps of `optimizer`, until `close`. `names` maps parameter ids to names, and may grow.
 
-    A gradient that is reduced again before a step replaces the first; with `adds_up` it is added, and its norm is not known.
+    A gradient that is reduced again before a step replaces the first one; with `adds_up` it is added, and its norm is unknown.
     The optimizer does not keep this object alive.
     """
 
@@ -317,14 +315,14 @@ class Clipping:
         self._names, self._adds_up = names, adds_up
         self._written: dict[str, Tensor] = {}  # norms by parameter name, when the gradient was written,
         self._applied: dict[str, Tensor] = {}  # and when the step began
-        self._loss_scale: Tensor | float = 1.0  # that the applied gradient still has
-        self.passes: BackwardPasses | None = None  # told of each step
+        self._loss_scale: Tensor | float = 1.0  # still in the applied gradient
+        self.passes: BackwardPasses | None = None  # told of every step
         self.done = 0  # steps
         known = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-            found = known()
-            return found._before_step(optimizer, args, kwargs) if found is not None else None
+            clipping = known()
+            return clipping._before_step(optimizer, args, kwargs) if clipping is not None else None
 
         self._hook = innermost(optimizer).register_step_pre_hook(before_step)
         weakref.finalize(self, self._hook.remove).atexit = False
@@ -334,19 +332,19 @@ class Clipping:
         self._hook.remove()
 
     def written(self, names: Iterable[str], norms: Sequence[Tensor]) -> None:
-        """Note a reduced gradient, whose parameters have these names and norms."""
+        """Note a reduced gradient by the names and norms of its parameters."""
         for name, norm in zip(names, norms, strict=True):
             self._written[name] = norm * torch.nan if self._adds_up and name in self._written else norm
 
     def forget(self) -> None:
-        """Forget the steps whose share was not taken."""
+        """Forget the steps since the last `take`."""
         self._written, self._applied = {}, {}
 
     def take(self) -> tuple[list[str], float] | None:
-        """Return the parameters of the latest step, and the share of their reduced gradient that it applied; then forget it.
+        """Take the parameters of the latest step, and the share of their reduced gradient that it applied.
 
-        None if there was no step since the last call, or if a norm is not known or not finite. The share is that of the norm of all
-        gradients together, because a sparse gradient may be zero in some parameters.
+        None if there was no step since the last call, or if a norm is unknown or not finite. The share is of the norm of all gradients
+        together, because a sparse gradient may be zero in some parameters.
         """
         if not self._applied:
             return None
@@ -354,7 +352,7 @@ class Clipping:
         applied, written = _values([*self._applied.values()]), _values([self._written[name] for name in names])
         scale = float(self._loss_scale)
         self.forget()
-        # A parameter that no rank used keeps a gradient of zero, whatever was written for it.
+        # A parameter that no rank used keeps a gradient of zero, even if something else was written for it.
         used = [other for one, other in zip(applied, written, strict=True) if one != 0] or written
         before = math.hypot(*used) * scale
         share = math.hypot(*applied) / before if before else math.nan
@@ -367,7 +365,7 @@ class Clipping:
             self._measure(optimizer)
             return None
 
-        def measured() -> Any:  # Any: what the closure returns
+        def measured() -> Any:  # Any: the result of the closure
             loss = closure()
             self._measure(optimizer)
             return loss
@@ -378,19 +376,19 @@ class Clipping:
         self.done += 1
         if self.passes is not None:
             self.passes.stepped()
-        names, found = self._names, {}
+        names, gradients = self._names, {}
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in parameters:
             name, grad = names.get(id(parameter)), parameter.grad
             if grad is not None and name in self._written and grad.layout == torch.strided:
-                found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
-        self._applied = dict(zip(found, _norms(list(found.values())), strict=True))
+                gradients[name] = grad.to_local() if hasattr(grad, "to_local") else grad
+        self._applied = dict(zip(gradients, _norms(list(gradients.values())), strict=True))
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its step
         self._loss_scale = 1.0 if scale is None else scale
 
 
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return the norm of each tensor, at least in float32, without a host sync."""
+    """Compute the norm of each tensor, at least in float32, without a host sync."""
     if not tensors:
         return []
     wide = any(each.dtype == torch.float64 for each in tensors)
@@ -399,5 +397,5 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _values(norms: list[Tensor]) -> list[float]:
-    """Return numbers: a host sync on CUDA."""
+    """Read norms as numbers: a host sync on CUDA."""
     return torch.stack([each.to(norms[0].device) for each in norms]).tolist()

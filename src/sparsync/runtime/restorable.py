@@ -1,4 +1,4 @@
-"""What a handle saves and loads, and what moves to other ranks when ranks go or come: the seam for elastic runs."""
+"""Saves and loads a handle's state, and moves it between ranks that go or come: the seam for elastic runs."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ from sparsync.runtime.state_file import VERSION
 SavedState = Mapping[str, Any]  # Any: as Restorable.state_dict
 _Vectors = Mapping[str, Tensor]  # by parameter name
 
-# What attach exchanged, by integration; the residuals of each have other units.
+# The exchange, by integration. Their residuals have different units.
 _SAVED_WITH = {
     "gradients": "exchange=Gradients()",
     "adamw_steps": "exchange=Steps()",
@@ -29,27 +29,27 @@ _SAVED_WITH = {
 
 
 class Snapshot(NamedTuple):
-    """What `snapshot` returns and `restore` takes, on the same rank or on another one. What is missing stays unchanged."""
+    """The state that `snapshot` copies and `restore` takes, on the same rank or on another one. Missing parts stay unchanged."""
 
-    moved: Part | None = None  # the common weights and what else moves with them; None if gradients are exchanged
-    shared: Part | None = None  # what else all ranks have in common
-    # What this rank has for the others: vectors by parameter name, in "scheme" what it holds back, also nested, and in "learnt" what local
-    # steps have learnt since the last exchange. They may be added to those of another rank, or multiplied. "still" has the parameters that
-    # do not move now.
+    moved: Part | None = None  # the common weights, and what moves with them; None if gradients are exchanged
+    shared: Part | None = None  # everything else that all ranks have in common
+    # Updates that the other ranks lack, as vectors by parameter name: in "scheme" the residuals, also nested, and in "learnt" the changes
+    # of local steps since the last exchange. They may be added to another rank's, or multiplied. "still" names the parameters that do not
+    # move now.
     own: Part | None = None
-    moves: Sequence[Part] = ()  # of the common weights, which `restore` replays first
+    moves: Sequence[Part] = ()  # moves of the common weights; `restore` replays them first
 
 
 class Restorable(StepBoundary):
     """A handle's state: saved and loaded on the same ranks, on another number of ranks, or passed to ranks that come."""
 
-    recipe: Recipe | None = None  # that `attach` has taken; None if it was given a scheme
+    recipe: Recipe | None = None  # taken by `attach`; None if it was given a scheme
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
-        """Return this rank's state. Save that of each rank, between two steps. See sparsync.checkpoint.
+        """Return this rank's state. Save the states of all ranks, between two steps. See sparsync.checkpoint.
 
-        torch.distributed.checkpoint would keep that of one rank only: give it sparsync.checkpoint.entries.
-        Raises RuntimeError if an error has left a step applied in part, until a state was loaded.
+        torch.distributed.checkpoint would keep only one rank's: give it sparsync.checkpoint.entries.
+        Raises RuntimeError if an error has left a step applied in part, until a state is loaded.
         """
         if self._connection.partly_applied:
             raise RuntimeError(
@@ -71,25 +71,25 @@ class Restorable(StepBoundary):
         }
 
     def note_saved(self) -> None:
-        """Note that this rank has saved its state: in the next step all ranks raise unless all have."""
+        """Note that this rank has saved its state. All ranks raise in the next step unless all have saved theirs."""
         self._comparison.saved = True
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
+        """Continue from this rank's state. Call it on all ranks, with states of the same step.
 
         Settings of the scheme may have changed. A state saved under DDP also loads without a wrapper, and the other way round.
         Raises ValueError, and changes nothing, for a state of another integration, scheme, model, format, rank or number of ranks.
         """
         self._check(state)
-        saved, own = state["recipe"], "" if self.recipe is None else self.recipe.name
-        if saved and saved != own and state["settings"] != self.state.settings:
-            here = f"this handle has {own or 'a scheme that was given'}"
+        saved, name = state["recipe"], "" if self.recipe is None else self.recipe.name
+        if saved and saved != name and state["settings"] != self.state.settings:
+            here = f"this handle has {name or 'a scheme that was given'}"
             warn_of(f"this state was saved with {saved}, and {here}; attach with {saved} to go on as before")
         self._load(state)
         self._loads.note_handle()
 
     def fingerprint(self) -> dict[str, Any]:  # Any: as state_dict
-        """Return what must be the same in a state that this handle continues from, whatever its rank and number of ranks."""
+        """Return the entries that a state must share with this handle to be loaded, for any rank and number of ranks."""
         return {
             "version": VERSION,
             "integration": self.integration,
@@ -98,7 +98,7 @@ class Restorable(StepBoundary):
         }
 
     def resized(self, states: Sequence[SavedState]) -> dict[str, Any]:  # Any: as state_dict
-        """Return a state for this rank, made from those of all ranks of another number, in rank order. See `sparsync.checkpoint.load`."""
+        """Make a state for this rank from the states of another number of ranks, in rank order. See `sparsync.checkpoint.load`."""
         rank, ranks = self.place
         schemes = [each["scheme"] for each in states]
         kinds = dict.fromkeys(kind for each in schemes for kind in held_in(each))
@@ -107,20 +107,20 @@ class Restorable(StepBoundary):
 
     @property
     def done(self) -> int | None:
-        """The number of steps that were applied. With gradients None if the optimizer is not known: pass it to `attach`."""
+        """The number of applied steps. With gradients None if the optimizer is not known: pass it to `attach`."""
         return self._rescaler.done
 
     @property
     def lost(self) -> bool:
-        """Whether the last step failed because another rank has failed, or is gone."""
+        """True if the last step failed because another rank has failed, or is gone."""
         return self._connection.lost
 
     def snapshot(self, *, shared: bool = True) -> Snapshot:
-        """Return copies of this rank's state between two steps; without `shared`, of what it has for the others.
+        """Copy this rank's state between two steps; without `shared`, only the updates that the others lack.
 
-        After `regroup` a step that has failed counts as not taken: its residuals are restored.
+        After `regroup` a failed step counts as not taken: its residuals are restored.
         """
-        with suppress(RuntimeError):  # of a thread that has ended
+        with suppress(RuntimeError):  # from a thread that has ended
             self._flush()
         self._rescaler.settle()
         self._rescaler.take_back(self._residual_sizes())
@@ -132,9 +132,9 @@ class Restorable(StepBoundary):
         return Snapshot(None, {**state, "scheme": with_held(state["scheme"], None), "done": self.done}, own)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot of this rank, or from parts of one of another rank of the same group.
+        """Continue from a snapshot of this rank, or from parts of a snapshot of another rank in the same group.
 
-        Moments that each rank has alone stay this rank's, once it has taken steps. Raises ValueError as `load_state_dict`.
+        A rank that has taken steps keeps moments that differ between ranks. Raises ValueError as `load_state_dict`.
         """
         if snapshot.shared is not None:
             joined = self._joined(snapshot, self.state_dict())
@@ -143,45 +143,45 @@ class Restorable(StepBoundary):
             self._rescaler.count(done)
         elif snapshot.own is not None:
             self._settle()
-            self._rescaler.applied()  # the scheme loses the copy that a step would be taken back to
+            self._rescaler.applied()  # the scheme loses the copy for taking a step back
             self.state.load_state_dict(with_held(self.state.state_dict(), snapshot.own["scheme"]))
 
     def on_move(self, callback: Callable[[Part | None], None]) -> Callable[[], None]:
-        """Call `callback` with each move of the common weights, for `Snapshot.moves`, or with None if anything else has changed them.
+        """Call `callback` with every move of the common weights, for `Snapshot.moves`, or with None if anything else has changed them.
 
-        Tensors of a move are good during the call. Returns a function that ends this. With gradients nothing calls it: optimizers move the
-        weights.
+        The tensors of a move are valid only during the call. Returns a function that ends this. With gradients `callback` is never called,
+        because optimizers move the weights.
         """
         return lambda: None
 
     def regroup(self, comm: Comm, *, step: int | None = None) -> None:
-        """Exchange with the ranks of `comm` from the next step on, after ranks have gone or come. Collective over them.
+        """Exchange with the ranks of `comm` from the next step on, after ranks have gone or come. Collective over these ranks.
 
-        The model, the optimizer and this rank's residuals stay. `step` is the last one that was applied, the same on all ranks; None: that
-        of this handle. The next step shows if the weights differ. From then on residuals are copied before each step, which takes as much
-        memory, so that `snapshot` can take back one that has failed. Raises RuntimeError if an error has left a step applied in part.
+        The model, the optimizer and this rank's residuals stay. `step` is the last applied step, the same on all ranks; None: this
+        handle's. The next step compares the weights. From then on residuals are copied before every step, which doubles their memory, so
+        that `snapshot` can take back a failed step. Raises RuntimeError if an error has left a step applied in part.
         """
         self._check_attached()
         if self._connection.partly_applied:
             raise RuntimeError("an error left a step half applied on this rank; load a checkpoint on all ranks")
-        with suppress(RuntimeError):  # of a thread that has ended
+        with suppress(RuntimeError):  # from a thread that has ended
             self._flush()
         self._rescaler.settle()
-        self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
+        self._rescaler.forget()  # the scheme loses the copy for weighing the step under way
         self._rescaler.takes_back = True
         self._step = self._step if step is None else step
         self._connection.regroup(comm, self._step)
-        self._comparison.saved = False  # ranks that have come now saved nothing
+        self._comparison.saved = False  # ranks that have just come have saved nothing
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._regrouped(comm)
 
     def _own(self, scheme: Part) -> dict[str, Any]:  # Any: as Snapshot.own
-        """Return what this rank has for the others. `scheme` is the state of the scheme."""
+        """Take the updates that the others lack from the state of the scheme."""
         return {"scheme": held_in(scheme)}
 
     def _joined(self, snapshot: Snapshot, mine: Part) -> dict[str, Any]:  # Any: as state_dict
-        """Return the state of a snapshot with what this rank has alone, from its state `mine`."""
-        # What is held back is in the units of this rank's last step.
+        """Join the state of a snapshot with the parts that only this rank has, from its state `mine`."""
+        # Residuals are in the units of this rank's last step.
         units = {key: mine[key] for key in ("rates", "highest_rates", "loss_scale", "clipping") if mine["step"] >= 0}
         theirs, own = snapshot.shared or {}, snapshot.own or {}
         held = own["scheme"] if "scheme" in own else held_in(mine["scheme"])
@@ -189,15 +189,15 @@ class Restorable(StepBoundary):
         return {**theirs, **self._place, **units, "scheme": {**with_held(theirs["scheme"], held), **alone}}
 
     def _regrouped(self, comm: Comm) -> None:
-        """Take what depends on the ranks from `comm`."""
+        """Adapt to the ranks of `comm`."""
 
     def _still(self) -> Collection[str]:
-        """Return the parameters that do not move now."""
+        """Name the parameters that do not move now."""
         module = self.module
         return () if module is None else {name for name, each in named_parameters(module) if not each.requires_grad}
 
     def _residual_sizes(self) -> dict[str, int]:
-        """Return the number of elements of each parameter in this rank's state, by name, as far as known."""
+        """Count the elements of each parameter in this rank's state, by name, as far as known."""
         return {name: math.prod(shape) for name, shape in self.layout().items()}
 
     def _check(self, state: SavedState) -> None:
@@ -207,12 +207,12 @@ class Restorable(StepBoundary):
         if place != self._place or state["part"] != self.part:
             raise ValueError(
                 f"this is the state of {_described(place, state['part'])}, and this is {_described(self._place, self.part)}; "
-                "load each rank's own. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks; in a "
-                "torch.distributed.checkpoint, save sparsync.checkpoint.entries(handle), not the handle"
+                "load the state of this rank. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks; "
+                "in a torch.distributed.checkpoint, save sparsync.checkpoint.entries(handle), not the handle"
             )
 
     def _load(self, state: SavedState) -> None:
-        """Continue from a state that was checked."""
+        """Continue from a checked state."""
         self._flush()
         self.state.load_state_dict(state["scheme"])
         self._step = state["step"]
@@ -225,9 +225,9 @@ class Restorable(StepBoundary):
 
 
 def check_fingerprint(state: SavedState, own: SavedState) -> None:
-    """Raise ValueError unless `state` is of the format, integration, scheme and model of `own`, a `Restorable.fingerprint`.
+    """Raise ValueError unless `state` has the format, integration, scheme and model of `own`, a `Restorable.fingerprint`.
 
-    What passes is trusted: nothing inside is checked again.
+    The content of such a state is trusted and not checked again.
     """
     if state.get("version") != VERSION:
         raise ValueError(
@@ -241,17 +241,17 @@ def check_fingerprint(state: SavedState, own: SavedState) -> None:
 
 
 def _difference(state: SavedState, own: SavedState) -> str:
-    """Return the first difference of the integration, scheme and model of `state` from those of `own`; "" if there is none."""
+    """Describe the first difference in integration, scheme and model between `state` and `own`; "" if there is none."""
     if state["integration"] != own["integration"]:
         named, here = (_SAVED_WITH.get(each["integration"], repr(each["integration"])) for each in (state, own))
-        return f"it was saved with {named}, whose residuals are in other units than those of {here}"
+        return f"it was saved with {named}, whose residuals have other units than those of {here}"
     if state["scheme_name"] != own.get("scheme_name", state["scheme_name"]):
         return f"its scheme is {state['scheme_name']!r}, and this one is {own['scheme_name']!r}"
     saved, layout = state["layout"], own["layout"]
     if not saved or not layout:  # the layout is not known
         return ""
     if more := [name for name in saved if name not in layout]:
-        return f"it has a parameter {more[0]!r}, which this model has not"
+        return f"it has a parameter {more[0]!r}, which this model lacks"
     for name, shape in layout.items():
         if name not in saved:
             return f"it has no parameter {name!r}, which this model has"
@@ -261,7 +261,7 @@ def _difference(state: SavedState, own: SavedState) -> str:
 
 
 def _name_of(scheme: Any) -> str:  # Any: a Scheme or its reduce-scatter form
-    """Return the name of a scheme, with those of the schemes inside it that hold something back."""
+    """Build the name of a scheme, with the names of inner schemes that have a residual."""
     inner = [_name_of(each) for each in scheme.inner.values() if each.has_residual]
     return f"{scheme.name}({', '.join(inner)})" if inner else scheme.name
 

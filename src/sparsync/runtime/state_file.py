@@ -1,6 +1,6 @@
-"""The format of a saved state: the zip file that `torch.save` writes, whose comment has a version and a SHA-256 of all before it.
+"""The format of a saved state: the zip file of `torch.save`, with a comment of the version and the SHA-256 of all bytes before it.
 
-Torch's own weights_only reader reads it, so reading runs nothing that a file could choose.
+Torch's weights_only reader loads it, so a file cannot choose code to run.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from sparsync.core import add_note
 
-VERSION = 3  # of the format of files and of what is in them
+VERSION = 3  # of the file format and its content
 
 # The end of a zip file: the length of its comment, in two bytes, and the comment.
 _END = re.compile(rb"\x4b\x00sparsync (\d) ([0-9a-f]{64})")
@@ -45,12 +45,12 @@ def save(state: Mapping[str, Any], file: Path, unfinished: Path) -> None:  # Any
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            add_note(error, f"{file} was not written; what was there before is still whole. Make room, and save again")
+            add_note(error, f"{file} was not written; the older file is still whole. Make room, and save again")
         raise
 
 
 def read(file: Path, checked: bool = True) -> dict[str, Any]:
-    """Return the state in `file`; its tensors are mapped from the file until they are changed. `checked`: compare the checksum.
+    """Read the state in `file`; its tensors are mapped from the file until they are changed. `checked`: compare the checksum.
 
     Raises ValueError that names the file, what is wrong with it and the fix.
     """
@@ -68,12 +68,12 @@ def read(file: Path, checked: bool = True) -> dict[str, Any]:
 
 
 def encoded(state: Mapping[str, Any]) -> Tensor:
-    """Return what `save` writes, as a tensor of bytes. Raises TypeError as `save`."""
+    """Encode a state as `save` writes it, into a tensor of bytes. Raises TypeError as `save`."""
     return torch.frombuffer(_written(state).getbuffer(), dtype=torch.uint8)
 
 
 def decoded(content: Tensor, where: str) -> dict[str, Any]:
-    """Return the state that `encoded` was given. Raises ValueError that names `where`."""
+    """Decode the state from the bytes of `encoded`. Raises ValueError that names `where`."""
     content = content.cpu().contiguous()
     try:
         raw = ctypes.string_at(content.data_ptr(), content.nbytes)
@@ -99,12 +99,12 @@ def _written(state: Mapping[str, Any]) -> io.BytesIO:
 
 
 def _check(content: memoryview) -> None:
-    found = _END.fullmatch(bytes(content[-_LENGTH:]))
-    if found is None:
-        raise ValueError(f"it is no state of format version {VERSION}, or was cut after it was saved")
-    if int(found[1]) != VERSION:
-        raise ValueError(f"it has format version {int(found[1])}, and this sparsync reads version {VERSION}")
-    if hashlib.sha256(content[:-_LENGTH]).hexdigest().encode() != found[2]:
+    end = _END.fullmatch(bytes(content[-_LENGTH:]))
+    if end is None:
+        raise ValueError(f"it is not a state of format version {VERSION}, or was cut after it was saved")
+    if int(end[1]) != VERSION:
+        raise ValueError(f"it has format version {int(end[1])}, and this sparsync reads version {VERSION}")
+    if hashlib.sha256(content[:-_LENGTH]).hexdigest().encode() != end[2]:
         raise ValueError("its checksum does not fit its content, so it was cut or changed after it was saved")
 
 
@@ -117,7 +117,7 @@ def _unreadable(where: str, error: Exception) -> ValueError:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to disk, where the system can."""
+    """Sync a folder's entries to disk, if the system can."""
     with suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
-"""The step on its way: its buckets are reduced on threads while the backward pass, or training itself, goes on.
+"""The step in flight: threads reduce its buckets while the backward pass, or training itself, goes on.
 
-Each bucket runs from top to bottom on one thread, and one thread computes at a time: that of the earliest bucket that can. While it waits
-for other ranks, the next one computes, so nothing interrupts a scheme between two exchanges. On GPUs, and where exchanges could mix, a
-bucket ends before the next one begins. Buckets begin and end in the order in which they were submitted.
+A bucket stays on one thread, and one thread computes at a time: the one with the earliest bucket that is ready. While it waits for other
+ranks, the next one computes, so nothing interrupts a scheme between two exchanges. On GPUs, and if exchanges could mix, a bucket ends
+before the next one begins. Buckets begin and end in the order of submission.
 """
 
 import atexit
@@ -26,17 +26,17 @@ from sparsync.core import Bucket, Report
 from sparsync.runtime.connection import Connection, Reducing, Reduction, described
 from sparsync.runtime.summary import Hidden
 
-MOST = 8  # buckets on their way at once
-EXIT_S = 5.0  # how long a process that ends waits for its workers to close their connections
+MOST = 8  # buckets in flight at once
+EXIT_S = 5.0  # longest wait of an ending process for its workers to close their connections
 
 Result = TypeVar("Result")
 _Jobs = queue.SimpleQueue[tuple[Callable[[], Any], "futures.Future[Any]"] | None]
 Prepare = Callable[[], None]
-Promised = Any  # a future of a Tensor; what `then` returns is of another class than torch.futures.Future
+Promised = Any  # a future of a Tensor; `then` returns another class than torch.futures.Future
 
 
 class Worker:
-    """A thread for the jobs of one model. It starts with the first job, and again with the first one after `stop`."""
+    """A thread for the jobs of one model. It starts with the first job, also after a `stop`."""
 
     def __init__(self) -> None:
         self._origin = Origin()
@@ -44,7 +44,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread if it does not run. Raises RuntimeError in a fork, and where the process may have no more threads."""
+        """Start the thread if it does not run. Raises RuntimeError in a fork, and if the process may have no more threads."""
         self._origin.check()
         if self._thread is None:
             thread = threading.Thread(target=_work, args=(self._jobs,), name="sparsync-worker", daemon=True)
@@ -67,26 +67,26 @@ class Worker:
 
 
 def _work(jobs: _Jobs) -> None:
-    """Do the jobs, one after the other, until there is None. The thread's body."""
+    """Do the jobs one after the other, until None comes. The thread's body."""
     while _do_next(jobs):
         pass
 
 
 def _do_next(jobs: _Jobs) -> bool:
-    """Wait for a job and do it; return False at the end. A separate frame, which holds nothing of the model while it waits."""
-    found = jobs.get()
-    if found is None:
+    """Wait for a job and do it; return False at the end. A separate frame, so that a waiting thread refers to no model."""
+    queued = jobs.get()
+    if queued is None:
         return False
-    job, done = found
+    job, done = queued
     try:
         done.set_result(job())
-    except BaseException as error:  # raised again where it is waited for
+    except BaseException as error:  # the future raises it again
         done.set_exception(error)
     return True
 
 
 def _end(thread: threading.Thread, jobs: _Jobs) -> None:
-    """End a thread before the interpreter ends: if it closed its group later, it would be killed inside C++, with SIGABRT."""
+    """End a thread before the interpreter ends: a thread that closes its group later is killed inside C++, with SIGABRT."""
     jobs.put(None)
     thread.join(EXIT_S)
 
@@ -115,7 +115,7 @@ class Turns:
 
     @contextmanager
     def lent(self, number: int) -> Iterator[None]:
-        """Let others have their turns inside, on a thread that has its own."""
+        """Lend the turn of this thread to others inside."""
         self._give()
         try:
             yield
@@ -137,7 +137,7 @@ class Turns:
 
 @dataclass(eq=False)
 class _Submitted:
-    """A bucket on its way: the arguments of `submit`, and the future of its mean."""
+    """A bucket in flight: the arguments of `submit`, and the future of its mean."""
 
     number: int
     begins_after: int  # the number of buckets that end first
@@ -148,9 +148,9 @@ class _Submitted:
     written: Callable[[], Bucket] | None
     send_all: bool
     done: Future
-    ready: Any  # an event of the gradient's stream, of which torch's stubs have two classes; None on a CPU
+    ready: Any  # an event of the gradient's stream; None on a CPU. Any: torch's stubs have two classes
     submitted_s: float
-    error: list[str] = field(default_factory=list)  # one message where it has failed
+    error: list[str] = field(default_factory=list)  # one message if it has failed
     exchanged: threading.Event = field(default_factory=threading.Event)  # its exchanges have ended
 
 
@@ -171,7 +171,7 @@ class StepInFlight:
         self._unfinished: list[_Submitted] = []  # submitted and not ended
         # The first error of the step, until the connection is closed.
         self._error: tuple[_Submitted, BaseException] | None = None
-        self._failure = ""  # what it was, once the connection is closed
+        self._failure = ""  # its message, once the connection is closed
         self.hidden = Hidden()
 
     def submit(
@@ -182,7 +182,7 @@ class StepInFlight:
         written: Callable[[], Bucket] | None = None,
         send_all: bool = False,
     ) -> Promised:
-        """Return at once a future of the reduced `bucket.grad`, which also raises all errors. Arguments as of Connection.reduce."""
+        """Queue a bucket; return a future of the reduced `bucket.grad`, which raises all errors. Arguments as of Connection.reduce."""
         device, number = bucket.grad.device, self._next
         overlaps = self._connection.overlaps(bucket, scheme)
         begins = bucket.step != self._step
@@ -209,7 +209,7 @@ class StepInFlight:
     def flush(self) -> None:
         """Wait until all submitted buckets are reduced, and end the step."""
         self._wait_until_ended(self._next)
-        for device, stream in self._streams.items():  # after a failure nobody else waits for it
+        for device, stream in self._streams.items():  # after a failure nothing else waits for them
             torch.cuda.current_stream(device).wait_stream(stream)
         self._step = -1
         self._connection.end_step()
@@ -221,7 +221,7 @@ class StepInFlight:
             each.stop()
 
     def wait(self, promised: Promised) -> None:
-        """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises what the reduction raised."""
+        """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises the error of the reduction."""
         began = time.perf_counter()
         try:
             promised.wait()
@@ -229,7 +229,7 @@ class StepInFlight:
             self.hidden.waited(time.perf_counter() - began)
 
     def _reduce(self, submitted: _Submitted) -> None:
-        """Reduce a bucket on its thread: exchange in turn with others, then end in order."""
+        """Reduce a bucket on its thread: exchange when its turn comes, then end in order."""
         self._wait_until_ended(submitted.begins_after)
         try:
             with ExitStack() as stack:
@@ -240,7 +240,7 @@ class StepInFlight:
                 self._end(submitted, reducing)
                 self.hidden.add(submitted.bucket.step, submitted.submitted_s, began_s, time.perf_counter())
                 submitted.done.set_result(submitted.bucket.grad)
-        except BaseException as unforeseen:  # the backward pass would wait forever
+        except BaseException as unforeseen:  # else the backward pass waits forever
             self._fail(submitted, f"bucket {submitted.bucket.key!r} was not reduced: {described(unforeseen)}")
             submitted.done.set_exception(RuntimeError(submitted.error[0]))
         finally:
@@ -251,15 +251,15 @@ class StepInFlight:
                 self._changed.notify_all()
 
     def _exchange(self, submitted: _Submitted, stack: ExitStack) -> Reducing | None:
-        """Begin a bucket on its stream, until `stack` ends, and do its exchanges; return None if it, or one before, has failed.
+        """Begin a bucket on its stream, until `stack` ends, and run its exchanges; return None if it or an earlier one has failed.
 
-        It takes its turn first, so that no error keeps the turn from later buckets.
+        It takes its turn first, so that later buckets get theirs after an error.
         """
         connection, number = self._connection, submitted.number
         with self._turns.taken(number):
             if submitted.begins_step:
-                self._failure = ""  # of the step before
-                connection.end_step()  # also where this one fails before it begins
+                self._failure = ""
+                connection.end_step()  # even if this bucket fails before it begins
             if self._error is not None or self._failure:
                 return None
             try:
@@ -275,7 +275,7 @@ class StepInFlight:
                 return None
 
     def _end(self, submitted: _Submitted, reducing: Reducing | None) -> None:
-        """Report a bucket whose exchanges have ended, after those before; close the connection if it is the first to have failed."""
+        """Report a bucket whose exchanges have ended; close the connection if it is the first that has failed."""
         if self._failure:
             submitted.error.append(f"bucket {submitted.bucket.key!r} was not reduced: {self._failure}")
             return
@@ -295,10 +295,10 @@ class StepInFlight:
         what = f"bucket {first.bucket.key!r} at step {first.bucket.step}"
         told = f"{first.scheme.name} failed on {what}: {described(cause)}"
         self._fail(submitted, f"{told}{self._connection.close(cause)}")
-        self._error = None  # not before, as no other bucket of the step may begin
+        self._error = None  # only now: no other bucket of the step may begin
 
     def _note(self, submitted: _Submitted, error: BaseException) -> None:
-        """Note why a bucket failed, if it is the first of the step, and end the waits of the others."""
+        """Note the error of a bucket, if it is the first of the step, and end the waits of the others."""
         self._error = self._error or (submitted, error)
         self._connection.abort()
 
@@ -312,7 +312,7 @@ class StepInFlight:
             self._changed.wait_for(lambda: self._ended >= count)
 
     def _enter_stream(self, submitted: _Submitted, stack: ExitStack) -> None:
-        """Reduce on the stream of the gradient's device, which waits for the gradient, until `stack` ends. A CPU has none."""
+        """Reduce on a stream of the gradient's device, after the gradient is ready, until `stack` ends. A CPU has none."""
         if submitted.ready is None:
             return
         device = submitted.bucket.grad.device
@@ -324,10 +324,10 @@ class StepInFlight:
 def reduce_together(
     connection: Connection, pairs: Sequence[tuple[Bucket, Reduction]], others: Callable[[], None] | None = None
 ) -> list[Report]:
-    """Reduce buckets of one step at once, and beside them call `others`, which reduces others of it; return the reports of `pairs`.
+    """Reduce buckets of one step at once, while `others` reduces more buckets of it; return the reports of `pairs`.
 
-    While one waits for other ranks the next one is computed. All begin first and end last. Buckets that cannot overlap are reduced one
-    after the other, and then `others`. If one fails, `others` may have returned.
+    While a bucket waits for other ranks, the next one computes. All begin first and end last. If buckets cannot overlap, they are reduced
+    one after the other, and `others` is called last. If one fails, `others` may have returned already.
     """
     turns, failed, rest = Turns(), list[BaseException](), [others] if others is not None else []
     if not pairs or not all(connection.overlaps(*each) for each in pairs):
@@ -344,7 +344,7 @@ def reduce_together(
         try:
             with turns.taken(number):
                 jobs[number]()
-        except BaseException as error:  # raised again below, the first one, which is why the others failed
+        except BaseException as error:  # the first one is raised again below: it made the others fail
             failed.append(error)
             connection.abort()
 
@@ -364,12 +364,12 @@ def reduce_together(
 
 
 def future_on(device: torch.device) -> Future:
-    """Return a future of a tensor on this device."""
+    """Make a future of a tensor on this device."""
     return Future(devices=[device] if device.type == "cuda" else None)
 
 
 def promise(done: Future, error: list[str]) -> Promised:
-    """Return the future of the value of `done`; it raises what `error` then holds.
+    """Make a future with the value of `done`, which raises the message in `error`, if any.
 
     HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
     """

@@ -1,4 +1,4 @@
-"""What a handle has reduced: the newest reports, their totals, and a summary as a table."""
+"""The newest reports of a handle, their totals, and a summary as a table."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from sparsync.core import Report
 
-MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
+MAX_REPORTS = 10_000  # older ones are dropped, so that a long training does not fill the memory
 _HEAD = ("scheme", "bucket", "elements", "steps", "bytes/step", "bits/element", "selected", "union", "rounds", "ms")
 _PHASES = ("accumulate", "select", "encode", "exchange", "decode", "apply", "other")
 
@@ -21,7 +21,7 @@ class Totals:
     elements: int = 0
     selected: int = 0
     union: int = 0
-    nbytes: int = 0  # that this rank sent: as counted, else the closed form
+    nbytes: int = 0  # sent by this rank: as counted, else by the closed form
     rounds: int = 0
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)  # seconds
@@ -58,7 +58,7 @@ class ReportLog:
     def __init__(self) -> None:
         self._newest: deque[Report] = deque(maxlen=MAX_REPORTS)
         self.totals: dict[tuple[str, str, int], Totals] = {}
-        self.steps = 0  # in which anything was reduced
+        self.steps = 0  # with anything reduced
         self._last: int | None = None
 
     def append(self, report: Report) -> None:
@@ -76,7 +76,7 @@ class ReportLog:
         return iter(self._newest)
 
     def take(self) -> list[Report]:
-        """Return the reports since the last call, and forget them; totals stay."""
+        """Take the reports since the last call; totals stay."""
         taken = list(self._newest)
         self._newest.clear()
         return taken
@@ -84,10 +84,10 @@ class ReportLog:
 
 @dataclass
 class Hidden:
-    """How long buckets were reduced, and how long the backward pass waited for it, in seconds. On CUDA the times are the host's.
+    """The time of reducing buckets, and the backward pass's wait for it, in seconds. On CUDA the times are the host's.
 
-    DDP waits at the end of the backward pass, from the submission of the last bucket until it is reduced. An integration that waits by
-    itself calls `waited`, and its waits count instead.
+    DDP waits at the end of the backward pass, from the submission of the last bucket until it is reduced. An integration with waits of
+    another kind calls `waited`, and these count instead.
     """
 
     reducing_s: float = 0.0
@@ -95,14 +95,14 @@ class Hidden:
     _before_s: float = 0.0  # at the end of earlier steps
     _step: int | None = None
     _step_s: float = 0.0  # reducing, in this step
-    _tail_s: float = 0.0  # from the submission of its latest bucket until that was reduced
-    _last_s: float = 0.0  # when the latest bucket was reduced
+    _tail_s: float = 0.0  # from the submission of its latest bucket until this was reduced
+    _last_s: float = 0.0  # the end of the latest bucket
 
     def add(self, step: int, submitted_s: float, began_s: float, ended_s: float) -> None:
         """Add a bucket, in the order of submission."""
         if step != self._step:
             self._before_s, self._step, self._step_s = self._before_s + min(self._step_s, self._tail_s), step, 0.0
-        spent_s = ended_s - max(began_s, self._last_s)  # while several were reduced counts once
+        spent_s = ended_s - max(began_s, self._last_s)  # overlaps count once
         self.reducing_s += spent_s
         self._step_s, self._tail_s, self._last_s = self._step_s + spent_s, ended_s - submitted_s, ended_s
 
@@ -112,7 +112,7 @@ class Hidden:
 
     @property
     def exposed_s(self) -> float:
-        """The seconds in which the backward pass waited."""
+        """The seconds that the backward pass waited."""
         waited_s = self._before_s + min(self._step_s, self._tail_s) if self._waited_s is None else self._waited_s
         return min(self.reducing_s, waited_s)
 
@@ -124,10 +124,10 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one rank has reduced since its handle was made; `str` is a table of plain text.
+    """The reductions of one rank since its handle was made; `str` is a table of plain text.
 
     `rows` are by scheme, bucket and number of elements, because DDP's buckets change after the first steps. `parameters` is the number of
-    trained elements of the model, 0 where it is not known. `hidden` is None where gradients are reduced after the backward pass.
+    trained elements of the model, 0 if not known. `hidden` is None if gradients are reduced after the backward pass.
     """
 
     rank: int
@@ -170,7 +170,7 @@ class Summary:
 
 
 def _columns(each: Totals, steps: int) -> tuple[str, ...]:
-    """Return the columns of a row, per step."""
+    """Format the columns of a row, per step."""
     elements = max(each.elements, 1)
     return (
         f"{steps}",
