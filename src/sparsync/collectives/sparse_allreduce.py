@@ -63,7 +63,7 @@ class Reduced:
 
     outgoing: list[int]  # elements sent, by rank
     incoming: list[int]  # elements received, by rank
-    before: Sparse | None  # the region's previous values where elements were added, perhaps repeated; None unless `undoable`
+    before: Sparse | None  # previous values where elements were added, perhaps repeated; None unless `undoable`
     error: Tensor | None  # [k] quantization errors of this rank's values; None with an exact codec
 
 

@@ -1,1 +1,1 @@
-"""Which elements, and which parameters, are worth sending."""
+"""The choice of the elements that a step sends."""

@@ -1,8 +1,8 @@
-"""Exclusive selection: every element is examined by one rank at each step, and the partitions rotate over the ranks.
+"""Exclusive selection: at every step one rank examines an element, and the partitions rotate over the ranks.
 
-Two parts. Partitions: adjacent spans, as the papers have them, or block-cyclic ones, with the same methods. Places count the elements of
-one partition in ascending order. The budget: how many elements a step may send, and which of them all ranks know beforehand. How many
-elements each partition sends is in `shares`.
+Partitions are adjacent spans, as in the papers, or block-cyclic, with the same methods. A place is an index into the ascending elements
+of one partition. A budget says how many elements a step may send, and which of them all ranks know beforehand. `shares` computes how many
+elements a partition sends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,17 +20,17 @@ from sparsync.kernels import operations as kernels
 
 Item = TypeVar("Item")
 Numbers = TypeVar("Numbers", int, Tensor)
-DENSE_SHARE = 0.1  # of the budget, at most, for parameters that are sent whole
-_ROW = 1024  # elements of a row of a span: selected from while they are in the nearest cache
+DENSE_SHARE = 0.1  # the largest share of the budget for parameters that are sent whole
+_ROW = 1024  # elements of a span's row, which fits the nearest cache during selection
 
 
 def rotation(rank: int, step: int, P: int) -> int:
-    """Return the partition that `rank` examines at `step`: each rank sees each partition once in P steps."""
+    """Return the partition that `rank` examines at `step`; in P steps a rank examines every partition once."""
     return (rank + step) % P
 
 
 def by_rank(items: Sequence[Item], step: int) -> list[Item]:
-    """Return the items of the partitions in the order of the ranks that examine them at `step`."""
+    """Reorder the partitions' items by the rank that examines them at `step`."""
     return [items[rotation(rank, step, len(items))] for rank in range(len(items))]
 
 
@@ -59,20 +59,20 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class BlockCyclic:
-    """P partitions that are spread over the whole vector, so that each holds its share of every layer.
+    """P partitions spread over the whole vector, so that every layer has elements in all of them.
 
-    The vector is cut into rows of a few adjacent elements: each group of P rows gives every partition one. Their order rotates by a
-    pseudo-random amount from group to group, or a matrix whose rows fit the groups would put each of its columns into one partition.
-    What does not fill a group is split into P spans.
+    The vector is cut into rows of a few adjacent elements. A group of P rows gives one to every partition. A pseudo-random amount rotates
+    their order in a group; otherwise a matrix whose rows fit the groups would have whole columns in one partition.
+    The elements after the last full group are split into P spans.
     """
 
     n: int
     P: int
-    longest: int = 32  # elements of a row, if there are 1024 groups then
+    longest: int = 32  # elements of a row, if that leaves 1024 groups
 
     @property
     def row(self) -> int:
-        """Elements of a row: 32, a cache line or two, if there are 32 groups then; `longest` in long vectors."""
+        """Elements of a row: 32, a cache line or two, if that leaves 32 groups; `longest` in long vectors."""
         if self.n >= 1024 * self.P * self.longest:
             return self.longest
         return max(1, min(32, self.n // (32 * self.P)))
@@ -82,19 +82,19 @@ class BlockCyclic:
         return self.n // (self.row * self.P)
 
     def lengths(self) -> list[int]:
-        """Return the number of elements of each partition."""
+        """Return the numbers of elements by partition."""
         return [self.groups * self.row + len(span) for span in self._tails()]
 
     def rows(self, p: int, device: torch.device) -> Rows:
-        """Return where the elements of partition `p` are."""
+        """Return the rows of partition `p`."""
         return _rows_of(self, device)[p]
 
     def positions(self, p: int, place: Tensor) -> Tensor:
-        """Return where the elements at `place` of partition `p` stand in the vector, in the type of `place`."""
+        """Convert places in partition `p` to positions in the vector, of the same type."""
         return kernels.locate(self.rows(p, place.device), place)
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the partition and the place in it of each `position` [k], int64."""
+        """Convert positions [k] to partitions and places in them, int64."""
         position = position.long()
         group = position // (self.row * self.P)
         p = (position // self.row - rotations(group, self.P)) % self.P
@@ -112,15 +112,15 @@ class BlockCyclic:
 
 @lru_cache(maxsize=1024)
 def _rows_of(partition: BlockCyclic, device: torch.device) -> list[Rows]:
-    """Return where the elements of each partition are."""
+    """Return the rows of all partitions."""
     starts = _starts(partition.n, partition.P, partition.row, device)
-    # A tail is no longer than a row: one more of them.
-    return [Rows(each, partition.row, length) for each, length in zip(starts, partition.lengths(), strict=True)]
+    # A tail is at most as long as a row, so it counts as one more row.
+    return [Rows(begins, partition.row, length) for begins, length in zip(starts, partition.lengths(), strict=True)]
 
 
 @lru_cache(maxsize=1024)
 def _starts(n: int, P: int, row: int, device: torch.device) -> Tensor:
-    """Return where each row of each partition begins, and its tail, int32 [P, groups + 1]."""
+    """Compute the starts of the rows and the tail, by partition, int32 [P, groups + 1]."""
     inner = n // (row * P) * row * P
     tails = torch.tensor([span.start + inner for span in spans(n - inner, P)], dtype=torch.int32, device=device)
     return torch.cat([_rows(n // (row * P), P, device) * row, tails[:, None]], dim=1)
@@ -128,20 +128,20 @@ def _starts(n: int, P: int, row: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _rows(groups: int, P: int, device: torch.device) -> Tensor:
-    """Return which row each group gives to each partition, int32 [P, groups]."""
+    """Compute the row numbers by partition and group, int32 [P, groups]."""
     group = torch.arange(groups, device=device)
     p = torch.arange(P, device=device)[:, None]
     return (group * P + (p + rotations(group, P)) % P).to(torch.int32)
 
 
 def rotations(group: Numbers, P: int) -> Numbers:
-    """Return by how much the order of P things in each group rotates: pseudo-random, the same everywhere."""
+    """Return the pseudo-random rotation, in [0, P-1], of a group; the same on all ranks."""
     return (group * 2654435761 >> 16) % P  # Knuth's multiplicative hash
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`count` elements are sent at this step; those in `known`, disjoint ascending spans, need no index."""
+    """The `count` elements that a step sends, including `known`, disjoint ascending spans that need no index."""
 
     count: int
     known: tuple[Span, ...]
@@ -152,7 +152,7 @@ class Budget:
 
     @property
     def open_count(self) -> int:
-        """How many are still to be selected."""
+        """The number of elements still to be selected."""
         return self.count - self.known_count
 
     def known_index(self, device: torch.device) -> Tensor:
@@ -162,12 +162,12 @@ class Budget:
 
 
 def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str], refresh: float, step: int) -> Budget:
-    """Return the budget at `step` for a `density` of the elements of `layout`: at least 1 element of a bucket that has any.
+    """Compute the budget of `step` for a `density` of the elements of `layout`: at least 1 element of a bucket that is not empty.
 
-    Over many steps exactly density * n a step are sent, even if that is not a whole number (but below 1).
-    Parameters whose names match `dense` are sent whole, the smallest first, as long as they take at most DENSE_SHARE of the budget.
-    A window takes the share `refresh` of the budget and cycles through the vector, so no element waits longer than 1/(refresh * density)
-    steps, and one step more for rounding.
+    Over many steps it averages exactly density * n per step, even if that is not a whole number (unless it is below 1).
+    Parameters whose names match `dense` are sent whole, the smallest first, while they take at most DENSE_SHARE of the budget.
+    A window takes the share `refresh` of the budget and cycles through the vector, so no element waits longer than
+    1/(refresh * density) + 1 steps.
     """
     n = layout[-1].span.stop
     start, stop = _share(_exact(density), n, step)
@@ -183,7 +183,7 @@ def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str]
 
 @lru_cache(maxsize=1024)
 def _exempt(layout: tuple[ParameterSpan, ...], patterns: tuple[str, ...], left: int) -> tuple[Span, ...]:
-    """Return the spans of the smallest parameters that match, as long as they have `left` elements together."""
+    """Choose the spans of the smallest matching parameters with at most `left` elements together."""
     exempt: list[Span] = []
     for entry in sorted(
         (entry for entry in layout if matches(entry.name, patterns)), key=lambda entry: len(entry.span)
@@ -197,14 +197,14 @@ def _exempt(layout: tuple[ParameterSpan, ...], patterns: tuple[str, ...], left: 
 
 @lru_cache(maxsize=1024)
 def _exact(share: float | Fraction) -> Fraction:
-    """Return the fraction that was meant: 0.01 is 1/100."""
+    """Convert a float to the fraction that the user meant: 0.01 is 1/100."""
     return Fraction(share).limit_denominator(10**9)
 
 
 def _share(share: Fraction, n: int, step: int) -> tuple[int, int]:
-    """Return where the share of step `step` starts and stops when `share` * n elements a step follow each other without gaps."""
-    each = share.numerator * n
-    return each * step // share.denominator, each * (step + 1) // share.denominator
+    """Compute start and stop of this step's part, when `share` * n elements per step follow each other without gaps."""
+    count = share.numerator * n
+    return count * step // share.denominator, count * (step + 1) // share.denominator
 
 
 def _wrapped(start: int, stop: int, n: int) -> list[Span]:
@@ -215,7 +215,7 @@ def _wrapped(start: int, stop: int, n: int) -> list[Span]:
 
 
 def _fitting(wanted: list[Span], count: int) -> tuple[Span, ...]:
-    """Return the union of `wanted`, spans merged and ascending; the last wanted are dropped while it has more than `count` elements."""
+    """Merge the spans `wanted`, ascending; drop the last ones while they have more than `count` elements."""
     while True:
         merged = _merged(wanted)
         if sum(len(span) for span in merged) <= count:
@@ -235,44 +235,44 @@ def _merged(wanted: Iterable[Span]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class Examined:
-    """The partition that this rank examines, without the positions that all ranks send anyway."""
+    """The partition that this rank examines, and the positions that all ranks send anyway."""
 
-    rows: Rows  # where its elements are
+    rows: Rows
     known: Tensor  # positions that all ranks send anyway, int32
-    taken: Tensor  # places of the known positions in it, ascending, int32
-    lengths: list[int]  # of the partition of each rank, in rank order
-    free: list[int]  # how many of these are not known
+    taken: Tensor  # places of the known positions in this partition, ascending, int32
+    lengths: list[int]  # elements of the partitions, in rank order
+    free: list[int]  # elements of the partitions that are not known, in rank order
 
     def sampled(self, stride: int, turn: int) -> Self:
-        """Return one of `stride` rows, others at each turn."""
+        """Take one of `stride` rows, a different one at every turn."""
         if stride == 1:
             return self
         rows = self.rows
         starts = rows.starts[turn % stride : rows.length // rows.row : stride].contiguous()
         return replace(self, rows=Rows(starts, rows.row, starts.numel() * rows.row))
 
-    def free_of(self, found: Sparse, count: int) -> Sparse:
-        """Return the `count` largest elements of `found` that are not known."""
+    def free_of(self, part: Sparse, count: int) -> Sparse:
+        """Select the `count` largest elements of `part` that are not known."""
         if not self.taken.numel():
-            return found
-        free = ~kernels.isin(found.index, self.taken)
-        found = Sparse(found.index[free], found.value[free], found.length)
-        if count == found.index.numel():
-            return found
-        top = kernels.top_k(found.value, count)
-        return Sparse(found.index[top.index], top.value, found.length)
+            return part
+        free = ~kernels.isin(part.index, self.taken)
+        part = Sparse(part.index[free], part.value[free], part.length)
+        if count == part.index.numel():
+            return part
+        top = kernels.top_k(part.value, count)
+        return Sparse(part.index[top.index], top.value, part.length)
 
 
 def examine(
     partition: Contiguous | BlockCyclic, allowed: Budget, rank: int, step: int, device: torch.device
 ) -> Examined:
-    """Return the partition that `rank` examines at `step`, without the positions known to all."""
+    """Return the partition that `rank` examines at `step`, and the positions known to all."""
     lengths, known = partition.lengths(), allowed.known_index(device)
     mine = rotation(rank, step, len(lengths))
     rows, free, taken = partition.rows(mine, device), lengths, known
     if known.numel():
         p, place = partition.places(known)
-        # A host sync: how much is sent depends on it.
+        # A host sync: packet sizes depend on it.
         counts: list[int] = torch.bincount(p, minlength=len(lengths)).tolist()
         free = [length - count for length, count in zip(lengths, counts, strict=True)]
         taken = place[p == mine].to(torch.int32)

@@ -1,11 +1,11 @@
-"""How many elements each partition or region sends, so that together they are the asked number of the largest.
+"""Quotas: how many elements the partitions or regions send, so that together they send about the largest elements overall.
 
-Tail sketches: every rank sends at which magnitudes its partition holds a few agreed numbers of elements, its sample points. From all
-ranks' sketches every rank finds the same common magnitude, and from it the same quotas. A sketch is free of any scale, so no threshold
-is learnt. Profiles: every partition sends equally many elements, and its boundaries move until that is the selection of one threshold.
+Tail sketches: for a few agreed counts, the sample points, every rank sends the magnitude that so many elements of its partition reach.
+From all sketches every rank computes the same common magnitude, and from it the same quotas. Sketches have no scale, so no threshold
+must adapt. Profiles: every partition sends equally many elements, and its boundaries move until one threshold would select the same.
 
-Magnitudes travel as levels: the upper bits of a float32, which order as the numbers do and are about their logarithm. Only integers and
-correctly rounded operations, so that unlike machines agree too.
+Magnitudes travel as levels: the upper bits of a float32, which have the order of the numbers and approximate their logarithm. Arithmetic
+uses only integers and correctly rounded operations, so that different machines agree.
 """
 
 import math
@@ -28,43 +28,43 @@ _FLOAT32_BITS = 31  # of a magnitude
 _OCTAVE_BITS = 23  # 2^23 levels of 31 bits between a magnitude and its double
 _TOP = 0x7F7FFFFF  # the largest finite float32
 _LARGEST: float = _FLOAT32.unpack(_WORD.pack(_TOP))[0]
-_TAIL = 2.0  # above the first sample point, twice the magnitude is taken to be reached by 2^-2 as many elements
-_UNIT = 1 << 20  # estimates are added up in parts of an element
-BLOCKS = 1024  # of a Profile, at most
-_LEAST_BLOCK = 64  # elements of a block of a Profile
-_MASS = 1 << 40  # what the masses of a profile sum up to: integers, so that all ranks cut the same on any hardware
+_TAIL = 2.0  # above the first sample point, 2^-2 as many elements are assumed to reach twice the magnitude
+_UNIT = 1 << 20  # the resolution of estimates, per element
+BLOCKS = 1024  # the most blocks of a Profile
+_LEAST_BLOCK = 64  # elements of a Profile's block
+_MASS = 1 << 40  # the total mass of a profile: integers, so that all ranks cut the same on any hardware
 _FLOOR = 8  # a profile spreads 1/8 of its mass evenly, so that no partition is longer than 8 n/P
-# Boundaries follow selections over at least this number of steps, and of elements of each partition.
+# Boundaries average at least this many steps, and this many elements per partition.
 _MEMORY_STEPS = 8
 _MEMORY_COUNT = 32
 
 
 def levels_of(magnitude: Float[Tensor, " m"], bits: int = 15) -> Int[Tensor, " m"]:
-    """Return the upper `bits` of magnitudes as float32 without sign; what exceeds float32 counts as its largest."""
+    """Convert magnitudes to levels: the upper `bits` of the float32 without its sign. Larger values count as the largest float32."""
     return magnitude.clamp(max=_LARGEST).to(torch.float32).view(torch.int32) >> (_FLOAT32_BITS - bits)
 
 
 def smallest_of(value: Float[Tensor, " k"]) -> Float[Tensor, " 1"]:
-    """Return the smallest magnitude, on the device; 0 where there are no elements."""
+    """Return the smallest magnitude, on the device; 0 for no elements."""
     return value.abs().amin(0, keepdim=True) if value.numel() else value.new_zeros(1)
 
 
 def magnitude_of(level: int, bits: int = 15) -> float:
-    """Return the smallest magnitude at a level."""
+    """Convert a level to its smallest magnitude."""
     return _FLOAT32.unpack(_WORD.pack(level << (_FLOAT32_BITS - bits)))[0]
 
 
 def relative_magnitudes(levels: Sequence[int]) -> list[int]:
-    """Return the magnitudes at `levels` of 15 bits in units of 2^-16 of the largest, rounded down; all 1 when that is 0."""
+    """Convert 15-bit levels to magnitudes in units of 2^-16 of the largest, rounded down; all 1 if the largest is 0."""
     magnitudes = [magnitude_of(level) for level in levels]
     largest = max(magnitudes)
     return [int(magnitude / largest * 65536) for magnitude in magnitudes] if largest > 0 else [1] * len(levels)
 
 
 def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) -> Int[Tensor, " points"]:
-    """Return the level that `counts[j]` elements of a partition reach or exceed, for each of the ascending counts; 0 for a count of 0.
+    """Compute the levels that `counts[j]` elements of a partition reach, for the ascending counts; 0 for a count of 0.
 
-    `largest` holds the largest elements of the partition, in any order: max(counts) of them, or all that are not zero.
+    `largest` are the largest elements of the partition, in any order: max(counts), or all that are non-zero.
     """
     magnitudes = torch.cat([largest.abs().sort(descending=True).values, largest.new_zeros(1)])
     m = largest.numel()
@@ -79,17 +79,17 @@ def quotas(
     total: int,
     bits: int = 15,
 ) -> list[int]:
-    """Return how many elements each partition sends, `total` together: as many as it holds above the level common to all.
+    """Compute how many elements the partitions send, `total` together: as many as they have above a common level.
 
-    `levels[p]` is the sketch of partition p at its sample points `counts[p]`; `limits[p]` is how many elements it has to choose
-    from. Raises ValueError when these are less than `total` together.
+    `levels[p]` is the sketch of partition p at its sample points `counts[p]`; `limits[p]` is the number of elements that it can
+    send. Raises ValueError if the limits sum to less than `total`.
     """
     tails = [
         (tuple(row), tuple(map(_logarithm, points)), limit)
         for row, points, limit in zip(levels, counts, limits, strict=True)
     ]
     octave = float(1 << (_OCTAVE_BITS - (_FLOAT32_BITS - bits)))
-    # The highest level that enough elements reach lies in [low, high): fewer reach a higher one.
+    # The highest level that enough elements reach is in [low, high).
     low, high = 0, (_TOP >> (_FLOAT32_BITS - bits)) + 1
     while high - low > 1:
         level = (low + high) // 2
@@ -102,7 +102,7 @@ def quotas(
 def _reaching(level: int, levels: tuple[int, ...], counts: tuple[float, ...], limit: int, octave: float) -> float:
     """Estimate how many elements of a partition reach a level; `octave` levels lie between a magnitude and its double.
 
-    Straight lines through the sample points, in logarithms: `counts[j]` is the logarithm of how many reach `levels[j]`, which descend.
+    Interpolates logarithms linearly: `counts[j]` is the logarithm of the number of elements that reach `levels[j]`; levels descend.
     """
     passed = 0  # sample points at or above the level
     while passed < len(levels) and levels[passed] >= level:
@@ -121,10 +121,10 @@ def _reaching(level: int, levels: tuple[int, ...], counts: tuple[float, ...], li
 
 
 def apportion(weights: Sequence[int], limits: Sequence[int], total: int) -> list[int]:
-    """Return `total` in shares proportional to `weights`, at most `limits[p]` for p; what rounding leaves goes to the largest remainders.
+    """Divide `total` in proportion to `weights`, at most `limits[p]` for p. The largest remainders are rounded up.
 
-    Of equal remainders the first are served. Where no weight is left, in proportion to the limits.
-    Raises ValueError when the limits are less than `total` together.
+    Of equal remainders the first take precedence. If no weight is left, divides in proportion to the limits.
+    Raises ValueError if the limits sum to less than `total`.
     """
     if sum(limits) < total:
         raise ValueError(f"{total} elements do not fit into {sum(limits)} free places")
@@ -144,7 +144,7 @@ def apportion(weights: Sequence[int], limits: Sequence[int], total: int) -> list
 
 
 def equal_shares(limits: Sequence[int], total: int, turn: int) -> list[int]:
-    """Return `total` in equal shares, at most `limits[p]` for p; what does not divide goes to others at each `turn`, 0, 1, ..."""
+    """Divide `total` equally, at most `limits[p]` for p; who gets the remainder rotates with `turn`, 0, 1, ..."""
     P = len(limits)
     first = turn % P
     shares = apportion([1] * P, [*limits[first:], *limits[:first]], total)
@@ -153,27 +153,27 @@ def equal_shares(limits: Sequence[int], total: int, turn: int) -> list[int]:
 
 @dataclass
 class Profile:
-    """How much of what is worth sending lies in each block of the vector, smoothed over steps; the same on every rank.
+    """The distribution of large elements over blocks of the vector, smoothed over steps; the same on every rank.
 
-    A fixed number of elements chosen in each partition says nothing about how partitions compare, so what was selected counts in
-    proportion to the smallest magnitude selected beside it: a partition whose last choice is twice as large holds about twice as much.
+    Equal counts do not tell how partitions compare. So a selected element weighs as much as the smallest magnitude selected in its
+    partition: if that is twice as large, the partition has about twice as many large elements.
     """
 
     steps: int = 0
-    mass: list[int] = field(default_factory=list)  # of each block; empty: nothing seen yet
+    mass: list[int] = field(default_factory=list)  # by block; empty: nothing observed yet
 
     def cut(self, n: int, P: int, least: int) -> list[Span]:
-        """Return P partitions of equal mass and at least `least` elements each (fewer when n < P * least). Without mass: equal lengths."""
+        """Cut P partitions of equal mass and at least `least` elements (fewer if n < P * least). Without mass: equal lengths."""
         if not self.mass or n < P:
             return list(spans(n, P))
         blocks = len(self.mass)
         edges = block_starts(n, blocks)
         ends = [0, *accumulate(self.mass)]
-        even = _MASS // (_FLOOR * blocks) + 1  # for each block
+        even = _MASS // (_FLOOR * blocks) + 1  # per block
         cuts, block = [0], 0
         for part in range(1, P):
             wanted = (ends[-1] + blocks * even) * part // P
-            # The last block before which there is at most as much as wanted.
+            # The last block whose preceding mass is at most `wanted`.
             block = bisect_right(range(blocks), wanted, lo=block, key=lambda i: ends[i] + i * even) - 1
             mass = self.mass[block] + even
             cuts.append(
@@ -182,15 +182,15 @@ class Profile:
         return [Span(start, stop) for start, stop in pairwise(_spread([*cuts, n], min(least, n // P)))]
 
     def observe(self, before: Sequence[int], counts: Sequence[int], weights: Sequence[int], memory: int) -> None:
-        """Add the elements of a step, `counts[p]` of partition p with mass `weights[p]` each; `before` is as `before_blocks` returns it.
+        """Add a step with `counts[p]` elements of mass `weights[p]` in partition p; `before` is a result of `before_blocks`.
 
-        A step `memory` steps back counts 1/e.
+        A step `memory` steps ago counts 1/e.
         """
         blocks = len(before) - 1
         total = sum(map(int.__mul__, counts, weights))
         if total == 0:
             return
-        share = [each * _MASS // total for each in _masses(before, counts, weights)]
+        share = [mass * _MASS // total for mass in _masses(before, counts, weights)]
         self.steps += 1
         rate = min(self.steps, memory)
         old = self.mass if len(self.mass) == blocks else share
@@ -198,19 +198,19 @@ class Profile:
 
 
 def before_blocks(index: Int[Tensor, " K"], n: int) -> Int[Tensor, " edges"]:
-    """Return how many of the ascending positions stand before each block of a profile of n elements, and before their end."""
+    """Count the ascending positions before every block of a profile of n elements, and before its end."""
     blocks = max(1, min(BLOCKS, n // _LEAST_BLOCK))
     return torch.searchsorted(index, _edges_on(n, blocks, index.device), out_int32=True)
 
 
 def profile_memory(count: int, P: int) -> int:
-    """Return the number of steps over which a profile is smoothed that observes `count` elements in each."""
+    """Return the number of steps that smooth a profile, if it observes `count` elements per step."""
     return max(_MEMORY_STEPS, -(-_MEMORY_COUNT * P // count))
 
 
 @lru_cache(maxsize=1024)
 def block_starts(n: int, blocks: int) -> tuple[int, ...]:
-    """Return where near-equal blocks of a vector begin, and where the last one ends."""
+    """Return the edges of near-equal blocks of a vector."""
     return (0, *(span.stop for span in spans(n, blocks)))
 
 
@@ -220,7 +220,7 @@ def _edges_on(n: int, blocks: int, device: torch.device) -> Tensor:
 
 
 def _masses(before: Sequence[int], counts: Sequence[int], weights: Sequence[int]) -> list[int]:
-    """Return the mass of each block; `before[b]` elements lie before block b."""
+    """Compute the masses by block; `before[b]` elements lie before block b."""
     masses = [0] * (len(before) - 1)
     block = start = 0
     for count, weight in zip(counts, weights, strict=True):
@@ -235,7 +235,7 @@ def _masses(before: Sequence[int], counts: Sequence[int], weights: Sequence[int]
 
 
 def _spread(cuts: list[int], least: int) -> list[int]:
-    """Return the ascending `cuts`, moved as little as it takes to leave at least `least` between neighbours; the outer ones stay."""
+    """Move the ascending `cuts`, except the first and last, so that neighbours are at least `least` apart."""
     cuts = list(cuts)
     for i in range(1, len(cuts) - 1):
         cuts[i] = max(cuts[i], cuts[i - 1] + least)
@@ -245,7 +245,7 @@ def _spread(cuts: list[int], least: int) -> list[int]:
 
 
 def _filled(given: list[int], wanted: Mapping[int, tuple[int, int]], total: int) -> list[int]:
-    """Return `given` with the fractions `wanted` filled in, rounded so that they sum to `total`."""
+    """Fill the fractions `wanted` into `given`, rounded so that they sum to `total`."""
     for p, (numerator, whole) in wanted.items():
         given[p] = numerator // whole
     left = total - sum(given[p] for p in wanted)
@@ -255,7 +255,7 @@ def _filled(given: list[int], wanted: Mapping[int, tuple[int, int]], total: int)
 
 
 def _logarithm(count: int) -> float:
-    """Return the logarithm to base 2, by a straight line between powers of two: exact arithmetic, unlike log. -127 for 0."""
+    """Compute log2 by linear interpolation between powers of two, in exact arithmetic, unlike log; -127 for 0."""
     if not count:
         return -127.0
     mantissa, exponent = math.frexp(count)
@@ -263,7 +263,7 @@ def _logarithm(count: int) -> float:
 
 
 def _exponential(logarithm: float) -> float:
-    """Return the inverse of `_logarithm`."""
+    """Invert `_logarithm`."""
     logarithm = max(-127.0, min(127.0, logarithm))
     exponent = math.floor(logarithm)
     return math.ldexp(1.0 + (logarithm - exponent), exponent)

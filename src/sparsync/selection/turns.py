@@ -1,4 +1,4 @@
-"""Turns: which elements take part in a step where all ranks send the same ones, so that all of them have had a turn after some steps."""
+"""Turns: a rotation of parts of a vector, for steps in which all ranks send the same elements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from sparsync.selection.exclusive import BlockCyclic, rotations
 
 @dataclass(frozen=True)
 class Turn:
-    """The elements of one turn: rows of each rank's region, and perhaps its tail. Taken, those of a region are adjacent, in rank order.
+    """The elements of one turn: rows of every rank's region, and perhaps its tail. `of` puts them in the order of the ranks.
 
     The parts of the regions are as long as `spans(length, P)`.
     """
 
     n: int
     row: int
-    numbers: Tensor  # int64 [P, rows], which rows of the vector
-    tails: Sequence[Span]  # of each region, adjacent at the end of the vector; all of them empty, or those of this turn
+    numbers: Tensor  # int64 [P, rows], numbers of rows of the vector
+    tails: Sequence[Span]  # by region, adjacent at the end of the vector; all empty in other turns
 
     @property
     def length(self) -> int:
@@ -28,11 +28,11 @@ class Turn:
         return self.numbers.numel() * self.row + sum(map(len, self.tails))
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the elements of `x` [n] in this turn, [K], copied."""
+        """Copy the elements of `x` [n] in this turn, [K]."""
         rows = self._rows(x).index_select(0, self.numbers.view(-1)).view(len(self.tails), self._whole)
         if not any(map(len, self.tails)):
             return rows.view(-1)
-        return torch.cat([part for own, tail in zip(rows, self.tails, strict=True) for part in (own, tail.of(x))])
+        return torch.cat([part for region, tail in zip(rows, self.tails, strict=True) for part in (region, tail.of(x))])
 
     def put_(self, x: Tensor, value: Tensor) -> None:
         """Write `value` [K] to the elements of `x` [n] in this turn: the inverse of `of`."""
@@ -45,7 +45,7 @@ class Turn:
 
     @property
     def _whole(self) -> int:
-        """How many elements of a region are in rows."""
+        """The number of a region's elements in rows."""
         return self.numbers.shape[1] * self.row
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -54,12 +54,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of a vector of n elements on P ranks, at most `every`: each element is in one of them.
+    """A partition of a vector of n elements on P ranks into at most `every` turns.
 
-    The regions of the ranks are block-cyclic. A group of adjacent rows, one of each region, has its turn together, so that owners have
-    equally much to do and an element keeps its owner. The order of turns rotates by a pseudo-random amount, or a matrix whose rows fit
-    them would have whole columns in one turn. So it does from round to round of steps, or a bucket that is reduced in every second step
-    would have the same turns again and again. An element waits for its turn at most 2 `count` - 1 steps.
+    The regions of the ranks are block-cyclic. The adjacent rows of a group, one per region, have the same turn, so that owners have
+    equal load and an element keeps its owner. The order of turns rotates by a pseudo-random amount from group to group; otherwise a matrix
+    whose rows fit them would have whole columns in one turn. It also rotates from round to round of steps; otherwise a bucket that is
+    reduced in every second step would repeat the same turns. An element waits for its turn at most 2 `count` - 1 steps.
     """
 
     n: int
@@ -68,20 +68,20 @@ class Turns:
 
     @property
     def regions(self) -> BlockCyclic:
-        """The region of each rank: whole rows, and a tail that is shorter, or empty."""
+        """The regions of the ranks: whole rows, and a shorter or empty tail."""
         return BlockCyclic(self.n, self.P, 256)
 
     @property
     def count(self) -> int:
-        """The number of turns: `every`, or fewer if there is not a row of each region for each turn."""
+        """The number of turns: `every`, or fewer if the regions have fewer rows than that."""
         return max(1, min(self.every, self.regions.groups))
 
     def number(self, step: int) -> int:
-        """Return which turn it is at `step`."""
+        """Return the number of the turn at `step`."""
         return (step + rotations(step // self.count, self.count)) % self.count
 
     def length(self, step: int) -> int:
-        """Return K, the number of elements whose turn it is at `step`: at least one where there are any."""
+        """Return K, the number of elements of the turn at `step`: at least 1 unless the vector is empty."""
         regions, count, number = self.regions, self.count, self.number(step)
         # The tails count as one more group.
         rounds, place = divmod(regions.groups, count)
@@ -91,7 +91,7 @@ class Turns:
         return groups * regions.row * self.P + tails * ((first + place) % count == number)
 
     def at(self, number: int, device: torch.device) -> Turn:
-        """Return the elements of a turn."""
+        """Build a turn by its number."""
         regions, count = self.regions, self.count
         rounds = torch.arange(regions.groups // count + 1, device=device)
         groups = rounds * count + (number - rotations(rounds, count)) % count
