@@ -1,4 +1,4 @@
-"""Makes the figures of the pages, from the clone of the repository: `python -m studies --help`."""
+"""Make the figures of the pages, from a clone of the repository: `python -m studies --help`."""
 
 import argparse
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser for the name of a study, which parses its own options."""
+    """Build a parser for the name of a study, which parses its own options."""
     about = "\n".join(f"  {name:13}{what}" for name, what in PARTS.items())
     made = argparse.ArgumentParser(
         "python -m studies",

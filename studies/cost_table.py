@@ -1,9 +1,9 @@
-"""Rewrites the table of costs in docs/traffic.md: what each scheme sends, counted in this process.
+"""Rewrite the table of costs in docs/traffic.md: what each scheme sends, counted in this process.
 
     .venv/bin/python -m studies cost_table [--print]
 
-Every scheme of the registry, as published and with our settings, reduces a few steps of drawn gradients on 4 and 16 ranks of a
-LocalWorld. Takes half a minute.
+Every scheme of the registry, as published and with our settings, reduces drawn gradients for a few steps on 4 and 16 ranks of a LocalWorld.
+Takes half a minute.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ PAGE, PART = "docs/traffic.md", "costs"
 RANKS = (4, 16)
 ELEMENTS = 50_000
 DENSITY = 0.01
-STEPS = 4  # the first is not in the means
-# Warm-ups of one step: what they send stands in the text.
+STEPS = 4  # the first is left out of the means
+# Warm-ups take one step: the text states what they send.
 SCHEMES = (
     "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,in_turn,skip_reduce,"
     "auto_protect:observe_steps=1,exact_micro,exact_micro:values=int4,micro,exact_exdyna,exact_exdyna:values=int4,exdyna,exact_oktopk,"
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def table(ranks: Sequence[int] = RANKS) -> str:
-    """Return the table as Markdown; each cell has a figure for each number of ranks."""
+    """Format the table as Markdown; each cell has a figure per number of ranks."""
     heads = ["scheme", "rounds", "kB", "K", "words / K"]
     rows = list[list[str]]()
     for choice in parse_schemes(SCHEMES, DENSITY):
@@ -48,7 +48,7 @@ def table(ranks: Sequence[int] = RANKS) -> str:
 
 
 def counted(choice: SchemeChoice, P: int) -> tuple[float, float, float, float]:
-    """Return rounds, kilobytes, K and words over K of `choice` on P ranks: means over ranks and steps."""
+    """Count rounds, kilobytes, K and words over K of `choice` on P ranks, averaged over ranks and steps."""
     stream = Synthetic(P, ELEMENTS)
     observed = Observed(choice, P, stream.layout)
     seen = [observed.reduce(step, stream.gradients(step)) for step in range(STEPS)][1:]
@@ -58,5 +58,5 @@ def counted(choice: SchemeChoice, P: int) -> tuple[float, float, float, float]:
 
 
 def _shown(number: float) -> str:
-    """Return whole numbers as they are, others with 3 significant digits."""
+    """Format whole numbers without decimals, others with 3 significant digits."""
     return f"{number:.0f}" if number == int(number) else significant(number, 3)

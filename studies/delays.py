@@ -1,13 +1,13 @@
-"""Counts the one-way delays that a training step waits for: its time over links with a delay, divided by that delay.
+"""Count the one-way delays that a training step waits for: its time over links with a delay, divided by that delay.
 
     .venv/bin/python -m studies delays [--delay 25ms] [--only two_shot,topk] [--rounds 5] [--out build/delays]
 
-A model that hardly computes, of one bucket of --elements or of 8 such buckets that are not joined, trained with each method as a user
-attaches it. The methods take turns, in changing order: a few steps with exchange, then as many of the same model without. `delays` is the
-median step over the links, less the median step without exchange, divided by the one-way delay. Work of the scheme itself stays in it: a
-millisecond is 0.04 delays of 25 ms. `model` is what `sparsync_lab.predict` counts. Needs root or a user namespace, and a C compiler.
+A model that hardly computes, with one bucket of --elements or 8 such buckets that are not joined, is trained with each method as a user
+attaches it. The methods take turns, in changing order: a few steps with exchange, then the same number without. `delays` is the median step
+over the links, minus the median step without exchange, divided by the one-way delay. The scheme's processing is included: a millisecond is
+0.04 delays of 25 ms. `model` is the count of `sparsync_lab.predict`. Needs root or a user namespace, and a C compiler.
 
-Writes delays.json and delays.md. Every method at 25 ms in 5 rounds takes some 7 minutes, at 100 ms four times as long.
+Writes delays.json and delays.md. All methods at 25 ms in 5 rounds take about 7 minutes, at 100 ms four times as long.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from studies import parts
 from studies.bench import frame
 from studies.bench.frame import TIMEOUT_S, Row
 
-BUCKETS = 8  # of the cases of several buckets
-ROWS = 100  # of the matrix that is a bucket, which powersgd needs
-WARMUP = 3  # rounds: with 4 steps each, more than the first 8 steps of AdamW, which all measure its ratio
-STEPS_AT_ONCE = 3  # of one turn of a case, after one that does not count: ranks leave a barrier at different times
+BUCKETS = 8  # in the cases of several buckets
+ROWS = 100  # of the matrix in a bucket, which powersgd needs
+WARMUP = 3  # rounds: with 4 steps each, more than AdamW's first 8 steps, which all measure the ratio
+STEPS_AT_ONCE = 3  # per turn of a case, after one that does not count: ranks leave a barrier at different times
 TWO_SHOT = "two_shot:density=0.05:values=int4"
-# Names of the cases, and the schemes behind them; those of gradients are attached to a DistributedDataParallel.
+# Cases and their schemes; schemes that reduce gradients are attached to a DistributedDataParallel.
 GRADIENTS = {
     "dense": "dense",
     "bf16": "bf16",
@@ -71,7 +71,7 @@ CASES = (*OWN, *GRADIENTS, *EXCHANGES, *SEVERAL)
 
 
 class Matrices(nn.Module):
-    """Matrices of equal size whose gradients are given numbers, at next to no cost."""
+    """Matrices of equal size whose gradients are given numbers, at almost no cost."""
 
     def __init__(self, count: int, elements: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Matrices(nn.Module):
         self.gradients = [torch.randn(ROWS, elements // ROWS, generator=source) for _ in range(count)]
 
     def forward(self) -> Tensor:
-        """Return a loss whose gradient is `gradients`."""
+        """Compute a loss whose gradient is `gradients`."""
         return torch.stack([(part * grad).sum() for part, grad in zip(self.parts, self.gradients, strict=True)]).sum()
 
 
@@ -129,10 +129,10 @@ def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: 
 
 
 def predicted(name: str, elements: int, P: int) -> float:
-    """Return how many one-way delays the model counts for a step of this case: buckets of ours all wait at the same time."""
+    """Count the one-way delays that the model predicts for a step: all our buckets wait concurrently."""
     buckets, name = (BUCKETS, SEVERAL[name]) if name in SEVERAL else (1, name)
     if name in OWN:
-        # Gloo posts the receives of its ring when a round begins, and has two threads for operations.
+        # Gloo posts the receives of its ring at the start of a round, and has two threads for operations.
         return 2 * 2 * (P - 1) * max(1.0, buckets / 2)
     if name == "powersgd":
         return 4.0  # the means of two factors, two rounds each
@@ -172,7 +172,7 @@ def _row(found: Row, delay: Delay, options: argparse.Namespace) -> Row:
 
 
 def _table(rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """Return the medians as Markdown: milliseconds of a step, and its delays."""
+    """Format the medians as Markdown: milliseconds per step, and its delays."""
     heads = ["method", "compute, ms", f"{options.delay}: step, ms", "delays", "model"]
     cells = [
         [
@@ -189,7 +189,7 @@ def _table(rows: Sequence[Row], options: argparse.Namespace) -> str:
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    """Return the seconds of a step, a mean over several steps and over ranks."""
+    """Time a step in seconds, averaged over several steps and over ranks."""
     dist.barrier()
     step()
     began = time.perf_counter()
@@ -212,7 +212,7 @@ def _case(name: str, elements: int) -> DelayCase:
     if name in EXCHANGES:
         return _exchanging(name, elements)
     buckets, method = (BUCKETS, SEVERAL[name]) if name in SEVERAL else (1, name)
-    # DDP closes a bucket once it holds as much as this.
+    # DDP closes a bucket once it holds this much.
     model = DistributedDataParallel(Matrices(buckets, elements), bucket_cap_mb=elements * 4 / 2**20)
     handle = None
     if method != "ddp":
@@ -234,7 +234,7 @@ def _summed(gradient: Tensor) -> None:
 
 
 def _exchanging(name: str, elements: int) -> DelayCase:
-    """Return the case of a bare model whose steps of AdamW are exchanged, or its weights after every step."""
+    """Make the case of a bare model that exchanges AdamW's steps, or its weights after every step."""
 
     def trained(model: Matrices, optimizer: AdamW) -> Callable[[], None]:
         def step() -> None:

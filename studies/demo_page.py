@@ -1,8 +1,8 @@
-"""Runs the demo, its transformer with three seeds, and writes the picture, caption, table and command of each half into two pages.
+"""Run the demo, its transformer with three seeds, and write each half's picture, caption, table and command into two pages.
 
     .venv/bin/python -m studies demo_page [FOLDER]
 
-Halves that are in FOLDER, build/demo_page by default, are not run again. The pictures go to docs/.
+Halves that exist in FOLDER, build/demo_page by default, are not repeated. The pictures go to docs/.
 """
 
 import json
@@ -24,13 +24,13 @@ from sparsync_lab.report.tables import reached
 from sparsync_lab.terminal import Table, markdown
 from studies import parts
 
-PAGES = {"gpt": "README.md", "lstm": "docs/schemes.md"}  # of each half
-# The transformer's short trainings scatter.
+PAGES = {"gpt": "README.md", "lstm": "docs/schemes.md"}  # by half
+# The transformer's short trainings vary.
 HALVES = [
     replace(half, arguments=half.arguments.replace("--seed 0", "--seeds 0,1,2" if half.folder == "gpt" else "--seed 0"))
     for half in DEMO
 ]
-LESS = ("sent in\na step", "bits on\nthe inter-\nface")  # columns that these leave out
+LESS = ("sent in\na step", "bits on\nthe inter-\nface")  # columns left out
 
 
 def main(argv: Sequence[str]) -> None:
@@ -57,7 +57,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def without(shown: Table, heads: Sequence[str]) -> Table:
-    """Return the table without these columns."""
     kept = [i for i, head in enumerate(shown.heads) if head not in heads]
     rows = tuple(tuple(row[i] for i in kept) for row in shown.rows)
     return Table(shown.title, tuple(shown.heads[i] for i in kept), rows)

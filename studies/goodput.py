@@ -1,15 +1,15 @@
-"""Trains while ranks are killed and others join, and measures the cost: samples per second, pauses, and the loss at the end.
+"""Train while ranks are killed and others join, and measure the cost: samples per second, pauses, and the final loss.
 
     python -m studies goodput [--seconds 180] [--every 60] [--link 100mbit] [--out build/goodput] [--print]
     python -m studies goodput --quality [--seeds 0,1,2] [--steps 800] [--kills 10] [--out build/goodput]
     python -m studies goodput --joiner [--option width=384 --option layers=6] [--out build/goodput]
 
-The first form trains the gpt job over links with a rate and a delay, each rank and the store in a separate network namespace:
-without `sparsync_elastic`; with it, undisturbed; with it, a random rank killed every --every seconds and a new one started; and under
-torchrun, which after the same kills starts all ranks again from the last checkpoint, one every --checkpoint-every steps. Goodput is the
-samples of the steps that are in the weights at the end, a second, over those of the undisturbed run. --quality compares the perplexity
-after --kills kills and joins with an undisturbed run of each seed; there links do not matter, and ranks talk over loopback. --joiner lets
-one rank join a model of the given size over the links. Needs root or a user namespace, and a C compiler, except for --quality.
+The first form trains the gpt job over links with a rate and a delay, with each rank and the store in its own network namespace: without
+`sparsync_elastic`; with it, undisturbed; with it, a random rank killed every --every seconds and a new one started; and under torchrun,
+which after the same kills restarts all ranks from the last checkpoint, saved every --checkpoint-every steps. Goodput is the rate of samples
+whose steps are in the final weights, relative to the undisturbed run. --quality compares the perplexity after --kills kills and joins with
+an undisturbed run of each seed; links do not matter there, so ranks use loopback. --joiner lets one rank join a model of the given size
+over the links. Needs root or a user namespace, and a C compiler, except for --quality.
 """
 
 import argparse
@@ -54,7 +54,7 @@ MODES = {
 }
 UNDER_TORCHRUN, KILLED = ("plain", "torchrun"), ("killed", "torchrun")
 ENDLESS = 10**6  # steps
-Spec = Mapping[str, Any]  # Any: JSON; what a rank is to do
+Spec = Mapping[str, Any]  # Any: JSON; a rank's work
 
 
 def main(argv: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ class Ranks:
 
     def __init__(self, net: RunNetwork, places: int, folder: Path, spec: Spec) -> None:
         self.folder, self.all, self.places = folder, list[Worker](), dict[int, Worker]()
-        # The program that delays packets is this process's.
+        # The program that delays packets belongs to this process.
         self._net, self._port = replace(net, forwarder=None), free_port()
         self._spec = {**spec, "places": places, "address": f"{net.address(places)}:{self._port}"}
         store = Worker(self._seat(places), serve, self._port)
@@ -101,7 +101,6 @@ class Ranks:
         await_all(lambda: b"serving" in _content(store.seat.path("output")), time.monotonic() + START_S)
 
     def start(self, place: int) -> Worker:
-        """Start a rank at a place."""
         target = _agent if self._spec["mode"] in UNDER_TORCHRUN else _member
         self.places[place] = Worker(self._seat(place), target, self._spec)
         self.all.append(self.places[place])
@@ -111,7 +110,7 @@ class Ranks:
         return Seat(len(self.all), place, self.folder, self._net)
 
     def kill(self, place: int) -> None:
-        """Kill a rank; under torchrun the worker, not its agent."""
+        """Kill a rank; under torchrun kill the worker, not its agent."""
         killed = self.places[place]
         if self._spec["mode"] in UNDER_TORCHRUN:
             _kill(descendants_of(killed.process.pid))
@@ -119,17 +118,16 @@ class Ranks:
             killed.stop()
 
     def stop(self) -> None:
-        """Kill everything."""
         workers = [pid for each in self.all if each.alive for pid in descendants_of(each.process.pid)]
         stop(self.all)
         _kill(workers)
 
     def told(self) -> list[Entry]:
-        """Return the lines of all ranks, by time."""
+        """Collect the records of all ranks, by time."""
         return sorted((entry for each in self.all for entry in each.entries), key=lambda entry: entry["t"])
 
     def step(self) -> int:
-        """Return the furthest step. Raises RuntimeError where a rank has failed."""
+        """Find the furthest step. Raises RuntimeError if a rank has failed."""
         for place, each in self.places.items():
             if (status := each.process.exitcode) is not None and status > 0:
                 raise RuntimeError(f"the rank at place {place} ended with {status}; see the outputs in {self.folder}")
@@ -194,7 +192,7 @@ def _goodput(given: argparse.Namespace) -> str:
 
 
 def _trained(given: argparse.Namespace, mode: str) -> dict[str, float]:
-    """Train one kind of run, and return its figures for the given seconds after its first steps."""
+    """Train in one mode, and compute its figures for the given seconds after its first steps."""
     chance = random.Random(0)
     spec = {"mode": mode, "until": ENDLESS, "checkpoint": str(given.out / mode), "every": given.checkpoint_every}
     with _started(given, mode, spec) as ranks:
@@ -215,7 +213,7 @@ def _trained(given: argparse.Namespace, mode: str) -> dict[str, float]:
             time.sleep(0.05)
         seconds = time.monotonic() - began
         steps = [each for each in ranks.told() if began <= each["t"] and "samples" in each]
-    last = {each["step"]: each for each in steps}  # as they are in the weights at the end
+    last = {each["step"]: each for each in steps}  # those in the final weights
     applied = sorted(each["t"] for each in last.values())
     between = [after - before for before, after in pairwise(applied)]
     return {
@@ -245,7 +243,7 @@ def _quality(given: argparse.Namespace) -> str:
 
 
 def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, float]:
-    """Return the perplexity at the end of a run in which this many ranks were killed and as many joined."""
+    """Compute the final perplexity of a run in which `kills` ranks were killed and as many joined."""
     chance, spec = random.Random(seed), {"mode": "killed", "until": given.steps, "seed": seed}
     with _started(given, f"quality-{seed}-{kills}", spec, linked=False) as ranks:
         for place in range(given.ranks):
@@ -273,7 +271,7 @@ def _joiner(given: argparse.Namespace) -> str:
 
 
 def _joined(given: argparse.Namespace, background: bool) -> dict[str, str]:
-    """Let a rank join, and return its figures."""
+    """Let a rank join, and compute its figures."""
     spec = {"mode": "killed", "until": ENDLESS, "first": given.ranks - 1, "background": background}
     with _started(given, f"joiner-{background}", spec) as ranks:
         for place in range(given.ranks - 1):
@@ -307,8 +305,6 @@ def _job(options: Sequence[str]) -> Any:  # Any: of the gpt job, which has a bat
 
 
 class Training:
-    """The training of one rank."""
-
     def __init__(self, spec: Spec) -> None:
         self.spec, self.job = spec, _job(spec["options"])
         self.model = self.job.model(spec["seed"])
@@ -316,7 +312,7 @@ class Training:
         self.handle: Any = None  # Any: AdamWSteps
 
     def step(self, step: int, rank: int, ranks: int, tell: Tell) -> None:
-        """Take a step, and tell of it and of what this rank has sent; `ranks` may be fewer than there are places."""
+        """Take a step, and report it and this rank's traffic; there may be fewer `ranks` than places."""
         self.optimizer.zero_grad()
         batch = self.job.batch(self.spec["seed"], step, rank % self.spec["places"], self.spec["places"])
         self.job.loss(self.model, batch).backward()

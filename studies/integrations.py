@@ -1,6 +1,6 @@
-"""Rewrites the table "What works where" of docs/what_works.md: `python -m studies integrations`.
+"""Rewrite the table "What works where" of docs/what_works.md: `python -m studies integrations`.
 
-Fails, and writes nothing, where a cell neither works nor is refused.
+Fails, and writes nothing, if a cell neither works nor is refused.
 """
 
 import sys

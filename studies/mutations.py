@@ -1,10 +1,10 @@
-"""Puts small faults into the library, each with quick tests, one of which must fail.
+"""Put small faults into the library, each with quick tests of which one must fail.
 
     .venv/bin/python -m studies mutations [NAME ...] [--whole]
 
-Run it before and after a change that takes tests away. Mutations are data (`mutations.toml`): a file of the package, a text that occurs in
-it once, what stands in its place, and tests. Each is applied to a copy of the package, never to the sources. First the tests must pass on
-a copy without a mutation. Exit status 1 unless all mutations are caught.
+Run it before and after a change that removes tests. Mutations are data (`mutations.toml`): a file of the package, a text that occurs in it
+once, its replacement, and tests. Each is applied to a copy of the package, never to the sources. First the tests must pass on an unchanged
+copy. Exit status 1 unless all mutations are caught.
 """
 
 import os
@@ -34,14 +34,14 @@ class Mutation:
     """A fault in one file of a package."""
 
     name: str
-    file: str  # from the folder of the package
-    old: str  # occurs there once
+    file: str  # relative to the package's folder
+    old: str  # occurs once in the file
     new: str
-    tests: tuple[str, ...]  # node ids; at least one of them fails
+    tests: tuple[str, ...]  # node ids, at least one of which must fail
     package: str = "sparsync"
 
     def applied_to(self, source: str) -> str:
-        """Return the source of the file with the mutation. Raises ValueError where the old text does not occur once."""
+        """Apply the mutation to the file's source. Raises ValueError unless the old text occurs once."""
         if (found := source.count(self.old)) != 1:
             raise ValueError(
                 f"the old text of {self.name!r} must occur once in {self.file}, got {found} times; "
@@ -51,7 +51,6 @@ class Mutation:
 
 
 def mutations() -> list[Mutation]:
-    """Return all mutations."""
     rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["mutation"]
     return [Mutation(**{**row, "tests": tuple(row["tests"])}) for row in rows]
 
@@ -89,7 +88,7 @@ def told(mutation: Mutation, result: str, by: str) -> str:
 
 
 def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
-    """Apply a mutation to a copy of `unchanged`, run its tests, and return the result with the tests that fail or the error."""
+    """Run a mutation's tests on a mutated copy of `unchanged`; returns the result, with the failing tests or the error."""
     folder = unchanged.with_name(mutation.name)
     shutil.copytree(unchanged, folder)
     file = folder / mutation.package / mutation.file
@@ -98,7 +97,7 @@ def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
     except (ValueError, OSError) as error:
         return DOES_NOT_APPLY, f"    {error}"
     status, output = run(folder, ["tests"] if whole else ["-x", *mutation.tests])
-    if status > 1:  # of pytest: interrupted, a test that is not there, none that is quick
+    if status > 1:  # pytest was interrupted, or a test is missing or not quick
         return DO_NOT_RUN, output
     failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
     return (CAUGHT if status else NOT_CAUGHT), "\n".join(f"    {each}" for each in failed)

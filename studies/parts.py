@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def options(name: str, about: str | None, writes: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a study; one that `writes` a part of a page can print it."""
+    """Build the parser of a study; one that `writes` a part of a page can print it instead."""
     parser = argparse.ArgumentParser(
         prog=f"python -m studies {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -22,7 +22,7 @@ def options(name: str, about: str | None, writes: bool = True) -> argparse.Argum
 
 
 def put(page: str, part: str, content: str, only_print: bool = False) -> None:
-    """Write `content` as a part of the page at a path from the root of the repository, or print it."""
+    """Write `content` as a part of the page, whose path is relative to the repository's root, or print it."""
     if only_print:
         print(content)
     else:
@@ -30,10 +30,10 @@ def put(page: str, part: str, content: str, only_print: bool = False) -> None:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Format a table in Markdown."""
     return "\n".join(map(line, [heads, ["---"] * len(heads), *rows]))
 
 
 def line(cells: Sequence[str]) -> str:
-    """Return one line of a table."""
+    """Format one line of a table."""
     return f"| {' | '.join(cells)} |"

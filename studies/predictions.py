@@ -1,13 +1,13 @@
-"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/advise.md.
+"""Predict the steps of trainings over rate-limited links from probes, measure them, and write docs/advise.md.
 
     python -m studies predictions probe --out build/predictions      # 9 minutes, another day or hour than the runs
     python -m studies predictions measure --out build/predictions    # half an hour
     python -m studies predictions table --out build/predictions
 
-What lies in the folder is not measured again, and what was interrupted is. `probe` runs `sparsync probe` for each number of ranks and
+Existing measurements in the folder are kept; interrupted ones are repeated. `probe` runs `sparsync probe` for each number of ranks and
 link, and for each job with the buckets of `compare`. `measure` runs `python -m studies bench overlap` in cells of (ranks, link, megabytes,
-buckets), drawn by a seed, and `sparsync compare` with two jobs. Predictions use the probe and the closed forms, and of what was measured
-only how long the backward passes of sleeping layers were.
+buckets), drawn by a seed, and `sparsync compare` with two jobs. Predictions use the probe and the closed forms, and from the measurements
+only the backward time of sleeping layers.
 """
 
 import json
@@ -32,7 +32,7 @@ PAGE, PART = "docs/advise.md", "predictions"
 RANKS, LINKS = (2, 4, 8), ("50mbit", "200mbit", "1gbit")
 MBYTES, BUCKETS = (1.0, 4.0, 25.0), (1, 4, 16)
 CELLS, SEED = 27, 0
-LONGEST_S = 1.2  # of a dense reduction in a cell: its many repetitions take minutes otherwise
+LONGEST_S = 1.2  # for a dense reduction in a cell, whose many repetitions would otherwise take minutes
 BACKWARD_S = 0.1
 ROUNDS = 4
 SCHEMES = (
@@ -45,13 +45,11 @@ JOB_SCHEMES = (
 )
 JOB_LINKS = ("100mbit", "1gbit")
 JOB_RANKS, JOB_STEPS = 4, 24
-DIFFERENT = 0.10  # orders and verdicts are judged where measured times differ by more
+DIFFERENT = 0.10  # orders and verdicts are judged if measured times differ by more
 
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """One method in one place, predicted and measured."""
-
     place: str
     ranks: int
     label: str
@@ -77,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def cells() -> list[tuple[int, str, float, int]]:
-    """Return the drawn cells: ranks, link, megabytes and buckets. Every number of ranks and every link has equally many."""
+    """Draw the cells: ranks, link, megabytes and buckets, with equally many per number of ranks and per link."""
     chosen: list[tuple[int, str, float, int]] = []
     draw = random.Random(SEED)
     for P, link in product(RANKS, LINKS):
@@ -91,16 +89,15 @@ def cells() -> list[tuple[int, str, float, int]]:
 
 
 def probe_all(out: Path) -> None:
-    """Probe every group; those of the jobs with the timeline of each."""
+    """Probe every group; the jobs' groups with each job's timeline."""
     for P, link in product(RANKS, LINKS):
         _run(_probe(out, P, link), "probe", "--ranks", str(P), "--link", link)
     for job, link in product(JOBS, JOB_LINKS):
         what = ("probe", "--ranks", str(JOB_RANKS), "--link", link, "--workload", job)
-        _run(_probe(out, JOB_RANKS, link, job), *what, "--bucket-mb", "25")  # as `compare` has them
+        _run(_probe(out, JOB_RANKS, link, job), *what, "--bucket-mb", "25")  # as in `compare`
 
 
 def measure_all(out: Path) -> None:
-    """Measure every cell and every job."""
     for cell in cells():
         P, link, mbytes, buckets = cell
         size = ("--mbytes", str(mbytes), "--buckets", str(buckets), "--backward-s", str(BACKWARD_S))
@@ -112,7 +109,7 @@ def measure_all(out: Path) -> None:
 
 
 def rows_of(out: Path) -> list[PredictionRow]:
-    """Return every method in every place that was probed and measured."""
+    """List every method in every place that was probed and measured."""
     rows: list[PredictionRow] = []
     for cell in cells():
         P, link, mbytes, buckets = cell
@@ -142,7 +139,7 @@ def rows_of(out: Path) -> list[PredictionRow]:
 
 
 def page(out: Path) -> str:
-    """Return the part of the page. Exits where there is nothing for it."""
+    """Format the part of the page. Exits if there is nothing to show."""
     rows = rows_of(out)
     if not rows:
         raise SystemExit(f"{out} has nothing that was both probed and measured; run `probe` and `measure` first")
@@ -167,7 +164,7 @@ def page(out: Path) -> str:
 
 
 def _overlap(choice: SchemeChoice, probe: Probe, mbytes: float, buckets: int, backward_s: float) -> float:
-    """Return the predicted step of the benchmark's model; its own backward time, which the machine decides, is given."""
+    """Predict a step of the benchmark's model, given its measured backward time."""
     width = round((mbytes * 1e6 / 4 / buckets) ** 0.5)
     ready = tuple(ReadyBucket(width * width, backward_s * (i + 1) / buckets) for i in range(buckets))
     backward = Backward("layers that sleep", 0.0, backward_s, 0.0, ready)
@@ -176,7 +173,7 @@ def _overlap(choice: SchemeChoice, probe: Probe, mbytes: float, buckets: int, ba
 
 
 def _order(by_place: Iterable[Sequence[PredictionRow]]) -> tuple[int, int]:
-    """Return how many pairs are in the right order, and how many there are."""
+    """Count the pairs in the right order, and all pairs."""
     pairs = [
         (one, other)
         for rows in by_place
@@ -209,8 +206,8 @@ def _run(path: Path, *arguments: str, flag: str = "--out") -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")  # what is interrupted is measured again
-    shutil.rmtree(part, ignore_errors=True)  # where it is a folder, to which `compare` would append
+    part = path.with_name(f"{path.name}.part")  # an interrupted measurement is repeated
+    shutil.rmtree(part, ignore_errors=True)  # `compare` would append to an existing folder
     _command(*arguments, flag, str(part))
     part.rename(path)
 

@@ -1,7 +1,7 @@
-"""Predicts published figures from the parameters that their sources give, and writes the page that compares them.
+"""Predict published figures from parameters given in their sources, and write the page that compares them.
 
-Rows are data (`published.toml`): a model of this file, its inputs with their source, and the published figure. A row that fixes an unknown
-of its set-up is a calibration and is not counted; a row whose source says too little to predict it is listed with what is missing.
+Rows are data (`published.toml`): a model of this file, its inputs with their source, and the published figure. A row that determines an
+unknown of its set-up is a calibration and does not count; a row whose source lacks inputs is listed with what is missing.
 """
 
 import json
@@ -19,8 +19,8 @@ from sparsync_lab.simulate.command import write
 from sparsync_lab.toml import tomllib
 from studies import parts
 
-GOAL = 0.15  # of the published figure: how far off a prediction may be
-LISTED = 0.4  # rows that are farther off have a line on the page
+GOAL = 0.15  # largest acceptable error, relative to the published figure
+LISTED = 0.4  # rows with larger errors have a line on the page
 MARK = "<!-- generated: python -m studies published --page docs/published.md -->"
 Number = int | float
 WORD = 4  # bytes of a position or a float32 value
@@ -28,7 +28,7 @@ WORD = 4  # bytes of a position or a float32 value
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A published figure and its prediction. `predicted` is None where the source says too little."""
+    """A published figure and its prediction. `predicted` is None if the source lacks inputs."""
 
     name: str
     what: str
@@ -41,11 +41,11 @@ class PublishedRow:
     inputs: Mapping[str, Any] = field(default_factory=dict)  # Any: numbers, and names of links
     inputs_source: str = ""
     added: bool = False  # after the first comparison
-    why: str = ""  # of a miss, of what is missing, or of what is not counted
+    why: str = ""  # cause of a miss, missing inputs, or reason not to count
 
     @property
     def error(self) -> float | None:
-        """By which share the prediction is above the published figure."""
+        """Relative error of the prediction; positive if it exceeds the published figure."""
         if self.predicted is None or not self.published:
             return None
         return self.predicted / self.published - 1
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:
-    """Return all rows, predicted, in the order of the file, and the assumptions that they share."""
+    """Predict all rows, in file order; also returns their common assumptions."""
     content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     classes = {name: LinkClass(**each) for name, each in content["links"].items()}
     found: list[PublishedRow] = []
@@ -93,7 +93,7 @@ def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:
 
 
 def counted(found: Sequence[PublishedRow]) -> list[float]:
-    """Return the errors that count, without their signs."""
+    """List the absolute values of errors that count."""
     return [abs(row.error) for row in found if row.counted and row.error is not None]
 
 
@@ -110,7 +110,7 @@ def network(
     inside_gbit_per_s: Number = 0.0,
     all_reduce: AllReduce = "best",
 ) -> Nodes:
-    """Return the network of a row; NCCL's all_gather is a ring."""
+    """Build the network of a row; NCCL's all_gather is a ring."""
     chosen = classes[link]
     between = Link(gbit_per_s * 1e9, chosen.latency_s).times(chosen.efficiency)
     if ranks_per_node == 1:
@@ -121,18 +121,18 @@ def network(
 
 
 def all_reduce(nbytes: Number, P: int) -> Exchange:
-    """Return the ring all_reduce of a tensor of `nbytes` bytes."""
+    """Make the ring all_reduce of a tensor of `nbytes` bytes."""
     sent = 2 * (P - 1) / P * nbytes
     return Exchange("all_reduce", sent, 2 * (P - 1), 2 * (P - 1), sent, "ring")
 
 
 def all_reduce_s(classes: Mapping[str, LinkClass], nbytes: Number, ranks: int, **links: Any) -> float:
-    """Return the seconds of one all_reduce."""
+    """Predict the seconds of one all_reduce."""
     return network(classes, **links).seconds(all_reduce(nbytes, ranks), ranks)
 
 
 def bus_gbyte_per_s(classes: Mapping[str, LinkClass], ranks: int, nbytes: Number = 2**33, **links: Any) -> float:
-    """Return what nccl-tests calls the bus bandwidth of an all_reduce, in GB/s; of 8 GiB."""
+    """Predict nccl-tests' bus bandwidth of an all_reduce in GB/s, for 8 GiB by default."""
     return 2 * (ranks - 1) / ranks * nbytes / all_reduce_s(classes, nbytes, ranks, **links) / 1e9
 
 
@@ -144,7 +144,7 @@ def all_reduce_from(
     ranks: int,
     **links: Any,
 ) -> float:
-    """Return the seconds of an all_reduce on links whose true rate another all_reduce has shown: `reference_s` at `reference_ranks`."""
+    """Predict the seconds of an all_reduce on links whose true rate follows from another: `reference_s` at `reference_ranks`."""
     there = all_reduce_s(classes, nbytes, reference_ranks, **links)
     return reference_s * all_reduce_s(classes, nbytes, ranks, **links) / there
 
@@ -161,7 +161,7 @@ def step_s(
     times: int = 1,
     **links: Any,
 ) -> float:
-    """Return `times` steps of data-parallel training: equal buckets, reduced one after the other while the backward pass runs."""
+    """Predict `times` data-parallel steps with equal buckets, reduced in sequence while the backward pass runs."""
     count = max(1, math.ceil(nbytes / (bucket_mb * 2**20)))
     each = network(classes, **links).seconds(all_reduce(nbytes / count, ranks), ranks)
     backward = even_backward([1] * count, forward_s, backward_s, after_s)
@@ -171,23 +171,23 @@ def step_s(
 def efficiency(
     classes: Mapping[str, LinkClass], forward_s: Number, backward_s: Number, after_s: Number = 0.0, **inputs: Any
 ) -> float:
-    """Return the share of the step, in percent, that is not lost to communication."""
+    """Predict the percentage of the step that is not lost to communication."""
     step = step_s(classes, forward_s=forward_s, backward_s=backward_s, after_s=after_s, **inputs)
     return 100 * (forward_s + backward_s + after_s) / step
 
 
 def throughput(classes: Mapping[str, LinkClass], samples: Number, **inputs: Any) -> float:
-    """Return the samples of a rank a second."""
+    """Predict a rank's samples per second."""
     return samples / step_s(classes, **inputs)
 
 
 def wire_halved(
     classes: Mapping[str, LinkClass], forward_s: Number, backward_s: Number, measured: Number, share: float
 ) -> float:
-    """Return a step after its reductions have become `share` times as long, from the step as it was measured before.
+    """Predict a step whose reductions become `share` times as long, from the step measured before.
 
-    Buckets are many, so communication lasts from the first bucket on: step = forward + communication, where that is longer than the
-    backward pass.
+    With many buckets, communication begins with the first bucket: step = forward + communication, if that is longer than the backward
+    pass.
     """
     return forward_s + max(backward_s, share * (measured - forward_s))
 
@@ -195,7 +195,7 @@ def wire_halved(
 def half_precision_hours(
     classes: Mapping[str, LinkClass], hours: Number, steps: Number, nbytes: Number, ranks: int, **links: Any
 ) -> float:
-    """Return the hours of a run whose gradients are sent in half the bytes, where communication is exposed before and after."""
+    """Predict the hours of a run whose gradients are sent in half the bytes, with communication exposed before and after."""
     dense = all_reduce_s(classes, nbytes, ranks, **links)
     half = all_reduce_s(classes, nbytes / 2, ranks, **links)
     return hours - steps * (dense - half) / 3600
@@ -204,7 +204,7 @@ def half_precision_hours(
 def data_parallel_hours(
     classes: Mapping[str, LinkClass], steps: Number, compute_s: Number, nbytes: Number, ranks: int, **links: Any
 ) -> float:
-    """Return the hours of data-parallel training whose all_reduce overlaps the whole backward pass, two thirds of the step."""
+    """Predict the hours of data-parallel training whose all_reduce overlaps the whole backward pass, two thirds of the step."""
     exchange = all_reduce_s(classes, nbytes, ranks, **links)
     return steps * (compute_s / 3 + max(2 / 3 * compute_s, exchange)) / 3600
 
@@ -220,7 +220,7 @@ def local_steps_hours(
     delay: int,
     **links: Any,
 ) -> float:
-    """Return the hours of a training that exchanges fragments of its weights every few steps."""
+    """Predict the hours of a training that exchanges fragments of its weights every few steps."""
     exchange = all_reduce_s(classes, nbytes, ranks, **links)
     return steps * periodic(even_backward([1], 0.0, compute_s), every, exchange, fragments, delay).step_s / 3600
 
@@ -235,10 +235,10 @@ def one_bit_speedup(
     warm_up: Number,
     **links: Any,
 ) -> float:
-    """Return how many times as quick a run is with 1-bit Adam's exchange: an all_to_all and an all_gather of one bit an element.
+    """Predict the speed-up of a run with 1-bit Adam's exchange: an all_to_all and an all_gather of one bit per element.
 
-    Nothing overlaps; the links' true rate is that of the measured all_reduce in 16 bits, `reference_s` at `reference_ranks`. `warm_up` is
-    the share of the steps that are dense.
+    Nothing overlaps; the links' true rate follows from the measured all_reduce in 16 bits, `reference_s` at `reference_ranks`. `warm_up`
+    is the share of dense steps.
     """
     there = all_reduce_s(classes, 2 * elements, reference_ranks, **links)
     dense = reference_s / there * all_reduce_s(classes, 2 * elements, ranks, **links)
@@ -251,7 +251,7 @@ def one_bit_speedup(
 
 
 def sparse_speedup(classes: Mapping[str, LinkClass], against: str, **inputs: Any) -> float:
-    """Return Ok-Topk's speed-up over the quickest or the slowest of its baselines; `inputs` are those of `sparse_steps`."""
+    """Predict Ok-Topk's speed-up over the fastest or slowest of its baselines; for `inputs` see `sparse_steps`."""
     ours, baselines = sparse_steps(classes, **inputs)
     return (min if against == "quickest" else max)(baselines.values()) / ours
 
@@ -270,28 +270,29 @@ def sparse_steps(
     region_us: Number,
     **links: Any,
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step with Ok-Topk and with each of its baselines, in the authors' implementation.
+    """Predict the seconds of a step with Ok-Topk and with each of its baselines, in the authors' implementation.
 
-    Volumes are those of arXiv 2201.07598, table 1, in words: dense 2n(P-1)/P; TopkA and Gaussiank 2k(P-1); TopkDSA 2k(P-1)/P, then the
-    union of all selections; gTopk 4k log2 P; Ok-Topk at most 6k(P-1)/P in 2P messages. The rest is read off the authors' code
+    Volumes follow arXiv 2201.07598, table 1, in words: dense 2n(P-1)/P; TopkA and Gaussiank 2k(P-1); TopkDSA 2k(P-1)/P, then the union of
+    all selections; gTopk 4k log2 P; Ok-Topk at most 6k(P-1)/P in 2P messages. The rest is from the authors' code
     (github.com/Shigangli/Ok-Topk, BERT/bert/allreducer.py at 9763dcc):
 
-    - Each sparse scheme passes over the gradient, its residual and its selection once on the GPU: 12 bytes an element.
-    - TopkA, TopkDSA and gTopk select with torch.topk in each step, `topk_ns` an element; Ok-Topk finds its two thresholds so every 128.
-    - Everything is exchanged by MPI from arrays in host memory, to which it is copied and from there back (`copy_gb_per_s`).
-    - One core of the host works on these arrays (`host_gb_per_s` of bytes read or written): it sums the dense gradient (two arrays read,
-      one written, and the buffer of the result cleared), clears what receives the selections of all ranks, and TopkA widens its positions
-      from 4 bytes to 8.
+    - Each sparse scheme passes once over the gradient, its residual and its selection on the GPU: 12 bytes per element.
+    - TopkA, TopkDSA and gTopk select with torch.topk in each step, `topk_ns` per element; Ok-Topk does so every 128 steps for its two
+      thresholds.
+    - MPI exchanges everything from arrays in host memory, with copies there and back (`copy_gb_per_s`).
+    - One core of the host processes these arrays (`host_gb_per_s` of bytes read or written): it sums the dense gradient (two arrays read,
+      one written, and the result's buffer cleared), clears the buffer for all ranks' selections, and for TopkA widens positions from 4
+      bytes to 8.
     - gTopk merges two selections in each of log2 P rounds with NumPy's intersect1d and argsort: 6k elements sorted, `sort_ns` each.
-      Ok-Topk searches k positions in k sorted ones, as many comparisons as their sort.
-    - Ok-Topk and TopkDSA call PyTorch for each of P regions, twice, to cut them out and to add them up (`region_us`); TopkA and Gaussiank
-      for each of P selections.
+      Ok-Topk searches k positions in k sorted ones, with as many comparisons as sorting them.
+    - Ok-Topk and TopkDSA call PyTorch twice for each of P regions, to cut them out and to add them up (`region_us`); TopkA and Gaussiank
+      do so for each of P selections.
     """
     built, P, k = network(classes, **links), ranks, density * elements
     share, rounds = (P - 1) / P, math.ceil(math.log2(P))
     select_s, regions_s = 1e-9 * topk_ns * elements, 1e-6 * region_us * P
     sparse_s = compute_s + 12 * elements / (memory_gb_per_s * 1e9)
-    union = min(elements, k * P**0.6)  # as the forms of schemes estimate it
+    union = min(elements, k * P**0.6)  # an estimate, as in the schemes' closed forms
     pairs = 2 * WORD * k * P  # the bytes of all ranks' selections
 
     def exchanged(words: Number, steps: Number) -> float:
@@ -327,7 +328,7 @@ def sparse_steps(
 
 
 def skipped_ring_speedup(classes: Mapping[str, LinkClass], ranks: int, skipped: int) -> float:
-    """Return how many times as quick a ring all_reduce is without its first `skipped` reduce-scatter steps."""
+    """Predict the speed-up of a ring all_reduce without its first `skipped` reduce-scatter steps."""
     return 2 * (ranks - 1) / (2 * (ranks - 1) - skipped)
 
 
@@ -373,7 +374,7 @@ KINDS = {
 
 
 def summary(found: Sequence[PublishedRow]) -> list[str]:
-    """Return the table of errors by what is predicted, in Markdown."""
+    """Tabulate the errors by kind of prediction, in Markdown."""
     lines = [f"| predicted | rows counted | within {100 * GOAL:.0f} % | median error |", "| --- | ---: | ---: | ---: |"]
     for kind in dict.fromkeys(KINDS.values()):
         errors = [abs(row.error) for row in found if row.kind == kind and row.counted and row.error is not None]
@@ -383,7 +384,7 @@ def summary(found: Sequence[PublishedRow]) -> list[str]:
 
 
 def page() -> str:
-    """Return the page that compares all rows, in Markdown."""
+    """Format the page that compares all rows, in Markdown."""
     found, classes = rows()
     missing = sum(row.predicted is None or not row.published for row in found)
     lines = [

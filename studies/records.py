@@ -1,8 +1,8 @@
-"""Checks the runs in docs/records.jsonl by the rules of docs/compare.md, and writes the tables of that page.
+"""Check the runs in docs/records.jsonl by the rules of docs/compare.md, and write the tables of that page.
 
     .venv/bin/python -m studies records [--print]
 
-`examples/record.py` makes a run. A run that breaks a rule is refused, with its line, and nothing is written.
+`examples/record.py` makes a run. A run that breaks a rule is refused with its line, and nothing is written.
 """
 
 import json
@@ -19,7 +19,7 @@ from studies import parts
 
 PAGE, PART, ROWS = "docs/compare.md", "records", "docs/records.jsonl"
 FEWEST_SEEDS, LEVEL = 3, 0.01
-FREE = {"learning_rate", "weight_decay", "clip_norm", "optimizer_name"}  # options of a job that its track leaves free
+FREE = {"learning_rate", "weight_decay", "clip_norm", "optimizer_name"}  # options of a job that any track leaves free
 SHAKESPEARE = {
     "sha256": "93d1b7634835a511cfcbf25f9e9ee80d53c07420e39b7e937c623ece2e93ecdf",
     "characters": {"training": 4_804_378, "held_out": 252_861},
@@ -29,10 +29,10 @@ SHAKESPEARE = {
 
 @dataclass(frozen=True)
 class Track:
-    """What the runs of a track have in common."""
+    """The common properties of a track's runs."""
 
-    loss: float | None  # to reach in validation, nats per item: see docs/compare.md on its choice; None: not fixed yet
-    tokens: int  # of a step, over all ranks
+    loss: float | None  # validation target, nats per item: docs/compare.md explains its choice; None: not fixed yet
+    tokens: int  # per step, over all ranks
     job: dict[str, Any]  # Any: JSON, as `Workload.describe`. Without data: those of the track's first run
 
 
@@ -59,7 +59,7 @@ TRACKS = {
             "data": SHAKESPEARE,
         },
     ),
-    "code-86m": Track(  # its data change with the version of a package
+    "code-86m": Track(  # the data change with a package's version
         loss=None,
         tokens=32_768,
         job={
@@ -77,19 +77,19 @@ class Run(Checked):
     """One training, a line of docs/records.jsonl, as `examples/record.py` writes it."""
 
     track: str
-    job: dict[str, Any]  # Any: JSON, as `Workload.describe`; what its track fixes, and the optimizer's options
+    job: dict[str, Any]  # Any: JSON, as `Workload.describe`; fixed by its track, but for the optimizer's options
     scheme: str
-    settings: str  # all of the scheme's; empty: the all-reduce of DDP itself
+    settings: str  # all of the scheme's; empty: DDP's all-reduce
     exchange: str
     ranks: int
     optimizer: str
-    rate: float  # times the job's own learning rate
+    rate: float  # factor on the job's rate
     schedule: str
     seed: int
     steps: int
     tokens: int  # over all ranks
-    loss: float  # of the validation at the end, in nats
-    bytes: float  # sent by a rank in the whole training, a mean over ranks
+    loss: float  # final validation loss, in nats
+    bytes: float  # sent by a rank in the whole training, averaged over ranks
     bits: float  # the same per parameter per step
     curve: tuple[tuple[int, float, float], ...]  # (steps, loss, bytes so far)
     who: str
@@ -101,7 +101,7 @@ class Run(Checked):
 
     @property
     def entry(self) -> tuple[str | int | float, ...]:
-        """What the runs of one entry have in common: all but the seed and what came out."""
+        """The properties that all runs of an entry share: all but the seed and the results."""
         what = (self.track, self.ranks, self.steps, self.scheme, self.settings, self.exchange, self.precision)
         options = json.dumps(self.job["options"], sort_keys=True)
         return (*what, options, self.optimizer, self.rate, self.schedule, self.who)
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read(path: Path) -> list[Run]:
-    """Return the runs in a file, each by the rules. Raises ValueError that names the line of the first one that breaks a rule."""
+    """Read and check the runs in a file. Raises ValueError that names the line of the first run that breaks a rule."""
     found: list[Run] = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
         where = f"{path.name}, line {number}"
@@ -134,7 +134,7 @@ def read(path: Path) -> list[Run]:
 
 
 def tables(runs: Iterable[Run]) -> str:
-    """Return a table for each track, by ranks, the fewest bytes first. Raises ValueError for an entry that its runs do not show."""
+    """Format a table per track, by ranks, fewest bytes first. Raises ValueError for an entry that its runs do not prove."""
     entries: dict[tuple[Any, ...], list[Run]] = {}  # Any: as Run.entry
     for run in runs:
         entries.setdefault(run.entry, []).append(run)
@@ -146,9 +146,9 @@ def tables(runs: Iterable[Run]) -> str:
 
 
 def p_value(losses: Sequence[float], target: float) -> float:
-    """Return the probability of a mean as low as that of `losses`, or lower, if their expectation were `target`: a one-sided t test.
+    """Compute the probability of a mean at most that of `losses` if their expectation were `target`, by a one-sided t test.
 
-    For losses that are all the same it is 1: their spread is not known.
+    It is 1 for identical losses, whose spread is unknown.
     """
     mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
     if deviation == 0:
@@ -157,7 +157,7 @@ def p_value(losses: Sequence[float], target: float) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """Return the probability that |T| < t, negative for t < 0, of Student's T: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Compute the probability that |T| < t, negative for t < 0, for Student's T: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     total, term = 0.0, math.cos(angle) if odd else 1.0
@@ -168,7 +168,7 @@ def _within(t: float, freedom: int) -> float:
 
 
 def _check(run: Run, first: Run) -> None:
-    """Raise ValueError for a run that breaks a rule; `first` is the first one of its track."""
+    """Raise ValueError for a run that breaks a rule; `first` is its track's first run."""
     if run.track not in TRACKS:
         raise ValueError(f"there is no track {run.track!r}; tracks are {', '.join(TRACKS)}")
     track = TRACKS[run.track]
@@ -183,7 +183,7 @@ def _check(run: Run, first: Run) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value:g}")
     parameters = track.job["parameters"]
     expected = {"tokens": track.tokens * run.steps, "bits": 8 * run.bytes / run.steps / parameters}
-    if not run.settings:  # DDP by itself
+    if not run.settings:  # DDP without a scheme
         expected["bytes"] = 2 * (run.ranks - 1) / run.ranks * 4 * parameters * run.steps
     for name, value in expected.items():
         if not math.isclose(getattr(run, name), value, rel_tol=1e-6):
@@ -204,7 +204,7 @@ def _check_curve(run: Run) -> None:
 
 
 def _different(job: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "job") -> str:  # Any: JSON
-    """Return the first thing that is not as fixed, with both values; "" where all is. The place of the data may differ, and FREE."""
+    """Describe the first difference from the fixed values; "" if there is none. The data's place and FREE options may differ."""
     for key in sorted({*job, *fixed} - {"source"} - FREE):
         mine, given = job.get(key), fixed.get(key)
         if isinstance(mine, dict) and isinstance(given, dict):
@@ -216,7 +216,7 @@ def _different(job: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "j
 
 
 def _check_entry(runs: Sequence[Run]) -> None:
-    """Raise ValueError unless enough runs show that the mean loss is below the target of their track."""
+    """Raise ValueError unless enough runs prove that the mean loss is below the track's target."""
     first, target, losses = runs[0], TRACKS[runs[0].track].loss, [run.loss for run in runs]
     what = f"{first.track}, {first.scheme}, {first.steps} steps"
     if len(runs) < FEWEST_SEEDS:
@@ -225,7 +225,7 @@ def _check_entry(runs: Sequence[Run]) -> None:
         raise ValueError(
             f"{what}: two runs have the same loss to the last digit, so one is a copy; train with each seed"
         )
-    assert target is not None  # as `read` has checked
+    assert target is not None  # checked by `read`
     mean, p = statistics.fmean(losses), p_value(losses, target)
     if not p < LEVEL:
         raise ValueError(

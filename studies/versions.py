@@ -1,9 +1,9 @@
-"""Tries the package with several versions of Python and torch, and rewrites the table of docs/what_works.md: `make test-versions`.
+"""Test the package with several versions of Python and torch, and rewrite the table of docs/what_works.md: `make test-versions`.
 
-`python studies/versions.py 3.11/2.15.0 ...` tries only these, and writes the table from their results and those of earlier runs. Each
-pair has a virtual environment in build/versions, which is used again, and in which this file runs with the words `check FILE [ROW ...]`.
-Each row is a part of the checks of the table "What works where" or of the invariants, on the installed package. Fails, and writes
-nothing, where a row fails.
+`python studies/versions.py 3.11/2.15.0 ...` tests only these, and writes the table from their results and those of earlier runs. Each
+pair has a virtual environment in build/versions, which is reused, and in which this file runs with the words `check FILE [ROW ...]`.
+Each row runs some checks of the table "What works where" or of the invariants on the installed package. Fails, and writes nothing, if a
+row fails.
 """
 
 import json
@@ -37,7 +37,7 @@ VERSIONS = (  # of Python, of torch
     ("3.13", "2.15.0"),
 )
 NEEDED = ("beartype", "hypothesis", "pytest", "pytest-rerunfailures", "pytest-timeout")
-WITHIN_S = 1800.0  # for one version, on a machine that does something else besides
+WITHIN_S = 1800.0  # for one version, on a busy machine
 WORKS, REFUSED, FAILS = "works", "refused", "fails"
 
 Verdict = tuple[str, str]  # a word, and the reason
@@ -61,7 +61,7 @@ def main(wanted: Sequence[tuple[str, str]]) -> None:
 
 
 def _tried(python: str, torch: str) -> Verdicts:
-    """Make what is missing of the environment, install the package there, and return the verdicts."""
+    """Complete the environment, install the package there, and return the verdicts."""
     folder, out = BUILD / f"py{python}-torch{torch}", _result(python, torch)
     own = folder / "bin" / "python"
     if not own.exists():
@@ -93,12 +93,12 @@ def _read(python: str, torch: str) -> Verdicts:
 
 
 def _part(found: dict[tuple[str, str], Verdicts]) -> str:
-    """Return the part of the page: a table of what works with which versions, and the reasons below it."""
+    """Format the part of the page: a table of what works with which versions, and the reasons below it."""
     torches = sorted({torch for _, torch in found}, key=lambda each: [int(part) for part in each.split(".")])
     reasons: dict[str, int] = {}
 
     def floor(row: str) -> str:
-        """Return the lowest torch from which on a row works with all that were tried."""
+        """Find the lowest torch from which a row works with all tested versions."""
         lowest = "none"
         for torch in reversed(torches):
             if any(verdicts[row][0] != WORKS for (_, each), verdicts in found.items() if each == torch):
@@ -123,9 +123,9 @@ def _part(found: dict[tuple[str, str], Verdicts]) -> str:
 
 
 def check(out: Path, rows: Sequence[str]) -> None:
-    """Try rows with the Python and the torch that run this, and add the verdicts to the file."""
+    """Test rows with the running Python and torch, and add the verdicts to the file."""
     sys.path.insert(0, str(ROOT / "tests"))
-    warnings.simplefilter("ignore")  # torch's, of names that it will rename, and the doctor's
+    warnings.simplefilter("ignore")  # torch's, about future renames, and the doctor's
     verdicts: dict[str, Verdict] = json.loads(out.read_text()) if out.exists() else {}
     for row in rows:
         try:
@@ -178,7 +178,7 @@ def schemes() -> Verdict:
 
 
 def situation(where: str, cases: str, name: str) -> Callable[[], Verdict]:
-    """Return the check of one situation behind one integration, with all schemes of the table "What works where"."""
+    """Make the check of one situation with one integration, for all schemes of the table "What works where"."""
 
     def check() -> Verdict:
         from integrations.table import cells
@@ -191,7 +191,7 @@ def situation(where: str, cases: str, name: str) -> Callable[[], Verdict]:
 
 
 def on_ranks(name: str) -> Callable[[], Verdict]:
-    """Return the check that a function of helpers.version_training does on 2 ranks."""
+    """Make the check that a function of helpers.version_training performs on 2 ranks."""
 
     def check() -> Verdict:
         from helpers import version_training
@@ -204,7 +204,7 @@ def on_ranks(name: str) -> Callable[[], Verdict]:
 
 
 PLAIN = "float32 parameters"
-# What was done where the table says that it works, and the check.
+# What was done if the table says that it works, and the check.
 ROWS: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "the package": ("wheel built and installed, every public name imported", package),
     "the command": (

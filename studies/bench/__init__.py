@@ -1,4 +1,4 @@
-"""Benchmarks: each checks its results, and prints the physical limit measured in the same run."""
+"""Benchmarks, each of which checks its results and prints the physical limit measured in the same run."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The loop over cases, measurements on several ranks, memory in new processes, and JSON lines, for benchmarks."""
+"""Shared by benchmarks: interleaved cases, measurements on several ranks, memory in new processes, and JSON lines."""
 
 import argparse
 import gc
@@ -26,13 +26,13 @@ Case = TypeVar("Case")
 Measured = TypeVar("Measured")
 Row = dict[str, Any]  # Any: JSON
 Tell = Callable[[int, int], None]
-"""(how many measurements are done, of how many) is called after each of them."""
-TIMEOUT_S = 120.0  # for one operation of a rank, and for the time between two messages
-REPEATED = 10  # steps before memory is read, and again before its peak is
+"""Called after each measurement with the number done and the total."""
+TIMEOUT_S = 120.0  # for one operation of a rank, and between two messages
+REPEATED = 10  # steps before memory is read, and again before its peak is read
 
 
 def options(subject: str, about: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark."""
+    """Build the parser of a benchmark."""
     parser = argparse.ArgumentParser(
         f"python -m studies bench {subject}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,11 +47,11 @@ def interleaved(
     warmup: int,
     tell: Tell = lambda done, total: None,
 ) -> list[list[Measured]]:
-    """Return the measurements of each case, in the order of `cases`: one for each of `rounds` rounds, after `warmup` more.
+    """Measure each case in `rounds` rounds, after `warmup` more; returns lists of measurements in the order of `cases`.
 
-    `measure(case, number)` is called in an order that changes from round to round and is the same on every rank: each round begins
-    with another case, and every second one goes backwards, so that no case always follows the same one. `number` counts from 0,
-    warm-up included.
+    `measure(case, number)` is called in an order that changes from round to round but is the same on every rank: each round begins with
+    another case, and every second one runs backwards, so that no case always follows the same one. `number` counts from 0, including
+    warm-up.
     """
     found: list[list[Measured]] = [[] for _ in cases]
     done, total = 0, (warmup + rounds) * len(cases)
@@ -67,7 +67,7 @@ def interleaved(
 
 
 def of_ranks(task: str, spec: Mapping[str, Any], links: RunNetwork, timeout_s: float = TIMEOUT_S) -> list[Row]:
-    """Return the rows that rank 0 emits, where every rank of `links` runs `task` with `spec`. Raises RankFailedError."""
+    """Run `task` with `spec` on every rank of `links`, and collect rank 0's rows. Raises RankFailedError."""
     rows: list[Row] = []
     with (
         progress("measurements", announced=True) as shown,
@@ -82,12 +82,12 @@ def of_ranks(task: str, spec: Mapping[str, Any], links: RunNetwork, timeout_s: f
 
 
 def telling(emit: Emit) -> Tell:
-    """Return a function that sends how many measurements are done."""
+    """Make a function that sends the number of finished measurements."""
     return lambda done, total: emit({"kind": "measured", "done": done, "total": total})
 
 
 def clocked(run: Callable[[], object]) -> float:
-    """Return the seconds that `run` takes, a mean over ranks that begin together."""
+    """Time `run` in seconds, averaged over ranks that begin together."""
     dist.barrier()
     began = time.perf_counter()
     run()
@@ -97,11 +97,11 @@ def clocked(run: Callable[[], object]) -> float:
 
 
 def memory(ranks: int, prepare: Callable[..., tuple[int, Callable[[], Callable[[], object]]]], *given: object) -> Row:
-    """Return the bytes per element that a method takes on rank 0 in fresh processes joined by gloo: settled, and at most.
+    """Measure a method's bytes per element on rank 0 in fresh processes joined by gloo: settled, and at peak.
 
     `prepare(rank, *given)` returns the number of elements, and a function that makes the method and returns its step.
     """
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read as a process starts: what is freed goes back at once
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read at process start: freed memory is returned at once
     with tempfile.TemporaryDirectory() as folder:
         spawn(_memory_of_rank, (ranks, folder, prepare, given), ranks)
         return json.loads(Path(folder, "bytes.json").read_text())
@@ -116,7 +116,7 @@ def _memory_of_rank(rank: int, ranks: int, folder: str, prepare: Callable[..., A
     step = make()
     for _ in range(REPEATED):
         step()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     for _ in range(REPEATED):
         step()
     found = {"settled": _resident("VmRSS") - without, "peak": _resident("VmHWM") - without}
@@ -127,26 +127,26 @@ def _memory_of_rank(rank: int, ranks: int, folder: str, prepare: Callable[..., A
 
 
 def _resident(key: str) -> int:
-    """Return the bytes of this process that are in memory now, or were at most."""
+    """Read this process's resident bytes, current or peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines[key].split()[0])
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p20, p50 and p80 of four values or more; those of fewer would lie outside them."""
+    """Compute p20, p50 and p80 of at least four values; with fewer they would lie outside the data."""
     p20, *_, p80 = statistics.quantiles(values, n=5)
     return {"p20": p20, "p50": statistics.median(values), "p80": p80}
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
-    """Write one JSON line for each row to the file, or to standard output where `path` is "-"; numbers with 6 significant digits."""
+    """Write one JSON line per row to the file, or to standard output if `path` is "-"; numbers have 6 significant digits."""
     text = "".join(json.dumps(_rounded(row)) + "\n" for row in rows)
     sys.stdout.write(text) if path == "-" else Path(path).write_text(text)
     sys.stdout.flush()
 
 
 def _destination(path: str) -> str:
-    """Return `path` itself. Raises RuntimeError, before anything is measured, where no file can be written there."""
+    """Check that the file can be written before anything is measured, and return `path`. Raises RuntimeError otherwise."""
     check_file(None if path == "-" else Path(path), "--json")
     return path
 

@@ -1,15 +1,14 @@
-"""Measure the kernels that schemes run, beside the memory's limit and beside other ways to select the same elements.
+"""Measure the schemes' kernels, compared with the memory's limit and with other ways to select the same elements.
 
     python -m studies bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --rounds 15] [--json -]
-    python -m studies bench kernels --table          # of docs/kernels.md: every backend of this machine, four minutes
+    python -m studies bench kernels --table          # for docs/kernels.md: every backend of this machine, four minutes
     python -m studies bench kernels --device cuda --n 1e7,1e8
 
-One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved;
-`ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two
-vectors, writes one, and does nothing else. Every case must read and write as many bytes of whole vectors, so `ceiling_s`, the seconds of
-that pass, is the memory's limit. `target` is where the ratio should lie for n >= 10^7 (10^8 on a GPU), on an idle machine.
-The clock is the processor time of the one thread that runs. On a GPU it is wall time, from one moment at which the device has nothing left
-to do to the next, so that launches and host syncs count.
+One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved; `ratio`
+is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two vectors and
+writes one. Every case must move as many bytes of whole vectors, so `ceiling_s`, the plain pass's seconds, is the memory's limit. `target`
+is the desired ratio for n >= 10^7 (10^8 on a GPU) on an idle machine. The clock is the processor time of the single thread, or on a GPU the
+wall time between two moments at which the device is idle, so that launches and host syncs count.
 """
 
 import argparse
@@ -33,10 +32,10 @@ from studies import parts
 from studies.bench import frame
 from studies.bench.frame import Row, Tell
 
-WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
+WARM = 0.97  # of the last step's smallest selected magnitude: the bound for the next step
 CEILING = "plain pass"
-LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which on targets hold
-TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # of an exact top-k with a bound
+LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which targets apply
+TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # for an exact top-k with a bound
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,17 @@ class Data:
 
     before: Tensor
     grad: Tensor
-    residual: Tensor  # what cases write to
+    residual: Tensor  # written by cases
     k: int
     threshold: float
     top: Sparse  # of residual + grad
-    skip: Span  # a quarter of the vector: the region of one of four ranks
+    skip: Span  # a quarter of the vector, like the region of one of four ranks
     beside: Sparse  # the k largest outside `skip`
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One of the interleaved measurements; `check` returns whether what `run` returned is right."""
+    """One of the interleaved measurements; `check` tells whether the result of `run` is correct."""
 
     name: str
     run: Callable[[], Any]  # Any: what `check` takes
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _reference(operation: str, *arguments: Any) -> Any:  # Any: as of the operation
-    """Return what the specification of an operation does."""
+    """Compute the reference result of an operation."""
     with kernels.set_backend("reference"):
         return getattr(operations, operation)(*arguments)
 
@@ -117,7 +116,7 @@ def _rows(backend: str, n: int, density: float, options: argparse.Namespace) -> 
 
 
 def _table(options: argparse.Namespace) -> str:
-    """Return the table: a cell is the ratio to the plain pass of its backend, and in brackets the target."""
+    """Format the table: a cell is the ratio to the plain pass of its backend, with the target in brackets."""
     backends = [each for each in kernels.backends() if each.startswith("cpp/")]
     found = [{row["case"]: row for row in _rows(each, 10**7, 0.01, options)} for each in backends]
     cells = [[case, *(_cell(each[case]) for each in found)] for case in found[0]]
@@ -161,7 +160,7 @@ def _cases(data: Data) -> list[KernelCase]:
         return torch.equal(residual, data.before + grad)
 
     def is_as(*due: Sparse) -> Callable[[Any], bool]:
-        """Return a check of a kernel's result: what was selected, and whether all was finite."""
+        """Make a check of a kernel's result: the selection, and whether everything was finite."""
 
         def check(result: Any) -> bool:  # Any: as the kernel returns it
             selected = result[0] if isinstance(result[0], list) else [result[0]]
@@ -169,7 +168,7 @@ def _cases(data: Data) -> list[KernelCase]:
 
         return check
 
-    # The regions of four ranks in TwoShot, and what is selected from each of them.
+    # TwoShot's regions for four ranks, and the selection of each.
     whole = BlockCyclic(grad.numel(), 4)
     regions = [whole.rows(p, grad.device) for p in range(4)]
     counts = [max(1, k * each.length // grad.numel()) for each in regions]
@@ -227,7 +226,7 @@ def _same(result: Sparse, expected: Sparse) -> bool:
 def _measured(
     cases: list[KernelCase], data: Data, density: float, options: argparse.Namespace, tell: Tell
 ) -> list[Row]:
-    """Run all cases interleaved, and return a JSON row for each."""
+    """Run all cases interleaved, and make a JSON row for each."""
     kind, clock = _clock(options)
 
     def measure(case: KernelCase, number: int) -> float:
@@ -245,7 +244,7 @@ def _measured(
 
 
 def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
-    """Return the name of a clock, and the function that reads it."""
+    """Choose a clock: its name, and the function that reads it."""
     if options.device == "cpu":
         return "processor", time.thread_time
 

@@ -1,18 +1,18 @@
-"""The fraction of the reduction that a scheme hides behind the backward pass over rate-limited links, beside the highest possible one.
+"""Measure the fraction of the reduction that a scheme hides behind the backward pass over rate-limited links, and its upper bound.
 
     python -m studies bench overlap [--ranks 4 --link 100mbit --schemes dense,bf16,topk,skip_reduce,exact_micro --buckets 8] [--json -]
 
-Needs root or a user namespace, as `sparsync compare` does; not for --link none, whose times say nothing about a network. The model is a
-chain of as many equal layers as there are buckets. Their backward passes sleep: the ranks of one machine would compete for its cores,
-and sleeping stands for an accelerator that computes. So threads that reduce have the cores to themselves, as beside an accelerator, and
-unlike in training on a CPU.
+Needs root or a user namespace, as `sparsync compare` does; times with --link none say nothing about a network. The model is a chain of
+equal layers, one per bucket. Their backward passes sleep, because the ranks of one machine would compete for its cores; sleeping stands for
+an accelerator that computes. Threads that reduce thus have the cores to themselves, as beside an accelerator, and unlike in training on a
+CPU.
 
-Each round measures, as means over ranks: `backward_s`, the backward pass without a reduction; `reduction_s`, the attached pass whose
-layers do not sleep; `step_s`, the attached pass whose layers do. `hidden` is (backward_s + reduction_s - step_s) over the smaller of the
-first two, as it comes out: noise may put it beyond [0, 1]. The last bucket is complete when the backward pass ends, and before the first
-there is nothing to send. So with B equal layers and buckets, one after the other, a step takes at least max(backward_s + reduction_s/B,
-reduction_s + backward_s/B), `bound_s`, and of the smaller 1 - 1/B can be hidden, `hideable`. `limit_s` is the least time that the link
-needs for rank 0's payload, without framing; `bits` is that payload per parameter per step.
+Each round measures, as means over ranks: `backward_s`, the backward pass without a reduction; `reduction_s`, the attached pass without
+sleep; `step_s`, the attached pass with sleep. `hidden` is (backward_s + reduction_s - step_s) over the smaller of the first two; noise may
+put it outside [0, 1]. The last bucket is complete when the backward pass ends, and before the first there is nothing to send. So with B
+equal layers and buckets in sequence, a step takes at least `bound_s`, max(backward_s + reduction_s/B, reduction_s + backward_s/B), and 1 -
+1/B of the smaller can be hidden, `hideable`. `limit_s` is the minimum time for rank 0's payload on the link, without framing; `bits` is
+that payload per parameter per step.
 
 The cases are interleaved, in changing order; p20, p50 and p80 over rounds. One JSON line per case, and a table on standard error.
 """
@@ -40,14 +40,14 @@ from studies import parts
 from studies.bench import frame
 from studies.bench.frame import TIMEOUT_S, Row
 
-WARMUP = 3  # rounds: thresholds settle, connections find their window
+WARMUP = 3  # rounds: thresholds settle, and connections find their window
 BATCH = 4
 OWN = "DDP's own"
 
 
 @dataclass
 class OverlapCase:
-    """A model that reduces, and the bytes that this rank has sent in its last backward pass."""
+    """A model that reduces, and the bytes sent by this rank in its last backward pass."""
 
     name: str
     model: DistributedDataParallel
@@ -65,11 +65,11 @@ class Round:
 
     @property
     def hidden(self) -> float:
-        """The hidden fraction of the shorter of the two; noise may put it beyond [0, 1]."""
+        """Hidden fraction of the shorter of the two; noise may put it outside [0, 1]."""
         return (self.backward_s + self.reduction_s - self.step_s) / min(self.backward_s, self.reduction_s)
 
     def bound_s(self, buckets: int) -> float:
-        """Return the least time of a step: nothing to send before the first bucket, nothing left to hide the last one behind."""
+        """Compute the minimum time of a step: nothing can be sent before the first bucket, and nothing hides the last one."""
         longer, shorter = max(self.backward_s, self.reduction_s), min(self.backward_s, self.reduction_s)
         return longer + shorter / buckets
 
@@ -126,7 +126,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class _Slow(torch.autograd.Function):
-    """The identity, whose backward pass sleeps."""
+    """The identity with a sleeping backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # Any: torch does not say
@@ -140,11 +140,11 @@ class _Slow(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A linear layer whose weight's gradient is ready `seconds` after the gradient of its output."""
+    """A linear layer whose weight gradient is ready `seconds` after its output's gradient."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)  # keeps the norm of the activations
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)  # preserves the norm of the activations
         self.seconds = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,13 +156,13 @@ def _width(options: argparse.Namespace) -> int:
 
 
 def _case(choice: SchemeChoice | None, options: argparse.Namespace) -> OverlapCase:
-    """Return a model with one bucket for each layer, the last layer's first; None: without a scheme."""
+    """Make a model with one bucket per layer, the last layer's first; None: without a scheme."""
     torch.manual_seed(0)
     width = _width(options)
-    # DDP closes a bucket once it holds as much as this, so half a layer gives every layer its own bucket.
+    # DDP closes a bucket once it holds this much, so half a layer gives every layer its own bucket.
     layers = nn.Sequential(*(_Layer(width) for _ in range(options.buckets)))
     model = DistributedDataParallel(layers, bucket_cap_mb=width**2 * 4 / 2**20 / 2)
-    model(torch.ones(1, width)).sum().backward()  # DDP keeps to bucket_cap_mb after a first pass with a single bucket
+    model(torch.ones(1, width)).sum().backward()  # only after a first pass in one bucket does DDP respect bucket_cap_mb
     model.zero_grad()
     if choice is None:
         nbytes = 2 * (options.ranks - 1) / options.ranks * 4 * width**2 * options.buckets
@@ -177,7 +177,7 @@ def _case(choice: SchemeChoice | None, options: argparse.Namespace) -> OverlapCa
 
 
 def _round(case: OverlapCase, number: int, width: int, options: argparse.Namespace) -> Round:
-    """Return one measurement of a case: the three passes have the same input, and take turns in which comes first."""
+    """Measure a case once: the three passes have the same input, and take turns in which comes first."""
     x = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(number * options.ranks + dist.get_rank()))
     sleep = options.backward_s / options.buckets
     passes = {
@@ -223,7 +223,7 @@ def _row(case: OverlapCase, rounds: Sequence[Round], options: argparse.Namespace
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """Return a table of the medians in milliseconds."""
+    """Format a table of the medians in milliseconds."""
     columns = ("backward_s", "reduction_s", "step_s", "bound_s")
     heads = ["case", *(f"{each.removesuffix('_s')}, ms" for each in columns), "hidden", "p20 to p80", "bits"]
     cells: list[list[str]] = []

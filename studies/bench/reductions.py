@@ -1,16 +1,16 @@
-"""Measures processor time and memory of reducing all elements by schemes in few bits, on given gradients.
+"""Measure processor time and memory of schemes that reduce all elements in few bits, on given gradients.
 
     python -m studies bench reductions [--ranks 2,4 --n 4000000 --schemes quantized:values=int4,bf16,... --rounds 12] [--json -]
     python -m studies bench reductions --memory [--ranks 2]
 
-Torch computes with one thread. One JSON line a case. "bf16 hook" is a hook of five lines: to bfloat16, an all-reduce, a copy back.
+Torch uses one thread. One JSON line per case. "bf16 hook" is a hook of five lines: to bfloat16, an all-reduce, a copy back.
 
-Time: ranks are threads of one process, and one runs at a time, so the seconds of a thread, a mean over ranks, are computing time without
-waits and transfers. `passes` is the median over rounds of a case's seconds to those of torch.add(a, b, out=c) over as many float32
-elements, 12 bytes each, in the same round. The cases are interleaved, in changing order. The mean is compared with the exact one.
+Time: ranks are threads of one process that run one at a time, so a thread's seconds, averaged over ranks, are computing time without waits
+and transfers. `passes` is the median over rounds of a case's seconds to those of torch.add(a, b, out=c) on as many float32 elements, 12
+bytes each, in the same round. The cases are interleaved, in changing order. The mean is compared with the exact one.
 
-Memory: ranks are processes, joined by gloo. `settled` and `peak` are bytes per element of rank 0, as Linux counts them, after some steps
-and at most, besides the gradient: `settled` has the residual. The C library is told to give back at once what is freed.
+Memory: ranks are processes, joined by gloo. `settled` and `peak` are rank 0's bytes per element, as Linux counts them, after some steps and
+at most, in addition to the gradient: `settled` includes the residual. The C library returns freed memory at once.
 """
 
 import argparse
@@ -35,13 +35,12 @@ WARMUP = 3
 HOOK = "bf16 hook"
 FORMATS = ",".join(f"quantized:values={values}" for values in ("int8", "int4", "int3", "ternary", "sign"))
 SCHEMES = f"{FORMATS},two_shot:density=1.0:values=int4,bf16"
-TOLERANCE = 1.0  # of the mean, relative, in the 2-norm: a sign tells little of one step
-Seconds = list[tuple[float, float]]  # of a reduction and of the plain pass, by round
+TOLERANCE = 1.0  # of the mean, relative, in the 2-norm: signs carry little of a single step
+Seconds = list[tuple[float, float]]  # of a reduction and the plain pass, by round
 Reduce = Callable[[Tensor, int], object]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure and write JSON lines."""
     options = _options(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -71,7 +70,7 @@ def _labels(schemes: str) -> list[str]:
 
 
 def _reduce(label: str, comm: Comm) -> Reduce:
-    """Return what reduces a gradient in place, by the label of a scheme or the hook."""
+    """Make a function that reduces a gradient in place, for the label of a scheme or the hook."""
     if label == HOOK:
         return lambda grad, _: grad.copy_(comm.all_reduce(grad.to(torch.bfloat16).div_(comm.size)))
     (choice,) = parse_schemes(label, 1.0)
@@ -84,7 +83,7 @@ def _given(n: int, rank: int) -> Tensor:
 
 
 def _measured(comm: LocalComm, options: argparse.Namespace) -> dict[str, Seconds]:
-    """Return the seconds of each case in each round, and those of the plain pass, of this thread."""
+    """Time each case and the plain pass in each round, in seconds of this thread."""
     given, grad, other = _given(options.n, comm.rank), torch.empty(options.n), torch.ones(options.n)
     mean = sum((_given(options.n, rank) for rank in range(1, comm.size)), _given(options.n, 0)) / comm.size
     cases = {label: _reduce(label, comm) for label in _labels(options.schemes)}
@@ -104,7 +103,7 @@ def _measured(comm: LocalComm, options: argparse.Namespace) -> dict[str, Seconds
 
 
 def _passes(ranks: Sequence[dict[str, Seconds]]) -> dict[str, Row]:
-    """Return the figures of each case. A round's seconds are a mean over ranks: one of them adds up what an all-reduce of threads sends."""
+    """Compute the figures of each case. Seconds are averaged over ranks: in an all-reduce of threads, one rank sums what all send."""
     found: dict[str, Row] = {}
     for label in ranks[0]:
         rounds = [list(zip(*each, strict=True)) for each in zip(*(own[label] for own in ranks), strict=True)]
@@ -117,7 +116,7 @@ def _passes(ranks: Sequence[dict[str, Seconds]]) -> dict[str, Row]:
 
 
 def _prepare(rank: int, label: str, n: int) -> tuple[int, Callable[[], Callable[[], object]]]:
-    """Return what `frame.memory` takes; a small reduction comes first, for the modules that it loads."""
+    """Prepare for `frame.memory`, after a small reduction that loads modules."""
     comm = GroupComm()
     _reduce(label, comm)(torch.ones(4096), 0)
     grad = _given(n, rank)

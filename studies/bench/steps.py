@@ -1,16 +1,16 @@
-"""Measures processor time and memory of a step by AdamWSteps beside torch's AdamW, on given gradients.
+"""Measure processor time and memory of an AdamWSteps step, compared with torch's AdamW, on given gradients.
 
     python -m studies bench steps [--ranks 1,2,4 --width 128 --layers 5 --density 0.07 --values sign] [--json -]
     python -m studies bench steps --memory --width 512 [--ranks 1,4 --bucket-mb 25]
 
-The parameters are those of a GPT; the defaults have 1 M, a width of 512 has 16 M. One JSON line a case. Torch computes with one thread.
+The parameters are a GPT's; the defaults have 1 M, a width of 512 has 16 M. One JSON line per case. Torch uses one thread.
 
-Time: ranks are threads of one process, and one runs at a time, so the seconds of rank 0's thread are computing time without waits. The
-cases are interleaved, in changing order; `ratio` is the median over rounds of a case's seconds to those of torch's fused AdamW in the same
-round. `backward_s` is what forward and backward pass take longer than without the handle.
+Time: ranks are threads of one process that run one at a time, so the seconds of rank 0's thread are computing time without waits. The cases
+are interleaved, in changing order; `ratio` is the median over rounds of a case's seconds to those of torch's fused AdamW in the same round.
+`backward_s` is the additional time of forward and backward pass with the handle.
 
-Memory: ranks are processes, joined by gloo. `settled` and `peak` are bytes per parameter of rank 0, as Linux counts them, after some steps
-and at most, besides weights and gradients; the C library is told to give back at once what is freed. With few parameters they are noise.
+Memory: ranks are processes, joined by gloo. `settled` and `peak` are rank 0's bytes per parameter, as Linux counts them, after some steps
+and at most, in addition to weights and gradients; the C library returns freed memory at once. With few parameters they are noise.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from studies.bench import frame
 from studies.bench.frame import Row
 
 WARMUP = 10  # rounds: the first 8 steps measure the ratio
-GRADIENTS = 4  # that take turns
+GRADIENTS = 4  # used in turn
 FUSED, DEFAULT, OURS = "torch's AdamW, fused", "torch's AdamW", "AdamWSteps"
 CASES = (FUSED, DEFAULT, OURS)
 
@@ -44,13 +44,12 @@ class Given(nn.Module):
         self.given = [[torch.randn(each.shape, generator=drawn) for each in self.parts] for _ in range(GRADIENTS)]
 
     def forward(self, number: int) -> Tensor:
-        """Return a loss whose gradients are those of this number."""
+        """Compute a loss whose gradients are the given ones of this number."""
         given = self.given[number % GRADIENTS]
         return torch.stack([(part * each).sum() for part, each in zip(self.parts, given, strict=True)]).sum()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure and write JSON lines."""
     options = _options(arguments)
     torch.set_num_threads(1)
     settings = {each: getattr(options, each) for each in ("density", "values", "keep", "bucket_mb", "rounds")}
@@ -87,7 +86,7 @@ def _measured(comm: LocalComm, options: argparse.Namespace) -> dict[str, Row]:
     steps = {name: _step(name, model, options, comm) for name, model in models.items()}
 
     def measured(name: str, number: int) -> tuple[float, float]:
-        """Return the seconds of the forward and the backward pass, and those of the step, of this thread."""
+        """Time the forward and backward pass, and the step, in seconds of this thread."""
         start = time.thread_time()
         models[name](number).backward()
         middle = time.thread_time()
@@ -113,7 +112,7 @@ def _gpt(options: argparse.Namespace) -> nn.Module:
 
 
 def _step(name: str, model: nn.Module, options: argparse.Namespace, comm: Comm | None) -> Callable[[], object]:
-    """Return the step of an optimizer of this model."""
+    """Make an optimizer of this model, and return its step."""
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=name == FUSED)
     if name != OURS:
         return adamw.step
@@ -123,7 +122,7 @@ def _step(name: str, model: nn.Module, options: argparse.Namespace, comm: Comm |
 
 
 def _prepare(rank: int, name: str, options: argparse.Namespace) -> tuple[int, Callable[[], Callable[[], object]]]:
-    """Return what `frame.memory` takes; a small step comes first, for the modules that it loads."""
+    """Prepare for `frame.memory`, after a small step that loads modules."""
     small = Given(nn.Linear(64, 64), rank)
     step = _step(name, small, options, None)
     small(0).backward()

@@ -1,3 +1,3 @@
-"""The fault campaign: `trials` draws what is tried, `training` and `striking` run in the ranks, `supervisor` watches, `verdict` judges."""
+"""The fault campaign: `trials` draws trials, `training` and `striking` run in the ranks, `supervisor` watches, `verdict` judges."""
 
 from studies.campaign.command import main as main

@@ -1,8 +1,8 @@
-"""The fault campaign: real trainings over gloo processes, each with one fault, and whether every surviving rank names it in time.
+"""The fault campaign: run real trainings in gloo processes, each with one fault, and check that every surviving rank names it in time.
 
     python -m studies campaign [--trials 200] [--seed 0] [--only freeze,ddp] [--out build/campaign] [--page docs/reliability.md]
 
-A stopped campaign continues where it was.
+A stopped campaign resumes where it stopped.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ def _options(words: Sequence[str]) -> Any:  # Any: argparse's
 
 
 def tried(trial: Trial, timeout_s: float) -> tuple[Verdict, dict[str, Any]]:
-    """Run a trial, again if its fault did not strike, because a busy machine may keep ranks from meeting in time."""
+    """Run a trial, again if its fault did not strike, because on a busy machine ranks may not meet in time."""
     attempt = 0
     while True:
         attempt += 1
@@ -43,7 +43,7 @@ def tried(trial: Trial, timeout_s: float) -> tuple[Verdict, dict[str, Any]]:
 
 
 def content(found: Sequence[Record]) -> list[str]:
-    """Return a table of verdicts by fault, without verdicts that did not occur, the slowest error, and the exceptions."""
+    """Tabulate verdicts by fault, without those that did not occur, and list the slowest error and the exceptions."""
     occurred = {each["verdict"] for each in found}
     shown: list[Verdict] = [verdict for verdict in _ORDER if verdict == "right" or verdict in occurred]
 
@@ -63,7 +63,7 @@ def content(found: Sequence[Record]) -> list[str]:
 
 
 def slowest(found: Sequence[Record]) -> str:
-    """Return a sentence about the error that came last after its fault, among the trials that ended as they should."""
+    """Describe the error with the longest delay after its fault, among the trials that ended correctly."""
     times = [
         (end["after_s"], each)
         for each in found

@@ -1,4 +1,4 @@
-"""The process of one rank of a trial: joins the group, trains, and tells how it ends."""
+"""The process of one rank of a trial: join the group, train, and report how it ends."""
 
 import os
 import time
@@ -14,14 +14,14 @@ from studies.trials import process
 from studies.trials.process import Seat, Tell, await_all
 
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
-JOIN_S = 60.0  # for the processes of a trial to start, on a machine that is busy
-RANDOM_PAUSE_S = 0.004  # where the fault comes at a random time
-# Files of the supervisor: all ranks may begin, the link of one is cut, all have ended.
+JOIN_S = 60.0  # for the processes of a trial to start on a busy machine
+RANDOM_PAUSE_S = 0.004  # between steps if the fault comes at a random time
+# The supervisor's files: all ranks may begin, a link is cut, all ranks have ended.
 GO, CUT, END = "go", "cut", "end"
 
 
 def run(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool) -> None:
-    """Train, and end the process. Tells `joined`, `ready`, `strike`, and `done` or `left`."""
+    """Train, and end the process. Reports `joined`, `ready`, `strike`, and `done` or `left`."""
 
     def work(tell: Tell) -> None:
         try:
@@ -31,7 +31,7 @@ def run(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool) -> None:
             tell(left="")
             return
         tell(done=digest)
-        await_told(seat, END)  # closing the store would be an error for ranks that still train
+        await_told(seat, END)  # closing the store would be an error for ranks that are still training
 
     process.run(seat, work, finalizes=False)
 
@@ -59,7 +59,7 @@ def _train(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool, tell: 
             striker.begins(step, made)
             made.step(step)
         except Exception as error:
-            # Once on every rank, in this step or the next one.
+            # Raised once on every rank, in this step or the next.
             if striker.saved is None or trial.fault != "retry_after_error":
                 raise
             step = striker.goes_back(made, error)
@@ -71,7 +71,7 @@ def _train(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool, tell: 
 
 
 def _store(seat: Seat, ranks: int) -> TCPStore:
-    """Return the store that rank 0 hosts, as under torchrun's static rendezvous; the others read its port from a file."""
+    """Open the store that rank 0 hosts, as with torchrun's static rendezvous; other ranks read its port from a file."""
     port, limit = seat.folder / "port", timedelta(seconds=JOIN_S)
     opened = partial(TCPStore, seat.links.address(0), world_size=ranks, timeout=limit, wait_for_workers=False)
     if seat.number == 0:

@@ -1,4 +1,4 @@
-"""Strikes a rank with a fault from inside: in a phase, at a message, after a bucket or between steps."""
+"""Strike a rank with a fault from inside: in a phase, at a message, after a bucket or between steps."""
 
 import os
 import signal
@@ -16,15 +16,15 @@ from studies.trials.process import Tell
 
 CAUSE = "no luck today"  # the message of exceptions raised on purpose
 DELAY = 0.4  # of the timeout
-LOOK_FOR = 3  # steps in which the moment may come; after them the fault strikes between two steps
-# The step before which the state is saved that rank 0 or all ranks load later; after its first step DDP rebuilds its buckets.
+LOOK_FOR = 3  # steps to wait for the moment; afterwards the fault strikes between two steps
+# The state is saved before this step, and loaded later on rank 0 or all ranks; DDP rebuilds its buckets after its first step.
 SAVED_STEP = 2
 AHEAD = 3  # steps by which one rank miscounts
 _CALLS = ("announce", "settle", "send_recv", "all_gather", "all_to_all", "all_reduce")
 
 
 class LeaveEarly(BaseException):
-    """Ends this rank normally, too early."""
+    """Ends this rank normally, but too early."""
 
 
 class FaultError(Exception):
@@ -34,7 +34,7 @@ class FaultError(Exception):
 class Striker:
     """Strikes once, on the victim of `trial`, and does nothing on other ranks.
 
-    The supervisor is told of the strike before it happens; `await_cut` returns once it has cut the link of a partition.
+    The supervisor is told of the strike beforehand; `await_cut` returns once it has cut the link of a partition.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Striker:
         self.takes_part = self.armed or (trial.detail == ALL and not undisturbed)
         self.step = -1
         self.saved: Any = None  # Any: as ModelTraining.state
-        self._back = False  # it has gone back to what was saved
+        self._back = False  # the saved state has been loaded
         self._messages = 0
-        self._reduced, self._reduced_before = 0, 0  # buckets of this step, and of the last one that had any
+        self._reduced, self._reduced_before = 0, 0  # buckets of this step, and of the last step that had any
         if self.armed:
             self._watch_messages()
             self._watch_phases()
 
     def begins_setup(self) -> None:
-        """Tell of a model or scheme that differs from the others'."""
+        """Report a model or scheme that differs from the other ranks'."""
         if self.armed and self.trial.fault in MADE_OTHERWISE:
             self._tell("where the model or the scheme is made")
 
     def watch(self, training: RankTraining) -> None:
-        """Count the buckets that the scheme of this training reduces."""
+        """Count the buckets that this training's scheme reduces."""
         if not self.armed or training.handle is None:
             return
         state = training.handle.state
@@ -73,7 +73,7 @@ class Striker:
                 setattr(state, name, self._then(inner))
 
     def begins(self, step: int, training: RankTraining) -> None:
-        """Strike before this step if it is time."""
+        """Strike before this step if it is due."""
         if isinstance(training, ModelTraining):
             self._disturb(step, training)
         if not self.armed:
@@ -92,7 +92,7 @@ class Striker:
             self._tell(f"in the batch of step {step}")
 
     def goes_back(self, training: RankTraining, error: Exception) -> int:
-        """Load the saved state after an error that all ranks get, and return the next step."""
+        """Load the saved state after an error on all ranks, and return the next step."""
         if not isinstance(training, ModelTraining) or CAUSE not in "; ".join(
             [str(error), *getattr(error, "__notes__", [])]
         ):
@@ -102,7 +102,7 @@ class Striker:
         return SAVED_STEP
 
     def strike(self, where: str) -> None:
-        """Do what the fault does, now."""
+        """Perform the fault now."""
         fault = self.trial.fault
         if fault not in (*GONE, *RAISED, "delay", "retry_after_error"):
             return
@@ -155,7 +155,7 @@ class Striker:
         handle.load_state_dict(state)
 
     def _watch_messages(self) -> None:
-        # The class itself: integrations make communicators of their own, and this process is this trial's.
+        # Patch the class: integrations make their own communicators, and this process has only this trial.
         for name in _CALLS:
             setattr(GroupComm, name, self._before(getattr(GroupComm, name), name))
 

@@ -1,4 +1,4 @@
-"""Runs one trial: starts its ranks, lets the fault happen, and waits for how each surviving rank ends."""
+"""Run one trial: start its ranks, let the fault happen, and wait until each surviving rank ends."""
 
 import signal
 import tempfile
@@ -14,7 +14,7 @@ from studies.trials.process import LOOK_S, Entry, Seat, Worker, await_all, stack
 
 GRACE_S = 6.0  # after the timeout: ranks exchange causes for up to 3 s, and the machine may be busy
 TRAIN_S = 60.0  # for an undisturbed training
-END_S = 15.0  # for a process to end once it has its error
+END_S = 15.0  # for a process to end after its error
 RATE_BITS_PER_S = 1e9  # of links that are cut
 MESSAGE = 1000
 LAST = ("done", "left", "error")  # the last entry of a rank
@@ -26,9 +26,9 @@ class RankEnd:
 
     rank: int
     state: str = "hung"  # or "done", "error", "left", "crashed", "victim"
-    said: str = ""  # its error, its digest, its exit status, or the stacks of a rank that hung
-    ours: bool = True  # False: the error of a collective of torch
-    after_s: float | None = None  # after the fault
+    said: str = ""  # its error, digest or exit status, or the stacks of a hanging rank
+    ours: bool = True  # False: the error of a torch collective
+    after_s: float | None = None  # since the fault
 
 
 @dataclass
@@ -48,9 +48,9 @@ class _Struck:
 
 
 def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S) -> TrialSeen:
-    """Run the ranks of a trial, and return how each ended; no process is left. `undisturbed`: without the fault.
+    """Run the ranks of a trial, and report how each ended; no process is left. `undisturbed`: without the fault.
 
-    A rank that has neither raised nor finished `timeout_s` and `grace_s` seconds after the fault has hung.
+    A rank hangs if it has neither raised nor finished `timeout_s` plus `grace_s` seconds after the fault.
     """
     began = time.monotonic()
     cut = trial.fault == "partition" and not undisturbed
@@ -68,7 +68,7 @@ def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: 
 
 
 def _watch(trial: Trial, workers: Sequence[Worker], links: RunNetwork, folder: Path, bound_s: float) -> _Struck:
-    """Wait until every rank has ended or its time is over, and return where and when the fault struck."""
+    """Wait until every rank has ended or time is up, and report where and when the fault struck."""
     struck, strike_at, silent = _Struck(), None, trial.fault in ("kill", "freeze")
     deadline = time.monotonic() + JOIN_S + TRAIN_S
     while time.monotonic() < deadline and not all(_settled(each, struck) for each in workers):
@@ -96,12 +96,12 @@ def _watch(trial: Trial, workers: Sequence[Worker], links: RunNetwork, folder: P
 
 
 def _settled(worker: Worker, struck: _Struck) -> bool:
-    # First whether it has ended, because a rank tells its last entry before it ends.
+    # Check for its end first, because a rank reports its last entry before it ends.
     return worker.seat.number == struck.victim or not worker.alive or worker.said(*LAST) is not None
 
 
 def _ends(workers: Sequence[Worker], struck: _Struck, folder: Path) -> list[RankEnd]:
-    """Return the end of each rank, after some time for processes whose rank has told its last entry."""
+    """Collect the end of each rank, after giving processes with a last entry some time to exit."""
     others = [each for each in workers if each.seat.number != struck.victim]
     last = {each.seat.number: each.said(*LAST) for each in others}
     told = [each for each in others if last[each.seat.number]]
@@ -119,7 +119,7 @@ def _ends(workers: Sequence[Worker], struck: _Struck, folder: Path) -> list[Rank
 
 
 def _end(number: int, last: Entry | None, status: int | None, stack: str) -> RankEnd:
-    """Return the end of a rank that told `last`; `status` is the exit status of its process, None if it has not ended."""
+    """Classify the end of a rank with last entry `last`; `status` is its process's exit status, None while it runs."""
     if last is None:
         return RankEnd(number, "hung", stack) if status is None else RankEnd(number, "crashed", f"exit status {status}")
     state = next(each for each in LAST if each in last)

@@ -1,4 +1,4 @@
-"""A tiny training on one rank behind each integration, which a trial disturbs."""
+"""A tiny training on one rank with each integration, for a trial to disturb."""
 
 import ctypes
 import gc
@@ -32,14 +32,14 @@ BATCH = 4
 BUCKET_MB = 0.004  # so that DDP has two buckets
 RATE, OTHER_RATE = 0.01, 0.02
 CHECK_EVERY = 5  # steps, so that weights are compared after every moment at which others are loaded
-LAYER = "first"  # which is frozen
-SETTLED = 2  # steps until what was under way when it was frozen is applied
+LAYER = "first"  # the layer that faults freeze
+SETTLED = 2  # steps until work in progress at the freeze is applied
 CHILD_S = 20  # for a forked child to end
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class WrongResultError(Exception):
-    """The training has ended with a wrong result."""
+    """The training ended with a wrong result."""
 
 
 class RankTraining(Protocol):
@@ -53,12 +53,12 @@ class RankTraining(Protocol):
     def step(self, number: int) -> None: ...
 
     def digest(self) -> str:
-        """Return a digest that must be the same on all ranks. Raises WrongResultError."""
+        """Compute a digest that must be the same on all ranks. Raises WrongResultError."""
         ...
 
 
 class Model(nn.Module):
-    """Two layers of the same shape, in the order given; `outputs` makes the second one shorter."""
+    """Two layers of the same shape, in the given order; `outputs` shortens the second one."""
 
     def __init__(self, seed: int, swapped: bool, outputs: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ModelTraining:
 
     def __init__(self, trial: Trial, rank: int, timeout_s: float) -> None:
         self.trial, self.rank = trial, rank
-        odd = rank == trial.victim  # the rank that differs, if any does
+        odd = rank == trial.victim  # the rank that may differ
         model = Model(
             trial.seed,
             swapped=odd and trial.fault == "other_order",
@@ -92,10 +92,10 @@ class ModelTraining:
         self.common: Callable[[], AbstractContextManager[None]] = nullcontext
         self._finish: Callable[[], object] = lambda: None
         self._reduce: Callable[[], object] = lambda: None
-        self._after: Callable[[], object] | None = None  # in place of, or after, the optimizer's step
-        self._frozen: dict[str, Tensor] | None = None  # the layer's weights, once they must not change any more
-        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # weights before, and those that were loaded
-        self._child = 0  # the process that was forked
+        self._after: Callable[[], object] | None = None  # instead of, or after, the optimizer's step
+        self._frozen: dict[str, Tensor] | None = None  # the layer's weights, once they must stay the same
+        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # previous and loaded weights
+        self._child = 0  # the forked process
         # Any: arguments of each integration
         self._options: Any = {"timeout_s": timeout_s, "check_weights_every": CHECK_EVERY}
         getattr(self, f"_{trial.integration.removesuffix('_delayed')}")()
@@ -110,14 +110,14 @@ class ModelTraining:
         out = self.model(x)
         (out - x[:, : out.shape[1]]).square().sum().backward()
         self._reduce()
-        # Where weights or steps are exchanged, not finite ones are found there.
+        # Exchanges of weights or steps detect non-finite values themselves.
         if self.trial.fault != "nan" or "steps" in self.trial.integration or self._all_finite():
             self.optimizer.step()
         if self._after is not None:
             self._after()
 
     def change(self) -> None:
-        """Change on this rank what the fault changes."""
+        """Apply the fault's change on this rank."""
         if self.trial.fault == "other_rate":
             self.optimizer.param_groups[0]["lr"] = OTHER_RATE
         elif self.trial.fault == "frozen":
@@ -127,11 +127,11 @@ class ModelTraining:
             self._load_others()
 
     def fork(self) -> None:
-        """Fork a child in which the handle and everything that refers to it are collected."""
+        """Fork a child that collects the handle and everything that refers to it."""
         handle = weakref.ref(self.handle)
         self._child = os.fork()
         if self._child == 0:
-            # It ends with the rank, and in any case.
+            # The child must end with the rank, and in any case.
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
             signal.alarm(CHILD_S)
             vars(self).clear()
@@ -139,13 +139,13 @@ class ModelTraining:
             os._exit(handle() is not None)
 
     def state(self) -> Any:  # Any: as Handle.state_dict
-        """Return a checkpoint of this rank."""
+        """Save a checkpoint of this rank."""
         assert self.handle is not None
         weights = {name: _local(each.detach()).clone() for name, each in self.model.named_parameters()}
         return deepcopy((weights, self.optimizer.state_dict(), self.handle.state_dict()))
 
     def load(self, state: Any) -> None:  # Any: as `state`
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         assert self.handle is not None
         weights, optimizer, handle = state
         if hasattr(self.model, "reset_iter_state"):
@@ -205,7 +205,7 @@ class ModelTraining:
             return [(name, _local(each.detach()).clone()) for name, each in named]
 
     def _groups(self) -> Any:  # Any: what an optimizer takes
-        """Return the parameters; for `other_groups` in two groups with different rates, which one rank has swapped."""
+        """Group the parameters; for `other_groups` into two groups with different rates, swapped on one rank."""
         if self.trial.fault != "other_groups":
             return self.model.parameters()
         names = ["first", "second"]
@@ -222,7 +222,7 @@ class ModelTraining:
         return made(self._groups(), lr=RATE)
 
     def _all_finite(self) -> bool:
-        """Return whether the gradients of all ranks are finite, as a loss scaler does."""
+        """Tell whether the gradients of all ranks are finite, as a loss scaler does."""
         bad = torch.zeros(1)
         for parameter in self.model.parameters():
             if parameter.grad is not None and not _local(parameter.grad).isfinite().all():
@@ -232,14 +232,14 @@ class ModelTraining:
         return not bad.item()
 
     def _attach(self, model: nn.Module, exchange: sparsync.Steps | None = None, **more: Any) -> Any:  # Any: of Options
-        """Return the handle of a model that may be wrapped."""
+        """Attach to a model that may be wrapped."""
         options = sparsync.Options(**self._options, **more)
         return sparsync.attach(model, self.scheme, optimizer=self.optimizer, exchange=exchange, options=options)
 
     def _wrap(self) -> nn.Module:
-        """Wrap the model by DistributedDataParallel."""
-        # Without torch's own comparison of the models, which costs another wait; the weights are the same by their seed.
-        # Without find_unused_parameters, DDP itself waits for the gradients of a layer that is frozen later.
+        """Wrap the model in DistributedDataParallel."""
+        # Skip torch's comparison of the models, which costs another wait; the seed makes the weights equal.
+        # Without find_unused_parameters, DDP would wait for the gradients of a layer that is frozen later.
         self.optimizer = self._made_optimizer()
         unused = self.trial.fault == "frozen"
         self.model = DistributedDataParallel(
@@ -286,7 +286,7 @@ class ModelTraining:
         self.handle = self._attach(self.model)
 
     def _shard_in_copies(self) -> DeviceMesh:
-        """Shard the model over one rank, and return the axis of the copies."""
+        """Shard the model over one rank, and return the axis of the replicas."""
         mesh = init_device_mesh("cpu", (self.trial.ranks, 1), mesh_dim_names=("replicate", "shard"))
         self._shard(mesh["shard"])
         return mesh["replicate"]
@@ -298,12 +298,12 @@ class ModelTraining:
 
 
 def _local(x: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, and any other tensor unchanged."""
+    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
     return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CollectivesTraining:
-    """Makes each call of a communicator once per step, and checks its result."""
+    """Makes each call of a communicator once per step, and checks the result."""
 
     handle = None
 
@@ -330,6 +330,6 @@ class CollectivesTraining:
 
 
 def training(trial: Trial, rank: int, timeout_s: float) -> RankTraining:
-    """Return the training of a trial on this rank. Collective over the default group."""
+    """Make the training of a trial on this rank. Collective over the default group."""
     made = CollectivesTraining if trial.integration == "collectives" else ModelTraining
     return made(trial, rank, timeout_s)

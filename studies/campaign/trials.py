@@ -1,4 +1,4 @@
-"""Draws trials from a seed: one fault at one moment of one training. Nothing runs here."""
+"""Draw trials from a seed: one fault at one moment of one training. Nothing runs here."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparsync.base.registry import nearest
 
-# Settings by scheme, and those of a rank that differs.
+# Settings by scheme, and those of a differing rank.
 SCHEMES = {
     "dense": ({}, {"form": "ring"}),
     "topk": ({"density": 0.05}, {"density": 0.1}),
@@ -18,8 +18,8 @@ SCHEMES = {
     "skip_reduce": ({"skip": 1}, {"skip": 0}),
 }
 
-SHARD_SCHEMES = ("dense", "two_shot", "exact_oktopk", "skip_reduce")  # those that have a reduce-scatter
-NONE = "none"  # the scheme of trials that have none
+SHARD_SCHEMES = ("dense", "two_shot", "exact_oktopk", "skip_reduce")  # with a reduce-scatter
+NONE = "none"  # for trials without a scheme
 
 TRAININGS = {
     "ddp": "attach, DistributedDataParallel",
@@ -35,7 +35,7 @@ TRAININGS = {
 INTEGRATIONS = {**TRAININGS, "collectives": "GroupComm, no integration"}
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")
-# Of some schemes; the others have all.
+# Phases that a scheme lacks.
 _LACKING = {
     "dense": PHASES,
     "skip_reduce": PHASES,
@@ -45,9 +45,9 @@ _LACKING = {
     "exact_micro": ("accumulate",),
     "exact_exdyna": ("accumulate",),
 }
-# Within a step: a phase of the scheme, before a message, or after the last bucket of the step is reduced.
+# Within a step: in a phase of the scheme, before a message, or after the step's last bucket.
 WITHIN = (*PHASES, "message", "late")
-# "start": before the first step; "before": before a later one; "random": a time, whatever the rank does then.
+# "start": before the first step; "before": before a later one; "random": at a time, whatever the rank is doing.
 ANYTIME = ("start", "before", *WITHIN, "random")
 SETUP = "setup"
 
@@ -77,11 +77,11 @@ FAULTS = {
 GONE = ("kill", "freeze", "partition", "leave")
 RAISED = ("raise", "raise_at_message", "raise_late")
 MADE_OTHERWISE = ("other_sizes", "other_order", "other_dtype", "other_settings", "other_groups")
-CHANGED = ("other_rate", "frozen", "loaded_late")  # in the training of the rank, or of all
-ONE, ALL = "one", "all"  # ranks that are changed
+CHANGED = ("other_rate", "frozen", "loaded_late")  # during training, on one rank or all
+ONE, ALL = "one", "all"  # ranks that change
 DIFFERENT = ("other_step", "other_state", *MADE_OTHERWISE, *CHANGED)
 AT_A_STEP = ("nan", "other_step", "other_state", "forked_gc", *CHANGED)
-SAME_BITS = ("delay", "forked_gc", "retry_after_error")  # nothing of the result may change
+SAME_BITS = ("delay", "forked_gc", "retry_after_error")  # the result must not change
 OF_COLLECTIVES = ("kill", "freeze", "partition", "leave", "delay", "raise_at_message")
 
 _WHEN = {
@@ -98,12 +98,12 @@ _WHEN = {
 _DETAILS = {"nan": ("nan", "inf"), "other_rate": (ONE,), "frozen": (ONE, ALL), "loaded_late": (ONE, ALL)}
 _MESSAGES = 8
 _RANDOM_S = 0.4
-STEPS, MANY_STEPS = 10, 300  # many, where the fault comes at a random time
+STEPS, MANY_STEPS = 10, 300  # many if the fault comes at a random time
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in one training, described in full, so that it can be repeated as far as processes allow."""
+    """One fault in one training, fully described, so that it can be repeated as far as processes allow."""
 
     fault: str
     integration: str
@@ -111,15 +111,14 @@ class Trial:
     ranks: int
     victim: int  # the rank that the fault strikes
     when: str
-    step: int  # from which on it strikes
-    message: int  # of those since then, where `when` is "message"
-    after_s: float  # where `when` is "random"
-    detail: str = ""  # "nan" or "inf"; or whether ONE rank or ALL are changed
+    step: int  # the first step in which it may strike
+    message: int  # counted from that step, if `when` is "message"
+    after_s: float  # if `when` is "random"
+    detail: str = ""  # "nan" or "inf"; or whether ONE rank or ALL change
     seed: int = 0  # of weights and data
 
     @property
     def steps(self) -> int:
-        """The steps of the training."""
         return MANY_STEPS if self.when == "random" else STEPS
 
     @property
@@ -129,7 +128,6 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """One line about the trial."""
         when = {
             "start": "before the first step",
             "before": f"before step {self.step}",
@@ -144,14 +142,14 @@ class Trial:
 
 
 def phases_of(scheme: str) -> tuple[str, ...]:
-    """Return the phases that a scheme of SCHEMES passes, by their names."""
+    """List the phases of a scheme of SCHEMES."""
     return tuple(phase for phase in PHASES if phase not in _LACKING.get(scheme, ()))
 
 
 def cells(only: Collection[str] = ()) -> list[tuple[str, str, str]]:
-    """Return every fault with every integration and scheme that it can strike.
+    """List every fault with every integration and scheme that it can strike.
 
-    `only`: names of faults, integrations and schemes; of each kind that is named, the named ones alone. Raises ValueError for others.
+    `only`: names of faults, integrations and schemes that restrict their kind. Raises ValueError for others.
     """
     known = [*FAULTS, *INTEGRATIONS, *SCHEMES]
     for name in only:
@@ -171,9 +169,9 @@ def cells(only: Collection[str] = ()) -> list[tuple[str, str, str]]:
 
 
 def drawn(seed: int, count: int, only: Collection[str] = ()) -> list[Trial]:
-    """Return `count` trials; more of them begin with the same ones.
+    """Draw `count` trials; a larger count only appends.
 
-    Every pair of a fault and an integration comes once before any comes again; schemes, moments and ranks are drawn.
+    Every pair of a fault and an integration comes once before any repeats; schemes, moments and ranks are drawn.
     """
     schemes: dict[tuple[str, str], list[str]] = {}
     for fault, integration, scheme in cells(only):
@@ -194,7 +192,7 @@ def _trial(seed: int, number: int, fault: str, integration: str, schemes: Sequen
     possible = [SETUP, "start", "before", "message", "random"]
     if integration != "collectives":
         possible += phases_of(scheme)
-        # After the last bucket the next exchange of a sharded model is FSDP2's own, which no checkpoint mends once it has failed.
+        # After the last bucket, a sharded model's next exchange is FSDP2's own, whose failure no checkpoint mends.
         if (fault, integration) != ("retry_after_error", "fsdp_shard"):
             possible.append("late")
     when = draw.choice([each for each in _WHEN.get(fault, (SETUP,)) if each in possible])
@@ -214,7 +212,7 @@ def _trial(seed: int, number: int, fault: str, integration: str, schemes: Sequen
 
 
 def _details(fault: str, integration: str) -> tuple[str, ...]:
-    if (fault, integration) == ("loaded_late", "fsdp_shard"):  # each rank has its own weights
+    if (fault, integration) == ("loaded_late", "fsdp_shard"):  # the ranks' weights differ
         return (ALL,)
     return _DETAILS.get(fault, ("",))
 

@@ -1,4 +1,4 @@
-"""The verdict on a trial: whether every surviving rank raised in time, with a message that names what happened."""
+"""Judge a trial: every surviving rank must raise in time, with a message that names the fault."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from studies.campaign.training import WrongResultError
 from studies.campaign.trials import DIFFERENT, GONE, RAISED, SAME_BITS, Trial
 
 Verdict = Literal["right", "wrong", "torch", "hung", "silent", "crashed", "missed"]
-# From bad to good; a trial is as good as its worst rank. "missed": the fault did not strike, which proves nothing.
+# From worst to best; a trial is as good as its worst rank. "missed": the fault did not strike, which proves nothing.
 VERDICTS: Mapping[Verdict, str] = {
     "hung": "hung",
     "crashed": "crashed",
@@ -21,7 +21,7 @@ VERDICTS: Mapping[Verdict, str] = {
     "missed": "did not strike",
 }
 
-# What messages say of a rank that is gone.
+# Phrases for an absent rank in messages.
 _ABSENT = r"(?:do(?:es)? not answer|did not (?:come|answer)|has (?:gone|left|ended)|(?:is|are) (?:gone|missing|silent)|left|ended)"
 _RANKS = r"ranks? (\d+(?:(?:, | and |, and )\d+)*)"
 _KEYWORDS = {
@@ -39,7 +39,7 @@ _KEYWORDS = {
 
 
 def judged(trial: Trial, seen: TrialSeen, undisturbed: Callable[[], str]) -> tuple[Verdict, str]:
-    """Return the verdict on a trial, and why. `undisturbed` returns the digest of the same training without the fault."""
+    """Judge a trial, and explain why. `undisturbed` returns the digest of the same training without the fault."""
     if not seen.struck:
         return "missed", "; ".join(f"rank {end.rank} {end.state}: {end.said}" for end in seen.ranks)
     if trial.survivable:
@@ -66,7 +66,7 @@ def _of_rank(trial: Trial, end: RankEnd) -> tuple[Verdict, str]:
 
 
 def _survived(trial: Trial, seen: TrialSeen, undisturbed: Callable[[], str]) -> tuple[Verdict, str]:
-    """Judge a trial that all ranks survive: replicas stay the same, a delay changes nothing, and all skip or all refuse NaN and Inf."""
+    """Judge a trial that all ranks survive: replicas stay equal, a delay changes nothing, and all skip or all refuse NaN and Inf."""
     found: list[tuple[Verdict, str]] = []
     for end in seen.ranks:
         if end.state == "error" and end.said.startswith(WrongResultError.__name__):
@@ -94,11 +94,11 @@ def _worst(found: list[tuple[Verdict, str]]) -> tuple[Verdict, str]:
 
 
 def _names(trial: Trial, end: RankEnd) -> bool:
-    """Return whether the error of a rank names what happened."""
+    """Tell whether the error of a rank names the fault."""
     if trial.fault in DIFFERENT:
         return _tells_apart(end.said, _KEYWORDS[trial.fault])
     if trial.fault in RAISED and (CAUSE in end.said or trial.integration != "collectives"):
-        return CAUSE in end.said  # without an integration nobody tells the others the cause
+        return CAUSE in end.said  # without an integration, the cause is not passed on
     absent = absent_ranks(end.said) - {end.rank} or _named(end.said) - {end.rank}
     if trial.fault == "partition" and end.rank == trial.victim:
         return bool(absent)
@@ -106,10 +106,10 @@ def _names(trial: Trial, end: RankEnd) -> bool:
 
 
 def absent_ranks(message: str) -> set[int]:
-    """Return the ranks that are gone, according to a message."""
+    """Extract the absent ranks from a message."""
     found = re.findall(rf"{_RANKS} {_ABSENT}", message)
     found += re.findall(r"store of the process group (?:has not answered|is gone)[^\n]*?\brank (0)\b", message)
-    # A rank may close its connections because it has heard of another one that is gone.
+    # A rank may close its connections because it has heard of another absent rank.
     found = found or re.findall(r"waiting for rank (\d+): [^\n]*?(?:Connection closed|Connection reset)", message)
     return {int(number) for numbers in found for number in re.findall(r"\d+", numbers)}
 
@@ -119,7 +119,7 @@ def _named(message: str) -> set[int]:
 
 
 def _tells_apart(message: str, keyword: str) -> bool:
-    """Return whether a message names two ranks with different values."""
+    """Tell whether a message names two ranks with different values."""
     if not re.search(r"agree|apart|differ|the same", message) or not re.search(keyword, message):
         return False
     parts = re.split(r"\brank (\d+)\b", message)

@@ -1,4 +1,4 @@
-"""Random events in runs of `sparsync_elastic`, several in each, and what must hold afterwards."""
+"""Disturb runs of `sparsync_elastic` with several random events each, and check them afterwards."""
 
 from studies.elastic.command import main as main
 

@@ -1,8 +1,8 @@
-"""Random events in runs of `sparsync_elastic`, several in each, and what must hold afterwards.
+"""Disturb runs of `sparsync_elastic` with several random events each, and check them afterwards.
 
     python -m studies elastic [--trials 160] [--seed 0] [--only kill,join] [--out build/elastic] [--page docs/reliability.md]
 
-A trial has 5 to 8 events. Finished trials are not done again.
+A trial has 5 to 8 events. Finished trials are not repeated.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,6 @@ def _options(words: Sequence[str]) -> Any:  # Any: argparse's
 
 
 def tried(trial: Trial, timeout_s: float) -> tuple[str, dict[str, Any]]:
-    """Run a trial, and judge each of its events."""
     seen = observe(trial, timeout_s)
     outcomes = judged(seen, timeout_s, trial.exchange.startswith("local"))
     bad = [f"{each.kind}: {page.short(each.why)}" for each in outcomes if each.why]
@@ -38,7 +37,7 @@ def tried(trial: Trial, timeout_s: float) -> tuple[str, dict[str, Any]]:
 
 
 def content(found: Sequence[Record]) -> list[str]:
-    """Return a table by event, and a line for each exception."""
+    """Make a table by event, and a line for each exception."""
     all_of = [(record["label"], Outcome(**each)) for record in found for each in record["outcomes"]]
     heads = ["event", "tried", "survived", "seconds, median", "worst", "until it is back, median", "worst"]
     bad = [f"{label}: {each.kind}: {page.short(each.why)}" for label, each in all_of if each.why]

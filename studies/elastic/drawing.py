@@ -1,4 +1,4 @@
-"""Draws trials from a seed: several events at random moments of one run. Nothing runs here."""
+"""Draw trials from a seed: several events at random moments of one run. Nothing runs here."""
 
 import random
 from collections.abc import Collection
@@ -26,24 +26,22 @@ EXCHANGES = {
 }
 SCHEMES = ("two_shot", "topk", "exact_micro", "dense")
 FIRST_S = 1.0  # of undisturbed steps
-MOST_LONGER_S = 4.0  # than the timeout
+MOST_LONGER_S = 4.0  # beyond the timeout
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event; its ranks depend on who is there."""
+    """One event; its ranks depend on which are present."""
 
     kind: str
-    after_s: float  # after the event before it
+    after_s: float  # after the previous event
     lasts_s: float  # until a rank, a link or the store is back; 0: nothing comes back
-    share: float  # in [0, 1): which of the present ranks
-    two: bool = False  # ranks are cut off together
+    share: float  # in [0, 1): selects one of the present ranks
+    two: bool = False  # two ranks are cut off together
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run and its events."""
-
     seed: int
     number: int
     ranks: int
@@ -58,7 +56,7 @@ class Trial:
 
 
 def drawn(seed: int, number: int, timeout_s: float, only: Collection[str] = ()) -> Trial:
-    """Return a trial with events of these kinds, or of all. Raises ValueError for an unknown kind."""
+    """Draw a trial with events of the kinds in `only`, or of all. Raises ValueError for an unknown kind."""
     if unknown := [each for each in only if each not in KINDS]:
         raise ValueError(f"--only takes {', '.join(KINDS)}, got {unknown[0]!r}")
     chance = random.Random(f"{seed}/{number}")

@@ -1,4 +1,4 @@
-"""The processes of a trial: the store, and a rank, which trains and writes what happens to it."""
+"""The processes of a trial: the store, and a rank that trains and records its events."""
 
 import hashlib
 import os
@@ -18,11 +18,11 @@ from studies.elastic.drawing import Trial
 from studies.trials import process
 from studies.trials.process import Seat, Tell
 
-PACE_S = 0.06  # a step sleeps for this long
+PACE_S = 0.06  # sleep per step
 WAIT_S = 30.0
 EVERY = 4  # steps between two exchanges of local steps
 DIGEST_EVERY = 3
-AHEAD = 20  # steps from the one at which rank 0 hears that the run is to end to the last one
+AHEAD = 20  # steps between rank 0's notice of the end and the last step
 _EXCHANGES = {
     "steps": sparsync.Steps,
     "gradients": sparsync.Gradients,
@@ -37,18 +37,17 @@ _SCHEMES = {
 
 
 def serve(seat: Seat, port: int) -> None:
-    """Run the store."""
     process.take_seat(seat)
     serve_store(["--port", str(port)])
 
 
 def run(seat: Seat, trial: Trial, address: str, timeout_s: float) -> None:
-    """Run a rank with the store at an address, and end the process."""
+    """Run a rank with the store at `address`, and end the process."""
     process.run(seat, lambda tell: _Rank(seat, trial, address, timeout_s, tell).train(), finalizes=True)
 
 
 class _LastStep:
-    """The number of steps to take: no bound until the supervisor ends the run; then rank 0 names one, some steps ahead."""
+    """The number of steps to take: unlimited until the supervisor ends the run; then rank 0 names one, some steps ahead."""
 
     def __init__(self, folder: Path, run: elastic.Run) -> None:
         self._folder, self._run, self._last = folder, run, cast("int | None", None)
@@ -58,7 +57,7 @@ class _LastStep:
         if self._last is None and self._run.rank == 0 and not named.exists() and (self._folder / "finish").exists():
             own = self._folder / f"last.{os.getpid()}"
             own.write_text(str(step + AHEAD))
-            with suppress(FileExistsError):  # another rank 0 was quicker
+            with suppress(FileExistsError):  # another rank 0 was faster
                 named.hardlink_to(own)
         if self._last is None and named.exists():
             self._last = int(named.read_text())
@@ -66,12 +65,12 @@ class _LastStep:
 
 
 class _Rank:
-    """A training, and what this rank holds back after each step."""
+    """A training, and this rank's residual after each step."""
 
     def __init__(self, seat: Seat, trial: Trial, address: str, timeout_s: float, tell: Tell) -> None:
         self.seat, self.trial, self.tell = seat, trial, tell
         kind, _, wrapped = trial.exchange.partition("_")
-        torch.manual_seed(seat.number)  # other weights on each rank, until it gets those of the run
+        torch.manual_seed(seat.number)  # weights differ between ranks until they get the run's
         self.run = elastic.Run(address, ranks=trial.ranks, timeout_s=timeout_s, wait_s=WAIT_S)
         self.run.leave_on(signal.SIGTERM)
         norm = [nn.BatchNorm1d(64)] if wrapped else []
@@ -118,7 +117,7 @@ class _Rank:
         self.optimizer.step()
 
     def _position(self) -> int:
-        """Return the number of updates that all ranks share."""
+        """Count the updates that all ranks share."""
         return self.handle.exchanged if self.trial.exchange.startswith("local") else self.run.step
 
     def _digest(self) -> str:
@@ -127,7 +126,7 @@ class _Rank:
         return hashlib.sha256(weights).hexdigest()[:16]
 
     def _changed(self, run: elastic.Run) -> None:
-        """Write the meeting down, and what this rank holds back if that has changed since its last step or should have."""
+        """Record the meeting, and this rank's residual if it has changed since its last step or should have."""
         held, mass = residual(self.handle), ""
         if differing(self.held, held) or run.changes[-1].factor != 1.0:
             mass = f"mass{self.seat.number}.{run.epoch.number}.pt"
@@ -140,12 +139,12 @@ class _Rank:
 
 
 def residual(handle: Any) -> dict[str, Tensor]:  # Any: see _Rank
-    """Return a copy of what a rank has not sent, by parameter."""
+    """Copy a rank's residual, by parameter."""
     return {name: each.clone() for name, each in handle.state.state_dict().get("residual", {}).items()}
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Return the names whose bits differ; a missing vector is zero."""
+    """List the names whose bits differ; a missing vector is zero."""
 
     def same(name: str) -> bool:
         first, second = one.get(name), other.get(name)

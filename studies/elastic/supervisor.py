@@ -1,4 +1,4 @@
-"""Runs one trial: starts the store and the ranks, causes the events, and reads what the ranks have written."""
+"""Run one trial: start the store and the ranks, cause the events, and read what the ranks have recorded."""
 
 import heapq
 import signal
@@ -20,11 +20,11 @@ from studies.elastic.drawing import Event, Trial
 from studies.elastic.rank import run, serve
 from studies.trials.process import Entry, Seat, Worker, await_all, stacks, stop
 
-PLACES = 12  # of ranks in the network; the store has one more
-MOST_RANKS = 7  # at a time: then a rank leaves where one would join
+PLACES = 12  # for ranks in the network; the store has another
+MOST_RANKS = 7  # at a time: then a rank leaves instead of another joining
 RATE_BITS_PER_S = 1e10
 START_S = 60.0  # for all ranks to take their first step
-END_S = 40.0  # from the last that is done to the ranks until their processes have ended
+END_S = 40.0  # from the last event until the ranks' processes have ended
 STORE = 999  # the number of the first process of the store
 PORT = 29400
 
@@ -35,26 +35,26 @@ class Struck:
 
     kind: str
     at: float
-    victims: list[int]  # numbers of processes; of "join" the one that was started
-    back_at: float | None = None  # when the victims, their links or the store were back
+    victims: list[int]  # numbers of processes; for "join" the started one
+    back_at: float | None = None  # when the victims, their links or the store returned
 
 
 @dataclass
 class RankSeen:
-    """A rank, and what it has written."""
+    """A rank and its records."""
 
     number: int
     started_at: float
     entries: list[Entry] = field(default_factory=list)
-    away: list[tuple[float, float]] = field(default_factory=list)  # when it was gone, frozen or cut off
-    said: str = ""  # stacks, where it hangs
+    away: list[tuple[float, float]] = field(default_factory=list)  # when it was dead, frozen or cut off
+    said: str = ""  # stacks, if it hangs
     hung: bool = False
     status: int | None = None
 
 
 @dataclass
 class TrialSeen:
-    """A trial that has ended, with residuals by file: of ranks whose residual changed in a meeting, and of those that left."""
+    """A finished trial, with residuals by file: of ranks whose residual changed in a meeting, and of those that left."""
 
     struck: list[Struck]
     ranks: list[RankSeen]
@@ -68,12 +68,12 @@ class _Rank(Worker):
     def __init__(self, seat: Seat, *given: object) -> None:
         super().__init__(seat, run, *given)
         self.seen = RankSeen(seat.number, time.monotonic())
-        self.since = self.seen.started_at  # a step after this says that it is there
+        self.since = self.seen.started_at  # a later step shows that it is present
         self.up = True
 
     @property
     def healthy(self) -> bool:
-        """Whether it is there, and has taken a step since it came or came back."""
+        """Whether it is present, and has taken a step since it came or returned."""
         last = self.last_step
         return self.alive and self.up and last is not None and last["t"] > self.since
 
@@ -96,7 +96,7 @@ class _Trial:
     def __init__(self, trial: Trial, timeout_s: float, links: RunNetwork, folder: Path) -> None:
         self.trial, self.timeout_s, self.links, self.folder = trial, timeout_s, links, folder
         self.ranks: list[_Rank] = []
-        self.stores: list[Worker] = []  # the last one serves
+        self.stores: list[Worker] = []  # the last one is in use
         self.struck: list[Struck] = []
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
@@ -164,12 +164,12 @@ class _Trial:
             )
 
     def _healthy(self) -> list[_Rank]:
-        """Return the ranks that are there, without those that the others have dropped and not let in again."""
+        """List the present ranks, except those that the others dropped and did not readmit."""
         epochs = {each.seat.number: last["epoch"] for each in self.ranks if (last := each.last_step)}
         return [each for each in self.ranks if each.healthy and epochs[each.seat.number] == max(epochs.values())]
 
     def _victims(self, event: Event, healthy: list[_Rank]) -> list[_Rank]:
-        """Return whom the event strikes: never all that are there."""
+        """Choose the victims of the event: never all present ranks."""
         cannot = event.kind in ("join", "store") or (event.kind == "partition" and not self.links.limited)
         if cannot or len(healthy) < 2:
             return []
@@ -187,7 +187,7 @@ class _Trial:
         begin: Callable[[int], object],
         end: Callable[[int], object],
     ) -> None:
-        """Keep victims away for this long; `begin` and `end` get their places in the network."""
+        """Keep victims away for `lasts_s`; `begin` and `end` get their places in the network."""
         for each in victims:
             begin(each.seat.place)
             each.goes(struck.at)
@@ -211,7 +211,7 @@ class _Trial:
         return self.ranks[-1]
 
     def _start_store(self) -> None:
-        if not self.stores or not self.stores[-1].alive:  # of two events one may have started it already
+        if not self.stores or not self.stores[-1].alive:  # an earlier event may have restarted it
             seat = Seat(STORE + len(self.stores), PLACES, self.folder, self.links)
             self.stores.append(Worker(seat, serve, self._port))
 
@@ -235,7 +235,7 @@ def observe(trial: Trial, timeout_s: float, rate_bits_per_s: float | None = RATE
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens."""
+    """Find a port on which nothing listens."""
     with socket.socket() as found:
         found.bind(("", 0))
         return found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Judges a trial: ranks continue, replicas are the same, no residual is lost unsaid, and only one membership takes steps."""
+"""Judge a trial: ranks continue, replicas are equal, no residual is silently lost, and only one membership takes steps."""
 
 import math
 from collections import defaultdict
@@ -14,11 +14,11 @@ from torch import Tensor
 from studies.elastic.rank import EVERY, differing
 from studies.elastic.supervisor import RankSeen, Struck, TrialSeen
 
-GO_ON_S = 20.0  # beyond the timeout, since the last thing that happened
-STEPS = 5  # that count as going on
-LATE_S = 2.0  # beyond the timeout: how long steps of an older epoch may come after the next one has begun
-Entry = Mapping[str, Any]  # Any: JSON; what a rank has written down
-Problem = tuple[float, str]  # when, and what
+GO_ON_S = 20.0  # beyond the timeout, since the last event
+STEPS = 5  # that show that a rank continues
+LATE_S = 2.0  # beyond the timeout: how long steps of an old epoch may overlap with the next one
+Entry = Mapping[str, Any]  # Any: JSON; a rank's record
+Problem = tuple[float, str]  # time and description
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Outcome:
     """The verdict on an event."""
 
     kind: str
-    seconds: float | None  # until all that were left have taken a step without, or with, those of the event
-    back_s: float | None  # from the return of a rank until it takes steps with the others
+    seconds: float | None  # until all remaining ranks have taken a step with the new membership
+    back_s: float | None  # from a rank's return until it takes steps with the others
     why: str = ""  # "": survived
 
     @property
@@ -52,14 +52,14 @@ def judged(seen: TrialSeen, timeout_s: float, local: bool) -> list[Outcome]:
         if place == 0:
             why += [text for at, text in problems if at < struck.at]
         if struck.at in later:
-            why = []  # of two at once the second one has it
+            why = []  # of simultaneous events, the second one counts
         seconds, back_s, stuck = went_on(struck, seen, timeout_s)
         outcomes.append(Outcome(struck.kind, seconds, back_s, "; ".join([*stuck, *why])))
     return outcomes
 
 
 def went_on(struck: Struck, seen: TrialSeen, timeout_s: float) -> tuple[float | None, float | None, list[str]]:
-    """Return the seconds of an Outcome, and the ranks that took no steps afterwards or not with the right members."""
+    """Compute the seconds of an Outcome, and describe ranks that took no further steps or had the wrong members."""
     ranks = {each.number: each for each in seen.ranks}
     members = {each.number: member_of(each) for each in seen.ranks}
     gone = {members[each] for each in struck.victims} if struck.kind in _GONE else set[str | None]()
@@ -91,7 +91,7 @@ _COMING = ("join", "freeze", "pause", "partition")
 
 
 def ended_badly(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
-    """Yield ranks that ended with an error or hang, except for those that came after the last step and were told so."""
+    """Yield ranks that failed or hang, except those that came after the last step and were told so."""
     done_at = min((each["t"] for rank in ranks for each in rank.entries if "done" in each), default=float("inf"))
     for rank in ranks:
         last: Entry = rank.entries[-1] if rank.entries else {"t": rank.started_at}
@@ -121,9 +121,9 @@ def unequal(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
 
 
 def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
-    """Yield meetings that changed what a rank holds back by anything but its factor and what a leaving rank handed over.
+    """Yield meetings that changed a rank's residual other than by its factor and residuals handed over by leaving ranks.
 
-    Not for a rank that had failed a step which others applied: `run.lost` names it, and the weights have what it sent in that step.
+    A rank that failed a step which others applied is exempt: `run.lost` names it, and the weights have what it sent in that step.
     """
     heirs = [
         (entry["left"], entry["heir"], member_of(rank), seen.left[rank.number])
@@ -149,7 +149,7 @@ def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
                 if any(each.any() for held in due for each in held.values()):
                     yield entry["t"], f"rank {rank.number} has not got what another rank handed over in epoch {last}"
                 continue
-            # The mean is over others from here on.
+            # From here on the mean is over other ranks.
             expected = {name: entry["factor"] * each for name, each in _summed([mass["before"], *due]).items()}
             wrong = differing(expected, mass["after"])
             if entry["factor"] != 1.0:
@@ -162,11 +162,11 @@ def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
 
 
 def other_factors(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
-    """Yield meetings in which ranks that were together before have multiplied what they hold back by different factors."""
+    """Yield meetings in which ranks that were together before multiplied their residuals by different factors."""
     found = dict[tuple[int, int], float]()
     for rank in ranks:
         for before, entry in pairwise(each for each in rank.entries if "change" in each):
-            # It may have come of several meetings, each with a rounding.
+            # The factor may result from several meetings, each with a rounding.
             if not math.isclose(
                 found.setdefault((before["change"], entry["change"]), entry["factor"]), entry["factor"]
             ):
@@ -181,7 +181,7 @@ def _near(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def dropped(seen: TrialSeen) -> int:
-    """Return how often an epoch lacked a member of the last one to which nothing had happened; it comes back, but loses time."""
+    """Count the unaffected members that an epoch dropped; they return, but lose time."""
     met: dict[int, Entry] = {}
     for rank in seen.ranks:
         met.update({each["change"]: each for each in rank.entries if "change" in each})
@@ -196,7 +196,7 @@ def dropped(seen: TrialSeen) -> int:
 
 
 def split(seen: TrialSeen, timeout_s: float, local: bool) -> Iterator[Problem]:
-    """Yield steps of an older epoch after a newer one has begun, other than the one under way, and epochs with two memberships."""
+    """Yield steps of an old epoch after a newer one began, except the step in progress, and epochs with two memberships."""
     begun, met = dict[int, float](), dict[int, list[str]]()
     for rank in seen.ranks:
         for entry in (each for each in rank.entries if "change" in each):
@@ -214,12 +214,12 @@ def split(seen: TrialSeen, timeout_s: float, local: bool) -> Iterator[Problem]:
 
 
 def member_of(rank: RankSeen) -> str | None:
-    """Return the name of a rank in epochs; None where it has not come so far."""
+    """Find the name of a rank in epochs; None if it has not got one."""
     return next((each["member"] for each in rank.entries if "member" in each), None)
 
 
 def _there(rank: RankSeen, at: float) -> bool:
-    """Return whether a rank takes steps at a time."""
+    """Tell whether a rank takes steps at a time."""
     first = next((each["t"] for each in rank.entries if "rank" in each), float("inf"))
     ended = any("done" in each and each["t"] < at for each in rank.entries)
     return first < at and not ended and not any(begin <= at < end for begin, end in rank.away)
@@ -228,7 +228,7 @@ def _there(rank: RankSeen, at: float) -> bool:
 def _steps_after(
     rank: RankSeen, at: float, seen: TrialSeen, timeout_s: float, right: Any
 ) -> tuple[float | None, str]:  # Any: a function of an entry
-    """Return the seconds until a rank has taken a step with the right members, and whether it then went on; "" if so."""
+    """Compute the seconds until a rank took a step with the right members, and explain if it did not continue."""
     times = [each["t"] for each in rank.entries if "rank" in each and each["t"] > at and right(each)]
     seconds = times[0] - at if times else None
     bound = at + timeout_s + GO_ON_S
@@ -239,7 +239,7 @@ def _steps_after(
     if len(times) >= STEPS and times[STEPS - 1] <= bound:
         return seconds, ""
     if any(at <= begin for begin, _ in rank.away) or any("done" in each or "left" in each for each in rank.entries):
-        return seconds, ""  # something else has struck it, or the run has ended
+        return seconds, ""  # another event has struck it, or the run has ended
     if rank.entries and "this run has ended" in rank.entries[-1].get("error", ""):
         return seconds, ""
     return seconds, f"rank {rank.number} did not go on within {bound - at:.0f} s"
@@ -250,7 +250,7 @@ def _with(member: str | None, seen: TrialSeen, entry: Entry) -> bool:
 
 
 def _members(seen: TrialSeen, entry: Entry) -> list[str]:
-    """Return the members of the epoch of a step."""
+    """Look up the members of the epoch of a step."""
     return next(
         (
             each["members"]
@@ -263,7 +263,7 @@ def _members(seen: TrialSeen, entry: Entry) -> list[str]:
 
 
 def _summed(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the sum of vectors by name, in order."""
+    """Add up vectors by name, in order."""
     found = dict[str, Tensor]()
     for state in states:
         for name, each in state.items():

@@ -1,3 +1,3 @@
-"""What the library costs on a GPU: launches and waits counted on a CPU, times and memory measured where a GPU is."""
+"""The library's cost on a GPU: launches and waits counted on a CPU, times and memory measured on a GPU."""
 
 from studies.gpu.command import main as main

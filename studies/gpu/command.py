@@ -1,10 +1,10 @@
-"""Measures what the library costs on a GPU, and prints the table of docs/gpu.md.
+"""Measure the library's cost on a GPU, and print the table of docs/gpu.md.
 
     python -m studies gpu [--out FOLDER] [--device cuda|cpu] [--page]
     python -m studies gpu --counts
 
-One rank exchanges given gradients of GPT-2 with 124 M parameters and takes the optimizer's step: some five minutes of one GPU. Steps are
-settled: none measures a ratio. What fails is listed below the table. --counts counts launches and waits on a CPU, and writes
+One rank exchanges given gradients of GPT-2 with 124 M parameters and takes the optimizer's step, for about five minutes on one GPU. Steps
+are settled: none measures a ratio. Failures are listed below the table. --counts counts launches and waits on a CPU, and writes
 tests/counts.json and a table of docs/gpu.md.
 """
 
@@ -52,16 +52,16 @@ METHODS = (
     ),
     "two_shot:density=0.05:values=int4",
 )
-BESIDE, MOMENTS = 12, 8  # bytes per parameter of weights, gradients and given gradients; of AdamW's state
-WARMUP = 9  # steps 0 to 8 measure the ratio of second moments, and afterwards every eighth
-SETTLED = 1  # of the numbers modulo 8
-# What the profiler lists among kernels though it is none.
+BESIDE, MOMENTS = 12, 8  # bytes per parameter: weights, gradients and given gradients; AdamW's state
+WARMUP = 9  # steps 0 to 8 measure the ratio of second moments, then every eighth does
+SETTLED = 1  # step number modulo 8
+# The profiler lists these among kernels, but they are ranges.
 _RANGES = ("sparsync::", "nccl:", "aten::", "Optimizer.", "ProfilerStep", "record_param", "## Call", "autograd::")
 
 
 @dataclass
 class Steps:
-    """A method that can take steps: `prepare` the inputs of a step, then `take` it. `beside`: bytes per parameter that are not its own."""
+    """A method's step: `prepare` its inputs, then `take` it. `beside`: bytes per parameter that are not the method's."""
 
     prepare: Callable[[], object]
     take: Callable[[], object]
@@ -79,12 +79,12 @@ class Measured:
     gpu_ms: float | None = None
     launches: int | None = None
     syncs: int | None = None
-    memory: float | None = None  # bytes per parameter, the most in a step
+    memory: float | None = None  # peak bytes per parameter in a step
 
 
 @dataclass
 class Found:
-    """All measurements and their device; `problems` say what was not measured."""
+    """All measurements and their device; `problems` explain missing ones."""
 
     device: str
     torch: str = torch.__version__
@@ -145,7 +145,7 @@ def _measure(given: argparse.Namespace) -> Found:
 
 
 def _model(given: argparse.Namespace) -> Decoder:
-    """Return GPT-2, whose heads have 64 elements; on a CPU with few words and short sequences."""
+    """Build GPT-2, whose heads have 64 elements; on a CPU with few words and short sequences."""
     torch.manual_seed(0)
     words, context = (50304, 1024) if given.device == "cuda" else (1000, 64)
     return Decoder(words, context, given.width, given.layers, max(1, given.width // 64)).to(given.device)
@@ -156,7 +156,7 @@ def _elements(model: nn.Module) -> int:
 
 
 def _steps(text: str, given: argparse.Namespace) -> Steps:
-    """Return the exchange and the optimizer's step of a bare model, with the same gradients in each step."""
+    """Make the exchange and the optimizer's step of a bare model, with the same gradients in each step."""
     model = _model(given)
     optimizer = AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
     if text == ADAMW:
@@ -168,7 +168,7 @@ def _steps(text: str, given: argparse.Namespace) -> Steps:
     drawn, parameters = generator(0, "gpu", 0), list(model.parameters())
 
     def rows(like: torch.Tensor) -> torch.Tensor:
-        """Return a gradient whose rows have different lengths."""
+        """Draw a gradient whose rows have different lengths."""
         lengths = torch.randn(len(like), *[1] * (like.dim() - 1), generator=drawn).exp()
         return (1e-3 * torch.randn(like.shape, generator=drawn) * lengths).to(like)
 
@@ -183,9 +183,9 @@ def _steps(text: str, given: argparse.Namespace) -> Steps:
 
 
 def measured(base: Steps, text: str, given: argparse.Namespace) -> Measured:
-    """Measure a method beside `base`, and close it."""
+    """Measure a method in alternation with `base`, and close it."""
     cuda, rounds = given.device == "cuda", given.rounds
-    _wall_s(base, given.device)  # from here on it has all its memory
+    _wall_s(base, given.device)  # allocates all of its memory
     before = torch.cuda.memory_allocated() if cuda else 0
     steps = _steps(text, given)
     try:
@@ -210,7 +210,7 @@ def measured(base: Steps, text: str, given: argparse.Namespace) -> Measured:
 
 
 def _copy_bytes_per_s(device: str) -> float:
-    """Return the bytes read and written per second by a copy that does not fit into caches."""
+    """Measure the bytes read and written per second by a copy that exceeds the caches."""
     source = torch.ones(2**28 if device == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     copy = Steps(lambda: None, partial(target.copy_, source))
@@ -228,8 +228,8 @@ def _wall_s(steps: Steps, device: str) -> float:
 
 
 def _profiled(work: Callable[[], object]) -> tuple[float, int, int]:
-    """Return the milliseconds of kernels and copies on the GPU, the launches, and how often the host waits for it."""
-    none, found = (_of_profile(each) for each in (lambda: None, work))  # the profiler waits, too
+    """Profile the GPU milliseconds of kernels and copies, the launches, and the host's waits."""
+    none, found = (_of_profile(each) for each in (lambda: None, work))  # the profiler itself waits, too
     return found[0], found[1] - none[1], found[2] - none[2]
 
 
@@ -252,7 +252,7 @@ def _of_profile(work: Callable[[], object]) -> tuple[float, int, int]:
 
 
 def page(found: Found) -> str:
-    """Return the table, and what could not be measured, as Markdown."""
+    """Format the table and the missing measurements as Markdown."""
     said = [
         f"{found.device}, torch {found.torch}, {found.date}: {found.parameters / 1e6:.3g} M parameters, copies at "
         f"{found.copy_bytes_per_s / 1e9:.0f} GB/s. Memory is that beyond AdamW, in bytes per parameter; GPU time in bytes is what a copy "

@@ -1,4 +1,4 @@
-"""Launches and host syncs of every recipe and every scheme, counted on a CPU: tests/counts.json, which only ever falls."""
+"""Count the launches and host syncs of every recipe and scheme on a CPU: tests/counts.json, whose numbers may only fall."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from studies.gpu.launches import Counts, counted
 
 FILE = parts.ROOT / "tests" / "counts.json"
 PAGE, PART = "docs/gpu.md", "counts"
-SHOWN = {  # the rows of the page, and what they count
+SHOWN = {  # rows of the page, and their methods
     "default (4.6 bits)": recipes.recipe("steps", 4).text,
     "3.1 bits, own weights": recipes.recipe("steps", 4, 3.1).text,
     "0.8 bits": recipes.recipe("steps", 4, 0.8).text,
@@ -37,16 +37,16 @@ SHOWN = {  # the rows of the page, and what they count
     "SkipReduce": "skip_reduce",
 }
 RANKS = (1, 4)
-STEPS = 10  # AdamW steps measure their ratio in numbers 0 to 8, and not in 9
-COUNTED = 5  # the last ones: whoever takes turns has had all of them
-DENSITY = 0.01  # of schemes that do not say theirs
+STEPS = 10  # AdamW steps 0 to 8 measure their ratio, and step 9 does not
+COUNTED = 5  # the last steps: schemes that rotate roles have had all of them
+DENSITY = 0.01  # for schemes without their own
 IN_TENSORS = (
     "squares_fit",
     "packets_fit",
     "finite_each",
     *(each for each in vars(operations) if each.startswith("accumulate")),
 )
-# Goals of a step's launches and host syncs, by kind; the papers' schemes exchange counts.
+# Goals for a step's launches and host syncs, by kind; the papers' schemes exchange counts.
 GOALS: dict[str, list[int | None]] = {
     "default": [40, 0],
     "0.8 bits": [120, 0],
@@ -58,7 +58,7 @@ Pair = list[int]  # launches and syncs
 
 
 def texts() -> list[str]:
-    """Return every recipe, "muon " in front of those for Muon, and every scheme with its default settings."""
+    """List every recipe, with "muon " before those for Muon, and every scheme with its default settings."""
     steps = [f"muon {each.text}" if each.family == "muon" else each.text for each in recipes.TABLE]
     steps.append(f"muon {recipes.recipe('muon', max(RANKS)).text}")  # its default, which it has with AdamW
     own = [name for name in schemes.names() if registry.where(name).startswith("sparsync.")]
@@ -66,7 +66,7 @@ def texts() -> list[str]:
 
 
 def count(text: str) -> dict[str, dict[str, Pair]]:
-    """Return for each number of ranks what a settled step of rank 0 takes, and the most that it or a step before it does."""
+    """Count the launches and syncs of rank 0 in a settled step and at most, for each number of ranks."""
     muon, method = text.startswith("muon "), text.removeprefix("muon ")
     choice = parse_schemes(method, DENSITY)[0]
     with as_on_a_gpu():
@@ -75,7 +75,7 @@ def count(text: str) -> dict[str, dict[str, Pair]]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Make kernels return flags as tensors, as on a GPU, and keep no hints for the next selection."""
+    """Make kernels return flags as tensors, as on a GPU, and disable hints for the next selection."""
     with ExitStack() as stack:
         for name in IN_TENSORS:
             stack.enter_context(patch.object(operations, name, _in_tensors(getattr(operations, name))))
@@ -94,7 +94,7 @@ def _in_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kind_of(text: str) -> str:
-    """Return which goals a method has, by its text, such as "steps/two_shot:density=0.03:values=sign", "default" or "bits=0.8"."""
+    """Find which goals apply to a method, such as "steps/two_shot:density=0.03:values=sign", "default" or "bits=0.8"."""
     with suppress(LookupError):
         text = recipes.recipe("steps", 4, recipes.bits_of(text)).text
     around, _, scheme = text.rpartition("/")
@@ -104,7 +104,7 @@ def kind_of(text: str) -> str:
 
 
 def write() -> None:
-    """Count everything, write the file and the table of the page, and print all of it as a table."""
+    """Count everything, write the file and the page's table, and print all counts as a table."""
     found: dict[str, dict[str, Any]] = {
         text: {"goal": GOALS[kind_of(text)], **count(text)} for text in texts()
     }  # Any: JSON
@@ -120,7 +120,7 @@ def write() -> None:
 
 
 def page_table(found: Mapping[str, Mapping[str, Any]]) -> str:  # Any: JSON
-    """Return the table of the page, with 4 ranks."""
+    """Format the page's table, with 4 ranks."""
     counted_of = {name: found[text] for name, text in SHOWN.items()}
     rows = [
         [name, *(_shown(pair) for pair in (each["goal"], *each["P=4"].values()))] for name, each in counted_of.items()
@@ -145,7 +145,7 @@ def _of_rank(choice: SchemeChoice, muon: bool, comm: LocalComm) -> dict[str, Pai
 
 
 def _step_of(choice: SchemeChoice, muon: bool, comm: LocalComm) -> Callable[[int], Callable[[], object]]:
-    """Return a function that prepares the step with a number, and returns what takes it."""
+    """Make a function that prepares the step with a number, and returns the function that takes it."""
     job = Gpt(width=64, layers=2, context=32, optimizer_name="muon" if muon else "adamw")
     torch.manual_seed(0)
     model = Decoder(65, job.context, job.width, job.layers, job.heads)

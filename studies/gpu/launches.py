@@ -1,9 +1,8 @@
-"""Counts on a CPU how many launches a piece of work would make on a GPU, and how often it would wait for it.
+"""Count on a CPU the launches and waits that a piece of work would cause on a GPU.
 
-A launch is a call of a kernel, a call of a communicator, or a torch operation on at least one element; views and metadata are none. What a
-kernel or a communicator does inside is not looked at. A wait is an operation whose result the host needs: a number, a size that depends
-on the data, a copy to the host. Work that a GPU would leave to the host counts too, since on a CPU nothing tells them apart: counts are
-upper bounds.
+A launch is a call of a kernel, a call of a communicator, or a torch operation on at least one element; views and metadata do not count, nor
+does work inside a kernel or a communicator. A wait is an operation whose result the host needs: a number, a size that depends on the data,
+a copy to the host. Work that a GPU would leave to the host counts too, since a CPU does not distinguish them: counts are upper bounds.
 """
 
 import gc
@@ -30,11 +29,11 @@ from sparsync.runtime.connection import Connection
 
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "nonzero_static", "masked_select", "bincount", "_unique2"}
 WAITS |= {"unique_dim", "unique_consecutive"}
-# Kernels whose results have sizes that depend on the data.
+# Kernels whose result sizes depend on the data.
 SIZED_BY_DATA = {"select_ge", "accumulate_select_ge", "top_k_nonzero", "accumulate_top_k_nonzero", "coalesce", "split"}
 METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view"}
 TO_HOST = ("tolist", "numpy", "cpu")  # methods that the dispatcher does not show on a CPU
-# What the host does with its own memory.
+# Functions by which the host processes its own memory.
 HOSTS = ((Connection, "any_of"), (Arriving, "read"), (Moments, "count"), (skipping, "_shifts"))
 COLLECTIVES = ("send_recv", "all_gather", "all_to_all", "all_reduce")
 
@@ -60,17 +59,17 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-_counting = threading.local()  # one rank of a LocalWorld is counted, and the others run between its calls
+_counting = threading.local()  # one rank of a LocalWorld is counted; the others run between its calls
 
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Count what this thread does until the end of the with statement."""
+    """Count the work of this thread during the block."""
     with ExitStack() as stack:
-        if gc.isenabled():  # a collection would close in this thread what others have dropped
+        if gc.isenabled():  # a collection in this thread would close objects of other threads
             gc.disable()
             stack.callback(gc.enable)
-        for module in (dispatch, wire):  # which call kernels
+        for module in (dispatch, wire):  # the callers of kernels
             stack.enter_context(patch.object(module, "run", _as_launch(dispatch.run, _kernel_waits)))
         for name in COLLECTIVES:
             stack.enter_context(patch.object(LocalComm, name, _as_launch(getattr(LocalComm, name), _never)))
@@ -84,7 +83,7 @@ def counted() -> Iterator[Counts]:
 
 
 def _as_launch(function: Callable[..., Any], waits: Callable[[Any, Any], bool]) -> Callable[..., Any]:
-    """Return `function` as one launch, with what it does inside left out. `waits(first argument, result)` says whether it is a wait too."""
+    """Wrap `function` as one launch that hides its inside. `waits(first argument, result)` tells whether it also waits."""
 
     def launched(*args: Any, **kwargs: Any) -> Any:  # Any: as the function has them
         counter = getattr(_counting, "counter", None)
@@ -129,7 +128,7 @@ def _never(_: Any, __: Any) -> bool:
 
 
 def _kernel_waits(operation: str, result: Any) -> bool:  # Any: as the kernel returns it
-    """Return whether the host waits for the result; not where a kernel may return its number as a tensor, as it does on a GPU."""
+    """Tell whether the host waits for the result; not if the kernel may return its number as a tensor, as it does on a GPU."""
     numbers = any(isinstance(each, bool | int | float) for each in _leaves(result, into_objects=False))
     return operation in SIZED_BY_DATA or (numbers and not _may_be_tensor(operation))
 

@@ -1,1 +1,1 @@
-"""What trials of faults share: the processes of their ranks, and the pages of what was found."""
+"""The shared parts of fault trials: the processes of their ranks, and the pages of their results."""

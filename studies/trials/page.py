@@ -1,4 +1,4 @@
-"""What studies of trials share: their options, the file of finished trials, and the part of a page that they write."""
+"""The shared parts of trial studies: their options, the file of finished trials, and their part of a page."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ Record = Mapping[str, Any]  # Any: JSON; a finished trial
 
 
 def options(name: str, about: str | None, jobs: int) -> argparse.ArgumentParser:
-    """Return the parser of a study that runs `jobs` trials at a time."""
+    """Build the parser of a study that runs `jobs` trials at a time."""
     parser = parts.options(name, about, writes=False)
     add = parser.add_argument
     add("--trials", type=int, default=200, help="how many (default: 200)")
@@ -51,7 +51,7 @@ def run(
 ) -> None:
     """Do the trials that the file lacks, print the tables of all, and write them into the page.
 
-    `tried` returns a verdict to print and what to keep of a trial; `content` makes paragraphs of records.
+    `tried` returns a verdict to print and a trial's results to keep; `content` formats records as paragraphs.
     """
     check_file(given.out / FILE_NAME)
     if given.page is not None:
@@ -95,7 +95,7 @@ def by_name(
     of: Callable[[Any], str],
     cells: Callable[[Sequence[Any]], list[str]],  # Any: of `found`
 ) -> str:
-    """Return a table with a row for each name that occurs in `found`, and one for all."""
+    """Tabulate `found` with a row for each name that occurs, and one for all."""
     rows: list[list[str]] = []
     for name, about in {**names, "all": ""}.items():
         these = [each for each in found if name in ("all", of(each))]
@@ -105,16 +105,16 @@ def by_name(
 
 
 def exceptions(lines: Sequence[str]) -> str:
-    """Return a list of trials that did not end as they should."""
+    """List the trials that did not end correctly."""
     return "\n".join(["Exceptions:", "", *(f"- {plain(line)}" for line in lines)]) if lines else "No exceptions."
 
 
 def short(why: str) -> str:
-    """Return the first line of an error, without torch's source files and advice."""
+    """Shorten an error to its first line, without torch's source files and advice."""
     line = _NOISE.sub("", why.partition("\n")[0]).strip()
     return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
 
 
 def plain(line: str) -> str:
-    """Escape what Markdown would read as markup."""
+    """Escape Markdown markup."""
     return "".join(f"\\{each}" if each in "\\`*_<>[]|" else each for each in line)

@@ -1,6 +1,6 @@
-"""Processes of trials: how they run their work, and how a supervisor reads, signals and ends them.
+"""Run processes of trials, and let a supervisor read, signal and end them.
 
-A process writes lines of JSON to a file, and waits for files that its supervisor makes in the folder.
+A process writes JSON lines to a file, and waits for files that its supervisor makes in the folder.
 """
 
 import atexit
@@ -28,7 +28,7 @@ import sparsync
 from sparsync_lab.netlab import RunNetwork
 from sparsync_lab.workers.descendants import die_with_parent
 
-PRELOADED = [  # so that a rank starts in milliseconds
+PRELOADED = [  # so that ranks start in milliseconds
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.distributed.device_mesh",
@@ -38,11 +38,11 @@ PRELOADED = [  # so that a rank starts in milliseconds
     "sparsync_lab.workloads",
 ]
 LOOK_S = 0.02
-STACKS = 6000  # characters: each thread's stack begins where it waits, and the main thread's comes last
+STACKS = 6000  # characters: each thread's stack begins where it waits, and the main thread's is last
 _NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
 
-Entry = dict[str, Any]  # Any: JSON; a line of a process, with the time `t`
-Tell = Callable[..., None]  # takes what it writes by name
+Entry = dict[str, Any]  # Any: JSON; a record of a process, with the time `t`
+Tell = Callable[..., None]  # writes its keyword arguments as a record
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Seat:
 
 
 class Worker:
-    """A process of a trial, as its supervisor sees it."""
+    """A process of a trial, from the supervisor's view."""
 
     def __init__(self, seat: Seat, target: Callable[..., None], *given: object) -> None:
         self.seat, self._told, self._read = seat, list[Entry](), 0
@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def entries(self) -> list[Entry]:
-        """The lines it has written so far."""
+        """The records written so far."""
         path = self.seat.path("log")
         if path.exists():
             with path.open("rb") as log:
@@ -83,7 +83,7 @@ class Worker:
         return self._told
 
     def said(self, *kinds: str) -> Entry | None:
-        """Return the first entry of one of these kinds."""
+        """Find the first entry of one of these kinds."""
         return next((each for each in self.entries if any(kind in each for kind in kinds)), None)
 
     def signal(self, number: int) -> None:
@@ -96,14 +96,14 @@ class Worker:
 
 
 def await_all(condition: Callable[[], bool], deadline: float) -> bool:
-    """Wait until the condition holds; return False if it does not by the deadline."""
+    """Wait until the condition holds; returns False if it does not by the deadline."""
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
     return met
 
 
 def stacks(workers: Sequence[Worker]) -> dict[int, str]:
-    """Return the stacks of processes that hang, by their numbers."""
+    """Collect the stacks of hanging processes, by their numbers."""
     for each in workers:
         each.signal(signal.SIGUSR1)
     time.sleep(0.5 if workers else 0.0)
@@ -111,7 +111,7 @@ def stacks(workers: Sequence[Worker]) -> dict[int, str]:
 
 
 @cache
-def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type of their own
+def _context() -> Any:  # Any: multiprocessing's stubs have no type for fork servers
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -132,9 +132,9 @@ def take_seat(seat: Seat) -> None:
 
 
 def run(seat: Seat, work: Callable[[Tell], object], finalizes: bool) -> None:
-    """Do the work of a rank, and end the process: with status 1 after an error, which it tells.
+    """Do the work of a rank, and end the process, with status 1 after an error, which is recorded.
 
-    `finalizes`: as the interpreter ends, and not only with what was registered for the end. A thread that is in C++ then crashes it.
+    `finalizes`: end like the interpreter, and not only with the registered exit functions. A thread in C++ code then crashes it.
     """
     take_seat(seat)
     code = 0
@@ -150,7 +150,7 @@ def run(seat: Seat, work: Callable[[Tell], object], finalizes: bool) -> None:
             tell(error=_said(error), ours=_is_ours(error))
             error.__traceback__ = error.__cause__ = error.__context__ = None
             code = 1
-    # A process of the fork server would skip what a program does at its end.
+    # A fork server's process would skip the exit functions.
     if finalizes:
         ctypes.pythonapi.Py_Exit(code)
     atexit._run_exitfuncs()
@@ -158,7 +158,7 @@ def run(seat: Seat, work: Callable[[Tell], object], finalizes: bool) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """Return types, messages and notes of an error and its causes, as at the end of a traceback."""
+    """Join types, messages and notes of an error and its causes, as at the end of a traceback."""
     parts: list[str] = []
     at: BaseException | None = error
     while at is not None:
@@ -168,7 +168,7 @@ def _said(error: BaseException) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether the library raised or passed on an error; False for torch's collectives, such as FSDP2's all-gather."""
+    """Tell whether the library raised or passed on an error; False for torch's collectives, such as FSDP2's all-gather."""
     package = Path(sparsync.__file__).parent
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     return (
@@ -179,7 +179,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _enter(process: int) -> None:
-    """Enter the network namespace of a process. Python has os.setns from 3.12 on only."""
+    """Enter the network namespace of a process. Python has os.setns only since 3.12."""
     with Path(f"/proc/{process}/ns/net").open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), _NETWORK_NAMESPACE):
@@ -189,8 +189,8 @@ def _enter(process: int) -> None:
 def _end_with_parent() -> None:
     """End with the supervisor, and with the fork server, which ends with it, because a stopped rank cannot end itself."""
     die_with_parent()
-    # HACK: every rank inherits the pipe that shows the fork server that the supervisor lives, without a public way to close it. Price: if
-    # Python changes it, a stopped rank outlives a killed supervisor.
+    # HACK: every rank inherits the pipe by which the fork server watches the supervisor, with no public way to close it. Price: if Python
+    # changes it, a stopped rank outlives a killed supervisor.
     with suppress(AttributeError, OSError, TypeError):
         os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
     parent = parent_process()
@@ -211,7 +211,7 @@ def stop(workers: Iterable[Worker]) -> None:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return the running processes below a process."""
+    """List the running descendants of a process."""
     with suppress(OSError):
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return found + [below for child in found for below in descendants_of(child)]
