@@ -1,1 +1,1 @@
-"""What tests share: programs that train, streams of gradients, processes and checks. No tests here."""
+"""Code shared by tests: programs that train, streams of gradients, processes and checks. No tests here."""

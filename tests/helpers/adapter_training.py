@@ -1,4 +1,4 @@
-"""Shared by the tests of adapters: a world as torchrun would make it, a small model, and what must be true of any training."""
+"""Shared by the tests of adapters: a world as torchrun makes it, a small model, and a check for any training."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -15,11 +15,11 @@ from sparsync import Report
 
 DENSITY = 0.05
 BATCH = 4
-MICRO = f"exact_micro:density={DENSITY}"  # as the environment variable SPARSYNC_SCHEME has it
+MICRO = f"exact_micro:density={DENSITY}"  # the value of the environment variable SPARSYNC_SCHEME
 
 
 def as_torchrun() -> int:
-    """Set the environment of a process that torchrun has started, for frameworks to find; return the rank."""
+    """Set the environment as torchrun does, for frameworks to find; return the rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
     os.environ |= {name: str(value) for name, value in variables.items()}
@@ -33,14 +33,14 @@ def network() -> nn.Sequential:
 
 
 def examples(batches: int) -> DataLoader:
-    """So many batches for each of two ranks, in the same order each time."""
+    """Make `batches` batches for each of two ranks, always in the same order."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2 * BATCH * batches, 20, generator=generator)
     return DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=BATCH)
 
 
 def lightning_module(batches: int) -> Any:  # Any: a LightningModule, of a package that may be missing
-    """Return a module of `network` that trains and validates on `examples` by AdamW."""
+    """Make a module of `network` that trains and validates on `examples` with AdamW."""
     from lightning.pytorch import LightningModule  # pyright: ignore[reportMissingImports]
 
     class Module(LightningModule):
@@ -67,7 +67,7 @@ def lightning_module(batches: int) -> Any:  # Any: a LightningModule, of a packa
 
 
 class Collected:
-    """A recorder that keeps what it gets."""
+    """A recorder that keeps all reports."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
@@ -78,7 +78,7 @@ class Collected:
 
 @dataclass
 class AdapterResult:
-    """What one rank ended with."""
+    """The final state of one rank."""
 
     weights: list[Tensor]
     reports: list[Report]
@@ -92,7 +92,7 @@ class AdapterResult:
 
 
 def check(ranks: Sequence[AdapterResult], steps: int) -> None:
-    """Fails unless the scheme reduced every step's gradients, with fewer bytes than a dense sum takes, to the same bits on all ranks."""
+    """Check that the scheme reduced every step's gradients, with fewer bytes than a dense sum, to the same bits on all ranks."""
     count, P = sum(parameter.numel() for parameter in ranks[0].weights), len(ranks)
     dense = 2 * (P - 1) * count * 4 // P
     for rank in ranks:

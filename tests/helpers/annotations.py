@@ -1,7 +1,7 @@
-"""The annotations of the package are executed with `pytest --annotations`: shapes by jaxtyping, everything else by beartype.
+"""Execute the package's annotations with `pytest --annotations`: shapes by jaxtyping, everything else by beartype.
 
-Checking every call takes half of the time of many tests, so each function checks its first calls and some of the others. A function inside
-another is decorated each time the outer one runs, which takes longer than most calls; so of it the first definitions and some of the others
+Checking every call takes half of the time of many tests, so only the first calls of a function and some later ones are checked. A nested
+function is decorated each time the outer one runs, which takes longer than most calls, so only its first definitions and some later ones
 are decorated.
 """
 
@@ -16,21 +16,21 @@ from beartype import beartype
 from jaxtyping import AbstractArray, jaxtyped
 from typing_extensions import Self
 
-# DDP reads the annotations of a hook and wants its own classes in them, and `attach` refuses a wrong model itself, with a TypeError.
+# DDP reads a hook's annotations and requires its own classes in them, and `attach` itself refuses a wrong model with a TypeError.
 UNCHECKED = frozenset({"sparsync.attached.ddp"})
 
 FIRST_CALLS = 50
 FIRST_DEFINITIONS = 5
-ONE_IN = 200  # of the calls and definitions after the first ones
-definitions: Counter[CodeType] = Counter()  # of each function inside another
+ONE_IN = 200  # of later calls and definitions
+definitions: Counter[CodeType] = Counter()  # of each nested function
 
 
 def executed(thing: Any = None, *, typechecker: object = None) -> Any:
-    """Return the function or class with its annotations checked; stands in for `jaxtyping.jaxtyped` under its import hook.
+    """Check the annotations of a function or class; replaces `jaxtyping.jaxtyped` under its import hook.
 
-    HACK: jaxtyped binds the arguments of every call again to compare shapes, which makes small functions without any shape 10 times
-    slower; so only what mentions a shape pays for that, and the rest is checked by beartype alone. Price: a dataclass without shapes
-    is not checked when it is made, only where a function takes or returns it.
+    HACK: jaxtyped binds the arguments of every call again to compare shapes, which makes small functions without shapes 10 times slower.
+    So only annotations that mention a shape use it, and the rest uses beartype alone. Price: a dataclass without shapes is not checked
+    when it is made, only when a function takes or returns it.
     """
     if thing is None:
         return partial(executed, typechecker=typechecker)
@@ -59,9 +59,9 @@ def executed(thing: Any = None, *, typechecker: object = None) -> Any:
 
 
 def sometimes(make: Callable[[], Callable[..., Any]], without: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that checks its first calls and some of the others.
+    """Wrap a function so that its first calls and some later ones are checked.
 
-    `make` makes the function with the checks at the first call, because that takes longer than most functions, and many are never called.
+    `make` adds the checks at the first call, because that takes longer than most functions, and many are never called.
     """
     calls, with_checks = 0, None
 
@@ -79,11 +79,11 @@ def sometimes(make: Callable[[], Callable[..., Any]], without: Callable[..., Any
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, checking its arguments and its result against its annotations.
+    """Make a function check its arguments and its result against its annotations.
 
-    HACK: beartype understands `Self` only where it decorates a whole class, and here it gets one method at a time; and a name in quotes,
-    which a class needs for itself, it looks up at every call, which takes longer than the call; and a protocol can be checked only where
-    it is declared as checkable. So these three go unchecked.
+    HACK: three kinds of annotations go unchecked. beartype understands `Self` only when it decorates a whole class, but here it gets single
+    methods; it looks up a quoted name, which a class needs for itself, at every call, which takes longer than the call; and it can check
+    only protocols that are declared as runtime-checkable.
     """
     hints = getattr(function, "__annotations__", {})
     function.__annotations__ = {name: hint for name, hint in hints.items() if _can_be_checked(hint)}

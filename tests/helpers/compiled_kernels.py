@@ -1,6 +1,6 @@
-"""Compiles every Triton kernel for a GPU that need not be there, as the library would launch it, and prints one JSON line for each.
+"""Compile every Triton kernel as the library would launch it, for a GPU that need not exist, and print one JSON line per kernel.
 
-A separate program, because Triton's interpreter turns the compiler off. Nothing is run, so results mean nothing.
+A separate program, because Triton's interpreter disables the compiler. Nothing runs, so results are meaningless.
 """
 
 import json
@@ -60,7 +60,7 @@ def compile_instead(
 
 
 def _is_one(given: object, plain: bool) -> bool:
-    """Return whether Triton makes a constant of an argument: a 1 that is not declared to be plain."""
+    """Tell whether Triton makes an argument a constant: a 1 that is not declared as plain."""
     return isinstance(given, int) and given == 1 and not plain
 
 
@@ -72,9 +72,9 @@ def _type(given: Any) -> str:
 
 
 def main() -> None:
-    setattr(JITFunction, "run", compile_instead)  # noqa: B010  # launches no more
-    launch.take_tensors_of_any_device(True)  # there need be no GPU
-    torch.empty = torch.zeros  # nothing is run, so that the host reads what was never written
+    setattr(JITFunction, "run", compile_instead)  # noqa: B010  # disables launches
+    launch.take_tensors_of_any_device(True)  # no GPU is needed
+    torch.empty = torch.zeros  # nothing runs, so the host would read uninitialised memory
     for operation in sorted(TABLE.keys() & vars(cuda).keys()):
         for arguments in TABLE[operation]("normal", 5000):
             getattr(cuda, operation)(*filled(operation, arguments))

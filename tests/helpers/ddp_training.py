@@ -1,4 +1,4 @@
-"""A training loop under attach on one rank, its record, and the check that it is what the scheme does without DDP."""
+"""A training loop with attach on one rank, its record, and a comparison with the scheme without DDP."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from sparsync import Report
 from sparsync.base.scheme import Scheme
 from sparsync.runtime.handle import Handle
 
-COUNT, N = 32, 61  # parameters, and elements of each: odd, so that slices are uneven
+COUNT, N = 32, 61  # parameters, and their elements: odd, so that slices are uneven
 NAMES = KnownGradients(COUNT, N).names
-TIMEOUT_S = 120.0  # longer than any step that works, also on a machine that does much else
+TIMEOUT_S = 120.0  # longer than any working step, even on a busy machine
 
 
 def known(rank: int, step: int, name: str) -> Tensor:
@@ -29,7 +29,7 @@ def known(rank: int, step: int, name: str) -> Tensor:
 
 @dataclass
 class RankRecord:
-    """What one rank saw."""
+    """The record of one rank."""
 
     grads: Tensor  # [steps, elements]
     steps: dict[int, Step]
@@ -45,7 +45,7 @@ class RankRecord:
 
 
 class AttachedTraining:
-    """A model under attach on this rank, and the record of its steps."""
+    """A model with attach on this rank, and the record of its steps."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class AttachedTraining:
         **options: Any,
     ) -> None:
         self.model = model or KnownGradients(COUNT, N, dtype)
-        cap_mb = COUNT // buckets * N * dtype.itemsize / 2**20  # DDP ends a bucket once it has this much
+        cap_mb = COUNT // buckets * N * dtype.itemsize / 2**20  # DDP closes a bucket once it holds this much
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
         self.handle: Handle = sparsync.attach(
             self.ddp,
@@ -81,7 +81,7 @@ class AttachedTraining:
 
 
 def step_at_once(trainings: Sequence[AttachedTraining], step: int) -> None:
-    """A step of several models in one backward pass."""
+    """Step several models in one backward pass."""
     losses = []
     for training in trainings:
         training.ddp.zero_grad()
@@ -92,7 +92,7 @@ def step_at_once(trainings: Sequence[AttachedTraining], step: int) -> None:
 
 
 def check(id: str, ranks: list[RankRecord], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
-    """Fails unless all ranks did, at every step and to the last bit, what the scheme does without DDP."""
+    """Check that all ranks did, at every step and bit for bit, what the scheme does without DDP."""
     wanted = expected(id, len(ranks), ranks[0].steps, NAMES, gradient, keys)
     for number, rank in enumerate(ranks):
         with case(f"rank {number}"):
@@ -101,5 +101,5 @@ def check(id: str, ranks: list[RankRecord], gradient: Gradient = known, keys: Se
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:
-    """The sum of equal shapes."""
+    """Add up tensors of equal shapes."""
     return torch.stack(list(parts)).sum(dim=0)

@@ -1,9 +1,9 @@
-"""Runs a function on P processes joined by gloo, and brings back what it returned on each, or why it did not.
+"""Run a function on P processes joined by gloo, and return each rank's result, or explain the failure.
 
-The processes live on and serve the next call, which finds them like new: each call makes a process group, and processes in which something
-was left behind (`helpers.traces`) or a function failed are thrown away. A test that ends, stops or forks its processes, or changes settings
-of a whole process, asks for `fresh` ones. All come from a fork server that has imported what they need (`helpers.preloaded`). They meet
-over a file, not a port; each computes with one thread; they die with the program that asked for them.
+Processes stay alive and serve the next call as if they were new: each call makes a process group, and processes in which something was left
+behind (`helpers.traces`) or a function failed are discarded. A test that ends, stops or forks its processes, or changes settings of a whole
+process, requests `fresh` ones. All come from a fork server that has imported their modules (`helpers.preloaded`). They meet over a file
+instead of a port, compute with one thread each, and die with the program that requested them.
 """
 
 import faulthandler
@@ -35,13 +35,13 @@ from torch.distributed import init_process_group  # as it is before a test patch
 from sparsync.core import add_note
 
 TESTS = Path(__file__).parents[1]
-HANG_S = 300.0  # longer than anything takes that does not hang, also on a machine that does much else
-GRACE_S = 3.0  # after the first failure, for the other ranks to tell theirs
-LEAVE_S = 20.0  # in which processes that serve the next call leave their group
+HANG_S = 300.0  # longer than any working call, even on a busy machine
+GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
+LEAVE_S = 20.0  # for processes to leave their group before the next call
 MOST_LIVE = 4  # ranks; larger worlds are rare
-FRESH = "test_adapter_"  # whose trainers keep much for as long as their process lives
-TOLD = 5  # functions that ran before the one that failed
-LINGER_S = 2.0  # how long a rank that is done keeps its sockets open: gloo has connected here before the peer knows that it has, too
+FRESH = "test_adapter_"  # whose trainers keep much for the lifetime of their process
+TOLD = 5  # functions to list that ran before the failed one
+LINGER_S = 2.0  # a finished rank keeps its sockets open: gloo may be connected here before the peer knows that it is, too
 
 
 def run(
@@ -55,10 +55,10 @@ def run(
 ) -> list[Any]:
     """Return the results of `function(**arguments)` on ranks 0..P-1, each a process in a gloo group made for this call.
 
-    `function` must be importable (no lambda, nothing nested); it asks torch.distributed for its rank. The ranks in `doomed` may end in
-    any way; their results are None. Fails with every rank's traceback when any other rank raises or dies, and, after `within_s`,
-    with the stacks of the ranks that had not returned. `fresh` processes are started for this call and are dead when it returns; a call
-    with doomed ranks, with more than MOST_LIVE, or of a test of an adapter, has these.
+    `function` must be importable (no lambda, not nested); it gets its rank from torch.distributed. Ranks in `doomed` may end in any way;
+    their results are None. Fails with every rank's traceback if any other rank raises or dies and, after `within_s`, with the stacks of
+    unfinished ranks. `fresh` processes are started for this call and are dead when it returns; a call with doomed ranks, with more than
+    MOST_LIVE, or of an adapter's test, always has fresh ones.
     """
     __tracebackhide__ = True
     payload = pickle.dumps(functools.partial(function, **arguments))
@@ -69,28 +69,28 @@ def run(
 
 
 def run_fresh(function: Callable[..., Any], P: int, **arguments: Any) -> list[Any]:
-    """`run` in processes started for this call."""
+    """Call `run` with fresh processes."""
     __tracebackhide__ = True
     return run(function, P, fresh=True, **arguments)
 
 
 def end_live() -> None:
-    """End the processes that wait for the next call; one that comes starts others."""
+    """End the waiting processes; the next call starts others."""
     LIVE.end()
 
 
 def join_again(backend: str) -> None:
-    """Join these ranks to a group with this backend, in place of the one they are in. For fresh processes."""
+    """Move these ranks to a group with this backend, replacing their current one. For fresh processes."""
     rank, P, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     store.set(f"connected {rank}", "")
-    store.wait([f"connected {each}" for each in range(P)])  # where one leaves while another connects, that fails
+    store.wait([f"connected {each}" for each in range(P)])  # connecting fails if another rank leaves meanwhile
     dist.destroy_process_group()
     dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=P)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager
 def case(name: object) -> Iterator[None]:
-    """Name the case in every error raised inside, so that one start of processes can serve many cases."""
+    """Name the case in every error raised in the block, so that one start of processes can serve many cases."""
     try:
         yield
     except BaseException as error:
@@ -100,16 +100,16 @@ def case(name: object) -> Iterator[None]:
 
 @dataclass
 class LiveRanks:
-    """The processes that wait for the next call, in the order of ranks, and what became of those before them."""
+    """The processes that wait for the next call, in rank order, and the history of earlier ones."""
 
     processes: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
-    folder: tempfile.TemporaryDirectory[str] | None = None  # where they write their stacks
-    served: list[str] = field(default_factory=list)  # the functions that ran here, each with its number of ranks
+    folder: tempfile.TemporaryDirectory[str] | None = None  # for their stacks
+    served: list[str] = field(default_factory=list)  # functions that ran here, with their numbers of ranks
     started: int = 0
-    thrown_away: list[str] = field(default_factory=list)  # why, each time
+    thrown_away: list[str] = field(default_factory=list)  # the reasons
 
     def take(self, P: int) -> list["_Rank"]:
-        """Return P of them; starts those that lack."""
+        """Return P of them, starting missing ones."""
         if not all(process.is_alive() for process, _ in self.processes):
             self.throw_away("one of them died while it waited")
         if self.folder is None:
@@ -160,7 +160,7 @@ def _run_on_new(P: int, payload: bytes, within_s: float, doomed: set[int]) -> li
 
 
 def _run_on_live(P: int, payload: bytes, within_s: float, name: str) -> list[Any]:
-    """Run on live ranks; an error also tells which functions ran there before, as one may have left something unnoticed."""
+    """Run on live ranks; an error also lists earlier functions, which may have left something unnoticed."""
     __tracebackhide__ = True
     ranks = LIVE.take(P)
     assert LIVE.folder is not None
@@ -196,12 +196,12 @@ def _tell(ranks: list[_Rank], call: "_Call | None") -> None:
         try:
             rank.connection.send_bytes(said)
         except OSError:
-            rank.process.join(5)  # it has died; whoever waits for its answer is told
+            rank.process.join(5)  # it has died, which the wait for its answer reports
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A function for a process to call, and where to call it."""
+    """A function for a process to call, and the circumstances."""
 
     P: int
     folder: str  # for the store
@@ -229,11 +229,11 @@ def _end(started: Sequence[tuple[BaseProcess, Connection]]) -> None:
 
 @functools.cache
 def context() -> Any:  # Any: multiprocessing's stubs have no type for fork servers
-    """Return the fork server from which processes start in milliseconds."""
+    """Make the fork server from which processes start in milliseconds."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["helpers.preloaded"])
     before = os.environ.get("PYTHONPATH")
-    # Until Python 3.13 the server does not import from this process's sys.path.
+    # Before Python 3.13 the server does not use this process's sys.path.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *([before] if before else [])])
     try:
         forkserver.ensure_running()
@@ -300,12 +300,12 @@ def _stacks(folder: Path, rank: int) -> str:
 def _serve_once(rank: int, folder: Path, connection: Connection) -> None:
     with _prepared(folder / f"stacks{rank}"):
         connection.send_bytes(_answer(rank, pickle.loads(connection.recv_bytes())))
-        time.sleep(LINGER_S)  # `run` ends this process as soon as all ranks are done
+        time.sleep(LINGER_S)  # `run` ends this process once all ranks are done
 
 
 def _serve(rank: int, folder: Path, connection: Connection) -> None:
-    """Answer one call after the other, each in a group that all ranks leave when all are done, until this process is ended."""
-    from helpers.traces import Traces  # not above: it imports much, also for programs that ask for no ranks
+    """Answer calls in sequence, each in a group that all ranks leave afterwards, until this process is killed."""
+    from helpers.traces import Traces  # imported here, because it is slow and programs without ranks do not need it
 
     with _prepared(folder / f"stacks{rank}") as stacks:
         traces = Traces()
@@ -321,7 +321,7 @@ def _serve(rank: int, folder: Path, connection: Connection) -> None:
 
 @contextmanager
 def _prepared(path: Path) -> Iterator[Any]:  # Any: a file
-    """Make this process a rank, which writes its stacks into the file when it is asked for them by a signal, or aborts in C++."""
+    """Make this process a rank that writes its stacks into the file on a signal, or when it aborts in C++."""
     _end_with_parent()
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -336,11 +336,11 @@ def _prepared(path: Path) -> Iterator[Any]:  # Any: a file
 
 def _answer(rank: int, call: _Call, begin: Callable[[], object] = lambda: None) -> bytes:
     try:
-        function = pickle.loads(call.payload)  # which imports what it needs
+        function = pickle.loads(call.payload)  # imports what it needs
         store = dist.FileStore(f"{call.folder}/store", call.P)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
         timeout = timedelta(seconds=call.within_s)
         init_process_group("gloo", store=store, rank=rank, world_size=call.P, timeout=timeout)
-        dist.barrier()  # a rank that ends its group at once would cut off those that still connect
+        dist.barrier()  # a rank that ended its group at once would cut off others that still connect
         begin()
         return _packed((True, function()))
     except BaseException:
@@ -348,7 +348,7 @@ def _answer(rank: int, call: _Call, begin: Callable[[], object] = lambda: None) 
 
 
 class _Pickler(pickle.Pickler):
-    """Carries tensors as their bytes: torch's own way takes 20 times as long for small ones, and knows no float8."""
+    """Pickles tensors as their bytes: torch's way takes 20 times as long for small ones, and does not support float8."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The blocks of Python in the README and the pages, and what each needs to run."""
+"""The Python blocks of the README and the pages, and their requirements."""
 
 import re
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Behind ```python: nothing, "ranks 4" for a block that torchrun starts with so many, "needs PACKAGE" for one that runs where the package is
-# installed, or "no-run: " and the reason.
+# Marks after ```python: none, "ranks 4" for a block to run with torchrun, "needs PACKAGE" for one to run if the package is installed, or
+# "no-run: " and the reason.
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """One block; `mark` is what stands behind ```python."""
+    """One block; `mark` is the text after ```python."""
 
     page: str
     above: int  # lines
@@ -28,7 +28,7 @@ class CodeBlock:
 
     @property
     def not_run(self) -> str | None:
-        """Why it is not run; None where it is. Raises ValueError for a mark without a reason, or of an unknown kind."""
+        """The reason not to run it; None if it runs. Raises ValueError for a mark of unknown kind or without a reason."""
         kind, _, reason = self.mark.partition(": ")
         if self.mark == "" or re.fullmatch(r"ranks \d+|needs \w+", self.mark):
             return None
@@ -44,7 +44,7 @@ class CodeBlock:
 
     @property
     def runs_here(self) -> bool:
-        """Whether it runs in one process, with the packages that are installed."""
+        """Whether it runs in one process with the installed packages."""
         package = self.mark.removeprefix("needs ") if self.mark.startswith("needs ") else None
         return self.not_run is None and self.ranks is None and (package is None or find_spec(package) is not None)
 

@@ -1,4 +1,4 @@
-"""Elastic runs for tests, in which a rank that is stopped for seconds, or that waits for a busy machine, does not count as lost."""
+"""Elastic runs for tests, in which a rank that is stopped for seconds, or waits for a busy machine, does not count as lost."""
 
 import contextlib
 import hashlib
@@ -14,17 +14,17 @@ import sparsync_elastic as elastic
 from sparsync_elastic import members
 from sparsync_elastic.board import TCPStore
 
-PATIENT_S = 60.0  # longer than any rank stands still; the end of a process is noticed at once all the same
+PATIENT_S = 60.0  # longer than any rank pauses; the end of a process is still noticed at once
 EXCHANGES = {"steps": sparsync.Steps(), "local": sparsync.LocalSteps(every=3), "gradients": sparsync.Gradients()}
 
 
 def served() -> TCPStore:
-    """Return a store for a run, which serves as long as it is held."""
+    """Start a store for a run, which serves as long as it is referenced."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def patient_run(port: int, timeout_s: float = PATIENT_S, wait_s: float = 4 * PATIENT_S, **given: Any) -> elastic.Run:
-    """Begin a run in a process started for this call, and leave its default process group."""
+    """Begin a run in a fresh process, and leave its default process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
     members.ANSWER_S = timeout_s
@@ -32,12 +32,12 @@ def patient_run(port: int, timeout_s: float = PATIENT_S, wait_s: float = 4 * PAT
 
 
 def signals_at(port: int) -> TCPStore:
-    """Return a connection to the store, by which ranks of a test wait for each other."""
+    """Connect to the store, through which ranks of a test wait for each other."""
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
 class Training:
-    """A small training in a run: a model, its handle, and steps whose inputs are drawn by a seed."""
+    """A small training in a run: a model, its handle, and steps on inputs drawn by a seed."""
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class Training:
         run.add(self.model, self.handle, self.optimizer, self.schedule)
 
     def step(self, seed: int, after_backward: Callable[[], object] = lambda: None) -> None:
-        """Take a step."""
         first: Any = next(self.bare.parameters())
         inputs = torch.randn(8, first.shape[1], generator=torch.Generator().manual_seed(seed))
         self.optimizer.zero_grad()
@@ -75,12 +74,12 @@ class Training:
 
     @property
     def residual(self) -> dict[str, Tensor]:
-        """A copy of what this rank holds back."""
+        """A copy of this rank's residual."""
         return self.handle.state.state_dict()["residual"]
 
     @property
     def is_common(self) -> bool:
-        """Whether ranks have exchanged everything up to this step, so that their weights are the same."""
+        """Whether ranks have exchanged everything up to this step, so that their weights are equal."""
         return not self._local or self.handle.exchanged * 3 == self.run.step
 
     def digest(self) -> str:
@@ -88,9 +87,9 @@ class Training:
 
 
 class LastStep:
-    """The number of steps of a run: `more` than were done when a rank was first seen that was not there in the first epoch.
+    """The number of steps of a run: `more` than were done when a rank appeared that was not in the first epoch.
 
-    Each rank learns of it at the same step; `joins`: this rank is the one.
+    All ranks notice at the same step; `joins`: this rank is the new one.
     """
 
     def __init__(self, run: elastic.Run, joins: bool, more: int = 20) -> None:
@@ -104,7 +103,7 @@ class LastStep:
 
     @property
     def is_known(self) -> bool:
-        """Whether the other rank is there."""
+        """Whether the other rank has come."""
         return self._last is not None
 
     def __gt__(self, step: int) -> bool:
@@ -112,7 +111,7 @@ class LastStep:
 
 
 def assert_same_weights(found: list[dict[tuple[int, int], str]]) -> None:
-    """Assert that ranks have had the same digest in each epoch after each step."""
+    """Assert that ranks had the same digest in each epoch after each step."""
     seen: dict[tuple[int, int], str] = {}
     for digests in found:
         for place, digest in digests.items():
@@ -120,7 +119,7 @@ def assert_same_weights(found: list[dict[tuple[int, int], str]]) -> None:
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Assert that two sets of vectors have the same names and bits, and that some of them are not zero."""
+    """Assert that two sets of vectors have the same names and bits, and are not all zero."""
     assert any(each.any() for each in one.values())
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

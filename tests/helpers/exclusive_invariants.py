@@ -1,4 +1,4 @@
-"""Gradient streams and a runner that the tests of several sparse schemes share."""
+"""Gradient streams and a runner, shared by the tests of several sparse schemes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ class RankState:
 
 
 def whole_numbers(n: int, P: int, step: int) -> list[Tensor]:
-    """Return a gradient for each rank, of small multiples of P: sums, means and residuals of them are exact."""
+    """Draw a gradient per rank, of small multiples of P, whose sums, means and residuals are exact."""
     draw = torch.Generator().manual_seed(step)
     return [torch.randint(-8, 9, (n,), generator=draw).float() * P for _ in range(P)]
 
 
 def layered(n: int, P: int, step: int, scale: float = 1.0) -> list[Tensor]:
-    """Return a heavy-tailed gradient for each rank, in 20 layers of scales e^N(0, 1)."""
+    """Draw a heavy-tailed gradient per rank, in 20 layers of scales e^N(0, 1)."""
     fixed = torch.Generator().manual_seed(7)
     scales = torch.randn(20, generator=fixed).exp().repeat_interleave(math.ceil(n / 20))[:n]
     draw = torch.Generator().manual_seed(1000 + step)
@@ -46,7 +46,7 @@ def run(
     first: int = 0,
     layout: tuple[ParameterSpan, ...] = (),
 ) -> list[list[RankState]]:
-    """Return the state of each rank after each step, [P][steps], and check that every report gives the traffic that was counted."""
+    """Reduce on all ranks and return their states, [P][steps]; checks that every report states the counted traffic."""
 
     def body(comm: LocalComm) -> list[RankState]:
         metered, state, seen = MeteredComm(comm), make().start(), []
@@ -64,5 +64,5 @@ def run(
 
 
 def cut_in(lengths: dict[str, int]) -> tuple[ParameterSpan, ...]:
-    """Return a layout of parameters of these lengths, in order."""
+    """Lay out parameters of these lengths in order."""
     return laid_out(lengths.items())

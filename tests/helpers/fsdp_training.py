@@ -1,4 +1,4 @@
-"""A model under fully_shard whose gradients are known beforehand, small whole numbers, and what can be seen of it from outside."""
+"""A model under fully_shard with known gradients, small whole numbers, and ways to observe it from outside."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from helpers.known_gradients import whole_numbers
 from sparsync.base.scheme import Scheme
 from sparsync.runtime.handle import AttachedHandle, Handle
 
-TIMEOUT_S = 120.0  # longer than any step that works, also on a machine that does much else
+TIMEOUT_S = 120.0  # longer than any working step, even on a busy machine
 Inputs = Mapping[str, Tensor]
 
 
 class Layer(nn.Module):
-    """Two parameters whose rows do not divide evenly among ranks; the gradient of each is exactly what it is given."""
+    """Two parameters whose rows do not divide evenly among ranks; the gradient of each is exactly its input."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Three layers, each sharded by itself, and a parameter of the root's own."""
+    """Three layers, each its own FSDP unit, and a parameter of the root."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ KEYS = ("(root)", "first", "middle", "last")
 
 
 def made(mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Net:
-    """The model, sharded over `mesh`; None is all ranks."""
+    """Shard the model over `mesh`; None is all ranks."""
     net = Net(dtype)
     for module in (net.first, net.middle, net.last, net):
         fully_shard(module, mesh=mesh, **options)
@@ -65,29 +65,29 @@ def made(mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32, **o
 
 
 def known(rank: int, step: int, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The gradient of a parameter on a rank of the world at a step."""
+    """Draw the gradient of a parameter on a rank of the world at a step."""
     shape = SHAPES[name]
     return whole_numbers(int(torch.Size(shape).numel()), rank, step, name).view(shape).to(dtype)
 
 
 def inputs(step: int, dtype: torch.dtype = torch.float32, leave_out: str = "") -> dict[str, Tensor]:
-    """What makes this rank's gradients `known`; a parameter that is left out gets none."""
+    """Make the inputs that give this rank `known` gradients; a parameter that is left out gets none."""
     return {name: known(dist.get_rank(), step, name, dtype) for name in SHAPES if name != leave_out}
 
 
 def backward(net: Net, given: Inputs) -> dict[str, Tensor]:
-    """The gradients of one pass, whole, by name."""
+    """Run one backward pass, and return the whole gradients by name."""
     net.zero_grad()
     net(given).backward()
     return gradients(net)
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
-    """The whole of each parameter's gradient, gathered from its shards: of all in one message, which DTensor's own way takes for each."""
+    """Gather each parameter's whole gradient from its shards, all in one message; DTensor would send one for each."""
     grads = {name: cast(DTensor, each.grad) for name, each in net.named_parameters() if each.grad is not None}
     if not grads:
         return {}
-    mesh = next(iter(grads.values())).device_mesh  # its last axis is that of the shards
+    mesh = next(iter(grads.values())).device_mesh  # its last axis has the shards
     padded, cut = [], []
     for grad in grads.values():
         dim = cast(Shard, grad.placements[-1]).dim
@@ -105,42 +105,42 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
 
 
 def mean(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The mean over the first `ranks` ranks of the world of what is known."""
+    """Average `known` over the first `ranks` ranks of the world."""
     return {name: torch.stack([known(r, step, name, dtype) for r in range(ranks)]).sum(0) / ranks for name in SHAPES}
 
 
 def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    """Whether both have the same names and the same values."""
+    """Tell whether both have the same names and values."""
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def flat(tensors: Mapping[str, Tensor]) -> Tensor:
-    """All of them in the order of their names, as one vector."""
+    """Concatenate all in the order of their names."""
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
 def everywhere(x: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """This tensor of every rank of the group."""
+    """Gather this tensor from every rank of the group."""
     found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, x.contiguous(), group=group)
     return found
 
 
 def as_fsdp(net: nn.Module) -> FSDPModule:
-    """The same module, by the type that fully_shard gave it."""
+    """Cast the module to the type that fully_shard gave it."""
     assert isinstance(net, FSDPModule)
     return net
 
 
 def each_unit(net: nn.Module, do: Callable[[FSDPModule], None]) -> None:
-    """Does something to each module that was sharded."""
+    """Call `do` with each sharded module."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             do(module)
 
 
 def on(net: Net, scheme: Scheme, optimizer: Any = None, scaler: Any = None, **options: Any) -> AttachedHandle:
-    """attach, with a timeout for tests; `options` are those of Options."""
+    """Call attach with a timeout for tests; `options` are those of Options."""
     given = sparsync.Options(**{"timeout_s": TIMEOUT_S, **options})
     handle = sparsync.attach(net, scheme, optimizer=optimizer, scaler=scaler, options=given)
     assert isinstance(handle, AttachedHandle)
@@ -148,7 +148,7 @@ def on(net: Net, scheme: Scheme, optimizer: Any = None, scaler: Any = None, **op
 
 
 def conserved(handle: Handle, net: Net, steps: int) -> None:
-    """Sum of residuals + P x what was written = what came in; all of it."""
+    """Check that residuals + P x written gradients = gradients so far, summed over ranks."""
     P = dist.get_world_size()
     came, written = torch.zeros(COUNT), torch.zeros(COUNT)
     for step in range(steps):
@@ -160,8 +160,8 @@ def conserved(handle: Handle, net: Net, steps: int) -> None:
 
 
 def skipped(handle: Handle, net: Net, share: int = 1) -> None:
-    """Sum of residuals + what was applied of all = what came in, where the step in the middle is skipped, but for the module that is not
-    finite in it. `share` is how much of what came in a residual of one stands for."""
+    """Check that residuals + applied gradients = gradients so far, if the middle step is skipped, except in the module that is not finite
+    then. `share` is the weight of a residual."""
     P, spared = dist.get_world_size(), [name for name in SHAPES if not name.startswith("middle")]
     total = torch.zeros((), dtype=torch.float64)
     for step in range(3):
@@ -179,7 +179,7 @@ def skipped(handle: Handle, net: Net, share: int = 1) -> None:
 
 
 def saved(handle: Handle) -> dict[str, Any]:
-    """What a checkpoint gives back."""
+    """Save and reload the handle's checkpoint."""
     file = io.BytesIO()
     torch.save(handle.state_dict(), file)
     file.seek(0)

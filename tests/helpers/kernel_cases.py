@@ -1,4 +1,4 @@
-"""The table of operations with arguments for each, and the law that a backend does what the specification does, bit for bit."""
+"""The table of operations with arguments for each, and the law that a backend matches the specification bit for bit."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from sparsync.schemes import Span
 from sparsync.selection.exclusive import BlockCyclic
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WEIGHTS = (torch.float32, torch.float32, torch.float16)  # Triton's interpreter cuts bfloat16 off
+WEIGHTS = (torch.float32, torch.float32, torch.float16)  # Triton's interpreter truncates bfloat16
 WIDTHS = (TERNARY, 8, 3, 4, 1)  # bits of rounded values
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
 KINDS = [
@@ -38,12 +38,12 @@ BOUNDS = [None, 0.1, 3.0, math.inf, math.nan]
 SPREADS = [(3e-4, 0.95, 1e-8, 0.4), (1.0, 0.5, 1.0, 1.0), (1e-3, 0.99, 1e-6, 0.9)]
 MOVES = [(0.9, 0.9997, 1.1), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0)]
 SKIPS = (torch.ones(1), None, torch.zeros(1))
-Arguments = tuple[Any, ...]  # Any: of an operation
-Cases = Callable[[str, int], Iterator[Arguments]]  # of vectors of a kind with n elements
+Arguments = tuple[Any, ...]  # Any: as the operation takes them
+Cases = Callable[[str, int], Iterator[Arguments]]  # (kind, n)
 
 
 def made(kind: str, n: int, seed: int = 0) -> Tensor:
-    """A vector of `n` elements, one element into its storage, so that it is not aligned to more than an element."""
+    """Make a vector of `n` elements that starts one element into its storage, so that it is misaligned."""
     source = torch.Generator().manual_seed(seed)
     normal = torch.randn(n + 1, generator=source)[1:]
     if kind == "special":
@@ -62,7 +62,7 @@ def made(kind: str, n: int, seed: int = 0) -> Tensor:
 
 
 def parts(n: int, P: int, apart: bool, seed: int = 0) -> list[Sparse]:
-    """P selections out of `n` elements, with no position in common when `apart`."""
+    """Make P selections out of `n` elements, with no common position if `apart`."""
     source = torch.Generator().manual_seed(seed)
     owner, values = torch.randint(max(1, P), (n,), generator=source), made("special", n, seed)
     found = []
@@ -73,14 +73,14 @@ def parts(n: int, P: int, apart: bool, seed: int = 0) -> list[Sparse]:
 
 
 def layouts(n: int) -> list[list[Rows]]:
-    """Regions of a vector of `n` elements: those of a scheme, and rows that overlap and come in any order."""
+    """List regions of a vector of `n` elements: those of a scheme, and rows that overlap and are unordered."""
     cyclic = [[BlockCyclic(n, P).rows(p, torch.device("cpu")) for p in range(P)] for P in (1, 3, 4)]
     starts = torch.tensor([n // 2, 0, 0, n // 3], dtype=torch.int32)
     return [*cyclic, [Rows(starts, max(1, n // 3), min(n, 3 * (n // 3)))]]
 
 
 def laid(kind: str, n: int, dtype: torch.dtype) -> tuple[list[Tensor], list[int], list[float]]:
-    """Tensors that begin anywhere in a vector of `n` elements, with gaps between them and one empty, their starts and factors."""
+    """Lay tensors out in a vector of `n` elements, with gaps and an empty one; also returns their starts and factors."""
     sizes = [n // 7, 0, n // 3, 1, n // 3] if n > 20 else [n - n // 2]
     starts = [sum(sizes[:i]) + i for i in range(len(sizes))] if n > 20 else [n // 2]
     tensors = [made(kind, size, i).to(dtype) for i, size in enumerate(sizes)]
@@ -131,7 +131,7 @@ def _at_positions(kind: str, n: int) -> Iterator[tuple[Tensor, Sparse]]:
 
 
 def _move_put(kind: str, n: int) -> Iterator[Arguments]:
-    for start, skip in product((0, 1), SKIPS[1:]):  # what is moved is of no use where it is skipped
+    for start, skip in product((0, 1), SKIPS[1:]):  # nothing observable moves if it is skipped
         source, to = made(kind, n + 1)[start : start + n], torch.full((n + 1,), 7.0)[start : start + n]
         yield to, source, parts(n, 3, apart=True, seed=1), parts(n, 2, apart=True, seed=2), skip
 
@@ -157,10 +157,10 @@ def _moments(kind: str, n: int, dtype: torch.dtype, block: int) -> Arguments:
 
 
 def _make_steps(kind: str, n: int) -> Iterator[Arguments]:
-    # Triton's interpreter takes denormal numbers of bfloat16 for zero.
+    # Triton's interpreter flushes denormal bfloat16 numbers to zero.
     types = [each for each in DTYPES if each != torch.bfloat16 or kind not in ("special", "denormal")]
     for dtype, block, skip in product(types, (64, 7), SKIPS):
-        first, _, last = three_spans(n)  # nothing is done outside of them
+        first, _, last = three_spans(n)  # elements outside are not touched
         within = [first if skip is None else Span(0, last.start), Span(last.start + n // 9 * (skip is None), last.stop)]
         yield made("normal", n), *_moments(kind, n, dtype, block), within, SPREADS[::2], skip
 
@@ -169,7 +169,7 @@ def _encode_steps(kind: str, n: int) -> Iterator[Arguments]:
     for width, (P, dtype, skip) in product(WIDTHS, zip((1, 3, 4), DTYPES, SKIPS, strict=True)):
         spread = _moments(kind, n, dtype, 64 if P > 1 else 300), three_spans(n), SPREADS
         yield made("normal", n, 3) * 1e-3, *spread[0], *spread[1:], P - 1, P, width, skip, None
-        # Without second moments the gradient itself is added; without gradients nothing is.
+        # Without second moments the gradient itself is added; without gradients nothing is added.
         yield made("normal", n, 3), *laid(kind, n, dtype), None, None, 1, [], [], 0, P, width, skip, torch.zeros(n)
         yield made(kind, n, 3), [], [], [], None, None, 1, [], [], 0, P, width, skip, None
 
@@ -191,7 +191,7 @@ def _write_mean(kind: str, n: int) -> Iterator[Arguments]:
     for width, (P, skip) in product(WIDTHS, zip((1, 3, 4), SKIPS, strict=True)):
         packets, grad = packets_of(kind, n, P, width), made("normal", n)
         yield grad, made("normal", n, 6), made("normal", n, 7), packets, width, P - 1, skip
-        yield grad, grad, made("normal", n, 7), packets, width, 0, skip  # the error lies in the gradient
+        yield grad, grad, made("normal", n, 7), packets, width, 0, skip  # the error shares the gradient's memory
         yield grad, None, None, packets, width, 0, skip
 
 
@@ -301,7 +301,7 @@ TABLE: dict[str, Cases] = {
 
 
 def compare(backend: object, operation: str, arguments: Arguments) -> bool:
-    """Assert that a backend returns and writes what the specification does; return whether it takes the arguments."""
+    """Assert that a backend returns and writes the same as the specification; return whether it accepts the arguments."""
     given = filled(operation, arguments)
     own, others = deepcopy(given), deepcopy(given)
     found = getattr(backend, operation)(*own)
@@ -319,7 +319,7 @@ def compare(backend: object, operation: str, arguments: Arguments) -> bool:
 
 
 def flat(found: Any) -> Iterator[Any]:  # Any: results and arguments
-    """All tensors and numbers; what one number says as a tensor is a number."""
+    """Yield all tensors and numbers; a zero-dimensional tensor becomes a number."""
     if isinstance(found, Sparse):
         found = (found.index, found.value, found.length)
     if isinstance(found, list | tuple):
@@ -332,7 +332,7 @@ def flat(found: Any) -> Iterator[Any]:  # Any: results and arguments
 
 
 def on(device: str, arguments: Any) -> Any:  # Any: nested arguments
-    """Return arguments with all tensors on a device."""
+    """Move all tensors in the arguments to a device."""
     if isinstance(arguments, Tensor):
         return arguments.to(device)
     if isinstance(arguments, Sparse):

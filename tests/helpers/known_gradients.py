@@ -18,7 +18,7 @@ from sparsync.comm import LocalWorld
 from sparsync.core import Comm, ParameterSpan, generator
 from sparsync.schemes import State
 
-# Of SkipReduce's settings each once, and of schemes that differ in a number only, one.
+# One of each of SkipReduce's settings, and one of schemes that differ only in a number.
 COMBINATIONS = ("skip-random-", "skip-naive-")
 OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-by-ranks", "-known")
 OTHER_VALUES = (
@@ -38,17 +38,17 @@ CHOSEN = (
     "skip-naive-direct-contributors-flat-all",
     "skip-naive-ring-feedback-nodes-all",
 )
-# One of each kind, for what does not depend on the scheme much.
+# One of each kind, for tests that hardly depend on the scheme.
 FEW = ("dense-ring", "topk-0.1", "skip-default", "skip-default-feedback", "skip-random-ring-contributors-flat-auto")
 
-Step = list[tuple[ParameterSpan, ...]]  # the layouts of the buckets of one step, in order
+Step = list[tuple[ParameterSpan, ...]]  # layouts of one step's buckets, in order
 Gradient = Callable[[int, int, str], Tensor]  # (rank, step, parameter name) -> [n]
 
 
 def schemes(P: int) -> list[str]:
-    """The ids of the rows that run over gloo on P ranks; a new scheme in the table is among them.
+    """List the ids of the rows that run over gloo on P ranks; new schemes in the table are included.
 
-    Sums of more than two numbers that are not whole depend on gloo's order: rows with a tolerance run on two ranks.
+    Sums of more than two non-integers depend on gloo's order, so rows with a tolerance run on two ranks.
     """
     others = [
         each
@@ -60,12 +60,12 @@ def schemes(P: int) -> list[str]:
 
 
 def row(id: str) -> Row:
-    """The row of the table of schemes with this id."""
+    """Look up the row of the table of schemes with this id."""
     return BY_ID[id]
 
 
 def whole_numbers(n: int, rank: int, step: int, name: str) -> Tensor:
-    """The gradient of parameter `name` on this rank at this step: integers in [-4, 4], [n]."""
+    """Draw the gradient of parameter `name` on this rank at this step: integers in [-4, 4], [n]."""
     return torch.randint(-4, 5, (n,), generator=generator(rank, name, step)).float()
 
 
@@ -79,9 +79,9 @@ class Pair(nn.Module):
 
 
 class KnownGradients(nn.Module):
-    """A chain of parameters of `n` elements: the gradient of each is exactly what `forward` is given for it, or none.
+    """A chain of parameters of `n` elements, whose gradients are exactly the inputs of `forward`, or None.
 
-    `count` is even. The names are those that the table of schemes protects: embed.weight, block1.bias, head.bias and so on.
+    `count` is even. The names match those that the table of schemes protects: embed.weight, block1.bias, head.bias and so on.
     """
 
     def __init__(self, count: int, n: int, dtype: torch.dtype = torch.float32) -> None:
@@ -104,16 +104,16 @@ class KnownGradients(nn.Module):
         return total
 
     def inputs(self, rank: int, step: int) -> dict[str, Tensor]:
-        """What makes the gradient of every parameter `whole_numbers`."""
+        """Make the inputs that give every parameter the gradient `whole_numbers`."""
         return {name: whole_numbers(self.n, rank, step, name).to(p.dtype) for name, p in self.named_parameters()}
 
     def gradients(self) -> Tensor:
-        """All gradients in the order of the parameters, [count * n]; NaN where there is none."""
+        """Concatenate all gradients in the order of the parameters, [count * n]; NaN if there is none."""
         return torch.cat([torch.full_like(p, torch.nan) if p.grad is None else p.grad for p in self.parameters()])
 
 
 def noted(state: State, around: Callable[[Bucket], object] = lambda bucket: None) -> dict[int, Step]:
-    """Write down from now on which buckets a state reduces, by step; `around` is called before and after each."""
+    """Record from now on which buckets a state reduces, by step; `around` is called before and after each."""
     steps, reduce = dict[int, Step](), state.reduce
 
     def noting(bucket: Bucket, comm: Comm) -> Report:
@@ -129,7 +129,7 @@ def noted(state: State, around: Callable[[Bucket], object] = lambda bucket: None
 
 @dataclass
 class Expected:
-    """What must come out: `grads` [steps, elements] in the order of the names, and what each rank keeps back, by name."""
+    """The expected result: `grads` [steps, elements] in the order of the names, and each rank's residual, by name."""
 
     grads: Tensor
     residuals: list[dict[str, Tensor]]
@@ -138,9 +138,9 @@ class Expected:
 def expected(
     id: str, P: int, steps: Mapping[int, Step], names: Sequence[str], gradient: Gradient, keys: Sequence[str] = ()
 ) -> Expected:
-    """What the scheme of that row makes of `gradient` in a LocalWorld of P ranks, bucket by bucket as recorded.
+    """Reduce `gradient` with a row's scheme in a LocalWorld of P ranks, bucket by bucket as recorded.
 
-    `keys` are what the buckets of a step are called; "bucket0" and so on as behind DDP where none are given.
+    `keys` name the buckets of a step; by default "bucket0" and so on, as with DDP.
     """
 
     def program(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:

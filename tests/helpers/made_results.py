@@ -1,4 +1,4 @@
-"""Results files with exact numbers, for tests of their readers: every time and size is a small multiple of a power of two."""
+"""Results files with exact numbers, for tests of their readers: times and sizes are small multiples of powers of two."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,14 +38,14 @@ UNLIMITED = replace(RUN, config={**RUN.config, "link": "none", "rate_bits_per_s"
 
 
 def run(target: float | None = 150.0, **changes: Any) -> Run:  # Any: fields of Run
-    """RUN with another target, and other fields where named."""
+    """Copy RUN with another target, and other fields if given."""
     made = replace(RUN, **changes)
     return replace(made, config={**made.config, "target": target})
 
 
 @dataclass(frozen=True)
 class Made:
-    """The records of one scheme with one seed: steps of `step_s` seconds, with an evaluation after each."""
+    """The records of one scheme with one seed: steps of `step_s` seconds, each followed by an evaluation."""
 
     scheme: str
     values: tuple[float, ...]  # quality after each step
@@ -62,7 +62,7 @@ class Made:
     replicas_identical: bool | None = True
     exchanges: int | None = None
     missed: int = 0
-    config: Mapping[str, Any] = field(default_factory=dict)  # beside the name
+    config: Mapping[str, Any] = field(default_factory=dict)  # in addition to the name
 
     def records(self, run_id: str = "one") -> list[Record]:
         who: dict[str, Any] = {"run": run_id, "scheme": self.scheme, "seed": self.seed}

@@ -1,6 +1,6 @@
-"""One end of an experiment in a rank's network namespace, run by tests/test_netlab*.py. Standard library only: it starts fast.
+"""One end of an experiment in a rank's network namespace, run by tests/test_netlab*.py. Uses only the standard library, to start fast.
 
-Arguments: a role, the address of the rank that listens, a port, and a number of bytes or of trips. What listens prints "listening" first.
+Arguments: a role, the listening rank's address, a port, and a number of bytes or trips. The listener prints "listening" first.
 """
 
 import json
@@ -14,7 +14,7 @@ DATAGRAMS, EVERY_S, QUIET_S = 2000, 1e-4, 1.0
 
 
 def receive(address: str, port: int, nbytes: int) -> None:
-    """Take a stream and print when it ended."""
+    """Receive a stream and print when it ended."""
     with socket.create_server((address, port)) as listener:
         print("listening", flush=True)
         connection, left = listener.accept()[0], nbytes
@@ -31,7 +31,7 @@ def send(address: str, port: int, nbytes: int) -> None:
 
 
 def answer(address: str, port: int, trips: int) -> None:
-    """Send back each byte."""
+    """Echo each byte."""
     with socket.create_server((address, port)) as listener:
         print("listening", flush=True)
         connection = listener.accept()[0]
@@ -41,7 +41,7 @@ def answer(address: str, port: int, trips: int) -> None:
 
 
 def ask(address: str, port: int, trips: int) -> None:
-    """Print the seconds of round trips of a byte."""
+    """Print the seconds of round trips of one byte."""
     with socket.create_connection((address, port), timeout=PATIENCE_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds = []
@@ -54,7 +54,7 @@ def ask(address: str, port: int, trips: int) -> None:
 
 
 def take(address: str, port: int, _: int) -> None:
-    """Print the numbers of datagrams in the order of their arrival."""
+    """Print the numbers of datagrams in order of arrival."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
         own.bind((address, port))

@@ -1,7 +1,7 @@
-"""Trainings on P ranks whose tensors are on a device, and their records on the CPU: the same bodies for CUDA and for the CPU.
+"""Train on P ranks with tensors on a device, and record results on the CPU: the same bodies serve CUDA and the CPU.
 
-Every body goes through several cases and returns a record of each, or the traceback of what it raised, so that one case that fails does
-not hide the others.
+Every body runs several cases and returns each one's record, or the traceback if it raised, so that a failing case does not hide the
+others.
 """
 
 import os
@@ -29,7 +29,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import generator
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, SkipReduce, TopK, TwoShot
 
-TIMEOUT_S = 20.0  # for a rank that waits for another one
+TIMEOUT_S = 20.0  # for a rank that waits for another
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,
     "dense ring": lambda: Dense(form="ring"),
@@ -41,7 +41,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "two_shot int4": lambda: TwoShot(density=1.0, values="int4"),
     "two_shot sign": lambda: TwoShot(density=0.1, values="sign"),
 }
-COUNT, N = 12, 4099  # parameters whose gradients are known, and elements of each: odd, so that slices are uneven
+COUNT, N = 12, 4099  # parameters with known gradients, and their elements: odd, so that slices are uneven
 STEPS, OVERFLOWING = 6, 3
 WIDTH, BATCH, SAVED_AT, LONG = 96, 32, 6, 12
 DEEP, LAYERS, MANY = 256, 20, 20
@@ -53,7 +53,7 @@ Cost = tuple[
 
 @dataclass
 class Record:
-    """What one rank has of one case. Tensors are on the CPU."""
+    """One rank's results of one case. Tensors are on the CPU."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     costs: list[Cost] = field(default_factory=list)
@@ -62,10 +62,10 @@ class Record:
 
 
 def each_case(cases: Mapping[str, Callable[[], Record]]) -> dict[str, Record | str]:
-    """Return the record of each case, or the traceback of what it raised."""
+    """Record each case, or the traceback if it raised."""
     found: dict[str, Record | str] = {}
     for name, body in cases.items():
-        print(f"rank {dist.get_rank()}: {name}", flush=True)  # after a hang it tells which case it was
+        print(f"rank {dist.get_rank()}: {name}", flush=True)  # identifies the case after a hang
         try:
             found[name] = body()
         except Exception:
@@ -74,14 +74,14 @@ def each_case(cases: Mapping[str, Callable[[], Record]]) -> dict[str, Record | s
 
 
 def alone(backend: str | None) -> None:
-    """Join this process to a group of its own, with this backend, in place of the group it is in."""
+    """Move this process to a group of its own with this backend, replacing its current one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def as_nodes(backend: str) -> None:
-    """Join these ranks to a group with this backend. Each takes itself for a machine, so that NCCL has several of them on one GPU."""
+    """Move these ranks to a group with this backend. Each poses as a machine, so that NCCL accepts several on one GPU."""
     rank = dist.get_rank()
     os.environ |= {f"NCCL_{name}_DISABLE": "1" for name in ("P2P", "SHM", "IB")}
     os.environ |= {"NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo"}
@@ -97,7 +97,7 @@ def costs(reports: Sequence[Report]) -> list[Cost]:
 
 
 class Known(nn.Module):
-    """Parameters whose gradients are exactly what `forward` is given."""
+    """Parameters whose gradients are exactly the inputs of `forward`."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Known(nn.Module):
 
 
 def known(rank: int, step: int) -> Tensor:
-    """The gradients of a rank at a step, [COUNT, N]: drawn on the CPU, so the same on all devices."""
+    """Draw the gradients of a rank at a step, [COUNT, N], on the CPU, so that they are the same on all devices."""
     return torch.randn(COUNT, N, generator=generator(rank, "known", step))
 
 
@@ -167,7 +167,7 @@ def scaled(device: str, make: Callable[[], Scheme]) -> Record:
 
 
 class Training:
-    """A small net behind a wrapper, with the optimizer and the exchange that go with it."""
+    """A small net with a wrapper, and a suitable optimizer and exchange."""
 
     def __init__(self, device: str, wrapper: str, scheme: Scheme) -> None:
         torch.manual_seed(1)
@@ -205,17 +205,17 @@ class Training:
         self.steps += 1
 
     def loss(self) -> float:
-        """The loss on a batch that is not trained on."""
+        """Compute the loss on a held-out batch."""
         x = torch.randn(256, 16, generator=generator(0, "evaluation", 0)).to(self.device)
         with torch.no_grad():
             return float(self._loss(x))
 
     def weights(self) -> Tensor:
-        """This rank's own weights, on the CPU."""
+        """Copy this rank's own weights to the CPU."""
         return torch.cat([_whole(each).detach().flatten().cpu() for each in self.net.parameters()])
 
     def common(self) -> Tensor:
-        """The weights that all ranks must have alike."""
+        """Copy the weights that must be equal on all ranks."""
         if self.exchanges_gradients:
             return self.weights()
         with self.handle.averaged():
@@ -239,7 +239,7 @@ class Training:
 
 
 def trained(device: str, wrapper: str, make: Callable[[], Scheme]) -> Record:
-    """Train, and go on from a saved state a second time."""
+    """Train, and then resume a second time from a saved state."""
     training, record, state = Training(device, wrapper, make()), Record(), {}
     record.losses.append(training.loss())
     for step in range(LONG):
@@ -267,7 +267,7 @@ def trained(device: str, wrapper: str, make: Callable[[], Scheme]) -> Record:
 def deep(device: str, wrapper: str, make: Callable[[], Scheme], join_mb: float = 0.0, settled: bool = False) -> Record:
     """Train a net of many layers, each a bucket, most of which are reduced during the backward pass.
 
-    `settled`: wait for all streams of the GPU before and after each bucket.
+    `settled`: wait for all GPU streams before and after each bucket.
     """
     torch.manual_seed(2)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(DEEP, DEEP), nn.ReLU())]
@@ -321,7 +321,7 @@ def cases_of_scaling(device: str, schemes: Sequence[str]) -> dict[str, Record | 
 
 
 def cases_of_training(device: str, wrapper: str, schemes: Sequence[str], backend: str = "") -> dict[str, Record | str]:
-    """Train with each scheme; `backend`: alone, in a group with this one."""
+    """Train with each scheme; `backend`: alone, in a group with this backend."""
     _repeatable()
     if backend:
         alone(None if backend == "default" else backend)
@@ -336,7 +336,7 @@ def cases_between_nodes(device: str, wrapper: str, schemes: Sequence[str], backe
 
 
 def cases_of_closing(device: str, backend: str) -> dict[str, Record | str]:
-    """Exchange AdamW steps by default, and close while the GPU may be several steps behind, or when it has done them."""
+    """Exchange AdamW steps by default, and close while the GPU may be several steps behind, or once it has caught up."""
     _repeatable()
     as_nodes(backend)
 
@@ -364,7 +364,7 @@ def cases_of_closing(device: str, backend: str) -> dict[str, Record | str]:
 
 
 def cases_of_overlap(device: str, scheme: str) -> dict[str, Record | str]:
-    """The same training with buckets that overlap, twice, and with ones that wait for the whole GPU."""
+    """Train twice with overlapping buckets, and once with buckets that wait for the whole GPU."""
     _repeatable()
     make = SCHEMES[scheme]
     cases: dict[str, Callable[[], Record]] = {
@@ -380,7 +380,7 @@ def cases_of_overlap(device: str, scheme: str) -> dict[str, Record | str]:
 
 
 def refused_shards(device: str) -> str:
-    """Return what `attach` raises for a shard axis of one rank."""
+    """Return the error of `attach` for a shard axis of one rank."""
     alone("nccl" if device == "cuda" else "gloo")
     try:
         Training(device, "fsdp2 shards", TwoShot(density=0.1))
@@ -392,7 +392,7 @@ def refused_shards(device: str) -> str:
 def _mesh(device: str, shards: bool) -> DeviceMesh:
     P = dist.get_world_size()
     if shards:
-        # Over the group that is there: torch gives a mesh of one axis NCCL where the group has gloo.
+        # Use the existing group: torch gives a one-axis mesh NCCL even if the group uses gloo.
         group = dist.group.WORLD
         assert group is not None
         return DeviceMesh.from_group(group, device)
@@ -409,7 +409,7 @@ def _settle(x: Tensor) -> None:
 
 
 def _whole(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor
-    """Return all of it. Not by `full_tensor()`, which over gloo ended the process where the shards are on a GPU (torch 2.11)."""
+    """Gather the whole tensor. `full_tensor()` over gloo ended the process if the shards were on a GPU (torch 2.11)."""
     if not isinstance(tensor, DTensor):
         return tensor
     own, parts = tensor.to_local().detach().cpu(), [torch.empty(0)] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""A GPU for the Triton kernels where there is one, else Triton's interpreter."""
+"""A GPU for the Triton kernels if there is one, else Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A scheme that proves that the backward pass goes on while a bucket is reduced."""
+"""A scheme that proves that the backward pass continues while a bucket is reduced."""
 
 import threading
 
@@ -15,7 +15,7 @@ IN_ORDER = ["communication begins", "the first layer's gradient is there", "comm
 
 
 class Overlapping(Scheme):
-    """While `watched`, holds the bucket `key` until the first layer's gradient is there, and that until this bucket is on its way."""
+    """While `watched`, holds the bucket `key` until the first layer's gradient is ready, and that until the bucket is in transit."""
 
     name = "overlapping"
 
@@ -36,7 +36,7 @@ class Overlapping(Scheme):
         return report
 
     def first_layer(self, _: Tensor) -> None:
-        """A hook of the first layer's gradient, which comes last."""
+        """Hook of the first layer's gradient, which comes last."""
         if self.watched:
             assert self.begun.wait(TIMEOUT_S / 2), "communication did not begin during the backward pass"
             self.events.append("the first layer's gradient is there")

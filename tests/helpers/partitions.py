@@ -7,5 +7,5 @@ from sparsync.selection.exclusive import BlockCyclic
 
 
 def elements_of(partition: BlockCyclic, x: Tensor, p: int) -> Tensor:
-    """The elements of `x` [n] in partition `p`, copied."""
+    """Copy the elements of `x` [n] in partition `p`."""
     return x[partition.positions(p, torch.arange(partition.lengths()[p]))]

@@ -1,4 +1,4 @@
-"""Jobs as users write them, plain classes in a file outside the package. Tests name them by the path of this file."""
+"""Jobs as users write them: plain classes in a file outside the package. Tests name them by this file's path."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 
 class Least:
-    """No more than a job needs: the sum of four numbers."""
+    """The minimal job: the sum of four numbers."""
 
     def model(self) -> nn.Module:
         return nn.Linear(4, 1)
@@ -30,7 +30,7 @@ class Undefined(Least):
 
 
 class Normalised:
-    """Batch normalisation, and as many batches as a training of six steps needs: an index beyond them is an error."""
+    """A job with batch normalisation and just enough batches for six steps: a larger index is an error."""
 
     metric = "running mean"
 
@@ -53,7 +53,7 @@ class Normalised:
         return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
 
     def evaluate(self, model: nn.Module) -> float:
-        """Return what depends on the running mean alone."""
+        """Return a value that depends only on the running mean."""
         return float(dict(model.named_buffers())["1.running_mean"].sum())
 
 
@@ -67,7 +67,7 @@ class Unreadable(Least):
 
 
 class Leaving(Least):
-    """One rank ends its process without a word, as a library may that calls exit."""
+    """A job in which one rank silently ends its process, as a library that calls exit may."""
 
     def batch(self, step: int, rank: int, ranks: int) -> Tensor:
         if (step, rank) == (5, 1):
@@ -76,7 +76,7 @@ class Leaving(Least):
 
 
 class Hanging(Least):
-    """One rank comes to no end."""
+    """A job in which one rank never finishes."""
 
     def batch(self, step: int, rank: int, ranks: int) -> Tensor:
         if (step, rank) == (5, 1):
@@ -94,7 +94,7 @@ class OwnWeights(Least):
 
 
 class Unused(Least):
-    """A model of which each step leaves one half out."""
+    """A model of which each step leaves half unused."""
 
     find_unused_parameters = True
 
@@ -114,7 +114,7 @@ class Halves(nn.Module):
 
 
 class Inside(Unused):
-    """A loss that reaches into the model, which DistributedDataParallel is around."""
+    """A loss that reaches into the model, which DistributedDataParallel wraps."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return model.halves[0](batch).square().mean()  # pyright: ignore[reportIndexIssue, reportCallIssue]

@@ -1,4 +1,4 @@
-"""MiCRO's and ExDyna's published rules, restated for all ranks at once with plain loops, to compare the schemes with."""
+"""MiCRO's and ExDyna's published rules, restated for all ranks at once with plain loops, for comparison with the schemes."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Restated:
-    """All ranks of a world: `step` takes every rank's gradient and returns the one they all end with."""
+    """All ranks of a world: `step` takes every rank's gradient and returns the common result."""
 
     n: int
     P: int

@@ -1,4 +1,4 @@
-"""Ok-Topk's published rules and our exact one, restated for all ranks at once with plain loops, to compare the scheme with."""
+"""Ok-Topk's published rules and our exact one, restated for all ranks at once with plain loops, for comparison with the scheme."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,25 +9,25 @@ from torch import Tensor
 
 @dataclass
 class Restated:
-    """All ranks of a world: `step` takes every rank's gradient and returns the one they all end with."""
+    """All ranks of a world: `step` takes every rank's gradient and returns the common result."""
 
     n: int
     P: int
     k: int
-    rule: str  # "exact"; "paper", and "code" with the factors and bands of the authors' program for VGG
+    rule: str  # "exact"; "paper"; or "code", with the factors and bands of the authors' program for VGG
     dense_steps: int = 0
     threshold_steps: int = 32
     region_steps: int = 64
-    imbalance: float = 4.0  # the most that a region has over the mean before some move
+    imbalance: float = 4.0  # largest ratio of a region to the mean before some survivors move
     t: int = 0
     residuals: list[Tensor] = field(default_factory=list)
-    begins: list[int] = field(default_factory=list)  # of the regions, but the first; empty: of equal width
+    begins: list[int] = field(default_factory=list)  # of the regions, except the first; empty: equal widths
     chosen: list[list[int]] = field(default_factory=list)  # by each rank
     balanced: bool = False  # some survivors moved to other ranks
-    # Of the published rules; None: to be found.
+    # Of the published rules; None: not yet determined.
     local_thresholds: list[float | None] = field(default_factory=list)
     global_threshold: float | None = None
-    # Of the exact rule: where survivors were, in blocks of the vector.
+    # Of the exact rule: the distribution of survivors over blocks of the vector.
     observed: int = 0
     mass: list[int] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class Restated:
             alive = [i for i in reaching(sums, 0.0) if start <= i < stop]
             survivors.append(largest(sums, alive, shares[owner]))
             if len(alive) > len(survivors[-1]) or (len(alive) == shares[owner] < stop - start):
-                dropped |= set(range(start, stop)) - set(survivors[-1])  # else the other sums of the region are zero
+                dropped |= set(range(start, stop)) - set(survivors[-1])  # otherwise the region's other sums are zero
         cleared = [
             [i for i in [*range(*region), *chosen] if i not in dropped]
             for region, chosen in zip(regions, self.chosen, strict=True)
@@ -126,7 +126,7 @@ class Restated:
         return sums, [i for each in survivors for i in each], cleared
 
     def _follow(self, sums: Tensor, survivors: list[list[int]]) -> None:
-        """Move the regions to where all of them have the same mass: a survivor counts as the smallest one of its region."""
+        """Move the regions to equal mass, where a survivor counts as the smallest one of its region."""
         if self.k == self.n or self.k < self.P:
             return
         least = [min((float(sums[i].abs()) for i in each), default=0.0) for each in survivors]
@@ -164,7 +164,7 @@ class Restated:
         return begins
 
     def _shares(self) -> list[int]:
-        """Deal k survivors out to the regions one by one, to another one first at each step; a full region gets no more."""
+        """Deal k survivors out to the regions one by one, with a rotating start; a full region gets no more."""
         shares, place, left = [0] * self.P, self.t, self.k
         lengths = [stop - start for start, stop in self._regions()]
         while left:
@@ -183,7 +183,7 @@ class Restated:
 
 
 def near_equal(n: int, parts: int) -> list[int]:
-    """Where near-equal parts begin, the longer ones first, and where the last one ends."""
+    """List the starts of near-equal parts, longer ones first, and the end of the last."""
     sizes = [n // parts + (part < n % parts) for part in range(parts)]
     return [sum(sizes[:part]) for part in range(parts + 1)]
 
@@ -193,7 +193,7 @@ def reaching(x: Tensor, threshold: float) -> list[int]:
 
 
 def largest(x: Tensor, among: Iterable[int], count: int) -> list[int]:
-    """The first of equal ones are taken."""
+    """List the positions of the `count` largest magnitudes; of equal ones the first win."""
     size = x.abs().tolist()
     return sorted(sorted(among, key=lambda i: (-size[i], i))[:count])
 

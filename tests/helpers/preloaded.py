@@ -1,7 +1,7 @@
-"""Imports what ranks import: the fork server of `helpers.distributed` does so once, and its ranks find it done.
+"""Import the modules of ranks: the fork server of `helpers.distributed` does so once for all of its ranks.
 
-torch.distributed.optim compiles its optimizers when it is imported, and Python compiles the tests' own modules each time where it is told
-to write no bytecode; either takes longer than most of what ranks do.
+torch.distributed.optim compiles its optimizers on import, and Python compiles the tests' modules each time if it must not write bytecode;
+either takes longer than most work of ranks.
 """
 
 import atexit
@@ -24,6 +24,6 @@ for _name in (
     "integrations.page",
 ):
     import_module(_name)
-# Ranks that collect garbage need not look through all that; nanobind says at the end that its functions leak unless the server does.
+# Spare the ranks' garbage collections all of that; nanobind reports leaked functions at exit unless the server unfreezes.
 gc.freeze()
 atexit.register(gc.unfreeze)

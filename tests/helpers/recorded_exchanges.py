@@ -1,4 +1,4 @@
-"""What every rank sends and receives in each call of a communicator, and the comparison with the exchanges of a plan."""
+"""Record every rank's traffic in each call of a communicator, and compare it with the exchanges of a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from sparsync_lab.predict.exchanges import Exchange
 
 @dataclass(frozen=True)
 class Call:
-    """One call on one rank; a chain of calls added up."""
+    """One call on one rank, or the sum of a chain of calls."""
 
     kind: str
     sent: Cost
@@ -24,7 +24,7 @@ class Call:
 
 @dataclass
 class RecordingComm:
-    """Passes every call on to a MeteredComm, and notes for each what it counted and what came in."""
+    """Passes every call to a MeteredComm, and records its count and the received bytes."""
 
     inner: MeteredComm
     calls: list[Call] = field(default_factory=list)
@@ -53,7 +53,7 @@ class RecordingComm:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = self.inner.all_reduce(x)
-        # Of a ring, what the rank before has sent.
+        # In a ring, a rank receives what the previous rank sends.
         self._note("all_reduce", -1)
         return total
 
@@ -69,14 +69,14 @@ class RecordedStep:
     calls: list[list[Call]]  # of each rank
 
     def counted(self, rank: int) -> Cost:
-        """Return what the MeteredComm of a rank counted."""
+        """Add up the costs that a rank's MeteredComm counted."""
         return sum((call.sent for call in self.calls[rank]), Cost())
 
 
 def recorded_step(
     states: Sequence[State], gradients: Sequence[Tensor], step: int, layout: tuple[ParameterSpan, ...] = ()
 ) -> RecordedStep:
-    """Reduce one bucket on as many ranks as there are states, in this process."""
+    """Reduce one bucket in this process, with one rank per state."""
 
     def reduce(comm: LocalComm) -> tuple[Report, list[Call]]:
         recording = RecordingComm(MeteredComm(comm))
@@ -89,9 +89,9 @@ def recorded_step(
 
 
 def busiest(recorded: RecordedStep, exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Return what was recorded in the places of `exchanges`: of each, what its busiest ranks sent and received.
+    """List the recorded counterparts of `exchanges`, with the traffic of their busiest ranks.
 
-    A chain of sends is as many calls as the exchange it stands for has rounds.
+    A chain of sends has one call per round of its exchange.
     """
     found: list[Exchange] = []
     position = 0
@@ -112,7 +112,7 @@ def busiest(recorded: RecordedStep, exchanges: Sequence[Exchange]) -> list[Excha
         found.append(
             replace(
                 exchange,
-                kind=kind,  # pyright: ignore[reportArgumentType]  # where it differs it is to show
+                kind=kind,  # pyright: ignore[reportArgumentType]  # a different kind must show
                 nbytes=most,
                 messages=max(cost.messages for cost in sums),
                 rounds=steps.pop(),

@@ -1,4 +1,4 @@
-"""One reduction on all ranks of a world in one process, checked, and what it leaves behind."""
+"""Reduce once on all ranks of a world in one process, with checks, and return the residuals."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from sparsync.schemes import State
 
 
 def reduced(states: Sequence[State], given: list[Tensor], step: int = 0) -> tuple[Tensor, list[Report], list[Tensor]]:
-    """Return the mean, which all ranks have, the reports and the residuals; the bytes counted are those of the reports."""
+    """Reduce, and return the common mean, the reports and the residuals; checks that reports state the counted bytes."""
 
     def body(comm: Comm) -> tuple[Tensor, Report]:
         metered = MeteredComm(comm)

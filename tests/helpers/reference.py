@@ -1,4 +1,4 @@
-"""The specification of the kernels, which other backends are compared with: `reference.top_k(x, 5)` runs it, whatever backend is in use."""
+"""The specification of the kernels, for comparison with backends: `reference.top_k(x, 5)` runs it, whatever backend is in use."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -8,14 +8,14 @@ from sparsync.kernels import codec_reference, operations, set_backend, value_ref
 
 
 def named(operation: str) -> Callable[..., Any]:
-    """Return the operation of this name."""
+    """Look up the operation of this name."""
     return next(
         vars(each)[operation] for each in (operations, value_reference, codec_reference) if operation in vars(each)
     )
 
 
 def filled(operation: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments of an operation with its defaults, as backends are given them."""
+    """Complete an operation's arguments with its defaults, as backends receive them."""
     bound = signature(named(operation)).bind(*arguments)
     bound.apply_defaults()
     return bound.args

@@ -1,4 +1,4 @@
-"""What replicas of a training have in common."""
+"""Compare the replicas of a training."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def on_all_ranks(tensors: Tensor | Iterable[Tensor]) -> bool:
-    """Return whether all ranks have the same bits. Call it on all of them."""
+    """Tell whether all ranks have the same bits. Collective."""
     flat = torch.cat([each.detach().reshape(-1) for each in ([tensors] if isinstance(tensors, Tensor) else tensors)])
     every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(every, flat)

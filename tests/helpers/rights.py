@@ -1,4 +1,4 @@
-"""Tests that build rate-limited networks: who may run them, and how they run a command as an ordinary user."""
+"""Mark tests that build rate-limited networks, and run their commands as an ordinary user."""
 
 import os
 from collections.abc import Callable
@@ -7,12 +7,12 @@ import pytest
 
 from sparsync_lab.netlab import NetworkUnavailableError, reexecution_prefix
 
-# As an ordinary user: root drops all rights but one, without which it may not stay root inside; other users have none to drop.
+# As an ordinary user: root drops all rights but the one it needs to stay root in a user namespace; other users have none to drop.
 ORDINARY = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--"] if os.geteuid() == 0 else []
 
 
 def missing_rights() -> str:
-    """Return why this process cannot build the network, or an empty text."""
+    """Explain why this process cannot build the network; "" if it can."""
     try:
         prefix = reexecution_prefix()
     except NetworkUnavailableError as error:

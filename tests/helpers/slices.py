@@ -1,7 +1,7 @@
-"""A slice of the tests that a seed chooses and a time ends: `--slice SEED --within SECONDS`.
+"""Run a slice of the tests, chosen by a seed and limited in time: `--slice SEED --within SECONDS`.
 
-Tests that follow each other in a file mostly share what they have made, so they are shuffled in runs of them. The summary says how many of
-how many were run, and how to run the same again. A slice in which no test was run has failed.
+Consecutive tests of a file mostly share fixtures, so they are shuffled in runs. The summary states how many of how many tests ran, and how
+to repeat the slice. A slice without any test has failed.
 """
 
 import random
@@ -15,14 +15,14 @@ WITHIN_S = 480.0
 
 
 class Slice:
-    """The plugin that shuffles the tests which were collected, and passes over those that would begin too late."""
+    """The plugin that shuffles the collected tests, and skips those that would begin too late."""
 
     def __init__(self, seed: str, within_s: float) -> None:
         self.seed, self.within_s = seed, within_s
         self.began_s = time.monotonic()
         self.run = self.all = 0
 
-    @pytest.hookimpl(trylast=True)  # when those that are not selected are gone
+    @pytest.hookimpl(trylast=True)  # after deselection
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         runs = [
             of_file[start : start + IN_A_RUN]
@@ -36,7 +36,7 @@ class Slice:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self) -> bool | None:
-        """Return true, which says that the test was dealt with, for one that would begin too late."""
+        """Return True, which marks the test as handled, if it would begin too late."""
         if time.monotonic() - self.began_s > self.within_s:
             return True
         self.run += 1
@@ -54,7 +54,7 @@ class Slice:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add those of this plugin."""
+    """Add the options of this plugin."""
     parser.addoption(
         "--slice", metavar="SEED", help="run the tests in an order that SEED chooses, until --within is over"
     )
@@ -64,7 +64,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Let the plugin work where its option was given."""
+    """Activate the plugin if its option was given."""
     seed, within_s = config.getoption("slice"), config.getoption("within")
     if seed is not None and within_s is not None:
         config.pluginmanager.register(Slice(seed, within_s), "slice")

@@ -1,4 +1,4 @@
-"""A handle that is stepped by hand, in a LocalWorld: what checkpoints are tried with, without processes or a model that trains."""
+"""A handle that is stepped by hand in a LocalWorld, to test checkpoints without processes or a training model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ SHAPES = {"weight": (4, 5), "bias": (5,)}
 
 
 class Stepped(Handle):
-    """The handle of a model of some parameters, of which each step reduces gradients of small whole numbers."""
+    """The handle of a model of some parameters, whose steps reduce gradients of small whole numbers."""
 
     def __init__(self, comm: Comm, scheme: Scheme | None = None, shapes: Mapping[str, Any] = SHAPES) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
@@ -39,7 +39,7 @@ class Stepped(Handle):
 
     @property
     def residual(self) -> Tensor:
-        """The whole of this rank's residual, zero where there is none."""
+        """This rank's whole residual; zero if there is none."""
         held = self.state_dict()["scheme"]["residual"]
         return torch.cat([held.get(name, torch.zeros(each.numel())) for name, each in self._named()])
 

@@ -1,4 +1,4 @@
-"""A job and a scheme as a third party writes them, in a file outside the package. Tests name them by the path of this file."""
+"""A job and schemes as a third party writes them, in a file outside the package. Tests name them by this file's path."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,7 @@ from sparsync_lab.workloads.base import Batch, Workload, bare, chunks, exactly_a
 
 @dataclass(frozen=True)
 class LineFit(Workload):
-    """Linear regression in `width` dimensions; everything else is the default of Workload."""
+    """Linear regression in `width` dimensions, with Workload's defaults for everything else."""
 
     width: int = 8
     batch_size: int = 16
@@ -55,7 +55,7 @@ class LineFit(Workload):
 
 
 class HeavyBall(Scheme):
-    """The mean with a momentum, in which a gradient of long ago is a half of one of now."""
+    """The mean with a momentum that halves at each step."""
 
     name = "heavy_ball"
 
@@ -67,7 +67,7 @@ class HeavyBall(Scheme):
 
 
 class DeclaredHeavyBall(HeavyBall):
-    """The same, and the job's optimizer is told."""
+    """The same, declared to the job's optimizer."""
 
     has_momentum = True
 

@@ -1,7 +1,7 @@
-"""What a function has left behind in a process of tests that the next one runs in: settings, threads, patched names and more.
+"""Find what a function leaves behind in a process of tests that the next one shares: settings, threads, patched names and more.
 
-Seeds and the memory of warnings that are shown once are put back, and garbage is collected; all else is told, so that the process can be
-thrown away. Names are looked at in the package, in the helpers and in those parts of torch and Python that tests patch.
+Seeds and the memory of warnings shown once are restored, and garbage is collected; everything else is reported, so that the process can be
+discarded. Names are checked in the package, in the helpers and in those parts of torch and Python that tests patch.
 """
 
 import gc
@@ -25,18 +25,18 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from sparsync import kernels
 
-ENDS_S = 2.0  # in which threads end whose object was collected
+ENDS_S = 2.0  # for threads of collected objects to end
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2)
-PATCHED = ("sparsync", "helpers", "integrations", "invariants", "test_")  # and what they begin
+PATCHED = ("sparsync", "helpers", "integrations", "invariants", "test_")  # prefixes of modules
 PATCHED_ALONE = {"os", "time", "threading", "socket", "torch.distributed", "torch.optim.optimizer"}
 PATCHED_ALONE |= {"torch.distributed.distributed_c10d", "torch.cuda"}
-KEPT = ("sparsync", "helpers.traces")  # whose lists, dicts and sets may grow
+KEPT = ("sparsync", "helpers.traces")  # modules whose lists, dicts and sets may grow
 SEED = torch.get_rng_state()
 _ABSENT = object()
 
 
 class Traces:
-    """What there is before a function is called, to be compared with what there is after it."""
+    """The state before a function is called, for comparison with the state afterwards."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
@@ -47,7 +47,7 @@ class Traces:
         self._group: object = None
 
     def begin(self) -> None:
-        """Make ready for a function, whose modules were imported and whose process group was made."""
+        """Prepare for a function, after its modules were imported and its process group was made."""
         torch.set_rng_state(SEED)
         self._group, self._settings, self._environment = dist.group.WORLD, _settings(), {*os.environ.items()}
         for space, names in _spaces():
@@ -56,7 +56,7 @@ class Traces:
                 self._lengths |= {(space, name): len(each) for name, each in _collections(space, names)}
 
     def left(self) -> list[str]:
-        """End the process group; return what else was left behind."""
+        """End the process group, and list everything else that was left behind."""
         gc.collect()
         traces = ["another default process group"] if dist.group.WORLD is not self._group else []
         if is_initialized():
@@ -75,7 +75,7 @@ class Traces:
                 now = names.get(name, _ABSENT)
                 if now is not was or ((space, name) in self._lengths and len(was) != self._lengths[space, name]):
                     traces.append(f"{space}.{name} changed")
-        gc.freeze()  # so that the next collection need not look through the modules that were imported
+        gc.freeze()  # spares the next collection the imported modules
         return traces
 
     def _new_threads(self) -> list[str]:
@@ -105,7 +105,7 @@ def _settings() -> dict[str, Any]:
         "hooks of all optimizers": [
             hook
             for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-            if not getattr(hook, "__module__", "").startswith("sparsync.")  # which it keeps for good
+            if not getattr(hook, "__module__", "").startswith("sparsync.")  # kept permanently
         ],
         "backend of kernels": kernels.backend(),
         "signal handlers": [signal.getsignal(each) for each in SIGNALS],
@@ -123,7 +123,7 @@ def _settings() -> dict[str, Any]:
 def _target(descriptor: Path) -> str:
     try:
         return str(descriptor.readlink())
-    except OSError:  # that which listed them
+    except OSError:  # the descriptor that listed them
         return ""
 
 
@@ -133,14 +133,14 @@ def _children() -> str:
 
 
 def _collections(space: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the lists, dicts and sets of tests and their helpers; what the package keeps for good is in some of its."""
+    """Yield the lists, dicts and sets of tests and helpers; some of the package's hold permanent data."""
     for name, value in names.items():
         if isinstance(value, (list, dict, set)) and not name.startswith("__") and not space.startswith(KEPT):
             yield name, value
 
 
 def _spaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the names of modules and of their classes; forget what warnings modules have shown."""
+    """Yield the names of modules and their classes; forget the warnings that modules have shown."""
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):
             continue

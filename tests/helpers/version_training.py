@@ -1,4 +1,4 @@
-"""Short trainings on 2 ranks for `make test-versions`, which import nothing that only some versions of torch have."""
+"""Short trainings on 2 ranks for `make test-versions`, with imports that all supported versions of torch have."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from sparsync.schemes import Dense, ExactMiCRO, State, TopK
 
 
 def attached(net: Net, scheme: Scheme, **options: Any) -> tuple[Handle | None, str]:
-    """Return the handle of attach, or else what the doctor refuses the model for."""
+    """Call attach; returns the handle, or the doctor's reason to refuse the model."""
     found = [
         finding for finding in sparsync.doctor(net, scheme, options=sparsync.Options(**options)) if finding.refused
     ]
@@ -55,7 +55,7 @@ def gathered() -> str:
 
 
 def unused() -> str:
-    """A parameter that no rank uses counts as zero, or the doctor says that it cannot, and the backward pass that it raises."""
+    """Check that a parameter that no rank uses counts as zero, or that the doctor warns and the backward pass raises."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net = made(mesh["shard"])
     warned = [
@@ -80,7 +80,7 @@ class _Unlucky(Dense):
 
 
 def failed() -> str:
-    """After a step that fails on one rank the next one is exact, where FSDP2 can go on."""
+    """Check that the step after one that fails on one rank is exact, if FSDP2 can continue."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net: Any = made(mesh["shard"])  # Any: torch's stubs
     on(net, _Unlucky(), replicate=mesh["replicate"])
@@ -107,7 +107,7 @@ def adamw_steps() -> str:
 
 
 def _trained(steps_of: Callable[[nn.Module], Any]) -> str:
-    """Train for 4 steps; ranks have data of their own, and end with the same parameters."""
+    """Train for 4 steps on each rank's own data, and check that the final parameters are equal."""
     torch.manual_seed(0)
     model = nn.Linear(16, 8)
     before = model.weight.detach().clone()

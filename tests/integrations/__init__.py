@@ -1,1 +1,1 @@
-"""Every situation behind every integration with every scheme: what works, and what is refused. docs/what_works.md has it as a table."""
+"""Every situation with every integration and scheme: what works, and what is refused. docs/what_works.md shows it as a table."""

@@ -1,4 +1,4 @@
-"""The integration `attach`: situations of DistributedDataParallel."""
+"""The integration `attach` with DistributedDataParallel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,11 +31,11 @@ from sparsync.attached import checkpoint
 from test_ddp import UNUSED, used
 
 STABLE: dict[str, Any] = {"find_unused_parameters": True}
-BATCHES = 2  # of the rank that runs out of data
+BATCHES = 2  # on the rank that runs out of data
 
 
 class Attached(AttachedTraining):
-    """A training under attach, which may refuse it."""
+    """A training with attach, which may refuse it."""
 
     def __init__(self, *settings: Any, **options: Any) -> None:
         with refusals():
@@ -73,7 +73,7 @@ def in_part(id: str) -> RankRecord:
         training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
     assert training.model.get_parameter(UNUSED).grad is None
     done = training.done()
-    done.grads.nan_to_num_(nan=0.0)  # of the one that nobody uses
+    done.grads.nan_to_num_(nan=0.0)  # of the parameter that no rank uses
     return done
 
 
@@ -104,7 +104,7 @@ def same_without_late(id: str, ranks: list[tuple[RankRecord, Tensor]]) -> None:
 
 
 def two_at_once(id: str) -> list[RankRecord]:
-    """Two models in one backward pass."""
+    """Train two models in one backward pass."""
     both = [Attached(id, 8), Attached(OTHER, 32)]
     for step in range(STEPS):
         step_at_once(both, step)
@@ -117,7 +117,7 @@ def in_a_group(id: str) -> RankRecord | None:
 
 
 def rebucketed(id: str) -> RankRecord:
-    """Two steps in one bucket and then four; from their state, a step in the same four, and one in two."""
+    """Train two steps in one bucket and then four; from that state, a step in the same four, and one in two."""
     first = Attached(id)
     for step in range(2):
         first.step(first.model.inputs(first.rank, step))
@@ -134,7 +134,7 @@ def rebucketed(id: str) -> RankRecord:
 def compiled(id: str) -> RankRecord:
     torch._dynamo.reset()
     training = Attached(id)
-    # Keeps the compiler from cutting its graph; DDP has its buckets already.
+    # Prevents graph breaks in the compiler; DDP has its buckets already.
     training.ddp.bucket_bytes_cap = 2**20
     training.ddp = torch.compile(training.ddp, backend="aot_eager")  # pyright: ignore[reportAttributeAccessIssue]
     return trained(training)
@@ -151,7 +151,7 @@ def with_mixed_precision() -> DistributedDataParallel:
 
 
 def with_stepping_optimizer() -> DistributedDataParallel:
-    # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
+    # Imported here, because it compiles TorchScript for seconds; the ranks' fork server has done so.
     from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
     model = nn.Linear(3, 3)

@@ -1,4 +1,4 @@
-"""Training in which one rank fails once, behind any integration, and what the others must see."""
+"""Train with one rank that fails once, with any integration, and check what the others see."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ STEPS, FAILED = 4, 1
 
 @dataclass
 class Failure:
-    """What a step raised."""
+    """The error of a step."""
 
     message: str
 
 
 def fail_once(state: State) -> None:
-    """Have a state fail once, on rank 1, in the first bucket of a step."""
+    """Make a state fail once, on rank 1, in the first bucket of a step."""
     failed = list[int]()
 
     def unlucky(reduce: Callable[..., Report], bucket: Bucket, *args: Any) -> Report:
@@ -39,7 +39,7 @@ def fail_once(state: State) -> None:
 
 
 def failing(step: Callable[[int], None], gradients: Callable[[], Tensor]) -> list[Tensor | Failure]:
-    """Return the gradients or the failure of each step."""
+    """Collect the gradients or the failure of each step."""
     found: list[Tensor | Failure] = []
     for number in range(STEPS):
         try:

@@ -129,7 +129,7 @@ def in_a_group(id: str, axis: Axis) -> Done | None:
 
 
 def rewrapped(id: str, axis: Axis) -> Done:
-    """Two steps with a unit for each layer, and two with one for all, from the state of the first."""
+    """Train two steps with a unit per layer, and from that state two with a single unit."""
     first, second = Sharding(id, axis), Sharding(id, axis, layered=False)
     trained(first, 0, 2)
     second.handle.load_state_dict(first.handle.state_dict())
@@ -145,7 +145,7 @@ def compiled(id: str, axis: Axis) -> Done:
 
 
 def stepping(id: str, axis: Axis) -> Done:
-    """Whoever takes a gradient when it is there finds it reduced."""
+    """Check that a hook that takes each gradient when it is ready finds it reduced."""
     training = Sharding(id, axis)
     found: dict[str, Any] = {}
 
@@ -259,7 +259,7 @@ def resized(ids: Sequence[str], axis: Axis) -> dict[str, TrialVerdict]:
 
 
 def cases(axis: Axis) -> dict[str, Case]:
-    """Those of one axis, or of a mesh of both."""
+    """Make the cases of one axis, or of a mesh of both."""
 
     def case(body: Any, gradient: Any = known, claim: str = SAME, judge: Any = None, P: int = 2) -> Case:
         judge = judge or partial(same_on_all_ranks, axis=axis, gradient=gradient)
@@ -318,7 +318,7 @@ def cases(axis: Axis) -> dict[str, Case]:
             claim=SCALED + ("" if axis == "shard" else ", and with several shards what the others sent in that step"),
             judge=scaled_without_loss,
         ),
-        "a rank fails in a step": case(  # of 2 ranks SkipReduce leaves one out, which would not notice
+        "a rank fails in a step": case(  # on 2 ranks SkipReduce leaves one out, which would not notice
             unlucky,
             claim=f"{FAILURE}, after reset_iter_state()",
             judge=failed_on_all_ranks,

@@ -1,4 +1,4 @@
-"""A training of fsdp_training.Net under attach, and the check that it is what the scheme does in a LocalWorld."""
+"""Train fsdp_training.Net with attach, and compare with the scheme in a LocalWorld."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from sparsync.comm import LocalWorld
 from sparsync.core import Comm, laid_out
 from sparsync.runtime.handle import Handle
 
-Units = dict[str, list[str]]  # the parameters of each bucket of a step, in the order of their reduction
+Units = dict[str, list[str]]  # parameters of each bucket of a step, in the order of reduction
 Axis = Literal[
     "shard", "replicate", "both"
 ]  # what attach reduces over; both: fully_shard has the mesh of two axes (HSDP)
@@ -38,7 +38,7 @@ def known(rank: int, step: int, name: str) -> Tensor:
 
 @dataclass
 class Done:
-    """What one rank saw."""
+    """The record of one rank."""
 
     rows: list[dict[str, Tensor]]  # by step, whole gradients
     units: list[Units]  # by step
@@ -47,7 +47,7 @@ class Done:
 
 
 class Sharding:
-    """A model under attach over one axis of a mesh that has one rank on the other."""
+    """A model with attach over one axis of a mesh that has one rank on the other axis."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Sharding:
             parameter.requires_grad_(name not in frozen)
         for module in (self.net.first, self.net.middle, self.net.last, self.net) if layered else (self.net,):
             fully_shard(module, mesh=mesh if axis == "both" else mesh["shard"])
-        self.forward: Any = self.net  # or what torch.compile makes of it
+        self.forward: Any = self.net  # or its compiled version
         self.handle = self.attach(id)
         self.names = {unit.key: [name for name in unit.names if name not in frozen] for unit in units_of(self.net)}
         self.rows: list[dict[str, Tensor]] = []
@@ -82,7 +82,7 @@ class Sharding:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int], id: str, axis: Axis) -> "Sharding | None":
-        """The training on some ranks of the world, None on the others; to be called on all."""
+        """Make the training on some ranks of the world, None on the others. Collective."""
         mesh = _mesh(ranks, axis)
         return cls(id, axis, mesh=mesh) if dist.get_rank() in ranks else None
 
@@ -99,7 +99,7 @@ class Sharding:
         self.record()
 
     def record(self, grads: dict[str, Tensor] | None = None) -> None:
-        """Ends a step, which left these gradients, or those that the parameters have."""
+        """End a step with these gradients, or with the parameters' gradients."""
         self.rows.append({name: x.clone() for name, x in (grads or gradients(self.net)).items()})
         reports = self.handle.take_reports()
         self.units.append({report.key: self.names[report.key] for report in reports})
@@ -118,7 +118,7 @@ class Sharding:
 def same_on_all_ranks(
     id: str, ranks: Sequence[Done | None], axis: Axis, gradient: Gradient = known, frozen: Sequence[str] = ()
 ) -> None:
-    """Fails unless all ranks did, to the last bit, what the scheme does in a LocalWorld, and frozen parameters have no gradient."""
+    """Check that all ranks did, bit for bit, what the scheme does in a LocalWorld, and that frozen parameters have no gradient."""
     there = [rank for rank in ranks if rank is not None]
     whole = _of_shards if axis == "shard" else _of_replicas
     rows, residuals = whole(id, len(there), there[0].units, gradient)
@@ -167,7 +167,7 @@ def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expec
                 cut = [shards[name].cut(gradient(comm.rank, step, name).flatten(), P) for name in names]
                 x = torch.cat([parts[owner] for owner in range(P) for parts in cut])
                 average = x.dtype in (torch.float32, torch.bfloat16)
-                if not average:  # FSDP2 divides by about the root of P before a sum; 2 is all of it for 2 ranks
+                if not average:  # FSDP2 divides by about the root of P before a sum; with 2 ranks by 2
                     x /= 2
                 lengths = [(name, shards[name].length) for name in names]
                 out = x.new_empty(sum(length for _, length in lengths))

@@ -1,4 +1,4 @@
-"""The integration of a bare model, `GradientReducer`: any training loop without DistributedDataParallel."""
+"""The integration of a bare model, `GradientReducer`, in a training loop without DistributedDataParallel."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,7 +36,7 @@ class Manual:
         scaler: GradScaler | None = None,
     ) -> None:
         self.model = model or KnownGradients(COUNT, N, dtype)
-        self.forward: Any = self.model  # or what torch.compile makes of it
+        self.forward: Any = self.model  # or its compiled version
         self.rank = dist.get_rank(group)
         self.rows: list[Tensor] = []
         with refusals():
@@ -51,7 +51,7 @@ class Manual:
         self.handle, self.buckets = self.reducer, noted(self.reducer.state)
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """Without inputs, one of a rank that has none left."""
+        """Take a step; without inputs, that of a rank without data."""
         self.accumulate([] if inputs is None else [inputs])
 
     def accumulate(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
@@ -112,7 +112,7 @@ def compiled(id: str) -> RankRecord:
 
 
 def with_stepping_optimizer(id: str) -> None:
-    # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
+    # Imported here, because it compiles TorchScript for seconds; the ranks' fork server has done so.
     from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
     model = KnownGradients(2, N)

@@ -22,7 +22,7 @@ INTEGRATIONS: dict[str, Mapping[str, Case]] = {
 
 
 def part(situations: Sequence[str] = SITUATIONS) -> str:
-    """Run these situations and return this part of the page; all of them take some minutes."""
+    """Run these situations and format this part of the page; all of them take some minutes."""
     verdicts = {integration: cells(cases, situations) for integration, cases in INTEGRATIONS.items()}
     return _HEAD + markdown(INTEGRATIONS, verdicts)
 

@@ -1,4 +1,4 @@
-"""Training with a loss scaler that skips a step, behind any integration, and the invariant of what is not lost."""
+"""Train with a loss scaler that skips a step, with any integration, and check that nothing else is lost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 SCALED = "all ranks skip the step; only the bucket with the infinity is lost"
-STEPS, OVERFLOWING = 6, 3  # the step that meets an infinity, on rank 1
+STEPS, OVERFLOWING = 6, 3  # the step with an infinity, on rank 1
 
 
 class Scalable(Protocol):
-    """A training that has been given the scaler."""
+    """A training that has the scaler."""
 
     model: Any  # an nn.Module
     rank: int
@@ -28,14 +28,14 @@ class Scalable(Protocol):
 
 @dataclass
 class ScalerRecord:
-    """What one rank saw."""
+    """The record of one rank."""
 
     applied: dict[str, Tensor]  # by the optimizer, in all steps
-    residual: dict[str, Tensor]  # of the loss without scale
+    residual: dict[str, Tensor]  # of the unscaled loss
     scales: list[float]
-    came: dict[str, Tensor]  # on this rank, but for the overflowing step
-    came_overflowing: dict[str, Tensor]  # in that step, as if it had been finite
-    non_finite: set[str] = field(default_factory=set)  # the parameters in the bucket with the infinity
+    came: dict[str, Tensor]  # gradients on this rank, except in the overflowing step
+    came_overflowing: dict[str, Tensor]  # in that step, as if finite
+    non_finite: set[str] = field(default_factory=set)  # parameters in the bucket with the infinity
     overflowing_step: int = OVERFLOWING
 
 
@@ -46,9 +46,9 @@ def scaled(
     gradient: Callable[[int, int, str], Tensor],
     overflowing: str,
 ) -> ScalerRecord:
-    """Train some steps; an infinity is in the gradient of the parameter called `overflowing`."""
-    optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # so that what it applied can be read off
-    scaler.scale(torch.zeros(()))  # which makes its scale; the loss is scaled by way of the inputs
+    """Train some steps, one with an infinity in the gradient of the parameter called `overflowing`."""
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # so that weights show the applied gradients
+    scaler.scale(torch.zeros(()))  # initialises its scale; the loss is scaled through the inputs
     scales, came = [], {name: torch.zeros(()) for name in names}
     for step in range(STEPS):
         inputs = {name: gradient(training.rank, step, name) for name in names}
@@ -68,7 +68,7 @@ def scaled(
 
 
 def applied(model: nn.Module) -> dict[str, Tensor]:
-    """What was taken away from each parameter, which was one everywhere."""
+    """Compute what was subtracted from each parameter, which was one everywhere."""
     found = {}
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -77,7 +77,7 @@ def applied(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scaled_without_loss(id: str, ranks: list[ScalerRecord]) -> None:
-    """Whole numbers and scales of two, so that all is exact."""
+    """Check conservation with whole numbers and scales of powers of two, so that everything is exact."""
     first = ranks[0]
     for rank in ranks:
         assert rank.scales == first.scales

@@ -1,4 +1,4 @@
-"""Situations that are the same behind every integration: a training made by `integration(id, ...)`, and the check of what it did."""
+"""Situations that all integrations share: a training made by `integration(id, ...)`, and its check."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ TRAINED = [name for name in NAMES if name not in FROZEN]
 
 
 class Integration(Protocol):
-    """A training of KnownGradients behind an integration, as ddp_training.AttachedTraining is; see there."""
+    """A training of KnownGradients with an integration; see ddp_training.AttachedTraining."""
 
     model: KnownGradients
     buckets: dict[int, Step]
@@ -38,23 +38,23 @@ class Integration(Protocol):
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None: ...
 
     def accumulate(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """A step whose gradient is the sum of those of several backward passes."""
+        """Take a step whose gradient is the sum over several backward passes."""
         ...
 
     def done(self) -> RankRecord: ...
 
     def residual(self) -> dict[str, Tensor]:
-        """Return the residual, copied."""
+        """Copy the residual."""
         ...
 
     def state(self) -> Any: ...
 
     def load(self, state: Any) -> None:
-        """Continue from this rank's own state."""
+        """Resume from this rank's state."""
         ...
 
     def load_any(self, states: Sequence[Any]) -> None:
-        """Continue from the states of all ranks of another world."""
+        """Resume from the states of all ranks of another world."""
         ...
 
 
@@ -64,10 +64,10 @@ Make = Callable[..., Integration]  # (id of the scheme, model=..., ...)
 def common(
     integration: Make, flat: Callable[[Tensor], Tensor], keys: Sequence[str] = (), **stable: Any
 ) -> dict[str, Case]:
-    """Return the cases of an integration whose trainings `integration` makes.
+    """Make the cases of an integration whose trainings `integration` makes.
 
-    Its buckets are called `keys` and hold gradients in the order of `flat`. `stable` options keep its buckets the same from the first step
-    on, also after a restart.
+    `keys` name its buckets, which hold gradients in the order of `flat`. `stable` options keep its buckets the same from the first step on,
+    also after a restart.
     """
     judged = partial(same_on_all_ranks, keys=keys)
 
@@ -163,7 +163,7 @@ def frozen(id: str, integration: Make) -> RankRecord:
         model.get_parameter(name).requires_grad_(False)
     done = trained(integration(id, model=model))
     of_name = done.grads.view(len(done.grads), COUNT, N)
-    assert all(of_name[:, NAMES.index(name)].isnan().all() for name in FROZEN)  # none
+    assert all(of_name[:, NAMES.index(name)].isnan().all() for name in FROZEN)  # no gradient
     done.grads = of_name[:, [NAMES.index(name) for name in TRAINED]].flatten(1)
     return done
 
@@ -175,7 +175,7 @@ def same_of_the_others(id: str, ranks: list[RankRecord], keys: Sequence[str]) ->
 
 
 def unfrozen(id: str, integration: Make) -> tuple[RankRecord, Tensor]:
-    """Train some parameters from half of the training on; return what else was reduced, and the last of these."""
+    """Train some parameters only from the middle on; return what else was reduced, and the last gradients of these."""
     model = KnownGradients(COUNT, N)
     for name in FROZEN:
         model.get_parameter(name).requires_grad_(False)
@@ -192,7 +192,7 @@ def unfrozen(id: str, integration: Make) -> tuple[RankRecord, Tensor]:
 
 
 class Tied(KnownGradients):
-    """The head's weight is the embedding's, with twice its gradient."""
+    """The head's weight is the embedding's, whose gradient doubles."""
 
     def __init__(self) -> None:
         super().__init__(COUNT, N)
@@ -229,7 +229,7 @@ def of_three(rank: int, step: int, name: str) -> Tensor:
 
 
 class ChannelsLast(KnownGradients):
-    """Weights of convolutions. `flat` is the order that the integration's buckets have them in: that of memory, or that of flatten()."""
+    """Convolution weights. `flat` is their order in the integration's buckets: memory order, or that of flatten()."""
 
     def __init__(self, flat: Callable[[Tensor], Tensor]) -> None:
         super().__init__(COUNT, 60)
@@ -264,7 +264,7 @@ def of_channels_last(rank: int, step: int, name: str, flat: Callable[[Tensor], T
 
 
 class Words(nn.Module):
-    """One embedding with sparse gradients before a layer without; stands in for KnownGradients."""
+    """An embedding with sparse gradients before a dense layer; replaces KnownGradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ def nothing(id: str, ranks: list[Any]) -> None:
 
 
 def two(id: str, integration: Make) -> list[RankRecord]:
-    """One step of the one, one of the other."""
+    """Train two models in alternation."""
     both = [integration(id), integration(OTHER)]
     for step in range(STEPS):
         for training in both:
@@ -304,7 +304,7 @@ def both_same_on_all_ranks(id: str, ranks: list[list[RankRecord]], keys: Sequenc
 
 
 def with_infinity(rank: int, step: int, name: str) -> Tensor:
-    """Inf on rank 1 at step 1, in one element of one parameter."""
+    """Put Inf into one element of one parameter, on rank 1 at step 1."""
     gradient = known(rank, step, name)
     if (rank, step, name) == (1, 1, "block3.bias"):
         gradient[7] = torch.inf
@@ -326,7 +326,7 @@ def finite_on_all_ranks(id: str, ranks: list[RankRecord]) -> None:
 
 
 def of_two_types(id: str, integration: Make) -> ScalerRecord:
-    """In several buckets behind every integration, as one of them makes one for each type."""
+    """Train in several buckets with every integration, since one of them makes a bucket per dtype."""
     model = KnownGradients(COUNT, N)
     for name, module in model.named_children():
         if of_bfloat16(name):
@@ -350,7 +350,7 @@ def unlucky(id: str, integration: Make) -> list[Tensor | Failure]:
 
 
 def resumed(id: str, integration: Make, **stable: Any) -> tuple[Tensor, Tensor]:
-    """Four steps; and two and two, with a state between them."""
+    """Train four steps at once, and two and two with a saved state between them."""
     whole, first, second = (integration(id, **stable) for _ in range(3))
     for step in range(STEPS):
         whole.step(whole.model.inputs(whole.rank, step))

@@ -1,4 +1,4 @@
-"""Trainings whose `Steps` or `LocalSteps` are compared: by a bare module, DDP, replicas of FSDP2, and LocalTraining."""
+"""Trainings whose `Steps` or `LocalSteps` are compared: a bare module, DDP, FSDP2 replicas, and LocalTraining."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,13 +28,13 @@ from sparsync import AdamWSteps, Options, Steps, attach
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 
-BUCKET_MB = 2e-3  # four buckets of the model
-EVERY = 2  # steps between two exchanges of LocalTraining
+BUCKET_MB = 2e-3  # the model has four buckets
+EVERY = 2  # steps between exchanges of LocalTraining
 
 
 @dataclass
 class StepsSeen:
-    """What one rank saw."""
+    """The record of one rank."""
 
     own: list[dict[str, Tensor]] = field(default_factory=list)  # weights by step
     common: list[dict[str, Tensor]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class StepsSeen:
 
 
 class SteppedTraining:
-    """A training of KnownGradients on this rank, without a wrapper; `comm` is that of a LocalWorld, else it is between processes."""
+    """A training of KnownGradients on this rank, without a wrapper; `comm` is a LocalWorld's, else ranks are processes."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SteppedTraining:
         **settings: Any,
     ) -> None:
         self.model = model or KnownGradients(COUNT, N, dtype)
-        self.forward: Any = self.model  # or what torch.compile makes of it
+        self.forward: Any = self.model  # or its compiled version
         self.rank = dist.get_rank(group) if comm is None else comm.rank
         self.scheme = row(id).make()
         self.seen = StepsSeen()
@@ -68,14 +68,14 @@ class SteppedTraining:
         raise NotImplementedError
 
     def take(self, scaler: GradScaler | None = None) -> None:
-        """Take a step with the gradients that are there."""
+        """Take a step with the existing gradients."""
         raise NotImplementedError
 
     def take_nothing(self) -> None:
-        """Take a step of a rank that has no data."""
+        """Take a step on a rank without data."""
         self.steps.step()
 
-    def step(self, inputs: Any = None) -> None:  # Any: what the model takes; None: a rank that has no data
+    def step(self, inputs: Any = None) -> None:  # Any: the model's input; None: a rank without data
         self.accumulate([] if inputs is None else [inputs])
 
     def accumulate(self, parts: Sequence[Any]) -> None:
@@ -87,7 +87,7 @@ class SteppedTraining:
         self.record()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return what a loop puts around all but the last backward pass of a step."""
+        """Return the context for all but the last backward pass of a step."""
         return nullcontext()
 
     def record(self) -> None:
@@ -107,7 +107,7 @@ class SteppedTraining:
 
 
 class ByAdamW(SteppedTraining):
-    """By `attach` to a bare module, in a loop of plain torch; in a LocalWorld by AdamWSteps."""
+    """Trains through `attach` on a bare module in a plain torch loop; in a LocalWorld through AdamWSteps."""
 
     optimizer: torch.optim.AdamW
 
@@ -145,14 +145,14 @@ class UnderDdp(ByAdamW):
 
 
 class ByReplicas(ByAdamW):
-    """With one shard for each replica, and a unit for each pair of parameters."""
+    """Trains with one shard per replica, and a unit per pair of parameters."""
 
     def wrapped(
         self, group: dist.ProcessGroup | None
     ) -> Any:  # Any: an FSDPModule, which torch does not type as a module
         ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
         mesh = DeviceMesh("cpu", torch.tensor(ranks).view(-1, 1), mesh_dim_names=("replicate", "shard"))
-        if isinstance(self.model, Tied):  # FSDP2 wants what is shared in one unit
+        if isinstance(self.model, Tied):  # FSDP2 needs shared parameters in one unit
             return fully_shard(self.model, mesh=mesh)
         for pair in self.model.children():
             pair.forward = partial(_of_pair, pair)
@@ -167,7 +167,7 @@ def _of_pair(pair: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _of_pairs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return what the model does, by a forward pass of each pair whose gradients are wanted."""
+    """Compute the model's output by a forward pass of each pair with requested gradients."""
     total = torch.zeros(())
     for name, pair in model.named_children():
         if own := {key.removeprefix(f"{name}."): x for key, x in inputs.items() if key.startswith(f"{name}.")}:
@@ -176,7 +176,7 @@ def _of_pairs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, and any other tensor unchanged."""
+    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

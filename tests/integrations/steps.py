@@ -1,4 +1,4 @@
-"""The integrations of `Steps` and `LocalSteps`: each training in processes and in a LocalWorld, which must give the same bits."""
+"""The integrations of `Steps` and `LocalSteps`: each training runs in processes and in a LocalWorld, with the same bits."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from sparsync.attached import checkpoint
 from sparsync.comm import LocalWorld
 from test_ddp import UNUSED, used
 
-LEFT = 2  # the step from which on no rank has a gradient of the parameters that are LATE
+LEFT = 2  # the step from which no rank has a gradient of the LATE parameters
 LATE = ("block2.weight", "block5.bias")
 NEVER = ("embed.weight", UNUSED)
 OPTION = absent("an option of DistributedDataParallel")
@@ -72,7 +72,7 @@ def accumulated(id: str, make: Make) -> StepsSeen:
 
 
 def at_once(id: str, make: Make) -> StepsSeen:
-    """The same with the sum of the gradients."""
+    """Train with the sums of the same gradients."""
     training = make(id)
     for step in range(STEPS):
         training.step({name: of_three(training.rank, step, name) for name in NAMES})
@@ -83,7 +83,7 @@ UNUSED_FOUND = {"find_unused_parameters": True}  # of DDP
 
 
 def in_part(id: str, make: Make) -> StepsSeen:
-    """Some parameters are left out by one of two ranks, one always and one from a step on by both."""
+    """Train while one of two ranks leaves out some parameters, and both leave out one always and one from a step on."""
     training = make(id)
     for step in range(STEPS):
         inputs = training.model.inputs(training.rank, step)
@@ -93,7 +93,7 @@ def in_part(id: str, make: Make) -> StepsSeen:
 
 
 def frozen(id: str, make: Make) -> StepsSeen:
-    """Some parameters from the beginning, and some from a step on."""
+    """Freeze some parameters from the beginning, and some from a step on."""
     model = KnownGradients(COUNT, N)
     for name in NEVER:
         model.get_parameter(name).requires_grad_(False)
@@ -106,7 +106,7 @@ def frozen(id: str, make: Make) -> StepsSeen:
 
 
 def unfrozen(id: str, make: Make) -> StepsSeen:
-    """Some parameters are trained from a step on."""
+    """Train some parameters from a step on."""
     model = KnownGradients(COUNT, N)
     for name in NEVER:
         model.get_parameter(name).requires_grad_(False)
@@ -123,7 +123,7 @@ def tied(id: str, make: Make) -> StepsSeen:
 
 
 def left_alone(ranks: list[StepsSeen]) -> None:
-    """What has no gradient on any rank neither decays nor moves, and its residual waits."""
+    """Check that a parameter without a gradient on any rank neither decays nor moves, and keeps its residual."""
     for seen in ranks:
         for name in NEVER:
             assert all((weights[name] == 1).all() for weights in (*seen.own, *seen.common)), f"{name} has moved"
@@ -161,7 +161,7 @@ def in_a_group(id: str, make: Make) -> StepsSeen | None:
 
 
 def rebucketed(id: str, make: Make) -> StepsSeen:
-    """Two steps in four buckets, and from their state two in one."""
+    """Train two steps in four buckets, and from that state two in one bucket."""
     first, second = make(id), make(id, bucket_mb=25.0)
     first.train(0, STEPS // 2)
     second.steps.load_state_dict(first.steps.state_dict())
@@ -208,7 +208,7 @@ def scaled(id: str, make: Make) -> StepsSeen:
 
 
 def skipped(ranks: list[StepsSeen]) -> None:
-    """That rank alone, as torch does."""
+    """Check that only that rank skips, as in torch."""
     assert [seen.scales for seen in ranks] == [[64.0] * STEPS, [64.0] + [32.0] * (STEPS - 1)]
     finite(ranks)
 
@@ -273,7 +273,7 @@ def resized(ids: Sequence[str], make: Make) -> dict[str, TrialVerdict]:
 
 
 def with_stepping_optimizer(id: str, make: Make) -> StepsSeen:
-    """An optimizer of torch's that takes its step in the backward pass, and leaves no gradient."""
+    """Train with a torch optimizer that steps in the backward pass, and leaves no gradient."""
     model = KnownGradients(COUNT, N)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.125})
     return make(id, model=model).train()
@@ -296,7 +296,7 @@ def refused_ddp(id: str, make: Make, model: Callable[[], DistributedDataParallel
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two results, of tensors in dicts, lists, tuples or a StepsSeen, have the same bits."""
+    """Tell whether two results, of tensors in dicts, lists, tuples or a StepsSeen, have the same bits."""
     if isinstance(one, Tensor):
         return same_bits(one, other)
     if isinstance(one, StepsSeen):
@@ -309,9 +309,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def as_in_a_local_world(id: str, ranks: list[Any], make: Make, body: Body, also: Judge | None) -> None:
-    """Fails unless all ranks did, to the last bit, what the same training does in a LocalWorld, with common weights that are the same."""
+    """Check that all ranks did, bit for bit, what the same training does in a LocalWorld, and have equal common weights."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps that are skipped
+        warnings.simplefilter("ignore")  # about skipped steps
         wanted = LocalWorld(len(ranks)).run(lambda comm: body(id, make=partial(make, comm=comm)))
     for rank, (ours, theirs) in enumerate(zip(ranks, wanted, strict=True)):
         assert same(ours, theirs), f"rank {rank} has other bits than in a LocalWorld"
@@ -338,7 +338,7 @@ def cases(make: Make) -> dict[str, Case]:
         P: int = 2,
         make: Make = make,
     ) -> Case:
-        """`alone`: the body that shows what must come out, where it is another."""
+        """Make a case; `alone`: the body that gives the expected result, if it differs."""
         judge = partial(as_in_a_local_world, make=make, body=alone or body, also=also)
         return Case(claim, trial(partial(body, make=make), judge, P))
 
@@ -363,7 +363,7 @@ def cases(make: Make) -> dict[str, Case]:
         "parameters in channels_last": absent("fully_shard takes contiguous parameters only")
         if sharded
         else case(in_channels_last),
-        # Gradients that are divided before they are added up have other last bits than their sum divided.
+        # Gradients that are divided before they are added differ in the last bits from their divided sum.
         "accumulation over backward passes (no_sync)": case(accumulated, alone=at_once if local else accumulated),
         "gradient_as_bucket_view=True": of_ddp(gradient_as_bucket_view=True),
         "static_graph=True": of_ddp(static_graph=True),

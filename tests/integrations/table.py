@@ -1,4 +1,4 @@
-"""Situations, cases and verdicts, and the table that shows them."""
+"""Situations, cases and verdicts, and the table of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 from helpers.distributed import run
 from helpers.known_gradients import row
 
-SCHEMES = {  # of the table of schemes that the invariants run over
+SCHEMES = {  # name -> row of the invariants' table of schemes
     "Dense": "dense",
     "TopK": "topk-0.1",
     "SkipReduce": "skip-default",
@@ -47,7 +47,7 @@ SITUATIONS = (  # every integration has a case for each
     "resuming with another number of ranks",
 )
 WORKS, REFUSED, ABSENT, FAILS = "works", "refused", "-", "fails"
-SAME = "the same bits"  # the claim that needs no note; explained in page.py
+SAME = "the same bits"  # this claim needs no note; page.py explains it
 
 
 class RefusedError(Exception):
@@ -56,7 +56,7 @@ class RefusedError(Exception):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turns what an integration raises into RefusedError."""
+    """Turn an integration's errors into RefusedError."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -71,21 +71,21 @@ class TrialVerdict:
 
 @dataclass(frozen=True)
 class Case:
-    """One situation behind one integration. `claim` is what was checked where it works; `trial` finds a verdict for each row of SCHEMES."""
+    """One situation with one integration. `claim` states what was checked if it works; `trial` judges each row of SCHEMES."""
 
     claim: str
     trial: Callable[[Sequence[str]], Mapping[str, TrialVerdict]]
 
 
 def absent(reason: str) -> Case:
-    """A situation that there is not behind this integration."""
+    """Make the case of a situation that does not arise with this integration."""
     return Case("-", lambda ids: dict.fromkeys(ids, TrialVerdict(ABSENT, reason)))
 
 
 def trial(
     body: Callable[[str], Any], judge: Callable[[str, list[Any]], None], P: int = 2
 ) -> Callable[[Sequence[str]], dict[str, TrialVerdict]]:
-    """Runs `body(id)` on P ranks, for all schemes in the same processes; `judge(id, what the ranks returned)` raises where it is wrong."""
+    """Run `body(id)` on P ranks, for all schemes in the same processes; `judge(id, results)` raises if a result is wrong."""
 
     def found(ids: Sequence[str]) -> dict[str, TrialVerdict]:
         ranks = run(everything, P, body=body, ids=ids, within_s=600)
@@ -95,7 +95,7 @@ def trial(
 
 
 def everything(body: Callable[[str], Any], ids: Sequence[str]) -> dict[str, Any]:
-    """Return the result, or the exception, of each scheme on this rank."""
+    """Collect the result, or the exception, of each scheme on this rank."""
     found: dict[str, Any] = {}
     for id in ids:
         try:
@@ -106,8 +106,8 @@ def everything(body: Callable[[str], Any], ids: Sequence[str]) -> dict[str, Any]
 
 
 def verdict(values: list[Any], judge: Callable[[list[Any]], None]) -> TrialVerdict:
-    """Judge what the ranks returned. A refusal counts where all ranks get the same error."""
-    values = [value for value in values if value is not None]  # of a rank outside the group
+    """Judge the ranks' results. A refusal counts only if all ranks get the same error."""
+    values = [value for value in values if value is not None]  # None: a rank outside the group
     errors = [value for value in values if isinstance(value, Exception)]
     if len({str(error) for error in errors if isinstance(error, RefusedError)}) == 1 and len(errors) == len(values):
         return TrialVerdict(REFUSED, str(errors[0]))
@@ -121,7 +121,7 @@ def verdict(values: list[Any], judge: Callable[[list[Any]], None]) -> TrialVerdi
 
 
 def cells(cases: Mapping[str, Case], situations: Sequence[str] = SITUATIONS) -> dict[str, dict[str, TrialVerdict]]:
-    """The verdicts by situation and name of the scheme."""
+    """Find the verdicts by situation and name of the scheme."""
     found: dict[str, dict[str, TrialVerdict]] = {}
     for situation in situations:
         by_id = cases[situation].trial(list(SCHEMES.values()))
@@ -130,7 +130,7 @@ def cells(cases: Mapping[str, Case], situations: Sequence[str] = SITUATIONS) -> 
 
 
 def _of_any(scheme: str, verdict: TrialVerdict) -> TrialVerdict:
-    """The same with a reason that does not name the scheme: one for all that it holds for."""
+    """Remove the scheme's name from the reason, so that equal reasons share a note."""
     name, _, rest = verdict.reason.partition(" ")
     return replace(verdict, reason=f"the scheme {rest}") if name == scheme else verdict
 
@@ -138,9 +138,9 @@ def _of_any(scheme: str, verdict: TrialVerdict) -> TrialVerdict:
 def markdown(
     integrations: Mapping[str, Mapping[str, Case]], verdicts: Mapping[str, Mapping[str, Mapping[str, TrialVerdict]]]
 ) -> str:
-    """Return one table, a row for each situation and a column for each integration, with numbered notes below it.
+    """Format a table with a row per situation and a column per integration, and numbered notes below it.
 
-    A note says what was checked beyond equal bits, why something is refused, or why the situation does not arise.
+    A note states what was checked beyond equal bits, why something is refused, or why the situation does not arise.
     """
     numbers: dict[str, int] = {}
 
@@ -164,7 +164,7 @@ def markdown(
 
 
 def _merged(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return the rows with one row for all that are equal but for the first cell, which then has the names of all."""
+    """Merge rows that are equal except for the first cell, which then joins all names."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:
         names.setdefault(tuple(cells), []).append(name)
@@ -172,7 +172,7 @@ def _merged(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
 
 
 def _notes(case: Case, by_scheme: Mapping[str, TrialVerdict]) -> list[str]:
-    """Return the notes of a cell: of schemes that do not work, and of what was checked where that is more than equal bits."""
+    """List the notes of a cell: on schemes that do not work, and on checks beyond equal bits."""
     schemes: dict[TrialVerdict, list[str]] = {}
     for name, verdict in by_scheme.items():
         schemes.setdefault(verdict, []).append(name)

@@ -1,4 +1,4 @@
-"""docs/what_works.md has a verdict for every situation, integration and scheme; some of them are run again."""
+"""docs/what_works.md has a verdict for every situation, integration and scheme; some of them are repeated here."""
 
 import re
 from pathlib import Path
@@ -9,17 +9,17 @@ from integrations.page import INTEGRATIONS, PART, part
 from integrations.table import ABSENT, FAILS, REFUSED, SCHEMES, SITUATIONS, WORKS, RefusedError, TrialVerdict, verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "what_works.md"
-QUICK = ("a loss scaler skips a step (GradScaler)",)  # the whole takes some minutes
+QUICK = ("a loss scaler skips a step (GradScaler)",)  # all of them take some minutes
 Cells = dict[str, dict[str, tuple[str, ...]]]  # situation -> integration -> verdict and notes
 
 
 def committed() -> str:
-    """Return the generated part of the page."""
+    """Read the generated part of the page."""
     return PAGE.read_text().partition(f"<!-- begin {PART} -->")[2].partition(f"<!-- end {PART} -->")[0]
 
 
 def cells(text: str) -> Cells:
-    """Return the table with notes in place of their numbers."""
+    """Parse the table, with notes in place of their numbers."""
     notes: dict[str, str] = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
     head, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
 

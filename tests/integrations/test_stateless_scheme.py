@@ -1,4 +1,4 @@
-"""A scheme of a third party that has a name and `reduce`, and nothing else, works behind every integration."""
+"""A third party's scheme that has only a name and `reduce` works with every integration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ class StatelessMean(Scheme):
         return Report(self.name, bucket.key, bucket.step, n, n, n, Cost())
 
 
-Step = Callable[[Tensor], Tensor]  # reduces the gradient that is given, and returns the result
+Step = Callable[[Tensor], Tensor]  # reduces the given gradient, and returns the result
 
 
 def ddp() -> tuple[Handle, Step]:

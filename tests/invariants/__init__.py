@@ -1,1 +1,1 @@
-"""The invariants of sparsync.testing on the table of our schemes, and what only our schemes promise."""
+"""The invariants of sparsync.testing on the table of our schemes, and further promises of our schemes."""

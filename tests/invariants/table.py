@@ -1,4 +1,4 @@
-"""The table of schemes: each invariant of sparsync.testing runs on every row, so a new scheme earns its tests with one line here."""
+"""The table of schemes: each invariant of sparsync.testing runs on every row, so one line here tests a new scheme."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -32,33 +32,33 @@ from sparsync_lab.rivals.powersgd import PowerSGD
 from sparsync_lab.rivals.sparse_loco import SparseLoCo
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 
-# The first row of a family runs in all worlds, the other rows in one of these two.
+# The first row of a family runs in all worlds, other rows in one of these two.
 WORLDS = (4, 5)  # an even number and power of two, and a prime
-# Rows that hold in one of them only: gTopk's tree is balanced for powers of two, and PowerSGD's residual with factors in int8 overflows
-# on 4 ranks where gradients are near the largest number.
+# Rows that hold in only one of them: gTopk's tree is balanced for powers of two, and PowerSGD's residual with int8 factors overflows on 4
+# ranks if gradients are near the largest number.
 ONLY_IN = {"gtopk": 4, "powersgd-int8": 5}
-SMALLEST_WORLDS = (1, 2)  # in the slow tests only
-LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests only
+SMALLEST_WORLDS = (1, 2)  # only in the slow tests
+LARGE_WORLDS = (3, 8, 13, 16)  # only in the slow tests
 
 
 @dataclass(frozen=True)
 class Row:
-    """One scheme, set in one way. `make` is called once for each rank."""
+    """One setting of a scheme. `make` is called once per rank."""
 
     id: str
     make: Callable[[], Scheme]
     complete: Callable[[], Scheme] | None  # as in SchemeUnderTest
     has_residual: bool = False
     node_size: int = 1  # worlds of more than one rank must be a multiple of it
-    by_ranks: str | None = None  # the row that is the same but divided by P, where this one divides by the contributors
-    wire_bits: int = 24  # integers below 2 ** wire_bits pass the wire unrounded
-    observes: int = 0  # steps before the scheme starts to leave anything out
+    by_ranks: str | None = None  # the same row divided by P, if this one divides by the contributors
+    wire_bits: int = 24  # integers below 2 ** wire_bits are sent without rounding
+    observes: int = 0  # steps before the scheme begins to leave anything out
     exact_in: torch.dtype = torch.float32  # as SchemeUnderTest.exact
     tolerance: float = 0.0  # as in SchemeUnderTest
     conserves: bool = True  # as in SchemeUnderTest
     sums_in_gradient_type: bool = False  # as in SchemeUnderTest
     without: Mapping[str, str] = field(default_factory=dict)  # as in SchemeUnderTest
-    slow: bool = False  # for the slow tests only
+    slow: bool = False  # only in the slow tests
 
     @property
     def leaves_ranks_out(self) -> bool:
@@ -69,7 +69,7 @@ class Row:
         return type(self.make()), self.node_size > 1
 
     def worlds(self, sizes: tuple[int, ...] = WORLDS) -> tuple[int, ...]:
-        """Those of these numbers of ranks that the row runs in, and that whole nodes make up; one rank needs no nodes."""
+        """Select the numbers of ranks in which the row runs and that are whole nodes; one rank needs no nodes."""
         if self.id not in FIRST_OF_FAMILIES:
             drawn = WORLDS[zlib.crc32(self.id.encode()) % len(WORLDS)]
             own = next((P for row, P in ONLY_IN.items() if self.id.startswith(row)), drawn)
@@ -78,7 +78,7 @@ class Row:
 
     @cached_property
     def subject(self) -> SchemeUnderTest:
-        """The scheme under test that all tests of this row share, so that each world is run once."""
+        """The scheme under test, shared by all tests of this row, so that each world runs once."""
         return self.subject_in(self.worlds())
 
     def subject_in(self, worlds: tuple[int, ...]) -> SchemeUnderTest:
@@ -101,7 +101,7 @@ def _dense(id: str, make: Callable[[], Scheme], wire_bits: int = 24) -> Row:
 
 
 def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True, slow: bool = False) -> Row:
-    """`exact`: the scheme sends the share asked for, and not what a threshold of last step's finds."""
+    """Make a sparse row; `exact`: the scheme sends the requested share, not what the last step's threshold selects."""
     complete = (lambda: make(density=1.0)) if exact else None
     return Row(id, lambda: make(density=density), complete, has_residual=True, slow=slow)
 
@@ -138,7 +138,7 @@ def _skip(  # Any: what `make` takes
 
 
 def _mixed(density: float) -> PerParameter:
-    """Three schemes in one bucket; at full density each of them is dense."""
+    """Make a mix of three schemes in one bucket; at full density each of them is dense."""
     return PerParameter(TopK(density), {"*.bias": Dense(), "head.*": ExactOkTopk(density)})
 
 
@@ -148,7 +148,7 @@ PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "patterns": {"protect": ("*.bias", "emb*")},
     "auto": {"observe_steps": 2, "share": 0.3},  # of AutoProtect
 }
-KNOWN = {"refresh": 0.05, "dense": ("*.bias",)}  # positions that all ranks know
+KNOWN = {"refresh": 0.05, "dense": ("*.bias",)}  # positions known to all ranks
 DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "contributors": {"divide_by": "contributors"},
     "ranks": {"divide_by": "ranks"},
@@ -157,12 +157,12 @@ DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
 
 
 def _skip_rows() -> list[Row]:
-    """Every combination of settings; all but twelve of them, in which each pair of settings comes up, are marked as slow."""
+    """Make every combination of settings; all are slow but twelve, which cover each pair of settings."""
     modes, forms, node_sizes = ("random", "naive"), ("ring", "direct"), (1, 2)
 
     def row(mode: int, form: int, divisor: int, nodes: int, protect: int) -> Row:
         divide_by, protection = list(DIVISORS)[divisor], list(PROTECTED)[protect]
-        # The three settings with two values follow from the other two, each by a rule of its own.
+        # The three two-valued settings follow from the other two, each by a different rule.
         chosen = ((divisor + protect) % 2, (divisor + protect // 2) % 2, (divisor + protect + protect // 2) % 2)
         start = f"skip-{modes[mode]}-{forms[form]}"
         end = f"{('flat', 'nodes')[nodes]}-{protection}"
@@ -194,7 +194,7 @@ def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any)
 
 
 def _rounded_rows() -> list[Row]:
-    """Every format with one scheme whose values all ranks send and one that sends to owners; the other schemes with one of each kind."""
+    """Make rows for every format with a scheme that sends values to all and one that sends to owners; otherwise one of each kind."""
     makes: list[tuple[str, Callable[..., Scheme], tuple[str, ...]]] = [
         ("topk", TopK, ("bfloat16", "int4")),
         ("exact_micro", ExactMiCRO, ("bfloat16", "int8", "int4")),
@@ -207,7 +207,7 @@ def _rounded_rows() -> list[Row]:
 
 
 def _low_rank(id: str, **config: Any) -> Row:  # Any: the fields of PowerSGD
-    """Orthogonal factors are no whole numbers, so sums are right up to float32. With a saving nobody reaches all is sent whole."""
+    """Make a row of PowerSGD. Orthogonal factors are no integers, so sums are float32-accurate; a huge least_saving sends all whole."""
     whole = partial(PowerSGD, least_saving=1e9) if config.get("factors", "float32") == "float32" else None
     without = {"scale": "writes the part of a gradient that is of low rank"}
     return Row(id, partial(PowerSGD, **config), whole, has_residual=True, tolerance=1e-5, without=without)
@@ -244,7 +244,7 @@ def _two_shot_rows() -> list[Row]:
 
 
 def _two_shot_down_rows() -> list[Row]:
-    """What travels to owners differs from what travels to all, in density, in values, or in both; all elements one way, or neither."""
+    """Make rows whose density or values differ between the way to owners and to all; all elements one way, or neither."""
     return [
         _two_shot_down("more", "float32", density=0.1, density_down=0.5),
         _two_shot_down("all", "float32", density=0.1, density_down=1.0),
@@ -305,7 +305,7 @@ def _quantized_rows() -> list[Row]:
 
 
 def _tile_rows() -> list[Row]:
-    """Divided by P, SparseLoCo and DeMo conserve what comes in, but for what decays; as published, by the senders, they do not."""
+    """Make rows of SparseLoCo and DeMo: divided by P they conserve their input except for decay; by the senders, as published, not."""
     loco = partial(SparseLoCo, per_tile=9, divide_by="ranks")
     demo = partial(DeMo, per_tile=9, divide_by="ranks", sign=False)
     double = torch.float64
@@ -324,7 +324,7 @@ def _tile_rows() -> list[Row]:
 
 
 def _momentum_rows() -> list[Row]:
-    """Momentum changes what comes in before anything is sent: DGC without it conserves, 1-bit Adam writes steps and not gradients."""
+    """Make rows with momentum, which changes the input first: DGC without it conserves, 1-bit Adam writes steps instead of gradients."""
     plain = partial(DGC, momentum=0.0, warmup_steps=0)
     return [
         _sparse("dgc-plain", plain, 0.1),
@@ -341,7 +341,7 @@ def _momentum_rows() -> list[Row]:
 
 
 def _rival_rows() -> list[Row]:
-    """Published schemes to compare with."""
+    """Make rows of published schemes for comparison."""
     equal = {"balance": "the regions that ranks own have equal lengths, wherever the large elements are"}
     return [
         *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
@@ -354,7 +354,7 @@ def _rival_rows() -> list[Row]:
     ]
 
 
-# Of the schemes to compare with, and of formats, the rows that are not for the slow tests only.
+# Rows of rivals and formats that are not slow.
 QUICK = (
     *("two-shot-0.1", "two-shot-down-finer-ternary", "two-shot-down-more-sign", "in-turn-sign", "quantized-decay-int8"),
     *("sparse-loco-bins", "demo-ranks", "dgc-plain", "onebit-adam", "powersgd-2", "gtopk-0.1"),
@@ -362,7 +362,7 @@ QUICK = (
 
 
 def _slow_but(rows: list[Row]) -> list[Row]:
-    """Return the rows, slow ones but for those that are quick."""
+    """Mark all rows as slow except the quick ones."""
     return [replace(row, slow=row.id not in QUICK) for row in rows]
 
 
@@ -389,7 +389,7 @@ ROWS = [
     *_slow_but(_in_turn_rows()),
     _sparse("micro", MiCRO, 0.1, exact=False),
     _sparse("exdyna", ExDyna, 0.1, exact=False),
-    _sparse("oktopk", OkTopk, 0.1),  # its threshold stands for 32 steps
+    _sparse("oktopk", OkTopk, 0.1),  # its threshold lasts 32 steps
     replace(_sparse("per-parameter", _mixed, 0.1), sums_in_gradient_type=True),  # in its dense part
     *_rounded_rows(),
     *_slow_but([*_quantized_rows(), *_tile_rows(), *_momentum_rows(), *_low_rank_rows(), *_rival_rows()]),
@@ -405,20 +405,20 @@ ROWS = [
     *[row for row in SKIP_ROWS if not row.slow],
 ]
 
-BY_ID = {row.id: row for row in (*ROWS, *SKIP_ROWS)}  # those too that only others refer to
-# Of the rows of a family the first that is not slow, or the first of all.
+BY_ID = {row.id: row for row in (*ROWS, *SKIP_ROWS)}  # including rows that only others refer to
+# Each family's first row that is not slow, or its first.
 FIRST_OF_FAMILIES = {
     row.family: row.id for slow in (True, False) for row in reversed(ROWS) if row.slow == slow
 }.values()
 
 
 def rows(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:
-    """Run a test for each row that `keep` wants."""
+    """Run a test for each row that `keep` accepts."""
     return pytest.mark.parametrize("row", [_parameter(row) for row in ROWS if keep(row)])
 
 
 def cases(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:
-    """Run a test for each row that `keep` wants, in each of the row's worlds; in the large ones it is slow."""
+    """Run a test for each row that `keep` accepts, in each of its worlds; large ones are slow."""
     every = [(row, P) for row in ROWS if keep(row) for P in row.worlds((*SMALLEST_WORLDS, *WORLDS, *LARGE_WORLDS))]
     return pytest.mark.parametrize(("row", "P"), [_parameter(row, P) for row, P in every])
 

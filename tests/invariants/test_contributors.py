@@ -1,6 +1,6 @@
-"""Contributors: rank r sends 2^r in every element, so the bits of each sum show which ranks are in it: those of the plan.
+"""Contributors: rank r sends 2^r in every element, so the bits of each sum show its ranks, which must be the plan's.
 
-The same runs show what each rank sent, and what is left for its residual.
+The same runs show each rank's traffic and its contribution to the residual.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Contributed:
 
 
 def reduce_marks(P: int, n: int, plans: Sequence[SkipPlan], form: Form, node_size: int = 1) -> list[list[Contributed]]:
-    """Return the state of every rank after each plan, [plan][rank]."""
+    """Reduce with each plan, and return every rank's state, [plan][rank]."""
 
     def body(comm: MeteredComm) -> list[Contributed]:
         seen = []
@@ -60,7 +60,7 @@ def reduce_marks(P: int, n: int, plans: Sequence[SkipPlan], form: Form, node_siz
 
 
 def contributors(plan: SkipPlan, chunk: int, P: int) -> frozenset[int]:
-    """Return the P - s positions whose gradient is in the sum of this chunk."""
+    """Compute the P - s positions whose gradients are in the sum of this chunk."""
     owner = (chunk - plan.shift) % P
     return frozenset((owner + i) % P for i in range(P) if i not in plan.offsets)
 
@@ -70,7 +70,7 @@ def marks_of(ranks: frozenset[int]) -> float:
 
 
 def planned(n: int, P: int, plan: SkipPlan) -> Tensor:
-    """Return the sums that the plan's contributor sets give."""
+    """Compute the sums of the plan's contributor sets."""
     total = torch.empty(n)
     for number, span in enumerate(spans(n, P)):
         span.of(total).fill_(marks_of(contributors(plan, number, P)))
@@ -94,7 +94,7 @@ def assert_as_planned(seen: list[Contributed], n: int, P: int, plan: SkipPlan, f
 
 
 def assert_sent_as_planned(seen: list[Contributed], exchanges: Sequence[Exchange]) -> None:
-    """In each exchange another rank may be the busiest, whose bytes and messages the form adds up."""
+    """Check the traffic: each exchange may have another busiest rank, whose bytes and messages the closed form adds up."""
     form = Plan(tuple(exchanges)).cost()
     for one in seen:
         assert one.sent.steps == form.steps and one.sent.messages <= form.messages and one.sent.nbytes <= form.nbytes
@@ -154,7 +154,7 @@ def test_two_levels_leave_out_whole_nodes_of_each_shard(form: Form, G: int, N: i
 
 
 def assert_nodes_as_planned(seen: list[Contributed], shard: Span, G: int, N: int, plan: SkipPlan) -> None:
-    """The shard holds the sums of the contributing nodes; the rank that has the shard has the rest left for its residual, once."""
+    """Check that the shard holds the sums of contributing nodes, and that its rank alone has the rest for its residual."""
     for number, span in enumerate(spans(len(shard), N)):
         here = slice(shard.start + span.start, shard.start + span.stop)
         nodes = contributors(plan, number, N)
@@ -169,7 +169,7 @@ def assert_nodes_as_planned(seen: list[Contributed], shard: Span, G: int, N: int
 @pytest.mark.parametrize("node_size", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_protected_has_the_bits_that_a_reduction_of_its_own_gives(form: Form, node_size: int) -> None:
-    """Also the rest has those of its own, and what is left out of it; in chunks that do not divide the numbers of elements."""
+    """Check also that the rest, and what it leaves out, match a separate reduction; chunks do not divide the elements evenly."""
     P, skip = 4 * node_size, 2
     slots = laid_out([("a", 31), ("keep.a", 5), ("b", 1), ("keep.b", 22), ("c", 38)])
     keep = [entry.name.startswith("keep") for entry in slots]

@@ -16,7 +16,7 @@ OF_TRACES = ("conservation", "replicas", "traffic")
 def each_of_each() -> Iterator[ParameterSet]:
     """Yield each row with each invariant.
 
-    Of a row that is not slow every sixth invariant is quick, of the next row those after them; of the first of a family every third one.
+    Every sixth invariant of a row that is not slow is quick, with an offset per row; for the first row of a family, every third one.
     """
     quick = count()
     for row in ROWS:

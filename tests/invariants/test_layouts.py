@@ -1,4 +1,4 @@
-"""Layouts: what is said of a parameter holds wherever its gradient lies, alone or among others, in whatever bucket."""
+"""Layouts: a parameter's guarantees hold wherever its gradient lies, alone or among others, in any bucket."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ def test_random_layouts_lose_no_mass() -> None:
 
 
 def contributors_of(steps: Sequence[Step], names: Sequence[str], P: int) -> list[set[int]]:
-    """Return how many ranks are in the elements of these parameters at each step, for a scheme that divides by P."""
+    """Count the ranks in the elements of these parameters at each step, for a scheme that divides by P."""
     counts = []
     for step in steps:
         total = (step.written[0].double() * P).round().long()
@@ -87,7 +87,7 @@ def test_protection_follows_the_parameter_into_other_buckets() -> None:
 
 
 def disagreeing(P: int, about: Sequence[str]) -> list[Tensor]:
-    """Gradients that are the same on all ranks but for these parameters."""
+    """Make gradients that differ between ranks only in these parameters."""
     grads = []
     for rank in range(P):
         grad = torch.ones(COUNT)
@@ -117,7 +117,7 @@ def test_auto_protects_what_ranks_disagree_about_most(form: Form, name: str) -> 
 
 
 def test_auto_protects_in_the_order_of_disagreement_within_the_share() -> None:
-    """The smaller of two wanted parameters fits where the larger one does not; agreed ones fill what is left."""
+    """The smaller of two wanted parameters fits where the larger one does not; agreed ones fill the remaining share."""
     P = 4
     sizes = {each.name: len(each.span) for each in layout(COUNT)}
     wanted = ["block.bias", "head.weight"]  # the second one most
@@ -148,7 +148,7 @@ def test_auto_reduces_densely_while_it_observes_and_then_keeps_its_choice() -> N
 
 
 def test_auto_chooses_among_the_parameters_of_all_buckets() -> None:
-    """Buckets of a step come one after the other; the choice waits until all of them were observed."""
+    """The buckets of a step come in sequence; the choice waits until all of them were observed."""
     P = 2
     schemes = started(AutoProtect(share=0.5, observe_steps=3), P)
     grads = [

@@ -1,4 +1,4 @@
-"""Promises of our schemes beyond the invariants: the ranks in each mean, the numbers in reports, how fast residuals are sent."""
+"""Further promises of our schemes: the ranks in each mean, the numbers in reports, how fast residuals are sent."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from invariants.world import COUNT, integer_sum, integers, marked, run, same_bit
 
 
 def contributors(row: Row, P: int) -> list[Tensor]:
-    """Return the ranks in each element of the result of each step, read from the bits of the sum: bool [P, n]."""
+    """Read from the sums' bits which ranks are in each element of each step's result: bool [P, n]."""
     found = []
     for step in marked(row.by_ranks or row.id, P):
         total = (step.written[0].double() * P).round().long()

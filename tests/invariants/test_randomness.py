@@ -1,4 +1,4 @@
-"""Randomness: shared by all ranks, fair to each of them within a round of P steps, and nobody else's."""
+"""Randomness: shared by all ranks, fair to each of them within a round of P steps, and independent of global state."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ def test_each_round_of_steps_takes_every_shift_once(P: int) -> None:
 
 @pytest.mark.parametrize("P", MANY)
 def test_the_shift_never_stays_from_one_step_to_the_next(P: int) -> None:
-    """Also across rounds, where two orders meet that were drawn apart."""
+    """Also across rounds, whose orders are drawn separately."""
     for seed in range(20):
         drawn = shifts(P, seed)
         assert all(a != b for a, b in pairwise(drawn))
@@ -53,12 +53,12 @@ def test_random_offsets_are_a_set_of_the_size_asked_for(P: int) -> None:
 
 
 def constant(P: int) -> list[torch.Tensor]:
-    """Each rank's gradient is its own power of two, everywhere and always."""
+    """Make each rank's gradient its own power of two, everywhere and always."""
     return [torch.full((COUNT,), float(2**rank)) for rank in range(P)]
 
 
 def mean_over_a_round(scheme: SkipReduce, P: int) -> torch.Tensor:
-    """float64: the sums of P quotients are exact, for counts of contributors that are powers of two."""
+    """Average over a round in float64: sums of P quotients are exact if counts of contributors are powers of two."""
     steps = run(started(scheme, P), [constant(P)] * P)
     return torch.stack([step.written[0].double() for step in steps]).mean(dim=0)
 
@@ -68,7 +68,7 @@ def mean_over_a_round(scheme: SkipReduce, P: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("form", ["ring", "direct"])
 def test_random_skipping_is_unbiased_over_a_round(form: Form, P: int, skip: int) -> None:
-    """Contributor counts here are powers of two, so the mean over P steps equals the dense mean to the last bit."""
+    """Contributor counts here are powers of two, so the mean over P steps is bit-identical to the dense mean."""
     dense = torch.full((COUNT,), float(2**P - 1), dtype=torch.float64) / P
     assert torch.equal(mean_over_a_round(SkipReduce(skip=skip, form=form), P), dense)
 

@@ -1,4 +1,4 @@
-"""Traffic: what is counted on the wire is what the literature's formula says; that reports say the same is an invariant."""
+"""Traffic: the counted bytes match the literature's formula; that reports state the same is an invariant."""
 
 import pytest
 
@@ -13,7 +13,7 @@ WORLDS = (1, 2, 3, 4, 5, 8)
 
 @pytest.mark.parametrize("P", WORLDS)
 def test_dense_sends_two_passes_less_one_chunk_each(P: int) -> None:
-    """2 (P-1)/P of the bytes in 2 (P-1) messages, half of them in 16 bits; in two exchanges, or the steps of a ring."""
+    """2 (P-1)/P of the bytes in 2 (P-1) messages, or half of the bytes in 16 bits; in two exchanges, or the steps of a ring."""
     n = 3 * P
     for scheme, element in ((Dense(), 4), (Dense(form="ring"), 4), (Dense.bf16(), 2), (Dense(wire="float16"), 2)):
         for step in run(started(scheme, P), reals(P, n, 1)):
@@ -23,7 +23,7 @@ def test_dense_sends_two_passes_less_one_chunk_each(P: int) -> None:
 
 @pytest.mark.parametrize("P", WORLDS)
 def test_top_k_sends_position_and_value_of_k_elements_to_each_other_rank(P: int) -> None:
-    """Positions, a quarter of all, take one bit for each element of the bucket."""
+    """Positions, a quarter of all, take one bit per element of the bucket."""
     n, k = 40, 10
     for step in run(started(TopK(density=k / n), P), reals(P, n, 2)):
         assert step.counted == [Cost(min(1, P - 1), P - 1, (P - 1) * (k * FLOAT_NBYTES + n // 8))] * P
@@ -34,7 +34,7 @@ def test_top_k_sends_position_and_value_of_k_elements_to_each_other_rank(P: int)
 @pytest.mark.parametrize("P", WORLDS)
 @pytest.mark.parametrize("form", ["ring", "direct"])
 def test_skip_reduce_saves_s_chunks_at_every_shift(form: Form, P: int) -> None:
-    """(2 (P-1) - s)/P of the bytes, in as many messages; the steps of a round take every shift."""
+    """(2 (P-1) - s)/P of the bytes, in that many messages; the steps of a round take every shift."""
     n = 3 * P
     for skip in range(P):
         for step in run(started(SkipReduce(skip=skip, form=form), P), integers(P, n, P)):
@@ -44,7 +44,7 @@ def test_skip_reduce_saves_s_chunks_at_every_shift(form: Form, P: int) -> None:
 
 
 def test_two_levels_skip_between_nodes_only() -> None:
-    """G ranks a node send 2 (G-1)/G of the bytes inside it, and (2 (N-1) - s)/N of a G-th of them between N nodes."""
+    """G ranks per node send 2 (G-1)/G of the bytes inside it, and (2 (N-1) - s)/N of a G-th of them between N nodes."""
     G, N, skip, n = 2, 4, 3, 48
     for step in run(started(SkipReduce(skip=skip, node_size=G), G * N), integers(G * N, n, N)):
         inside, between = 2 * (G - 1), 2 * (N - 1) - skip
@@ -55,7 +55,7 @@ def test_two_levels_skip_between_nodes_only() -> None:
 @pytest.mark.parametrize("node_size", [1, 2])
 @pytest.mark.parametrize("form", ["ring", "direct"])
 def test_what_is_protected_rides_in_the_messages_of_the_rest(form: Form, node_size: int) -> None:
-    """No more rounds than without skipping, also where they are chosen by themselves; the saving is s chunks of the rest."""
+    """No more rounds than without skipping, also if the scheme chooses what to protect; s chunks of the rest are saved."""
     N, skip = 4, 2
     P = N * node_size
     protected = sum(len(each.span) for each in layout(COUNT) if each.name.endswith(".bias"))
@@ -77,7 +77,7 @@ def test_choosing_what_to_protect_costs_one_number_a_parameter_while_observing()
     P, n = 4, 80
     steps = run(started(AutoProtect(SkipReduce(2), observe_steps=2), P), integers(P, n, 3))
     dense = 2 * (P - 1) * n * FLOAT_NBYTES // P
-    numbers = 5 * 8  # float64, one for each parameter; 2 (P-1)/P of them leave a rank on average
+    numbers = 5 * 8  # float64, one per parameter; a rank sends 2 (P-1)/P of them on average
     for step in steps[:2]:
         assert sum(cost.nbytes for cost in step.counted) == P * dense + 2 * (P - 1) * numbers
     assert sum(cost.nbytes for cost in steps[2].counted) < P * dense

@@ -22,7 +22,7 @@ from sparsync.testing.world import started as started
 
 
 def marks(P: int, n: int, steps: int, bits: int) -> list[list[Tensor]]:
-    """Return 2^r for rank r in every element, so that the bits of a sum show its ranks; with few bits, some ranks at each step."""
+    """Make 2^r for rank r in every element, so that a sum's bits show its ranks; with few bits, only some ranks at each step."""
     groups = -(-P // bits)
     return [
         [torch.full((n,), float(2 ** (rank % bits)) if rank // bits == step % groups else 0.0) for rank in range(P)]
@@ -31,12 +31,12 @@ def marks(P: int, n: int, steps: int, bits: int) -> list[list[Tensor]]:
 
 
 def assert_mass(steps: Sequence[Step], before: Tensor) -> None:
-    """Check conservation at each step: residuals after it + P x written == residuals before it + gradients."""
+    """Check conservation at each step: residuals + P x written gradients == previous residuals + gradients."""
     check_conservation(steps, before)
 
 
 @cache
 def marked(id: str, P: int) -> tuple[Step, ...]:
-    """Return some steps of a row without a residual, of marks, in a world of P ranks; they are run once."""
+    """Run some steps of a row without a residual, on marks, in a world of P ranks; the result is cached."""
     row = BY_ID[id]
     return tuple(run(started(row.make(), P), marks(P, COUNT, row.observes + 2, row.wire_bits)))
