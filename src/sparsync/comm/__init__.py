@@ -1,4 +1,4 @@
-"""How ranks exchange messages: over process groups of torch, inside one process for tests, and counted. Listed in `__init__.pyi`."""
+"""Communicators: over torch's process groups, inside one process for tests, and with counters. `__init__.pyi` lists them."""
 
 from sparsync.lazy_names import lazy_names
 

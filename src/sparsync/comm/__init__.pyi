@@ -1,4 +1,4 @@
-"""The communicators that programs and tests make themselves."""
+"""The communicators that programs and tests create."""
 
 from sparsync.comm.group import GroupComm as GroupComm
 from sparsync.comm.local import LocalWorld as LocalWorld

@@ -1,7 +1,7 @@
-"""What ranks tell each other before they reduce, so that ranks that differ get an error and not a wrong result.
+"""Announcements: what ranks compare before they reduce, so that a mismatch is an error and not a wrong result.
 
 A rank at another step, or with a bucket of another size, would send other lengths than the others expect: gloo fills a buffer in part if
-a message is shorter, and ends the process if it is longer. So no rank sends before it has heard from all others.
+a message is too short, and ends the process if it is too long. So no rank sends before it has heard from all others.
 """
 
 import json
@@ -20,20 +20,20 @@ from torch import Tensor
 from sparsync.comm.channels import AHEAD, wait_for
 from sparsync.core import Cost
 
-NUMBERS = 4  # of 64 bits, in an announcement
-_TAG = 1  # of announcements between two ranks
-# Stands in place of the third number, a digest, while this rank cannot say yet what it reduces: see `GroupComm.any_of`.
+NUMBERS = 4  # 64-bit numbers in an announcement
+_TAG = 1  # the tag of announcements between two ranks
+# Replaces the third number, a digest, while this rank does not know yet what it reduces: see `GroupComm.any_of`.
 UNDECIDED = -1
 NAMED = 3  # differences that an error lists
-LONGEST = 400  # characters of one value
+LONGEST = 400  # characters of a value in an error
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks do not agree on what they reduce. Raised on all ranks, before any of it is sent."""
+    """Ranks do not agree on what they reduce. All ranks raise it, before sending any of it."""
 
 
 class Told(NamedTuple):
-    """Lines that must be the same on all ranks, and what to do if they differ."""
+    """Lines that must be the same on all ranks, and the fix if they differ."""
 
     lines: Sequence[str]
     fix: str
@@ -41,13 +41,13 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Announcement:
-    """What must be the same on all ranks: `numbers` are sent, and once they differ, `told` says what they stand for."""
+    """Numbers that must be the same on all ranks. If they differ, `told` explains them."""
 
     numbers: tuple[int, int, int, int]
     told: Callable[[], Sequence[Told]]
 
     def difference(self, texts: Sequence[str]) -> RanksDifferError:
-        """Return the error for the first part of `told` in which a rank differs from rank 0; `texts[r]` is the `text` of rank r."""
+        """Describe the first part of `told` in which a rank differs from rank 0; `texts[r]` is the `text` of rank r."""
         ranks = [json.loads(text) for text in texts]
         other = next((rank for rank, parts in enumerate(ranks) if parts != ranks[0]), None)
         told = self.told()
@@ -60,34 +60,34 @@ class Announcement:
 
     @property
     def text(self) -> str:
-        """The lines of `told`, for the other ranks."""
-        return json.dumps([list(each.lines) for each in self.told()])
+        """The lines of `told`, as JSON for the other ranks."""
+        return json.dumps([list(part.lines) for part in self.told()])
 
 
 def announcement_cost(P: int) -> Cost:
-    """Return the cost of an announcement to each other rank.
+    """Compute the cost of an announcement to every other rank.
 
-    No exchange waits for it: it travels while the gradient is accumulated and while receivers tell their peers that their buffers are
-    ready, which the transport needs anyway.
+    It takes no step: it travels while the gradient is accumulated, and while receivers tell senders that their buffers are
+    ready, as the transport requires.
     """
     return Cost(0, P - 1, (P - 1) * NUMBERS * 8)
 
 
 @dataclass(eq=False)
 class Announced:
-    """An announcement on its way to the other ranks, and theirs on the way here."""
+    """An announcement in transit to the other ranks, and theirs in transit to this one."""
 
     announcement: Announcement
-    rows: list[Tensor]  # [4] each, in rank order
-    works: list[tuple[dist.Work, int]]  # each with its rank
+    rows: list[Tensor]  # tensors [4], in rank order
+    works: list[tuple[dist.Work, int]]  # with their ranks
 
 
 @dataclass
 class Announcements:
-    """The announcements of the ranks of a group, in the order in which they are made. Several may be on their way.
+    """The announcements of a group's ranks, in the order in which they are made. Several may be in transit.
 
-    They travel over gloo even if the tensors of the group travel over NCCL: a rank that compares them waits for the other hosts, and not
-    for its device. Receives are posted as many steps ahead as those of channels.
+    They travel over gloo even if the group's tensors travel over NCCL: a rank that compares them waits for the other hosts, not
+    for its device. Receives are posted as many steps ahead as for channels.
     """
 
     group: dist.ProcessGroup
@@ -97,39 +97,39 @@ class Announcements:
     _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
     _posting: threading.Lock = field(default_factory=threading.Lock)
     _on_their_way: int = 0
-    _most: int = 1  # on their way at once
+    _most: int = 1  # the largest value of _on_their_way
 
     def __post_init__(self) -> None:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
-        own = torch.tensor(announcement.numbers)
+        numbers = torch.tensor(announcement.numbers)
         with self._posting:
             self._post(self._on_their_way)
             self._on_their_way += 1
             self._most = max(self._most, self._on_their_way)
             rows, works = self._ahead.popleft()
-        rows[self.rank] = own
+        rows[self.rank] = numbers
         for other in self._others:
-            works.append((self.group.send([own], other, _TAG), other))
+            works.append((self.group.send([numbers], other, _TAG), other))
         return Announced(announcement, rows, works)
 
     def heard(self, announced: Announced) -> list[list[int]]:
-        """Wait for the other ranks' announcements, and return those of all ranks in order. Raises RuntimeError as the group does."""
+        """Wait for the other ranks' announcements, and return all ranks' numbers in order. Raises RuntimeError as the group does."""
         works, announced.works = announced.works, []
         for work, other in works:
             wait_for(work, f"rank {other}")
         with self._posting:
             self._on_their_way -= 1
-            # Another rank may have ended after this step. If it should not have, the next step raises.
+            # Another rank may have ended after this step. If that is a failure, the next step raises.
             with suppress(RuntimeError):
                 self._post(self._on_their_way)
         return [row.tolist() for row in announced.rows]
 
-    def exchange_texts(self, own: str) -> list[str]:
-        """Return the text of each rank, in order. For errors: it takes two more exchanges, of messages as long as the longest text."""
-        encoded = own.encode()
+    def exchange_texts(self, text: str) -> list[str]:
+        """Gather the texts of all ranks, in order, for errors: two more exchanges, with messages as long as the longest text."""
+        encoded = text.encode()
         lengths = torch.empty(self.size, dtype=torch.int64)
         all_gather_single(lengths, torch.tensor([len(encoded)]), self.group)
         longest = max(int(lengths.max()), 1)
@@ -147,14 +147,14 @@ class Announcements:
             self._ahead.append((rows, works))
 
 
-def all_gather_single(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `out` with the `own` of each rank, in order, by torch's function, which has another name before 2.13."""
+def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather every rank's `x` into `out`, in order, by torch's function, which has another name before 2.13."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, own, group=group)
+    gather(out, x, group=group)
 
 
 def differences(here: Sequence[str], there: Sequence[str], rank: int, other: int) -> str:
-    """Return the lines in which `rank` and `other` differ, compared by their places: the first few, and how many more there are."""
+    """Describe the lines in which `rank` and `other` differ, compared one by one: the first few, and the number of further ones."""
     unequal = [pair for pair in zip_longest(here, there, fillvalue="") if pair[0] != pair[1]]
     listed = [
         f"rank {rank} has {mine}, rank {other} has {theirs}"
@@ -164,7 +164,7 @@ def differences(here: Sequence[str], there: Sequence[str], rank: int, other: int
 
 
 def _excerpts(here: str, there: str) -> tuple[str, str]:
-    """Return two lines; of long ones, the part around the first difference."""
+    """Shorten long lines to the part around the first difference."""
     common = next((place for place, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, common - LONGEST // 4) if max(len(here), len(there)) > LONGEST else 0
 

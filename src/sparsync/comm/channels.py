@@ -1,10 +1,10 @@
-"""Messages between two ranks over gloo that take one delay of the link, because their receives are posted a step ahead.
+"""Messages between two ranks over gloo that take one link delay, because their receives are posted ahead.
 
-Gloo sends data only once the receiver has said that it is ready: one delay of the link before the data's delay. Here each message of a
-step has a tag, its channel. When a message has arrived, its receiver posts a receive for the message that the channel brings two steps
-later: as long as the last one, or a little longer if lengths vary. Two steps, because after one the next message may be sent at once,
-before the sender knows of a receive that is posted then. Sender and receiver know the same past of a channel, so the sender knows how
-much of a message fits. The rest follows in a second message, whose receive is posted when both are there.
+Gloo sends data only after the receiver has said that it is ready, which costs a second link delay. Here every message of a
+step has a tag, its channel. When a message has arrived, its receiver posts a receive for the message two steps later on that channel:
+of the same length, or a little longer if lengths vary. A receive posted for the very next message might come too late, because that may
+be sent at once. Sender and receiver know the same history of a channel, so the sender knows how much of a message fits. The rest follows
+in a second message, whose receive is posted when both ranks reach the exchange.
 """
 
 from collections import defaultdict, deque
@@ -18,24 +18,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LENGTH_NBYTES = 8  # of the length before the bytes of a message whose receiver does not know it
-# The most that is posted ahead of a message, with up to 4 ranks: memory that is held from step to step.
+LENGTH_NBYTES = 8  # the length prefix of a message, if the receiver does not know it
+# The most bytes posted ahead of a message with up to 4 ranks, in memory that is held between steps.
 MOST_AHEAD = 2**19
-AHEAD = 2  # receives that are posted for messages to come
-_FIRST = 2**14  # where lengths vary, room for the first message of a channel
-_TAGS_OF_OTHERS = 16  # the lowest tags belong to announcements, and to messages without a receive posted ahead
-_ABORT_TAG = 3  # one of them: of the receive that aborts
-_PLACES = 1024  # messages between two ranks of a bucket in one step; further ones share their tags in turn
-_NUMBERS = 4096  # likewise buckets
+AHEAD = 2  # receives posted ahead per channel
+_FIRST = 2**14  # if lengths vary, the room for the first message of a channel
+_TAGS_OF_OTHERS = 16  # lower tags belong to announcements, and to messages without a receive posted ahead
+_ABORT_TAG = 3  # one of these: the receive that aborts
+_PLACES = 1024  # messages of a bucket between two ranks per step; further ones reuse the tags
+_NUMBERS = 4096  # buckets; further ones reuse the tags
 _NOT_AHEAD = 0
-_REST = 2**28  # added to the tag for what does not fit: receives posted with the tag itself are for other messages
+_REST = 2**28  # added to the tag of the rest of a message, because receives with the plain tag are for other messages
 
-Each = TypeVar("Each")
+Item = TypeVar("Item")
 Waits = Callable[[], AbstractContextManager[object]]
 
 
 class Incoming(NamedTuple):
-    """A message to receive: its channel (None: post nothing ahead), its length in bytes (None: the message says it), and where to."""
+    """A message to receive: its channel (None: post nothing ahead), bytes (None: a prefix says it), and destination."""
 
     source: int
     tag: int | None
@@ -44,7 +44,7 @@ class Incoming(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A message to send, as uint8, and its channel; `sized` puts its length before it."""
+    """A message to send, as uint8, and its channel; `sized` adds the length as a prefix."""
 
     to: int
     tag: int | None
@@ -61,7 +61,7 @@ class _Posted:
 
 
 def channel(number: int, place: int, sized: bool) -> int:
-    """Return the tag of a message between two ranks at `place` of the bucket with this number; messages with lengths have other tags."""
+    """Compute the tag of the message between two ranks at `place` in a bucket's step; messages with length prefixes have other tags."""
     return _TAGS_OF_OTHERS + ((number % _NUMBERS) * _PLACES + place % _PLACES) * 2 + sized
 
 
@@ -70,7 +70,7 @@ class Channels:
     """The channels of this rank to the others in a gloo group without other users."""
 
     group: dist.ProcessGroup
-    # By tag and rank, for the next messages: the receives that this rank has posted, and the room that the other rank has posted.
+    # By tag and rank, for the next messages: receives that this rank has posted, and bytes that the other rank has posted.
     _posted: defaultdict[tuple[int, int], deque[_Posted]] = field(default_factory=lambda: defaultdict(deque))
     _room: defaultdict[tuple[int, int], deque[int]] = field(default_factory=lambda: defaultdict(deque))
 
@@ -81,36 +81,37 @@ class Channels:
         settle: Callable[[], None],
         waits: Waits,
     ) -> list[Tensor]:
-        """Send and receive messages, and return those received, as uint8.
+        """Send and receive messages, and return the received ones, as uint8.
 
         `settle` waits until ranks know that they do the same. It is called before anything is sent that may not fit, and before this
-        returns. `waits` is entered around each wait. Raises RuntimeError as the group does; it names the rank that was waited for.
+        returns. `waits` is entered around every wait. Raises RuntimeError as the group does, naming the other rank.
         """
-        # Receives first: their ready messages travel on the same connections as the data of sends, and would be late behind it.
+        # Receives first: their ready messages share connections with the data of sends, which would delay them.
         arriving = [
-            _Arriving(each, None if each.tag is None else _next(self._posted[each.tag, each.source]))
-            for each in incoming
+            _Arriving(message, None if message.tag is None else _next(self._posted[message.tag, message.source]))
+            for message in incoming
         ]
-        for each in arriving:
-            each.post(self)
+        for arrival in arriving:
+            arrival.post(self)
         sends = [
-            _Leaving(each, 0 if each.tag is None else _next(self._room[each.tag, each.to]) or 0) for each in outgoing
+            _Leaving(message, 0 if message.tag is None else _next(self._room[message.tag, message.to]) or 0)
+            for message in outgoing
         ]
-        for each in sends:
-            each.send_what_fits(self)
+        for send in sends:
+            send.send_what_fits(self)
         settle()
-        for each in sends:
-            each.send_rest(self)
+        for send in sends:
+            send.send_rest(self)
         with waits():
-            received = [each.wait(self) for each in arriving]
-            for each in sends:
-                each.wait()
-        for each in arriving:
-            self._post_ahead(each)
-        for each in sends:
-            if each.message.tag is not None:
-                rooms = self._room[each.message.tag, each.message.to]
-                rooms.extend([self._room_after(each.nbytes, each.message.sized)] * (AHEAD - len(rooms)))
+            received = [arrival.wait(self) for arrival in arriving]
+            for send in sends:
+                send.wait()
+        for arrival in arriving:
+            self._post_ahead(arrival)
+        for send in sends:
+            if send.message.tag is not None:
+                rooms = self._room[send.message.tag, send.message.to]
+                rooms.extend([self._room_after(send.nbytes, send.message.sized)] * (AHEAD - len(rooms)))
         return received
 
     def receive(self, into: Tensor, source: int, tag: int) -> dist.Work:
@@ -127,33 +128,33 @@ class Channels:
             return
         nbytes = self._room_after(arrived.nbytes, known is None)
         posted = self._posted[tag, source]
-        with suppress(RuntimeError):  # the other rank may have ended; if it should not have, the next exchange raises
+        with suppress(RuntimeError):  # the other rank may have ended; if that is a failure, the next exchange raises
             while len(posted) < AHEAD:
                 room = torch.empty(nbytes, dtype=torch.uint8)
                 posted.append(_Posted(room, self.receive(room, source, tag)))
 
     def _room_after(self, nbytes: int, sized: bool) -> int:
-        """Return how much both sides post ahead after a message of `nbytes` bytes: less if there are many ranks."""
+        """Compute the bytes that both sides post ahead after a message of `nbytes`; fewer with many ranks."""
         most = min(MOST_AHEAD, 4 * MOST_AHEAD // self.group.size())
         return min(max(_FIRST, nbytes + nbytes // 4) if sized else nbytes, most)
 
 
-def _next(ahead: deque[Each]) -> Each | None:
+def _next(ahead: deque[Item]) -> Item | None:
     return ahead.popleft() if ahead else None
 
 
 class _Arriving:
-    """A message on its way here: the receive that was posted ahead, and the rest."""
+    """A message in transit to this rank: the receive that was posted ahead, and the rest."""
 
     def __init__(self, message: Incoming, posted: _Posted | None) -> None:
         self.message, self._posted, self._who = message, posted, f"rank {message.source}"
         self._tag = _NOT_AHEAD if message.tag is None else message.tag
-        self.nbytes = message.nbytes or 0  # including the length before it
+        self.nbytes = message.nbytes or 0  # including the length prefix
         self._rest: dist.Work | None = None
         self._whole: Tensor | None = None
 
     def post(self, channels: Channels) -> None:
-        """Post a receive for what does not fit into the room that was posted ahead, if the length is known."""
+        """Post a receive for the rest that does not fit into the room posted ahead, if the length is known."""
         source, _, nbytes, into = self.message
         if nbytes is None:
             if self._posted is None:
@@ -165,7 +166,7 @@ class _Arriving:
             self._take_rest(channels, torch.empty(nbytes, dtype=torch.uint8) if into is None else into, here)
 
     def wait(self, channels: Channels) -> Tensor:
-        """Return the message."""
+        """Wait for the message and return it."""
         if self._posted is not None:
             wait_for(self._posted.work, self._who)
         if self.message.nbytes is None:
@@ -194,7 +195,7 @@ class _Arriving:
         self._rest = channels.receive(whole[here:], self.message.source, self._tag + _REST)
 
     def _complete(self, here: Tensor, nbytes: int) -> Tensor:
-        """Return the message; `here` is its beginning, or all of it."""
+        """Return the whole message; `here` is its beginning, or all of it."""
         whole = self._whole if self._whole is not None else self.message.into
         if whole is None:
             return here[:nbytes]
@@ -204,7 +205,7 @@ class _Arriving:
 
 
 class _Leaving:
-    """A message on its way to another rank: what fits into the room that the other rank has posted, and the rest."""
+    """A message in transit to another rank: the part that fits into the room posted there, and the rest."""
 
     def __init__(self, message: Outgoing, room: int) -> None:
         self.message, self._works = message, list[dist.Work]()
@@ -237,7 +238,7 @@ class _Leaving:
 
 
 def wait_for(work: dist.Work, who: str) -> None:
-    """Wait for an operation; the error of a failure says who was waited for."""
+    """Wait for an operation; an error says for whom."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -245,14 +246,14 @@ def wait_for(work: dist.Work, who: str) -> None:
 
 
 def abort(group: Any) -> None:  # Any: a process group, or a gloo group by itself, which torch's stubs hardly know
-    """Close the connections of `group`, and make everything that waits on them fail, on any thread."""
+    """Close the connections of `group`, so that all operations waiting on them fail, on any thread."""
     with suppress(RuntimeError):
         group.abort()
-        own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
-        if own.name() == "gloo":
-            # HACK: gloo's abort does not wake operations that wait already. A receive that times out closes all connections of its group
-            # and wakes them; a receive from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests
-            # on what gloo does after a timeout, and on a tag without other users.
+        backend = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+        if backend.name() == "gloo":
+            # HACK: gloo's abort does not wake waiting operations. A receive that times out closes all connections of its group
+            # and wakes them; a receive from a rank that is gone raises at once and closes nothing, so try all ranks. Price: it relies
+            # on gloo's behaviour after a timeout, and on a tag without other users.
             others = (rank for rank in range(group.size()) if rank != group.rank())
             for other in others:
                 with suppress(RuntimeError):

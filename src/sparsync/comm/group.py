@@ -1,4 +1,4 @@
-"""A communicator over a torch.distributed process group: gloo for CPU tensors and for what ranks compare, NCCL on GPUs."""
+"""A communicator over a torch.distributed process group: gloo for CPU tensors and announcements, NCCL on GPUs."""
 
 import os
 import threading
@@ -33,23 +33,23 @@ class ConnectionLostError(RuntimeError):
     """An operation between ranks failed, perhaps because another rank failed."""
 
 
-REPORTS_S = 3.0  # how long a rank waits, after a failure, for the others to report theirs
+REPORTS_S = 3.0  # how long a rank waits after a failure for the others' reports
 FINISH_S = 30.0  # how long a rank that closes without a failure waits for its device
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The process in which this was made. A fork of it, such as a DataLoader's worker, inherits the objects, but not their threads."""
+    """The process that created this object. A fork of it, such as a DataLoader's worker, inherits objects, but not their threads."""
 
     process: int = field(default_factory=os.getpid)
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, and not a fork of it."""
+        """Whether this is the original process, and not a fork."""
         return os.getpid() == self.process
 
     def check(self) -> None:
-        """Raise RuntimeError in a fork of that process."""
+        """Raise RuntimeError in a fork."""
         if not self.is_here:
             raise RuntimeError(
                 f"this is process {os.getpid()}, forked from process {self.process}, which made the handle or communicator; its threads "
@@ -57,8 +57,8 @@ class Origin:
             )
 
 
-# The communicators of this process, by id. A fork keeps them until it ends: gloo's destructors act on sockets and an epoll instance that
-# the fork shares with its parent, and would end the parent's exchanges with SIGABRT.
+# The communicators of this process, by id. A fork keeps them until it ends, because gloo's destructors act on sockets and an epoll
+# instance that the fork shares with its parent, and would end the parent's exchanges with SIGABRT.
 _connected: "weakref.WeakValueDictionary[int, GroupComm]" = weakref.WeakValueDictionary()
 _kept = list["GroupComm"]()
 os.register_at_fork(after_in_child=lambda: _kept.extend(_connected.values()))
@@ -67,9 +67,9 @@ os.register_at_fork(after_in_child=lambda: _kept.extend(_connected.values()))
 class GroupComm:
     """This rank's view of `group`; None is the default group.
 
-    Give it a group without other users: gloo matches collectives by order, so calls of another thread on the same group would mix, and one
-    failed collective breaks the group permanently. `private()` makes such a group, and `reconnect()` makes another after a failure. All
-    ranks must call the same operations with the same lengths: only what was announced is compared.
+    Use a group without other users: gloo matches collectives by order, so calls of another thread on the group would mix, and one
+    failed collective breaks the group permanently. `private()` creates such a group, and `reconnect()` a new one after a failure. All
+    ranks must call the same operations with the same lengths: only announcements are compared.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -79,42 +79,42 @@ class GroupComm:
                 f"a communicator needs a group that sends CPU tensors too, for what ranks compare, but its backends are {config}; "
                 "use GroupComm.private(), which adds gloo, or make the group with backend='cpu:gloo,cuda:nccl'"
             )
-        self.ranks = dist.get_process_group_ranks(self.group)  # of the world, in the order of the group
+        self.ranks = dist.get_process_group_ranks(self.group)  # global ranks, in the order of the group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.origin = Origin()
         self.reports_s = REPORTS_S  # how long a rank waits for others to report a failure; 0: none reports
         self.timeout_s = 0.0  # how long a rank waits for the others; 0: as long as the process group does
-        self._base: dist.ProcessGroup | None = None  # the group that `private` was given
+        self._base: dist.ProcessGroup | None = None  # the argument of `private`
         self._meeting: Meeting | None = None
-        self._name = ""  # of the meeting that made this group, the same on all ranks
+        self._name = ""  # the name of the meeting that created this group, the same on all ranks
         self._announcements: Announcements | None = None
         self._unsettled = deque[Announced]()
         self._undecided = 0  # announcements that no lane counts yet
-        self._difference = ""  # of what was announced
+        self._difference = ""  # the error of announcements that differed
         self._settling = threading.Lock()
-        self._heard: list[list[int]] | None = None  # what others announced while this rank was undecided
+        self._heard: list[list[int]] | None = None  # the others' announcements while this rank was undecided
         self._channels: Channels | None = None
-        self._lane = Lane(self)  # of the operations of this communicator itself
+        self._lane = Lane(self)  # for this communicator's operations
 
     @classmethod
     def private(
         cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, fingerprint: str = "", agreed: str = ""
     ) -> "GroupComm":
-        """Return a communicator on a new group with the ranks and backend of `group`, and gloo for the CPU. Collective over its ranks.
+        """Create a communicator on a new group with the ranks and backend of `group`, and gloo for the CPU. Collective over its ranks.
 
-        A rank that waits longer than `timeout_s` seconds, here or in one operation, raises RuntimeError. So do all ranks if their
-        `fingerprint` differs; the error names the lines that differ. Ranks that know that all come and agree pass `agreed`, a name that is
-        new to `group`: they do not meet then, which saves many round trips to the store.
+        A rank that waits longer than `timeout_s` seconds, here or in one operation, raises RuntimeError. If their `fingerprint`
+        differs, all ranks raise RuntimeError, naming the lines that differ. Ranks that know that all take part and agree pass `agreed`,
+        a name that is new to `group`; they then skip the meeting, which saves many round trips to the store.
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
         base = _existing(group)
         rank, size = dist.get_rank(base), dist.get_world_size(base)
-        store, own = _store_of(base), f"sparsync/{dist.get_rank(base)}"
+        store, calls = _store_of(base), f"sparsync/{dist.get_rank(base)}"
         if agreed:
             return cls._connected(base, Meeting(store, f"sparsync/{agreed}", rank, size), timeout_s, agreed=True)
         doing = f"rank {rank} of {size} makes a private group"
-        number = asked(timeout_s + GRACE_S, lambda: store.add(own, 1), doing)  # each rank counts its own calls
+        number = asked(timeout_s + GRACE_S, lambda: store.add(calls, 1), doing)  # every rank counts its calls
         meeting = Meeting(store, f"sparsync/{base.group_name}/{number}", rank, size)
         return cls._connected(base, meeting, timeout_s, fingerprint)
 
@@ -136,8 +136,8 @@ class GroupComm:
         if "cpu" not in config:
             backend = f"cpu:gloo,{config}"
 
-        # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to. If that number
-        # differs between ranks, they wait for each other without end. Price: a function that torch may change.
+        # HACK: dist.new_group needs all ranks of the world; otherwise it names the group by the number of the rank's groups. If that
+        # differs between ranks, they wait for each other forever. Price: a function that torch may change.
         def make() -> Any:
             return c10d._new_process_group_helper(
                 len(ranks),
@@ -152,16 +152,16 @@ class GroupComm:
 
         doing = f"rank {rank} of {len(ranks)} connects to the other ranks"
         try:
-            # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no timeout if the store hangs.
+            # NCCL uses this thread's current device; gloo's rendezvous has no timeout if the store hangs.
             made = make() if "nccl" in config else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
             others = "" if agreed else _reports(meeting, name, "", min(REPORTS_S, timeout_s))
             raise RanksMissingError(
                 f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}{others and f' ({others})'}"
             ) from error
-        assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number
+        assert isinstance(made, dist.ProcessGroup)  # only ranks outside the group get a number
         if not agreed:
-            # A rank that closes while others still connect would make them fail.
+            # If a rank closed while others still connect, they would fail.
             meeting.wait_for_all(f"{name}/connected", min(REPORTS_S, timeout_s))
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
         comm = cls(made)
@@ -170,18 +170,18 @@ class GroupComm:
         return comm
 
     def reconnect(self, fingerprint: str = "", fix: str = "") -> "GroupComm":
-        """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private` does.
+        """Create a communicator on new connections between the same ranks. Collective over them. Raises as `private` does.
 
-        `fix` is what the error advises if fingerprints differ.
+        `fix` is the advice of the error if fingerprints differ.
         """
         assert self._base is not None and self._meeting is not None, "only a private communicator can reconnect"
         self.origin.check()
         return GroupComm._connected(self._base, self._meeting, self.timeout_s, fingerprint, fix)
 
     def finish(self) -> None:
-        """Wait until the device has done what was enqueued over NCCL, for 30 s at most. Call it before `close` if nothing has failed.
+        """Wait, at most 30 s, until the device has finished its NCCL operations. Call it before `close` if nothing has failed.
 
-        The host may be steps ahead of the device, and an exchange that is on its way when connections close leaves tensors half written.
+        The host may be steps ahead of the device, and closing connections during an exchange leaves tensors half written.
         """
         if self.group is not None and "nccl" in dist.get_backend_config(self.group) and torch.cuda.is_initialized():
             doing = f"rank {self.rank} of {self.size} waits for its GPU"
@@ -190,52 +190,52 @@ class GroupComm:
     def close(self, for_good: bool = False) -> None:
         """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout.
 
-        It does nothing in a fork, which shares its parent's sockets. `for_good`: forget the group that `private` was given, too, whose
+        Does nothing in a fork, which shares its parent's sockets. `for_good` also forgets the group passed to `private`, whose
         threads and connections end when nothing refers to it.
         """
         assert self._base is not None or self.group is None, "only a private communicator can be closed"
         if not self.origin.is_here:
             return
-        # At once, because two threads may close, and to destroy no group is to destroy the world.
+        # In one statement, because two threads may close, and destroying None destroys the world.
         group, self.group = self.group, None
         if for_good:
             self._base = None
         if group is None:
             return
-        with suppress(ValueError):  # destroyed already, with the world
-            abort(group)  # an error's traceback may refer to an operation that waits, which keeps sockets open
+        with suppress(ValueError):  # already destroyed, with the world
+            abort(group)  # a traceback may refer to a waiting operation, which keeps sockets open
             dist.destroy_process_group(group)
         # Gloo closes its sockets when nothing refers to the group any more.
-        for each in list(self._unsettled):
-            each.works.clear()
+        for announced in list(self._unsettled):
+            announced.works.clear()
         self._unsettled.clear()
         self._announcements = self._channels = None
 
     def close_and_report(self, cause: str, within_s: float | None = None) -> str:
-        """Close after a failure, exchange causes with the other ranks, and return what they report.
+        """Close after a failure, exchange causes with the other ranks, and return their reports as text.
 
-        `cause` is what this rank reports; "" if it only lost its connections. Ranks that report no cause are left out, and those that
-        have not reported within `within_s` seconds (None: `reports_s`) are named. Returns "" if this communicator was closed before, and
-        in a fork.
+        `cause` is this rank's report; "" if it only lost its connections. The text omits ranks without a cause, and names ranks that
+        have not reported within `within_s` seconds (None: `reports_s`). Returns "" in a fork, and if this communicator is already
+        closed.
         """
         if self.group is None or not self.origin.is_here:
             return ""
         destroyed = _is_destroyed(self.group)
         self.close()
-        if destroyed or not self.reports_s:  # by this rank's own program, and perhaps the store with it
+        if destroyed or not self.reports_s:  # the program destroyed the group, and perhaps the store with it
             return ""
         assert self._meeting is not None
         within_s = self.reports_s if within_s is None else within_s
         return _reports(self._meeting, self._name, cause, min(within_s, self.timeout_s))
 
     def announce(self, announcement: Announcement, number: int = 0, waits: Waits = nullcontext) -> Lane:
-        """Tell all ranks what the operations that follow are about; the first operation raises RanksDifferError if ranks differ.
+        """Announce the following operations to all ranks; the first operation raises RanksDifferError if ranks differ.
 
-        Returns the lane of these operations, which this communicator uses from here on. `number` and `waits`: see Lane.
+        Returns the lane for these operations, which this communicator uses from now on. `number` and `waits`: see Lane.
         """
         announced, made, self._undecided = None, self._undecided, 0
         rows, self._heard = self._heard, None
-        if rows is not None:  # the others have announced it, and know that this rank lacks something
+        if rows is not None:  # the others have announced it, and know that this rank was undecided
             self._check_the_same(rows, announcement)
             if list(announcement.numbers) not in rows:
                 raise RuntimeError(
@@ -249,11 +249,11 @@ class GroupComm:
         return self._lane
 
     def settle(self, announced: Announced | None = None, waits: Waits = nullcontext) -> None:
-        """Wait until all ranks have announced the same, up to `announced`; None: in this communicator's lane. Raises RanksDifferError."""
+        """Wait until all ranks have announced the same, up to `announced`, by default in the current lane. Raises RanksDifferError."""
         if announced is None:
             self._lane.settle()
             return
-        # One thread at a time, in the order of the announcements: to tell what differs takes exchanges that match by their order.
+        # One thread at a time, in the order of the announcements: exchanges that explain a difference match by order.
         with waits(), self._settling:
             if self._difference:
                 raise RanksDifferError(self._difference)
@@ -265,7 +265,7 @@ class GroupComm:
                 self._unsettled.popleft()
 
     def _check_the_same(self, rows: list[list[int]], announcement: Announcement) -> None:
-        """Raise RanksDifferError, on all ranks, if decided ranks have announced different numbers, or any rank is at another step."""
+        """Raise RanksDifferError, on all ranks, if decided ranks announced different numbers, or any rank is at another step."""
         decided = [row for row in rows if row[2] != UNDECIDED]
         if all(row[:2] == rows[0][:2] for row in rows) and all(row == decided[0] for row in decided):
             return
@@ -275,17 +275,17 @@ class GroupComm:
         self._difference = str(difference)
         raise difference
 
-    def any_of(self, own: Sequence[str], names: Sequence[str], step: int, reduced: int) -> set[str]:
-        """Return which of `names` any rank has among its `own`; `step` and `reduced` are as in the next announcement.
+    def any_of(self, present: Sequence[str], names: Sequence[str], step: int, reduced: int) -> set[str]:
+        """Return the subset of `names` that is `present` on any rank; `step` and `reduced` are as in the next announcement.
 
-        A rank that has all of them knows the answer, and sends nothing more than it does anyway. A rank that lacks some announces it, and
-        waits for the announcements of the others: one more delay of the link. If another rank has all, that was its announcement of what
-        comes next. If all ranks lack some, but not the same, they tell each other which. Call it while nothing is announced that was not
-        compared.
+        A rank that has all names knows the answer, and sends nothing extra. A rank that lacks some announces that, and
+        waits for the others' announcements, which costs one more link delay. If another rank has all, it has already announced its next
+        operations. If all ranks lack some, but not the same ones, they exchange lists. Do not call it while an announcement is
+        unsettled.
         """
-        if self.size == 1 or len(own) == len(names):
-            return set(own)
-        text, self._undecided = "\n".join(own), 1
+        if self.size == 1 or len(present) == len(names):
+            return set(present)
+        text, self._undecided = "\n".join(present), 1
         with self.named("comparison"):
             announced = self._announcing().send(Announcement((step, reduced, UNDECIDED, digest(text)), list))
             rows = self._announcing().heard(announced)
@@ -293,9 +293,9 @@ class GroupComm:
                 self._heard = rows
                 return set(names)
             if any(row[:2] != rows[0][:2] for row in rows) or all(row == rows[0] for row in rows):
-                return set(own)  # ranks at different steps notice it by what they announce next
+                return set(present)  # the next announcement detects ranks at different steps
             texts = self._announcing().exchange_texts(text)
-        return {each for other in texts for each in other.split("\n")} & set(names)
+        return {name for other in texts for name in other.split("\n")} & set(names)
 
     def _announcing(self) -> Announcements:
         group = self.open()
@@ -303,11 +303,11 @@ class GroupComm:
         return self._announcements
 
     def collective(self, x: Tensor) -> bool:
-        """Return whether `x` travels by collectives of a backend for its device, such as NCCL; otherwise by gloo's messages."""
+        """Return whether `x` travels by collectives of its device's backend, such as NCCL, and not by gloo's messages."""
         return x.device.type != "cpu" and self.open()._get_backend(x.device).name() != "gloo"
 
     def channels(self) -> Channels:
-        """Return the channels of the group, which lanes use."""
+        """Return the channels of the group, which its lanes share."""
         group = self.open()
         if self._channels is None:
             self._channels = Channels(group)
@@ -326,7 +326,7 @@ class GroupComm:
         return self._lane.all_reduce(x)
 
     def open(self) -> dist.ProcessGroup:
-        """Return the group. Raises RuntimeError in a fork, and where it was closed or destroyed."""
+        """Return the group. Raises RuntimeError in a fork, and if it was closed or destroyed."""
         self.origin.check()
         if self.group is None:
             raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use reconnect()")
@@ -335,8 +335,8 @@ class GroupComm:
 
     @contextmanager
     def named(self, name: str, doing: str = "with all ranks") -> Iterator[None]:
-        """Turn what fails inside into an error that says what was done with which ranks."""
-        self.origin.check()  # not inside: what fails there aborts the group
+        """Turn a failure inside into an error that names the operation and its ranks."""
+        self.origin.check()  # not inside, where a failure aborts the group
         try:
             yield
         except (RanksDifferError, ConnectionLostError):
@@ -344,13 +344,13 @@ class GroupComm:
         except RuntimeError as error:
             group = self.group  # another thread may close this communicator
             if self._base is not None and group is not None:
-                # Now, and not once nothing refers to the group: this error's traceback does, while others wait for this rank.
+                # Abort now, because other ranks wait while this error's traceback refers to the group.
                 abort(group)
             raise ConnectionLostError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}") from error
 
 
 def _reports(meeting: Meeting, name: str, cause: str, wait_s: float) -> str:
-    """Tell the other ranks of the group called `name` why it failed here, and return what they tell within `wait_s` seconds."""
+    """Tell the other ranks of the group `name` why it failed here, and format their reports within `wait_s` seconds."""
     try:
         reports = meeting.report(name, cause, wait_s)
     except StoreSilentError as error:
@@ -372,10 +372,10 @@ def _store_of(group: dist.ProcessGroup) -> Any:  # Any: torch's stubs have sever
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    found = group if group is not None else dist.group.WORLD
-    assert found is not None
-    _check_not_destroyed(found)
-    return found
+    existing = group if group is not None else dist.group.WORLD
+    assert existing is not None
+    _check_not_destroyed(existing)
+    return existing
 
 
 def _check_not_destroyed(group: dist.ProcessGroup) -> None:
@@ -387,5 +387,5 @@ def _check_not_destroyed(group: dist.ProcessGroup) -> None:
 
 
 def _is_destroyed(group: dist.ProcessGroup) -> bool:
-    # HACK: torch has no public function for this. Price: a table that torch may change; tests/test_ranks_differ.py destroys groups.
+    # HACK: torch has no public function for this. Price: a table that torch may change; tests/test_ranks_differ.py covers it.
     return group not in c10d._world.pg_map

@@ -1,13 +1,13 @@
-"""The exchanges of one bucket over a group: the operations of a communicator, in one of three ways.
+"""The exchanges of one bucket over a group: a communicator's operations, in one of three ways.
 
-CPU tensors travel over gloo on channels, whose receives are posted a step ahead.
+CPU tensors travel over gloo on channels, whose receives are posted ahead.
 
-CUDA tensors travel by one NCCL collective for each exchange, enqueued on the current stream: the host does not wait for the device.
-Before it enqueues anything, it waits for what the other ranks announce over gloo. There a rank that is missing or at another step is
-noticed within the timeout and named, and no device waits for it.
+CUDA tensors travel by one NCCL collective per exchange, enqueued on the current stream: the host does not wait for the device.
+Before it enqueues anything, it waits for the other ranks' announcements over gloo. So a rank that is missing or at another step is
+detected within the timeout and named, and no device waits for it.
 
-Gloo sends no CUDA tensors between two ranks. If it is the backend for CUDA, such tensors travel as copies in host memory, on the same
-channels: the same bits and bytes as on the CPU. All parts of an exchange are copied at once, each way.
+Gloo does not send CUDA tensors between two ranks. If it is the backend for CUDA, such tensors travel as copies in host memory, on the same
+channels, with the same bits and bytes as on the CPU. All parts of an exchange are copied at once.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ from sparsync.core import Span, spans, sum_in_rank_order
 if TYPE_CHECKING:
     from sparsync.comm.group import GroupComm
 
-PIECE_NBYTES = 2**18  # of an all-reduce in pieces
+PIECE_NBYTES = 2**18  # bytes of a piece in a long all-reduce
 _PIECES = 2**29  # plus the bucket's number: the tag of pieces, whose receives are posted when the all-reduce begins
 
 
 class Lane:
-    """The operations of a communicator over `comm`, for one bucket, or for calls that were not announced.
+    """A communicator over `comm` for one bucket, or for calls that were not announced.
 
-    Each message between two ranks for the bucket with this `number` has a channel, and the same one in the next step. `number` None:
-    nothing is posted ahead. Several lanes of a group may be in use at once, each by one thread. `waits` is entered around each wait.
+    Every message between two ranks for the bucket with this `number` has a channel, the same in every step. `number` None:
+    nothing is posted ahead. Several threads may use different lanes of a group at once. `waits` is entered around every wait.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class Lane:
         made: int = 0,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.announcements = made  # how many this rank has made
+        self.announcements = made  # the number that this rank has made
         self._comm, self._number, self._announced, self._waits = comm, number, announced, waits
-        # The places of the next messages to each rank, and from it. Two ranks agree on the places between them, even if one sends fewer
-        # messages to others by `send_recv`. All other operations take a place for each rank, as all ranks call them.
+        # The places of the next messages, by rank. Two ranks agree on the places between them, even if one sends fewer
+        # messages to others by `send_recv`. All other operations take a place for every rank, as all ranks call them.
         self._sent, self._arrived = [0] * self.size, [0] * self.size
-        # Every rank sends to the next one, then to the one after it.
+        # Every rank sends to the next rank first, then to the one after that.
         self._sources = [(self.rank - i) % self.size for i in range(1, self.size)]
         self._targets = [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def settle(self) -> None:
-        """Wait for what other ranks announced of this bucket, if that was not yet done. Raises RanksDifferError where it differs."""
+        """Wait for the other ranks' announcements of this bucket, once. Raises RanksDifferError if they differ."""
         announced, self._announced = self._announced, None
         if announced is not None:
             self._comm.settle(announced, self._waits)
@@ -105,7 +105,7 @@ class Lane:
         return self._exchange("all_to_all", parts, counts)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum chunk r of all ranks on rank r, in rank order, and gather the sums: as many bytes as a ring sends, in two exchanges."""
+        """Sum chunk r of all ranks on rank r, in rank order, and gather the sums: two exchanges with as many bytes as a ring."""
         if self._is_staged(x):
             return _to_device([self.all_reduce(_to_host([x])[0])], x)[0]
         if self.size == 1 or not x.numel():
@@ -126,29 +126,29 @@ class Lane:
             return total
 
     def _is_staged(self, x: Tensor) -> bool:
-        """Return whether `x` travels as a copy in host memory. To make the copy is a host sync."""
+        """Return whether `x` travels as a copy in host memory, which takes a host sync."""
         return self.size > 1 and x.device.type != "cpu" and not self._comm.collective(x)
 
-    def _returned(self, arrived: list[Tensor], own: Tensor) -> list[Tensor]:
-        """Return what arrived in host memory on the device of `own`, which has not travelled."""
-        returned = _to_device([part[:0] if rank == self.rank else part for rank, part in enumerate(arrived)], own)
-        returned[self.rank] = own
+    def _returned(self, arrived: list[Tensor], local: Tensor) -> list[Tensor]:
+        """Copy tensors that arrived in host memory to the device of `local`, this rank's part, which has not travelled."""
+        returned = _to_device([part[:0] if rank == self.rank else part for rank, part in enumerate(arrived)], local)
+        returned[self.rank] = local
         return returned
 
     def _exchange(self, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None) -> list[Tensor]:
-        """Send `parts[r]` to rank r, and return what each rank sent here."""
+        """Send `parts[r]` to rank r, and return the received parts in rank order."""
         with self._comm.named(name):
             if not self._comm.collective(parts[0]):
                 return self._moved(parts, counts)
             if counts is None:
                 lengths = torch.tensor([part.numel() for part in parts]).split(1)
-                counts = [int(each) for each in self._moved(lengths, [1] * self.size)]
+                counts = [int(length) for length in self._moved(lengths, [1] * self.size)]
             return self._collected(name, parts, counts)
 
     def _moved(
         self, parts: Sequence[Tensor], counts: Sequence[int] | None, into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Send `parts[r]` to rank r, and return what each rank sent here. Without `counts`, each message brings its length."""
+        """Exchange as `_exchange` does, over channels. Without `counts`, every message has a length prefix."""
         dtype, sized, received = parts[0].dtype, counts is None, [parts[self.rank]] * self.size
         incoming, outgoing = list[Incoming](), list[Outgoing]()
         for source in self._sources:
@@ -162,24 +162,24 @@ class Lane:
             tag = self._tag(self._sent, to, sized)
             if sized or parts[to].numel():
                 outgoing.append(Outgoing(to, tag, parts[to].view(torch.uint8), sized))
-        for each, arrived in zip(incoming, self._through_channels(incoming, outgoing), strict=True):
+        for message, arrived in zip(incoming, self._through_channels(incoming, outgoing), strict=True):
             aligned = arrived.clone() if sized and arrived.storage_offset() % dtype.itemsize else arrived
-            received[each.source] = aligned.view(dtype)
+            received[message.source] = aligned.view(dtype)
         return received
 
     def _collected(self, name: str, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """Send `parts[r]` to rank r by one collective, and return what each rank sent here: views of one buffer.
+        """Exchange as `_exchange` does, by one collective; the received parts are views of one buffer.
 
-        Parts that follow each other in memory are not copied first. All-gathers of nearly equal lengths are padded.
+        Parts that are adjacent in memory are not copied first. All-gathers of nearly equal lengths are padded.
         """
         self.settle()
         x, group, longest, itemsize = parts[0], self._comm.open(), max(counts), parts[0].element_size()
         if name == "all_gather" and self.size * longest <= 2 * sum(counts):
-            received, own = x.new_empty(self.size * longest), x.view(torch.uint8)
+            received, sent = x.new_empty(self.size * longest), x.view(torch.uint8)
             if x.numel() < longest:
-                own = pad(own, (0, (longest - x.numel()) * itemsize))
+                sent = pad(sent, (0, (longest - x.numel()) * itemsize))
             if longest:
-                all_gather_single(received.view(torch.uint8), own, group)
+                all_gather_single(received.view(torch.uint8), sent, group)
             return [row[:count] for row, count in zip(received.view(self.size, longest), counts, strict=True)]
         received = x.new_empty(sum(counts))
         arriving, leaving = [count * itemsize for count in counts], [part.nbytes for part in parts]
@@ -187,16 +187,16 @@ class Lane:
         return list(received.split(list(counts)))
 
     def _summed_in_pieces(self, x: Tensor) -> Tensor:
-        """Do what `all_reduce` does, in pieces: while one is added up, the next ones travel, and the link is never idle."""
+        """Reduce as `all_reduce` does, in pieces: while one is added up, the next ones travel, so that the link is never idle."""
         channels, tag, total = self._comm.channels(), _PIECES + (self._number or 0), torch.empty_like(x)
         chunks = spans(x.numel(), self.size)
         count = -(-len(chunks[0]) * x.element_size() // PIECE_NBYTES)  # pieces in a chunk
         pieces = [
-            [Span(chunk.start + each.start, chunk.start + each.stop) for each in spans(len(chunk), count)]
+            [Span(chunk.start + piece.start, chunk.start + piece.stop) for piece in spans(len(chunk), count)]
             for chunk in chunks
         ]
-        own = chunks[self.rank]
-        arrived = {source: x.new_empty(len(own)) for source in self._sources}
+        owned = chunks[self.rank]
+        arrived = {source: x.new_empty(len(owned)) for source in self._sources}
 
         def receive(into: Tensor, source: int) -> tuple[dist.Work, int]:
             return channels.receive(into.view(torch.uint8), source, tag), source
@@ -204,7 +204,7 @@ class Lane:
         def send(part: Tensor, to: int) -> tuple[dist.Work, int]:
             return channels.send(part.view(torch.uint8), to, tag), to
 
-        inside = [slice(each.start - own.start, each.stop - own.start) for each in pieces[self.rank]]
+        inside = [slice(piece.start - owned.start, piece.stop - owned.start) for piece in pieces[self.rank]]
         adding = [[receive(arrived[source][place], source) for source in self._sources] for place in inside]
         gathering = [
             receive(pieces[source][number].of(total), source) for number in range(count) for source in self._sources
@@ -226,7 +226,7 @@ class Lane:
                 wait_for(work, f"rank {other}")
 
     def _tag(self, places: list[int], rank: int, sized: bool = False) -> int | None:
-        """Return the tag of the next message to or from a rank; None where nothing is posted ahead."""
+        """Take the tag of the next message to or from a rank; None if nothing is posted ahead."""
         place, places[rank] = places[rank], places[rank] + 1
         return None if self._number is None else channel(self._number, place, sized)
 
@@ -235,7 +235,7 @@ class Lane:
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of all parts, one after the other: a view if they follow each other in memory."""
+    """Concatenate the bytes of all parts: a view if they are adjacent in memory."""
     filled = [part.view(torch.uint8) for part in parts if part.numel()]
     if not filled:
         return parts[0].new_empty(0, dtype=torch.uint8)
@@ -247,12 +247,12 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _on_host(nbytes: int) -> Tensor:
-    """Return host memory that a GPU copies from and to without an intermediate copy."""
+    """Allocate host memory that a GPU reads and writes without an intermediate copy."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of all parts in host memory, made by one copy, and wait for it."""
+    """Copy all parts to host memory in one copy, and wait for it."""
     flat = _flat(parts)
     copied = _on_host(flat.numel())
     copied.copy_(flat, non_blocking=True)
@@ -262,7 +262,7 @@ def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _to_device(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Return copies of all parts on the device of `like`, made by one copy on the current stream."""
+    """Copy all parts to the device of `like` in one copy on the current stream."""
     lengths = [part.nbytes for part in parts]
     flat = torch.cat([part.view(torch.uint8) for part in parts], out=_on_host(sum(lengths)))
     copied = flat.to(like.device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""P ranks in one process: one runs at a time, in a fixed order, and a deadlock is an error that says which rank waits for which.
+"""P ranks in one process, which run one at a time in a fixed order. A deadlock is an error that says which rank waits for which.
 
-Each rank is a thread that runs until it must wait; then the next rank that can continue runs. The order depends on nothing but the calls
-of the ranks, so the same program gives the same bits each time. For tests with 1 to 64 ranks, and studies with 256 to 1024.
+A rank is a thread that runs until it must wait; then the next rank that can continue runs. The order depends only on the calls
+of the ranks, so a program always gives the same bits. For tests with 1 to 64 ranks, and studies with 256 to 1024.
 """
 
 import threading
@@ -19,11 +19,11 @@ MOST_RANKS = 4096
 
 
 class DeadlockError(RuntimeError):
-    """Every rank that has not returned waits, and none can continue."""
+    """All ranks that have not returned are waiting, and none can continue."""
 
 
 class _Stopped(BaseException):
-    """Ends a rank's thread after another rank failed; a BaseException, so that no `except Exception` in a scheme catches it."""
+    """Ends a rank's thread after another rank failed. It is a BaseException, so that `except Exception` in a scheme does not catch it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LocalWorld:
                 results[rank] = fn(LocalComm(rank, scheduler))
             except _Stopped:
                 pass
-            except BaseException as error:  # carried over to the caller's thread, whatever it is
+            except BaseException as error:  # passed to the caller's thread, whatever it is
                 add_note(error, f"(on rank {rank} of {self.size})")
                 scheduler.fail(error)
             finally:
@@ -137,7 +137,7 @@ class _Waiting:
 
 
 class _Scheduler:
-    """Which rank runs, which rank waits for what, and messages sent but not received. Only the thread that runs uses it."""
+    """The running rank, the waiting ranks, and the messages in transit. Only the running thread uses it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -150,7 +150,7 @@ class _Scheduler:
         self._waiting: dict[int, _Waiting] = {}
         self._finished: set[int] = set()
         self._rendezvous: dict[int, _Rendezvous] = {}
-        self._collectives = [0] * size  # how many each rank has called
+        self._collectives = [0] * size  # calls so far, by rank
 
     def begin(self) -> None:
         self._go[0].release()
@@ -178,7 +178,7 @@ class _Scheduler:
             raise _Stopped
 
     def rendezvous(self, rank: int, name: str, deposit: object) -> _Rendezvous:
-        """Wait for all ranks at this rank's next collective, and return it with the deposits of all."""
+        """Wait for all ranks at this rank's next collective, and return it with all deposits."""
         number = self._collectives[rank]
         self._collectives[rank] += 1
         entry = self._rendezvous.setdefault(number, _Rendezvous(name))
@@ -205,7 +205,7 @@ class _Scheduler:
             self.error = error
 
     def finish(self, rank: int) -> None:
-        """Let the next rank run after this one has returned; after an error, let all that wait end, one after the other."""
+        """Let the next rank run after this one has returned; after an error, let all waiting ranks end, one by one."""
         self._finished.add(rank)
         following = self._next(rank)
         if following is None and len(self._finished) < self.size:
@@ -249,7 +249,7 @@ def _check_peer(rank: int, size: int) -> None:
 
 
 def _check_arrived(rank: int, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None) -> None:
-    """Raise RuntimeError if a tensor does not have the length that this rank expects, or the type of its own tensor."""
+    """Raise RuntimeError if a tensor does not have the expected length, or the type of this rank's tensor."""
     if counts is not None and len(counts) != len(parts):
         raise ValueError(f"counts of {name} must have one length for each of {len(parts)} ranks, got {list(counts)}")
     for source, part in enumerate(parts):

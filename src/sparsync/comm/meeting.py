@@ -1,4 +1,4 @@
-"""How ranks meet on a store: before they connect, again after each failure, and to tell each other why they failed."""
+"""Meetings of ranks on a store: before they connect, after every failure, and to tell each other why they failed."""
 
 import json
 import threading
@@ -16,15 +16,15 @@ from sparsync.core import digest
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 Result = TypeVar("Result")
 
-POLL_S = 0.02  # between two looks at the other ranks' notes, at first
+POLL_S = 0.02  # the first interval between reads of the other ranks' notes
 SLOWEST_POLL_S = 0.2
-LINGER_S = 2.0  # how long ranks that differ wait for each other to find out
-STAY_S = 0.5  # how long rank 0 waits for the other ranks to have read the reports of a failure
-GRACE_S = 1.0  # how much longer than its timeout a call of the store may take before the store counts as silent
+LINGER_S = 2.0  # how long ranks that differ wait until all have noticed
+STAY_S = 0.5  # how long rank 0 waits until the other ranks have read the reports of a failure
+GRACE_S = 1.0  # how much longer than its timeout a store call may take before the store counts as silent
 
 
 class RanksMissingError(RuntimeError):
-    """Not all ranks of a group came to connect, or they cannot reach each other."""
+    """Some ranks of a group did not connect, or cannot reach each other."""
 
 
 class StoreSilentError(RuntimeError):
@@ -32,7 +32,7 @@ class StoreSilentError(RuntimeError):
 
 
 def asked(seconds: float, call: Callable[[], Result], doing: str) -> Result:
-    """Return `call()`, which asks a store. Raises StoreSilentError if it takes longer than `seconds`, or the store is gone."""
+    """Run `call`, which uses a store. Raises StoreSilentError if it takes longer than `seconds`, or the store is gone."""
     try:
         return within(seconds, call, doing)
     except StoreSilentError:
@@ -44,16 +44,16 @@ def asked(seconds: float, call: Callable[[], Result], doing: str) -> Result:
 
 
 def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
-    """Return `call()`, made on a separate thread. Raises StoreSilentError if it takes longer than `seconds`.
+    """Run `call` on a separate thread. Raises StoreSilentError if it takes longer than `seconds`.
 
-    A TCPStore waits forever for a server that neither answers nor closes the connection, whatever timeout it was given.
+    A TCPStore ignores its timeout if the server neither answers nor closes the connection.
     """
-    found: list[Result] = []
+    returned: list[Result] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            returned.append(call())
         except BaseException as error:  # raised again by the caller's thread
             failed.append(error)
 
@@ -62,19 +62,19 @@ def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
     thread.join(seconds)
     if failed:
         raise failed.pop()
-    if not found:
+    if not returned:
         raise StoreSilentError(
             f"{doing}: the store of the process group has not answered for {seconds:g} s; the process that hosts it, rank 0 or an agent "
             "such as torchrun's, hangs or cannot be reached"
         )
-    return found.pop()
+    return returned.pop()
 
 
 @dataclass(frozen=True)
 class _Note:
-    """What one rank has written: the meeting it has come to, how that went, and a digest of what must be the same on all ranks.
+    """One rank's entry in the store: the number of its meeting, its status there, and the digest of its fingerprint.
 
-    A rank "waits" for the others until all are there. Then it has "met" them; or it has "left", because its time was over.
+    A rank "waits" until all ranks are there. Then it has "met" them, or it has "left" after its timeout.
     """
 
     round: int
@@ -88,27 +88,27 @@ class _Note:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The meetings of `size` ranks under one name on a store. Each rank writes its note and reads the others'.
+    """The meetings of `size` ranks under one name on a store. Every rank writes its note and reads the others'.
 
-    Ranks come to a meeting at different times, and may have tried a different number of times before. So a rank joins the newest meeting
-    at which somebody waits, or opens the next one, and moves on when others are ahead.
+    Ranks arrive at different times, and may have tried different numbers of times before. So a rank joins the newest meeting
+    at which another rank waits, or opens the next one, and moves on when others are ahead.
     """
 
     store: Store
-    name: str  # the same on all ranks; no other meetings have it
+    name: str  # the same on all ranks, and unique
     rank: int
     size: int
 
     def meet(self, fingerprint: str, timeout_s: float, fix: str = "") -> str:
-        """Wait until all ranks are here, and return a name that no meeting has returned before, the same on all ranks.
+        """Wait until all ranks are here, and return a new name, the same on all ranks.
 
-        Raises RuntimeError within `timeout_s` seconds and a little. It names the ranks that did not come, or the lines in which another
-        rank's fingerprint differs; `fix` says what to do then.
+        Raises RuntimeError after about `timeout_s` seconds, naming the ranks that did not come, or if another rank's fingerprint
+        differs, naming the lines that differ and the `fix`.
         """
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} waits for the other ranks"
         number, notes, differing = asked(timeout_s + GRACE_S, lambda: self._meet(fingerprint, deadline), doing)
-        # A rank that has left again did come, and waited without success as this one has.
+        # A rank that has left did come, and waited without success as this one has.
         missing = [str(other) for other, note in enumerate(notes) if note is None or note.round != number]
         if missing or not _all_at(notes, number):
             absent = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "all ranks at once"
@@ -125,51 +125,51 @@ class Meeting:
         return f"{self.name}/{number}"
 
     def _meet(self, fingerprint: str, deadline: float) -> tuple[int, list[_Note | None], str]:
-        """Return the number of a meeting, the notes of all ranks, and the difference to another rank's fingerprint as text.
+        """Meet, and return the number of the meeting, the notes of all ranks, and a text on fingerprints that differ.
 
         The notes of ranks that did not come have another number, or are None.
         """
-        own = digest(fingerprint)
-        self.store.set(self._text_key(own), fingerprint)
+        key = digest(fingerprint)
+        self.store.set(self._text_key(key), fingerprint)
         number, pause = self._first(self._notes()), POLL_S
-        self._write(_Note(number, "waits", own))
+        self._write(_Note(number, "waits", key))
         while True:
             notes = self._notes()
             newest = max(note.round for note in notes if note is not None)
             if newest > number:
                 if (met := self._all_met(number)) is None:
-                    number = newest  # the earlier meeting was not complete without this rank
-                    self._write(_Note(number, "waits", own))
+                    number = newest  # the earlier meeting never became complete
+                    self._write(_Note(number, "waits", key))
                     continue
                 notes = met
             if _all_at(notes, number):
-                # Before the note that this rank has met: ranks that leave with an error wait for that note.
+                # Before the note "met", for which ranks wait before they leave with an error.
                 digests = [note.digest for note in notes if note is not None]
                 differing = self._differing(fingerprint, digests)
                 self.store.set(self._complete_key(number), json.dumps(digests))
-                self._write(_Note(number, "met", own))
+                self._write(_Note(number, "met", key))
                 return number, notes, differing
             if time.monotonic() >= deadline:
-                self._write(_Note(number, "left", own))
+                self._write(_Note(number, "left", key))
                 return number, notes, ""
             time.sleep(pause)
             pause = min(1.5 * pause, SLOWEST_POLL_S)
 
     def _first(self, notes: Sequence[_Note | None]) -> int:
-        """Return the meeting to come to: the newest one if another rank waits there and this one has not met the others there."""
+        """Choose the meeting to join: the newest if another rank waits there and this one has not met the others there, else the next."""
         newest = max((note.round for note in notes if note is not None), default=0)
         at_newest = {rank: note.status for rank, note in enumerate(notes) if note is not None and note.round == newest}
         before = at_newest.pop(self.rank, None)
         return newest if "waits" in at_newest.values() and before != "met" else newest + 1
 
     def _all_met(self, number: int) -> list[_Note | None] | None:
-        """Return the notes of a meeting that quicker ranks have left for the next one; None if not all had met there."""
+        """Return the notes of a complete meeting that faster ranks have left for the next one; None if it is not complete."""
         if not self.store.check([self._complete_key(number)]):
             return None
-        return [_Note(number, "met", each) for each in json.loads(self.store.get(self._complete_key(number)))]
+        return [_Note(number, "met", key) for key in json.loads(self.store.get(self._complete_key(number)))]
 
     def _differing(self, fingerprint: str, digests: Sequence[int]) -> str:
-        """Return how the first rank with another fingerprint differs from this one; "" if there is none."""
+        """Describe how the first rank with another fingerprint differs from this one; "" if there is none."""
         for other, theirs in enumerate(digests):
             if theirs != digests[self.rank]:
                 text = self.store.get(self._text_key(theirs)).decode()
@@ -177,14 +177,14 @@ class Meeting:
         return ""
 
     def wait_for_all(self, point: str, timeout_s: float) -> None:
-        """Return when all ranks have come to `point`, a name that is new to the store, or after `timeout_s` seconds."""
+        """Wait until all ranks have come to `point`, a name that is new to the store, at most `timeout_s` seconds."""
         everybody, deadline = f"{point}/all", time.monotonic() + timeout_s
 
         def wait() -> None:
             if self.store.add(point, 1) == self.size:
                 self.store.set(everybody, "")
             pause = POLL_S / 4
-            # Not `store.wait`, which other calls of this process would wait for.
+            # Not `store.wait`, which would block other calls of this process.
             while not self.store.check([everybody]) and time.monotonic() < deadline:
                 time.sleep(pause)
                 pause = min(1.5 * pause, SLOWEST_POLL_S)
@@ -193,9 +193,9 @@ class Meeting:
             asked(timeout_s + GRACE_S, wait, "")
 
     def report(self, of: str, cause: str, timeout_s: float) -> list[str | None]:
-        """Tell the other ranks why this one failed after the meeting `of`, and return what each rank reports within `timeout_s` seconds.
+        """Tell the other ranks why this one failed after the meeting `of`. Return all ranks' reports within `timeout_s` seconds.
 
-        None stands for a rank that reported nothing. Raises StoreSilentError.
+        The report of a rank that did not answer is None. Raises StoreSilentError.
         """
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} reports a failure"
@@ -207,13 +207,13 @@ class Meeting:
         while not self.store.check(keys) and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(pause, left))
             pause = min(1.5 * pause, SLOWEST_POLL_S)
-        found = [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
-        with suppress(RuntimeError):  # the reports matter more than that the store is gone by now
-            self._stay_until_read(f"{prefix}/read", sum(each is not None for each in found))
-        return found
+        reports = [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
+        with suppress(RuntimeError):  # the store may be gone by now; the reports matter more
+            self._stay_until_read(f"{prefix}/read", sum(text is not None for text in reports))
+        return reports
 
     def _stay_until_read(self, key: str, reporting: int) -> None:
-        """Wait on rank 0, whose process may host the store and end with its error, until all ranks that reported have read."""
+        """Make rank 0, whose process may host the store, wait until all ranks that reported have read the reports."""
         read, deadline = self.store.add(key, 1), time.monotonic() + STAY_S
         while self.rank == 0 and read < reporting and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -1,7 +1,7 @@
-"""The cost of each operation of a communicator: in closed form, and counted by a wrapper.
+"""The costs of a communicator's operations in closed form, and a wrapper that counts them.
 
-NCCL's all_reduce may use another algorithm than the one counted here: it sends as many bytes per rank, in other numbers of messages and
-steps. Only the network interface counts what really left the machine.
+NCCL's all_reduce may use another algorithm than the one counted here: it sends as many bytes per rank, but other numbers of messages and
+steps. Only the network interface counts the bytes that really left the machine.
 """
 
 import time
@@ -15,12 +15,12 @@ from sparsync.core import Comm, Cost
 
 
 def send_cost(nbytes: int) -> Cost:
-    """Return the cost of one message, or of none if there is nothing to send."""
+    """Compute the cost of one message, which is not sent if it is empty."""
     return Cost(steps=1, messages=1 if nbytes else 0, nbytes=nbytes)
 
 
 def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
-    """Return the cost of one message of `nbytes` to each other rank, all at once."""
+    """Compute the cost of one message of `nbytes` to every other rank, all at once."""
     if P == 1:
         return Cost()
     if not counts_known:
@@ -29,9 +29,9 @@ def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
 
 
 def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
-    """Return the cost of one message to each other rank, all at once; `nbytes[r]` go to rank r.
+    """Compute the cost of one message to every other rank, all at once; `nbytes[r]` go to rank r.
 
-    An empty message is not sent, unless its length is not known.
+    An empty message is sent only if its length is not known.
     """
     P = len(nbytes)
     if P == 1:
@@ -43,17 +43,17 @@ def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True)
 
 
 def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:
-    """Return the cost of sending each other rank its chunk, of P nearly equal ones, and the sum of this rank's chunk to all."""
+    """Compute the cost of sending P near-equal chunks to their owners, and the sum of this rank's chunk to all."""
     if P == 1:
         return Cost()
-    own = count // P + (rank < count % P)
-    messages = min(count, P) + (P - 2 if own else 0)  # to each other owner of anything, and to all others
-    return Cost(2, messages, element_nbytes * (count + (P - 2) * own))
+    owned = count // P + (rank < count % P)
+    messages = min(count, P) + (P - 2 if owned else 0)  # to other owners of any element, and to all others
+    return Cost(2, messages, element_nbytes * (count + (P - 2) * owned))
 
 
 @dataclass
 class MeteredComm:
-    """A communicator that passes every call on to `inner`, and counts what this rank sends and how long the calls take.
+    """A communicator that forwards every call to `inner`, counts this rank's traffic and times the calls.
 
     `sent` and `wait_s` grow until `take()` returns and clears them.
     """
@@ -71,7 +71,7 @@ class MeteredComm:
         return self.inner.size
 
     def take(self) -> tuple[Cost, float]:
-        """Return what was sent since the last call and the seconds spent inside the communicator, and set both to zero."""
+        """Return the traffic and the seconds inside the communicator since the last call, and reset both."""
         taken = self.sent, self.wait_s
         self.sent, self.wait_s = Cost(), 0.0
         return taken

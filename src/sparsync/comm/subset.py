@@ -1,6 +1,6 @@
-"""A communicator over some ranks of another one, made of point-to-point messages alone.
+"""A communicator over a subset of another one's ranks, which uses only point-to-point messages.
 
-No process group is created, so a scheme can divide its ranks into nodes although other ranks take no part.
+It creates no process group, so a scheme can divide its ranks into nodes without other ranks taking part.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class SubsetComm:
             counts = self._exchange_counts([part.numel() for part in parts], parts[0].device)
         received = [torch.empty(0)] * self.size
         received[self.rank] = parts[self.rank]
-        # In round i every rank sends to the one i places on, so that no rank receives from two at once.
+        # In round i every rank sends to the rank i places on, so that no rank receives from two at once.
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             received[source] = parts[0].new_empty(counts[source])
@@ -46,7 +46,7 @@ class SubsetComm:
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum in rank order. Meant for a few numbers. Bytes sent per rank: (P-1) * nbytes(x)."""
+        """Sum in rank order, for a few numbers. Bytes sent per rank: (P-1) * nbytes(x)."""
         return sum_in_rank_order(self.all_gather(x, [x.numel()] * self.size))
 
     def _exchange_counts(self, outgoing: list[int], device: torch.device) -> list[int]:
