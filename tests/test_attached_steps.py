@@ -155,7 +155,7 @@ def refused() -> None:
     with case("closed, and not detached"):
         training = Training(wrapped=True)
         training.handle.close()
-        with pytest.raises(RuntimeError, match=r"this handle was closed.*call detach\(\) instead"):
+        with pytest.raises(RuntimeError, match=r"this handle is closed.*call detach\(\) instead"):
             training.model(batch(0, 0)[0]).sum().backward()
     with case("a parameter that DDP ignores"):
         bare = bare_model()

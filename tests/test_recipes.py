@@ -263,7 +263,7 @@ def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another(
         ]
         bits, exchange, saved, said, told = found["few"]
         assert (bits, exchange, saved, told) == (0.8, Steps(), "bits=0.8", [])
-        assert sum("with bits=0.8 each rank trains weights of its own" in each for each in said) == 1
+        assert sum("with bits=0.8 every rank trains its own weights" in each for each in said) == 1
         bits, exchange, saved, said, told = found["same scheme"]
         assert (bits, exchange, saved, told) == (None, Steps(), "", [])
         assert not any("bits per parameter" in each for each in said)

@@ -90,15 +90,15 @@ def attach(
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
         >>> handle = sparsync.attach(model, optimizer=optimizer)
     """
-    found = examine(model, scheme, bits, optimizer, exchange, group, options)
-    warn_or_raise(found.findings)
-    handle = _attached(found, optimizer, group, scaler)
-    choice = found.choice
+    examined = examine(model, scheme, bits, optimizer, exchange, group, options)
+    warn_or_raise(examined.findings)
+    handle = _attached(examined, optimizer, group, scaler)
+    choice = examined.choice
     if choice.recipe is not None:
         handle.recipe = choice.recipe
-        _tell(choice, found.ranks)
+        _tell(choice, examined.ranks)
     if choice.candidates:
-        assert isinstance(handle, AdamWSteps)  # as `choose` has checked
+        assert isinstance(handle, AdamWSteps)  # checked by `choose`
         handle.choose_bits(choice.candidates, method_of)
     return handle
 
@@ -106,10 +106,10 @@ def attach(
 def _attached(
     found: Examined, optimizer: Optimizers | None, group: dist.ProcessGroup | None, scaler: GradScaler | None
 ) -> Attached:
-    """Return the handle of the integration for these models."""
+    """Make the handle of the integration for these models."""
     scheme, exchange, model, options = found.choice.scheme, found.choice.exchange, found.models[0], found.options
     if not isinstance(exchange, Gradients):
-        assert optimizer is not None  # as `choose` has checked
+        assert optimizer is not None  # checked by `choose`
         if options.check_weights_every is not None:
             exchange = replace(exchange, check_weights_every=options.check_weights_every)
         return attach_steps(found.models, found.called, scheme, optimizer, exchange, group, scaler, options)
@@ -133,7 +133,7 @@ def _tell(choice: Choice, ranks: int) -> None:
     )  # fmt: skip
     if isinstance(choice.exchange, Steps) and choice.exchange.keep_for(choice.scheme):
         _LOG.info(
-            "with %s each rank trains weights of its own, which differ a little from the common ones: see the page 'Own weights'; "
+            "with %s every rank trains its own weights, which differ slightly from the common ones: see the page 'Own weights'; "
             "evaluate and average weights inside `with handle.averaged():`, or attach with bits=4.6",
             recipe.name,
         )

@@ -1,15 +1,14 @@
-"""Checkpoints of residuals: a file for each rank, entries of a torch.distributed.checkpoint, or one list of all ranks' states.
+"""Checkpoints of residuals: a file per rank, entries of a torch.distributed.checkpoint, or one list of all ranks' states.
 
-Any number of ranks can continue from any of them. Ranks have different states under the same parameter names, of which
-torch.distributed.checkpoint silently saves only one, so every rank's state has a different name here.
+Any number of ranks can continue from any of them. Ranks have different states under the same parameter names, and
+torch.distributed.checkpoint silently saves only one of these, so every rank's state has a different name here.
 
 The rule for folders. A state's name gives model, step, rank and number of ranks: "sparsync-NAME.step100.rank0of4.pt". A checkpoint
-is the states of all ranks at one step; it is complete if none is missing. `load` takes the complete one of the highest step; of two at one
-step, the one with the present number of ranks. `save` writes this rank's file, whole or not at all; each rank that finds the new checkpoint
-complete removes all states of earlier steps, and those of the same step from another number of ranks. So there is always a complete one,
-even if ranks or machines die while they save. A rank also removes its own files of steps after the one that it loads or saves: they belong
-to an attempt that ended. Nothing is sent between ranks; in the next step they find
-out if some have saved and others have not.
+is the states of all ranks at one step; it is complete if none is missing. `load` takes the complete checkpoint of the highest step, and
+prefers the present number of ranks. `save` writes this rank's file, whole or not at all; each rank that then finds the checkpoint complete
+removes all states of earlier steps, and states of the same step from another number of ranks. So there is always a complete checkpoint,
+even if ranks or machines die while they save. A rank also removes its files of steps after the one that it loads or saves: they belong
+to an attempt that ended. Nothing is sent between ranks; the next step raises if some have saved and others have not.
 """
 
 import re
@@ -40,7 +39,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of one rank's state, and what its name says."""
+    """The place of one rank's state, and its parsed name."""
 
     name: re.Match[str]  # of _STEM
     read: Callable[[], dict[str, Any]]
@@ -54,20 +53,20 @@ Found = dict[tuple[int, int], dict[int, _Place]]  # by step and number of ranks,
 def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
     """Write this rank's state into `folder`, whole or not at all, and return the file. Call it on every rank, between two steps.
 
-    Older states are removed once those of all ranks are there. If only some ranks call it, all of them raise in the next step.
+    Older states are removed once the states of all ranks are there. If only some ranks call it, all of them raise in the next step.
 
     Args:
-        handle: what `attach` returned, or a GradientReducer.
+        handle: the handle from `attach`, or a GradientReducer.
         folder: a folder that all ranks see.
         name: of the model, if several models are saved in one folder: letters, digits, _ and -.
 
     Raises:
         ValueError: if the folder has a complete checkpoint of a later step, which this run has not loaded. Nothing is written.
-        OSError: for example if the disk is full. The files that were there stay.
+        OSError: for example if the disk is full. Existing files stay.
     """
     folder = Path(folder)
     slot, (rank, ranks) = _slot(handle.part, name), handle.place
-    handle.note_saved()  # also where writing fails
+    handle.note_saved()  # even if writing fails
     state = handle.state_dict()
     step = state["step"] + 1
     found = _found(_files(folder), slot)
@@ -84,7 +83,7 @@ def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
 
 
 def load(handle: Handle, folder: str | Path, name: str = "") -> int:
-    """Continue from what `save` wrote, or from a torch.distributed.checkpoint with `entries`.
+    """Continue from a checkpoint of `save`, or from a torch.distributed.checkpoint with `entries`.
 
     Call it on every rank, with the same folder, after all ranks have saved; a run that does both calls a barrier in between.
     With the same number of ranks, every rank gets its state back. With another number P, new rank r gets the residuals of old ranks r,
@@ -93,7 +92,7 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
     Nothing in a file is executed; `.metadata` of a torch.distributed.checkpoint is unpickled, as torch's own `load` does.
 
     Returns:
-        The number of steps that had been made. Compare it with the step of the model's checkpoint.
+        The number of steps taken so far. Compare it with the step of the model's checkpoint.
 
     Raises:
         ValueError: if no checkpoint in the folder is complete, and for states that are damaged or of another model, scheme or format; the
@@ -109,7 +108,7 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
         ]
         raise ValueError(
             f"{folder} has no state of {slot} for every rank ({'; '.join(missing) or 'none at all'}); save on every rank, into one folder, "
-            "and load with the name= that was saved with"
+            "and load with the name= that you saved with"
         )
     step, old = max(complete, key=lambda each: (each[0], each[1] == ranks, each[1]))
     places = [found[step, old][each] for each in range(old)]
@@ -120,27 +119,27 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
 
 
 def holds_states(folder: str | Path) -> bool:
-    """Return whether `folder` has states of any handle, complete or not."""
+    """Tell whether `folder` has states of any handle, complete or not."""
     folder = Path(folder)
     return bool(_files(folder) or _entries(folder))
 
 
 def entries(handle: Handle, name: str = "") -> dict[str, Tensor]:
-    """Return what to add to the state dict that torch.distributed.checkpoint saves: `dcp.save({"model": ..., **entries(handle)}, ...)`.
+    """Encode this rank's state for a torch.distributed.checkpoint: `dcp.save({"model": ..., **entries(handle)}, ...)`.
 
-    It is one tensor of bytes under this rank's name, which `load(handle, folder)` finds. `name` as in `save`.
+    Returns one tensor of bytes under this rank's name; `load(handle, folder)` finds it. `name` as in `save`.
     """
     state, (rank, ranks) = handle.state_dict(), handle.place
     return {_stem(_slot(handle.part, name), state["step"] + 1, rank, ranks): state_file.encoded(state)}
 
 
 def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]] | None:
-    """Return all ranks' states, in rank order, on the first rank of `group`, the handle's group; None on the others.
+    """Gather all ranks' states, in rank order, on the first rank of `group`, the handle's group; return None on the others.
 
-    Call it on every rank. For checkpoints in one file, which the first rank writes; it holds the residuals of all ranks in memory at once.
+    Call it on every rank. For checkpoints in one file, written by the first rank, which holds the residuals of all ranks in memory at once.
     """
     rank, ranks = handle.place
-    states: list[Any] | None = [None] * ranks if rank == 0 else None  # Any: a tensor, once it is there
+    states: list[Any] | None = [None] * ranks if rank == 0 else None  # Any: tensors, once received
     dist.gather_object(state_file.encoded(handle.state_dict()), states, group=group, group_dst=0)
     if states is None:
         return None
@@ -148,28 +147,28 @@ def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dic
 
 
 def restore(handle: Handle, states: Sequence[SavedState]) -> None:
-    """Continue from what `gathered` returned on the first rank; call it on every rank, with all states. See `load`."""
+    """Continue from the states that `gathered` returned on the first rank; call it on every rank, with all of them. See `load`."""
     if not states:
-        raise ValueError("there are no states to continue from; pass what sparsync.checkpoint.gathered returned")
+        raise ValueError("there are no states to continue from; pass the list from sparsync.checkpoint.gathered")
     (rank, ranks), count = handle.place, len(states)
     needed = [rank] if count == ranks else range(count)
     _restore(handle, {f"the state of rank {each}": states[each] for each in needed}, count)
 
 
 def _restore(handle: Handle, states: Mapping[str, SavedState], count: int) -> None:
-    """Load from the states of `count` ranks, by what they are called: of all, or of this rank alone if there are as many now."""
+    """Load from the states of `count` ranks, by name in messages: all of them, or this rank's if the number of ranks is the same."""
     where = ""
     try:
-        for where, state in states.items():  # noqa: B007  # errors name it
+        for where, state in states.items():  # noqa: B007  # the message names it
             check_fingerprint(state, handle.fingerprint())
-        found = list(states.values())
-        handle.load_state_dict(found[0] if count == handle.place[1] else handle.resized(found))
+        loaded = list(states.values())
+        handle.load_state_dict(loaded[0] if count == handle.place[1] else handle.resized(loaded))
     except ValueError as error:
         raise ValueError(f"{where} cannot be loaded: {error}") from error
 
 
 def _remove_replaced(found: Found, step: int, rank: int, ranks: int) -> None:
-    """Remove what the checkpoint of this step and number of ranks replaces, if it is complete."""
+    """Remove the states that the checkpoint of this step and number of ranks replaces, if it is complete."""
     _remove_later(found, step, rank)
     if len(found.get((step, ranks), ())) < ranks:
         return
@@ -179,14 +178,14 @@ def _remove_replaced(found: Found, step: int, rank: int, ranks: int) -> None:
 
 
 def _remove_later(found: Found, step: int, rank: int) -> None:
-    """Remove this rank's files of later steps, which an attempt that ended has left."""
+    """Remove this rank's files of later steps: an attempt that ended has left them."""
     _remove(places[rank] for (other, _), places in found.items() if other > step and rank in places)
 
 
 def _remove(places: Iterable[_Place]) -> None:
     for place in places:
         if place.file is not None:
-            place.file.unlink(missing_ok=True)  # another rank may remove the same ones now
+            place.file.unlink(missing_ok=True)  # another rank may have removed it
 
 
 def _found(places: Sequence[_Place], slot: str) -> Found:
@@ -204,7 +203,7 @@ def _files(folder: Path) -> list[_Place]:
 
 
 def _entries(folder: Path) -> list[_Place]:
-    """Return the states in a torch.distributed.checkpoint; none for another folder."""
+    """List the states in a torch.distributed.checkpoint; none for another folder."""
     if not (folder / ".metadata").exists():
         return []
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -217,12 +216,12 @@ def _entries(folder: Path) -> list[_Place]:
 
 
 def _read_entry(stem: str, size: torch.Size, folder: Path) -> dict[str, Any]:
-    found = {stem: torch.empty(size, dtype=torch.uint8)}
+    content = {stem: torch.empty(size, dtype=torch.uint8)}
     with warnings.catch_warnings():
-        # That torch.distributed is disabled: it is not, and each rank reads its own entry by itself.
+        # This warning is wrong: torch.distributed is not disabled, but every rank reads its entry alone.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp_load(found, checkpoint_id=folder, no_dist=True)
-    return state_file.decoded(found[stem], f"entry {stem!r} of {folder}")
+        dcp_load(content, checkpoint_id=folder, no_dist=True)
+    return state_file.decoded(content[stem], f"entry {stem!r} of {folder}")
 
 
 def _slot(part: str, name: str) -> str:

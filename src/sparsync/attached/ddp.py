@@ -25,19 +25,19 @@ from sparsync.schemes.dense import Dense
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 Promised = torch.futures.Future[Tensor]
 
-DENSE_JOIN = 2**18  # bytes up to which buckets without a residual are joined: beyond, copies cost more than they save
+DENSE_JOIN = 2**18  # bytes up to which Dense joins buckets: beyond, copies cost more than they save
 
 
 class HookState:
-    """What DDP passes to the hook with each bucket: DDP keeps its one hook, and this state changes.
+    """The state that DDP passes to the hook with each bucket: DDP keeps its one hook, and the handle in this state changes.
 
-    Without a handle, as after a detach, buckets are averaged by one all-reduce. A copy has no handle, and is not registered: a copy of a
+    Without a handle, as after a detach, one all-reduce averages a bucket. A copy has no handle, and is not registered, because a copy of a
     DistributedDataParallel model has no hook.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group  # None: the default one
-        self.handle: Any = None  # Any: a DdpHandle, or what steps have in its place
+        self.group = group  # None: the default group
+        self.handle: Any = None  # Any: a DdpHandle, or OwnGradients for steps
         self.registered = False  # with a reducer of DDP
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
@@ -49,13 +49,13 @@ class HookState:
         return self.handle is None or self.handle.closed
 
     def submit(self, bucket: GradBucket) -> Promised:
-        """Return the future of the reduced bucket."""
+        """Submit a bucket; return the future of the reduced one."""
         if self.handle is None:
             return default_hooks.allreduce_hook(self.group, bucket)  # pyright: ignore[reportArgumentType]  # may be None
         return self.handle.submit(bucket)
 
     def release(self, handle: object) -> None:
-        """Reduce densely from now on, if `handle` is in use."""
+        """Reduce densely from here on, if `handle` is in use."""
         if self.handle is handle:
             self.handle = None
 
@@ -67,7 +67,7 @@ class DdpHandle(AttachedHandle):
 
     def __init__(
         self,
-        *args: Any,  # as those of Handle
+        *args: Any,  # the arguments of Handle
         hook: HookState,
         module: nn.Module,
         driven: Sequence[tuple[str, nn.Parameter]],
@@ -78,7 +78,7 @@ class DdpHandle(AttachedHandle):
         self._ignored = left_alone
         self._shapes = {name: list(each.shape) for name, each in named_parameters(module)}
         self._nbytes, self._dense_below = int(given.join_mb * 2**20), given.dense_below
-        self._hook = weakref.ref(hook)  # which holds this handle
+        self._hook = weakref.ref(hook)  # the hook refers to this handle
         self._use(self.scheme)
 
     @property
@@ -101,7 +101,7 @@ class DdpHandle(AttachedHandle):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        """Return this rank's state, with the buckets of the last step, which the first step after loading it uses again."""
+        """Return this rank's state, with the buckets of the last step. The first step after loading uses these again."""
         state = super().state_dict()
         return {**state, "buckets": [[key, list(names)] for key, names in self._joining.layout]}
 
@@ -120,13 +120,13 @@ class DdpHandle(AttachedHandle):
             self._want_by_type()
 
     def _want_by_type(self) -> None:
-        """Have the next step reduce one bucket for each type and device: ranks that join have other buckets of DDP than the others."""
+        """Make the next step reduce one bucket per type and device, because DDP has other buckets on ranks that join."""
         module, names = self.module, defaultdict[tuple[str, torch.device], list[str]](list)
         for name, each in () if module is None else trained(module):
             if name not in self._ignored:
                 names[f"{str(each.dtype).removeprefix('torch.')}/{each.device.type}", each.device].append(name)
-        # The number of a device differs between ranks.
-        wanted = [(f"{kind}/{number}", found) for number, ((kind, _), found) in enumerate(names.items())]
+        # Without device numbers, which differ between ranks.
+        wanted = [(f"{kind}/{number}", members) for number, ((kind, _), members) in enumerate(names.items())]
         self._joining.want(wanted, always=True)
 
     def _use(self, scheme: Scheme) -> None:
@@ -140,7 +140,7 @@ class DdpHandle(AttachedHandle):
         )
 
     def submit(self, bucket: GradBucket) -> Promised:
-        """Return the future of one of DDP's buckets; it raises every failure."""
+        """Submit one of DDP's buckets; return its future, which raises every failure."""
         try:
             if bucket.index() == 0:  # buckets are numbered within a backward pass, so a step begins
                 self._go_back(self._step)
@@ -156,7 +156,7 @@ class DdpHandle(AttachedHandle):
             return self._failed(bucket.index(), error)
 
     def _failed(self, index: int, error: Exception) -> Promised:
-        """Return a future that raises `error`, and fail the step on all ranks, on the thread that closes connections."""
+        """Fail the step on all ranks, on the thread that closes connections; return a future that raises `error`."""
         cause = f"{type(error).__name__}: {error}"
 
         def fail() -> None:
@@ -170,17 +170,17 @@ class DdpHandle(AttachedHandle):
 
 
 def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: GradientOptions) -> DdpHandle:
-    """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
+    """Reduce the gradients of `ddp_model` by `scheme`; return the handle to its reports and state. See `attach.attach`.
 
     Collective over the ranks of the model's process group. Threads reduce the buckets, which begin in order, on a private process group,
     while the backward pass continues; over gloo, one bucket is computed while others wait for other ranks. Buckets are joined for schemes
-    with a residual, and for Dense up to 256 kB; topk, two_shot, in_turn, micro, exdyna, oktopk and their exact variants send those below
+    with a residual, and for Dense up to 256 kB; topk, two_shot, in_turn, micro, exdyna, oktopk and their exact variants send buckets below
     `dense_below` whole, with their residual, in one all-reduce.
     Failures: if all ranks fail in the same step, the next step works, without what the failed one took from residuals.
     Comparison: before each bucket the ranks compare step, layout, scheme, shared state and optimizer settings, and every
     `check_weights_every` steps a digest of the parameters that DDP reduces. If they differ, all ranks raise a RuntimeError with the text of
     the RanksDifferError. On a model that used `join()` neither settings nor weights are compared.
-    Checkpoints: a state has the buckets of the last step. The first step after loading it reduces the same ones after the backward pass, so
+    Checkpoints: a state has the buckets of the last step. The first step after loading reduces the same buckets after the backward pass, so
     the result is bit-identical to a run with rebuilt buckets.
     Copies: a copy of the model, by `copy.deepcopy`, `torch.save` or AveragedModel, reduces densely until you attach to it.
     `join()`: a rank without data still sends its residual, and the mean still divides by all ranks.
@@ -193,7 +193,7 @@ def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: Gradient
     reduced = weakref.ref(ddp_model)
 
     def compares() -> bool:
-        # Ranks that have joined step neither optimizer nor schedule, and get another rank's weights at the end.
+        # Joined ranks step neither optimizer nor schedule, and get another rank's weights at the end.
         return (model := reduced()) is None or not model._join_config.enable
 
     driven, left_alone = trained(module), ignored(ddp_model)
@@ -220,16 +220,16 @@ def attach(ddp_model: DistributedDataParallel, scheme: Scheme, options: Gradient
 
 
 def register(ddp_model: DistributedDataParallel, hook: HookState) -> None:
-    """Register `hook` with a model, unless it is already."""
+    """Register `hook` with a model, unless it is registered already."""
     if not hook.registered:
-        # The reducer of a copied model has no hook, but its list has.
+        # A copied model lists a hook that its reducer does not have.
         ddp_model._comm_hooks = [each for each in ddp_model._comm_hooks if not isinstance(each[1], HookState)]
         ddp_model.register_comm_hook(hook, reduce_bucket)
         hook.registered = True
 
 
 def registered_hook(model: DistributedDataParallel) -> HookState | None:
-    """Return the state of sparsync's hook on this model; None if it has none."""
+    """Find the state of sparsync's hook on this model; None if it has none."""
     states = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, HookState)]
     return next((state for state in states if state.registered), None)
 
@@ -240,11 +240,11 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
 
 
 def _weights(of: Callable[[], nn.Module | None], left_alone: Collection[str]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module that DDP keeps the same on all ranks."""
+    """List the parameters of a module that DDP keeps the same on all ranks."""
     module = of()
     return [] if module is None else [each for each in trained(module) if each[0] not in left_alone]
 
 
 def ignored(model: DistributedDataParallel) -> set[str]:
-    """Return the names of the parameters that DDP was told to leave alone."""
+    """Name the parameters that DDP was told to ignore."""
     return {plain_name(name) for name in model.parameters_to_ignore}

@@ -1,4 +1,4 @@
-"""Preflight: what `attach` would refuse or warn of, and the fix."""
+"""Preflight: the refusals and warnings of `attach`, with the fixes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ from sparsync.runtime.parameters import inside_wrappers, named_parameters, train
 
 @dataclass(frozen=True)
 class Examined:
-    """What `attach` takes from its arguments, and the findings, refusals first."""
+    """The arguments of `attach` as it uses them, and the findings, refusals first."""
 
     models: list[nn.Module]
-    called: list[nn.Module]  # these, or what torch.compile or Fabric made of each
+    called: list[nn.Module]  # as given: possibly wrapped by torch.compile or Fabric
     choice: Choice
     options: Options
-    ranks: int  # that exchange with this one
+    ranks: int  # number of ranks that exchange
     findings: list[Finding]
 
 
@@ -44,11 +44,11 @@ def doctor(
     scaler: GradScaler | None = None,
     options: Options = Options(),
 ) -> list[Finding]:
-    """Return what `attach` with these arguments would refuse or warn of, refusals first; empty when all is well.
+    """List the refusals and warnings of `attach` with these arguments, refusals first; empty if all is well.
 
     It changes and sends nothing. Without a scheme it examines the recipe that `attach` would take. Pass the `optimizer` that trains the
     model: some schemes do harm under Adam, others need SGD without momentum.
-    Raises TypeError for a model that is wrapped or sharded otherwise, and for anything but a module, a Scheme, an optimizer or several.
+    Raises TypeError for a model that is wrapped or sharded in another way, and for an argument of another type.
     """
     return examine(model, scheme, bits, optimizer, exchange, group, options).findings
 
@@ -62,7 +62,7 @@ def examine(
     group: dist.ProcessGroup | None,
     options: Options,
 ) -> Examined:
-    """Return what `attach` with these arguments would do, and the findings."""
+    """Examine the arguments of `attach`; return its choices and the findings."""
     findings.check_models(model)
     called = [model] if isinstance(model, nn.Module) else list(model)
     models = [inside_wrappers(each) for each in called]
@@ -89,7 +89,7 @@ def examine(
 
 
 def _together(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGroup | None) -> Iterator[Finding]:
-    """Find what does not go together: several models, or a group and a wrapped model."""
+    """Find arguments that contradict one another: several models, or a group and a wrapped model."""
     wrapped = [each for each in models if isinstance(each, DistributedDataParallel)]
     fsdp, several = any(map(findings.is_fsdp2, models)), len(models) > 1
     if several and fsdp:
@@ -103,17 +103,17 @@ def _together(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGr
         )
         yield Finding(what, cure, ValueError)
     if len(wrapped) not in (0, len(models)) or len({id(each.process_group) for each in wrapped}) > 1:
-        what = "models that are attached together have the same ranks"
+        what = "models that are attached together must have the same ranks"
         yield Finding(what, "wrap all of them with the same process_group=, or none", ValueError)
     if group is not None and (fsdp or wrapped):
-        what = "group is of a bare model"
+        what = "group= is only for a bare model"
         yield Finding(
             what, "leave it out here, and give DistributedDataParallel process_group=, FSDP2 a mesh", ValueError
         )
 
 
 def _of_model(model: nn.Module, choice: Choice, optimizer: Optimizers | None, options: Options) -> Iterator[Finding]:
-    """Find what this model or its wrapper does not suit."""
+    """Find problems of this model or its wrapper."""
     scheme, exchange, fsdp = choice.scheme, choice.exchange, findings.is_fsdp2(model)
     if fsdp and isinstance(exchange, LocalSteps):
         what = "local steps need the whole model on each rank, and FSDP2 shards it"
@@ -150,22 +150,22 @@ def _renormed_embeddings(model: nn.Module) -> Iterator[Finding]:
     """Find embeddings that change their weights in forward passes, on each rank by its own inputs."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            what = f"the embedding {name!r} has max_norm and changes its weights in forward passes, which would part ranks with own weights"
+            what = f"the embedding {name!r} has max_norm and changes its weights in forward passes, so that weights differ between ranks"
             yield Finding(what, "make it without max_norm, or pass exchange=sparsync.Gradients()", ValueError)
 
 
 def _trained(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that an optimizer has."""
-    own = {id(each) for _, each in trained(model)}
-    if findings.is_fsdp2(model):  # which may have its gathered ones in the model at present
+    """Collect the ids of the parameters that an optimizer may have."""
+    ids = {id(each) for _, each in trained(model)}
+    if findings.is_fsdp2(model):  # the model may hold gathered parameters at present
         from sparsync.attached.fsdp2_units import units_of  # loads torch's FSDP
 
-        own |= {number for unit in units_of(model) for number in unit.ids}
-    return own
+        ids |= {number for unit in units_of(model) for number in unit.ids}
+    return ids
 
 
 def _exchanging(model: nn.Module, group: dist.ProcessGroup | None, options: Options) -> tuple[int, bool]:
-    """Return how many ranks exchange with this one, and whether each has a shard of the model only, as under FSDP2 without replicas."""
+    """Count the ranks that exchange; return True too if each has only a shard of the model, as under FSDP2 without replicas."""
     sharded = False
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
@@ -179,10 +179,10 @@ def _exchanging(model: nn.Module, group: dist.ProcessGroup | None, options: Opti
 
 
 def _another_hook(model: DistributedDataParallel) -> Finding | None:
-    """Find the hook that the model has already; DDP takes one."""
+    """Find a hook that the model has already, because DDP takes only one."""
     hook = registered_hook(model)
     if hook is not None and not hook.free:
-        what, cure = "this model is already attached to a scheme", "call handle.detach() before"
+        what, cure = "this model is already attached to a scheme", "call handle.detach() first"
         if isinstance(hook.handle, DdpHandle):
             cure = f"give its handle another scheme, handle.scheme = ..., or {cure}"
     elif (

@@ -1,4 +1,4 @@
-"""The integration for FSDP2: a reduce-scatter of ours on the shard axis, or an all-reduce hook on an axis of replicas."""
+"""The integration for FSDP2: a custom reduce-scatter on the shard axis, or an all-reduce hook on an axis of replicas."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -38,9 +38,9 @@ class Fsdp2Handle(AttachedHandle):
     def __init__(self, *args: Any, units: list[Unit], module: nn.Module, **options: Any) -> None:
         super().__init__(*args, module=module, **options)
         self._units = units
-        self._undo: list[Callable[[], None]] = []  # each takes back one change to the model
+        self._undo: list[Callable[[], None]] = []  # undo the changes to the model
         self._gather: ParameterGather | None = None
-        self._seen: set[str] = set()  # the keys of this backward pass; empty between two
+        self._seen: set[str] = set()  # the keys of this backward pass; empty between two passes
         self._in_flight: list[Future] = []  # the backward pass ends after them
 
     def detach(self) -> None:
@@ -67,17 +67,17 @@ class Fsdp2Handle(AttachedHandle):
         self.gather_exactly()
 
     def parameter_reports(self) -> list[Report]:
-        """Return one report for each all-gather of parameters that sent something, oldest first; none without `parameters`."""
+        """List one report per all-gather of parameters that sent something, oldest first; none without `parameters`."""
         return self._gather.reports() if self._gather is not None else []
 
     def gather_as(self, values: Values, shards: GroupComm) -> None:
-        """Replace the all-gather of parameters too. `shards` connects the shard axis, for this alone."""
+        """Replace the all-gather of parameters too. `shards` connects the shard axis, for these gathers alone."""
         self._gather = ParameterGather(self._units, values, shards)
 
     def gather_exactly(self) -> None:
         """Send parameters unrounded in the next all-gather of each module.
 
-        Call it on all ranks after writing parameters by hand. Loading a state into the model or into this handle calls it.
+        Call it on all ranks after you write parameters by hand. Loading a state into the model or into this handle calls it.
         """
         if self._gather is not None:
             self._gather.forget()
@@ -86,7 +86,7 @@ class Fsdp2Handle(AttachedHandle):
         return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
 
     def _submit(self, unit: Unit, bucket: Bucket, scheme: Reduction, into: Bucket) -> None:
-        """Reduce a bucket. Returns at once if nothing reads `into` before the backward pass ends, otherwise when it is written."""
+        """Reduce a bucket. Returns at once if nothing reads `into` before the backward pass ends, otherwise once it is written."""
         prepare = self._rescaler.rescale if len(self._seen) == 1 else None
         allowed = self._max_in_flight(unit, bucket.grad) if unit.reads_late(into.grad.dtype) else 0
 
@@ -102,11 +102,11 @@ class Fsdp2Handle(AttachedHandle):
             raise
 
     def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
-        """Return how many buffers like this one may be reduced at once."""
+        """Limit how many buffers like this one are reduced at once."""
         return len(self._units)
 
     def _open(self, unit: Unit) -> int:
-        """Return the number of this step. Each backward pass opens one; a unit that comes twice in one pass opens another."""
+        """Open a step if needed, and return its number. A backward pass opens one; a unit that comes again in it opens another."""
         if not self._seen or unit.key in self._seen:
             self._seen.clear()
             self._go_back(self._step)
@@ -132,7 +132,7 @@ class Fsdp2Handle(AttachedHandle):
             raise
 
     def _abandon(self) -> None:
-        """Forget a step that failed; the next unit opens another."""
+        """Forget a failed step; the next unit opens another."""
         pending, self._in_flight = self._in_flight, []
         for future in pending:
             with suppress(Exception):  # the caller gets the error that ended the step
@@ -141,7 +141,7 @@ class Fsdp2Handle(AttachedHandle):
 
 
 class ShardHandle(Fsdp2Handle):
-    """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
+    """The handle of a scheme on the shard axis; its residuals belong to whole gradients."""
 
     state: ShardState  # pyright: ignore[reportIncompatibleVariableOverride]  # of a reduce-scatter form
 
@@ -152,7 +152,7 @@ class ShardHandle(Fsdp2Handle):
         self._undo += [unit.count_unused() for unit in units]
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
-        """Return this rank's state, with residuals of whole parameters, which fit any number of ranks."""
+        """Return this rank's state, with residuals by whole parameters, which fit any number of ranks."""
         state, (_, P) = super().state_dict(), self.place
         by_shard = state["scheme"].get("residual", {})
         whole = {
@@ -176,7 +176,7 @@ class ShardHandle(Fsdp2Handle):
         whole = state["scheme"].get("residual", {})
         if unknown := sorted(whole.keys() - {each.name for each in self._trained()}):
             raise ValueError(
-                f"this state has a residual of {unknown[0]!r}, no trained parameter of this model; load the state of the same model"
+                f"this state has a residual of {unknown[0]!r}, which this model does not train; load the state of the same model"
             )
 
     def reduce_scatter(self, unit: Unit, out: Tensor, x: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:
@@ -194,9 +194,9 @@ class ShardHandle(Fsdp2Handle):
         self._submit(unit, bucket, ReduceScatterInto(self.state, out, op == dist.ReduceOp.AVG, P), into)
 
     def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
-        """Return 1, as each is a whole gradient.
+        """Allow one buffer, because it is a whole gradient.
 
-        Return 0 if an all-reduce hook reads the result at once, and on CUDA, where FSDP2 frees the buffer when the call returns.
+        Allow none if an all-reduce hook reads the result at once, and on CUDA, where FSDP2 frees the buffer when the call returns.
         """
         return 1 if buffer.device.type == "cpu" and unit.all_reduce_hook is None else 0
 
@@ -205,7 +205,7 @@ class ShardHandle(Fsdp2Handle):
 
 
 class ReplicateHandle(Fsdp2Handle):
-    """The handle of a scheme on an axis of replicas; its residuals are of this rank's shards."""
+    """The handle of a scheme on an axis of replicas; its residuals belong to this rank's shards."""
 
     switches = True
 
@@ -225,7 +225,7 @@ class ReplicateHandle(Fsdp2Handle):
     def all_reduce(self, unit: Unit, shard: Tensor) -> None:
         """Replace `shard` by the scheme's estimate of its mean over replicas before the backward pass ends.
 
-        After set_requires_all_reduce(False), keep it for a later call instead, and give the gradients zero.
+        After set_requires_all_reduce(False), keep the shard for a later call instead, and set the gradients to zero.
         """
         if (before := self._partial.pop(unit.key, None)) is not None:
             shard += before
@@ -242,7 +242,7 @@ class ReplicateHandle(Fsdp2Handle):
 
 
 class ReduceScatterInto(Reduction):
-    """A reduce-scatter as a Connection calls it: `reduce` writes this rank's chunk of the mean or sum to `out`."""
+    """A reduce-scatter in the form that a Connection calls: `reduce` writes this rank's chunk of the mean or sum to `out`."""
 
     def __init__(self, state: ShardState, out: Tensor, average: bool, ranks: int) -> None:
         self.name, self._state, self._out = state.name, state, out
@@ -260,12 +260,11 @@ class ReduceScatterInto(Reduction):
 
 
 def attach(model: nn.Module, scheme: Scheme, options: GradientOptions) -> Fsdp2Handle:
-    """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
+    """Reduce the gradients of an FSDP2 model by `scheme` over one axis; return the handle to its reports and state.
 
-    Which axis: the shard axis, if fully_shard was given a mesh of one axis and `replicate` is None. The scheme is then a reduce-scatter:
+    The axis is the shard axis if fully_shard was given a mesh of one axis and `replicate` is None. The scheme is then a reduce-scatter:
     TwoShot, ExactOkTopk, SkipReduce or Dense. With `replicate`, every scheme reduces the shards that FSDP2 has reduced already; you can
-    call `attach` once for each axis. If fully_shard was given a mesh of two axes (HSDP), the scheme replaces FSDP2's all-reduce over the
-    first.
+    call `attach` once per axis. If fully_shard was given a mesh of two axes (HSDP), the scheme replaces FSDP2's all-reduce over the first.
     `parameters` says how the shard axis exchanges parameters, see Options.
     Collective over the ranks of the axis. A parameter without gradient counts as zero. A step that fails on any rank raises in the
     backward pass on all ranks of the axis; call reset_iter_state() on the model, then continue.

@@ -1,4 +1,4 @@
-"""The all-gather of FSDP2's parameters, rounded."""
+"""The all-gather of FSDP2's parameters in few bits."""
 
 from collections import deque
 from functools import partial
@@ -22,16 +22,16 @@ _EXACT = ValueCodec("float32")
 class ParameterGather:
     """Replaces the all-gather of these units until `detach`. Collective over their shard axis, as is every gather that sends.
 
-    The first gather of a unit, and the first after `forget`, sends exact shards; later ones in a forward pass send rounded differences. A
-    gather inside a backward pass sends nothing and returns the bits that the forward pass got.
+    The first gather of a unit, and the first after `forget`, sends exact shards; later gathers in a forward pass send rounded differences.
+    A gather inside a backward pass sends nothing, and returns the bits that the forward pass got.
     """
 
     def __init__(self, units: list[Unit], values: Values, comm: GroupComm) -> None:
-        """Take over the gathers. `comm` connects the shard axis, for this alone."""
+        """Take over the gathers. `comm` connects the shard axis, for these gathers alone."""
         self._shared = SharedShards(values)
         self._connection = Connection(self._shared, comm, "parameters")
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
-        self._step, self._seen = -1, set[str]()  # the number of this pass since the last failure, and its units so far
+        self._step, self._seen = -1, set[str]()  # the pass since the last failure, and its units so far
         # The CUDA event after the latest gather: FSDP2 may use another stream for the next. Any: torch's stubs know two such classes.
         self._last: Any = None
         self._undo = [unit.replace_all_gather(partial(self.gather, unit)) for unit in units]
@@ -40,11 +40,11 @@ class ParameterGather:
             self._undo += [each.register_load_state_dict_post_hook(forget).remove for each in unit.owners]
 
     def reports(self) -> list[Report]:
-        """Return one report for each gather that sent something, oldest first; only the newest 10 000 are kept."""
+        """List one report per gather that sent something, oldest first; only the newest 10 000 are kept."""
         return list(self._reports)
 
     def forget(self, key: str | None = None) -> None:
-        """Send exact shards in the next gather of a unit (None: of each). Call it on all ranks."""
+        """Send exact shards in the next gather of a unit (None: of all units). Call it on all ranks."""
         self._shared.forget(key)
 
     def detach(self) -> None:
@@ -59,7 +59,7 @@ class ParameterGather:
         self._connection.shut()
 
     def gather(self, unit: Unit, out: Tensor, shard: Tensor, op: object) -> None:
-        """Write to `out` [P m], whose own chunk is `shard`, the shards of all ranks as every rank holds them from now on."""
+        """Write the shards of all ranks, as every rank holds them from here on, to `out` [P m]; `shard` is this rank's chunk of it."""
         if out.is_cuda and self._last is not None:
             self._last.wait()
         held = self._shared.held(unit.key, out)
@@ -97,7 +97,7 @@ class ParameterGather:
             )
 
     def _begin_anew(self) -> None:
-        """Hold nothing after a failure: passes may differ between ranks from here on."""
+        """Drop the held shards after a failure: the ranks may be in different passes."""
         self._step = -1
         self._seen.clear()
         self.forget()
@@ -105,7 +105,7 @@ class ParameterGather:
 
 
 class SharedShards(Reduction):
-    """The shards of each unit as all ranks hold them, which a Connection brings up to date."""
+    """The shards of each unit as all ranks hold them; a Connection updates them."""
 
     name = "parameters"
 
@@ -114,22 +114,22 @@ class SharedShards(Reduction):
         self._held: dict[str, Tensor] = {}  # by unit, [P m]
 
     def held(self, key: str, like: Tensor) -> Tensor | None:
-        """Return what all ranks hold of a unit, for reading only; None for nothing of this size and type."""
+        """Get the shards of a unit that all ranks hold, read-only; None if there are none of this size and type."""
         held = self._held.get(key)
         same = held is not None and (held.shape, held.dtype, held.device) == (like.shape, like.dtype, like.device)
         return held if same else None
 
     def forget(self, key: str | None) -> None:
-        """Forget what is held of a unit (None: of all)."""
+        """Drop the held shards of a unit (None: of all units)."""
         if key is None:
             self._held.clear()
         else:
             self._held.pop(key, None)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        """Replace `bucket.grad` [P m], whose own chunk is this rank's shard, as ParameterGather.gather does."""
+        """Gather into `bucket.grad` [P m], which has this rank's shard as a chunk; see ParameterGather.gather."""
         out, held, codec = bucket.grad, self.held(bucket.key, bucket.grad), self._codec_of(bucket, comm.size)
-        self._held.pop(bucket.key, None)  # until it is complete: a failure may leave it different on each rank
+        self._held.pop(bucket.key, None)  # until complete: a failure may leave it different between ranks
         m = out.numel() // comm.size
         held = torch.zeros_like(out) if held is None else held
         comm = MeteredComm(comm)
@@ -147,7 +147,7 @@ class SharedShards(Reduction):
         self._held.clear()
 
     def _codec_of(self, bucket: Bucket, P: int) -> ValueCodec:
-        """Return the codec of the next gather: exact if there is nothing to subtract from, or nothing to save."""
+        """Choose the codec of the next gather: exact if there is nothing to subtract from, or nothing to save."""
         m, dtype = bucket.grad.numel() // P, bucket.grad.dtype
         known = self.held(bucket.key, bucket.grad) is not None
         small = self._codec.nbytes(m, dtype) < _EXACT.nbytes(m, dtype)

@@ -1,4 +1,4 @@
-"""Steps of replicas that FSDP2 shards: each rank exchanges those of its shards with the ranks that hold the same ones."""
+"""Steps of replicas that FSDP2 shards: a rank exchanges the steps of its shards with the ranks that hold the same shards."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from sparsync.runtime.parameters import named_parameters
 
 
 class ShardedReplica(Replica):
-    """The shards that this rank holds of one copy of a model. FSDP2 reduces its gradients over the shards, and leaves the rest to steps.
+    """This rank's shards of one copy of a model. FSDP2 reduces gradients over the shards, and steps do the rest.
 
-    `called` is as for Replica. Raises TypeError for a parameter that is no DTensor.
+    `called`: as for Replica. Raises TypeError for a parameter that is not a DTensor.
     """
 
     axis = "replicas"
@@ -29,12 +29,12 @@ class ShardedReplica(Replica):
         self.called = distinct([*called, module])
         self.replicas = replicate_axis(self._units, replicate)
         shards = self._units[0].shard_group
-        assert shards is not None  # as the doctor has found
+        assert shards is not None  # checked by the doctor
         self._shards, self.part = shards, f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
         self.owned = {name: each for name, each in named_parameters(module) if each.requires_grad}
         if plain := [name for name, each in self.owned.items() if not isinstance(each, DTensor)]:
             raise TypeError(f"{', '.join(plain)} is not sharded by FSDP2, which leaves its gradient alone; freeze it")
-        # Each shares the memory of its shard.
+        # These share the memory of their shards.
         self.trained: Mapping[str, nn.Parameter] = {
             name: nn.Parameter(_local(each.detach())) for name, each in self.owned.items()
         }
@@ -50,21 +50,21 @@ class ShardedReplica(Replica):
             owner = self.owned[name]
             if _local(owner.detach()).data_ptr() != shard.data_ptr():
                 raise RuntimeError(
-                    f"the shard of {name!r} lies elsewhere than when `attach` was called, as after model.to(...); attach again"
+                    f"the shard of {name!r} has moved in memory since `attach` was called, as by model.to(...); attach again"
                 )
             shard.requires_grad_(owner.requires_grad)
             shard.grad = None if owner.grad is None else _local(owner.grad)
 
     def agreed(self, finite: bool) -> bool:
-        """Return whether all shards of this copy are finite: a step is taken by all of them or by none."""
+        """Tell whether all shards of this copy are finite: all of them take a step, or none."""
         if self._shards.size() == 1:
             return finite
-        found = torch.tensor(float(finite), device=self._units[0].group.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._shards)
-        return bool(found)
+        result = torch.tensor(float(finite), device=self._units[0].group.device)
+        dist.all_reduce(result, dist.ReduceOp.MIN, group=self._shards)
+        return bool(result)
 
     def whole(self, name: str, flat: Tensor) -> Tensor:
-        owner: Any = self.owned[name]  # Any: a DTensor, as the constructor has checked
+        owner: Any = self.owned[name]  # Any: a DTensor, checked by the constructor
         shard = flat.view(self.trained[name].shape)
         return DTensor.from_local(
             shard, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
@@ -72,7 +72,7 @@ class ShardedReplica(Replica):
 
     def written(self) -> None:
         for unit in self._units:
-            unit.module.reshard()  # what was gathered before is of older weights
+            unit.module.reshard()  # gathered copies have older weights
 
     def divide_gradients(self, by: GradientDivisor) -> list[Callable[[], None]]:
         def divide_(names: list[str], shard: Tensor) -> None:
@@ -81,7 +81,7 @@ class ShardedReplica(Replica):
                 divisor.accumulated()
 
         owner, named = weakref.ref(by), [(unit, [each.name for each in unit.trained()]) for unit in self._units]
-        undo = [unit.reduce_over_shards_only() for unit in self._units]  # here, when nothing can fail any more
+        undo = [unit.reduce_over_shards_only() for unit in self._units]  # last, when nothing can fail any more
         return [*(unit.use_all_reduce_hook(partial(divide_, names)) for unit, names in named), *undo]
 
 

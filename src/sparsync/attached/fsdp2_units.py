@@ -1,8 +1,7 @@
-"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers; and what of them cannot be attached.
+"""The units that FSDP2 gathers and reduces: their parameters, the layout of its buffers, and the checks before attaching.
 
-HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads private attributes of
-torch.distributed.fsdp. Price: they change with torch, and before 2.13 they are others; tests/test_fsdp.py and test_fsdp_gather.py use all
-of them.
+HACK: torch has no public function for the layout of FSDP2's buffers, so this file, and only this one, reads private attributes of
+torch.distributed.fsdp. Price: they change with torch, and differ before 2.13; tests/test_fsdp.py and test_fsdp_gather.py use all of them.
 """
 
 import math
@@ -26,14 +25,14 @@ from sparsync.runtime.parameters import plain_name
 
 Exchange = Callable[
     [Tensor, Tensor, Any], None
-]  # of output, input and op, which an all-gather has not. Any: torch's ReduceOp
+]  # of output, input and op; an all-gather has no op. Any: torch's ReduceOp
 ROOT = "(root)"  # the key of the outermost unit
 _NOT_DIVIDED = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
 
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter as FSDP2 holds it: cut into shards along `dim`, the last ones perhaps shorter or empty."""
+    """A parameter as FSDP2 holds it: cut into shards along `dim`; the last ones may be shorter or empty."""
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
@@ -41,7 +40,7 @@ class ShardedParameter:
     length: int  # of a shard, with its padding
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the whole parameter, flat, from the shards of all ranks."""
+        """Join the shards of all ranks into the whole parameter, flat."""
         if self.dim == 0:
             return torch.cat(list(shards))[: math.prod(self.shape)]
         shape = list(self.shape)
@@ -49,7 +48,7 @@ class ShardedParameter:
         return torch.cat([shard.view(shape) for shard in shards], dim=self.dim).flatten()
 
     def cut(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """Return the shards of all ranks, flat, of a whole parameter; padding is zero."""
+        """Cut a whole parameter into the shards of all ranks, flat, padded with zeros."""
         if self.dim == 0:
             padded = whole.new_zeros(ranks * self.length)
             padded[: whole.numel()] = whole
@@ -71,12 +70,12 @@ class Unit:
         return self.group.fsdp_params
 
     def named(self) -> list[tuple[str, Any]]:  # Any: as above
-        """Return each parameter with its name."""
+        """List the parameters with their names."""
         return list(zip(self.names, self.parameters, strict=True))
 
     @property
     def ids(self) -> dict[int, str]:
-        """The name of each parameter that an optimizer has, by its id."""
+        """The names of the optimizer's parameters, by id."""
         return {id(each.sharded_param): name for name, each in self.named()}
 
     @property
@@ -93,13 +92,13 @@ class Unit:
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard if fully_shard was given a mesh of two axes (HSDP); None otherwise."""
-        info = self.parameters[0].mesh_info  # the group's own is changed by `reduce_over_shards_only`
+        info = self.parameters[0].mesh_info  # `reduce_over_shards_only` changes the group's
         return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
 
     def reduce_over_shards_only(self) -> Callable[[], None]:
-        """Have FSDP2 skip its all-reduce over the replicate axis, if it has one; return what undoes that.
+        """Make FSDP2 skip its all-reduce over the replicate axis, if it has one; return the undo function.
 
-        FSDP2 then takes its path for a mesh of one axis, where the all-reduce hook gets gradients reduced over the shards only. The
+        FSDP2 then takes its path for a mesh of one axis, and the all-reduce hook gets gradients reduced over the shards only. The
         parameters stay DTensors on the mesh of two axes.
         """
         group, info = self.group, self.group.mesh_info
@@ -110,7 +109,7 @@ class Unit:
             shards.reduce_scatter_process_group = info.reduce_scatter_process_group
 
         def exchange(before: FSDPMeshInfo, after: FSDPMeshInfo) -> None:
-            if group.post_forward_mesh_info is before:  # FSDP2 reshards to fewer ranks where the two differ
+            if group.post_forward_mesh_info is before:  # FSDP2 reshards to fewer ranks if the two differ
                 group.post_forward_mesh_info = after
             group.mesh_info = after
 
@@ -119,7 +118,7 @@ class Unit:
 
     @property
     def part(self) -> str:
-        """The name of this rank's copy of the shards, in the mesh that contains the shard axis; "" where there is one copy."""
+        """The name of this rank's copy of the shards, in the mesh that contains the shard axis; "" if there is one copy."""
         group, mesh = self.shard_group, self.group.mesh_info.mesh
         root: Any = mesh._get_root_mesh()  # Any: torch says that it may have no coordinate
         assert group is not None
@@ -128,7 +127,7 @@ class Unit:
         if copies == 1:
             return ""
         number = 0
-        if not own <= set(names):  # joined axes: the place of the first rank, which no other copy has
+        if not own <= set(names):  # joined axes: the place of the first rank is unique to this copy
             number = root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
         else:
             for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
@@ -145,23 +144,23 @@ class Unit:
         return self.group._all_gather_comm
 
     def replace_reduce_scatter(self, exchange: Exchange) -> Callable[[], None]:
-        """Have gradients reduced by `exchange`; return what undoes that."""
+        """Reduce gradients by `exchange`; return the undo function."""
         return _replaced(self.module.set_custom_reduce_scatter, self.group._reduce_scatter_comm, exchange)
 
     def replace_all_gather(self, exchange: Exchange) -> Callable[[], None]:
-        """Have parameters gathered by `exchange`; return what undoes that."""
+        """Gather parameters by `exchange`; return the undo function."""
         return _replaced(self.module.set_custom_all_gather, self.all_gather, exchange)
 
     @property
     def gathers_one_type(self) -> bool:
-        """True where parameters are gathered in one type, over the same ranks in both passes, and not as bytes."""
+        """True if parameters are gathered in one type, over the same ranks in both passes, and not as bytes."""
         types = {each.mp_policy.param_dtype or each.sharded_param.dtype for each in self.parameters}
         own = any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in self.parameters)
         return len(types) == 1 and not own and not self.group._use_post_forward_mesh
 
     @property
     def owners(self) -> list[nn.Module]:
-        """The modules that hold these parameters, each once."""
+        """The modules that hold these parameters, without duplicates."""
         return list({id(each._module_info.module): each._module_info.module for each in self.parameters}.values())
 
     @property
@@ -169,20 +168,20 @@ class Unit:
         return self.group._all_reduce_hook
 
     def use_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Have `hook` called with each reduced shard; return what undoes that."""
+        """Call `hook` with each reduced shard; return the undo function."""
         self.module.set_all_reduce_hook(hook)
-        return lambda: setattr(self.group, "_all_reduce_hook", None)  # torch's own function takes no None
+        return lambda: setattr(self.group, "_all_reduce_hook", None)  # torch's function takes no None
 
     def count_unused(self) -> Callable[[], None]:
-        """Have parameters without gradient count as zero; return what undoes that."""
+        """Count parameters without gradient as zero; return the undo function."""
         before = self.group.reduce_scatter_unused_params
         self.group.reduce_scatter_unused_params = True
         return lambda: setattr(self.group, "reduce_scatter_unused_params", before)
 
     def trained(self) -> list[ShardedParameter]:
-        """Return the trained parameters, in the order in which they lie in the buffers: by type first, in torch 2.15 and later."""
+        """List the trained parameters, in the order of the buffers: by type first, in torch 2.15 and later."""
         named, order = self.named(), getattr(self.group, "_reduce_scatter_param_indices", None)
-        named = [named[index] for index in order] if order else named  # there is none before the first forward pass
+        named = [named[index] for index in order] if order else named  # no order before the first forward pass
         return [
             ShardedParameter(
                 name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel()
@@ -192,15 +191,15 @@ class Unit:
         ]
 
     def lengths(self) -> list[tuple[str, int]]:
-        """Return name and length of each trained parameter in a shard."""
+        """List name and shard length of the trained parameters."""
         return [(each.name, each.length) for each in self.trained()]
 
     def reads_late(self, dtype: torch.dtype) -> bool:
-        """Return whether the gradients are views of a reduced buffer of this type that nothing reads before the backward pass ends.
+        """Tell whether the gradients are views of a reduced buffer of this type that nothing reads before the backward pass ends.
 
         FSDP2 reads them earlier if it divides or converts them, adds them to others or moves them to the CPU; so do hooks on them.
         """
-        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
+        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; later every parameter has a type
             types = {self.group._orig_dtype}
         else:
             types = {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
@@ -232,36 +231,36 @@ def _replaced(
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model that have parameters, outer modules first, with the names of their modules as keys."""
+    """List the units of a model that have parameters, outer modules first, with the names of their modules as keys."""
     modules = [(plain_name(name), module) for name, module in model.named_modules()]
     prefixes = {id(module): f"{name}." if name else "" for name, module in modules}
-    found: dict[int, Unit] = {}
+    units: dict[int, Unit] = {}
     for name, module in modules:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()  # Any: private
-        group = state._fsdp_param_group  # raises where a module has several, of different meshes
-        if group is not None and group.fsdp_params and id(state) not in found:
+        group = state._fsdp_param_group  # raises if a module has several, on different meshes
+        if group is not None and group.fsdp_params and id(state) not in units:
             infos = [parameter._module_info for parameter in group.fsdp_params]
             names = [prefixes[id(info.module)] + info.param_name for info in infos]
-            found[id(state)] = Unit(name or ROOT, module, group, names)
-    return list(found.values())
+            units[id(state)] = Unit(name or ROOT, module, group, names)
+    return list(units.values())
 
 
 def inside_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
+    """Tell whether this thread is inside a backward pass."""
     return is_bw()
 
 
 def replicate_axis(units: Sequence[Unit], given: Axis | None) -> dist.ProcessGroup | None:
-    """Return the ranks that reduce gradients after FSDP2 has reduced them over shards; None for the shard axis."""
+    """Find the ranks that reduce gradients after FSDP2 has reduced them over shards; None for the shard axis."""
     if given is None:
         return units[0].replicate_group
     return given.get_group() if isinstance(given, DeviceMesh) else given
 
 
 def parameter_lines(units: Iterable[Unit]) -> list[str]:
-    """Return name, shape and type of each parameter of these units."""
+    """Describe name, shape and type of each parameter of these units."""
     named = [pair for unit in units for pair in unit.named()]
     return [
         f"parameter {name!r} of {list(each._orig_size)} in {each._sharded_param_data.dtype}" for name, each in named
@@ -269,7 +268,7 @@ def parameter_lines(units: Iterable[Unit]) -> list[str]:
 
 
 def trained_shards(units: Iterable[Unit]) -> list[tuple[str, Tensor]]:
-    """Return name and shard of each trained parameter of these units that has memory already."""
+    """List name and shard of the trained parameters of these units that have memory already."""
     return [
         (name, each._sharded_param_data)
         for unit in units
@@ -279,7 +278,7 @@ def trained_shards(units: Iterable[Unit]) -> list[tuple[str, Tensor]]:
 
 
 def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Finding]:
-    """Find what `attach` would refuse or warn of."""
+    """Find the refusals and warnings of `attach`."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         what = f"FSDP2 of torch {torch.__version__} has no hooks for another exchange"
         yield Finding(what, "install torch 2.13 or later", RuntimeError)
@@ -315,7 +314,7 @@ def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Find
 
 
 def _meshes(units: list[Unit]) -> Finding | None:
-    """Find what makes it unclear which ranks reduce together."""
+    """Find meshes that leave unclear which ranks reduce together."""
     if not units:
         return Finding("this model has no parameters that FSDP2 shards", "call fully_shard on it first", ValueError)
     if any(unit.shard_group is None for unit in units):

@@ -1,7 +1,7 @@
-"""Small buckets joined to one, which needs the exchanges of one; and the buckets of a checkpoint.
+"""Joins small buckets into one, which saves exchanges; and rebuilds the buckets of a checkpoint.
 
 After a restart, DDP's first step has other buckets than the step before, and schemes select by bucket. So that step waits for all of DDP's
-buckets and reduces those that the checkpoint names.
+buckets, and reduces the buckets of the checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class _WaitingBucket:
 class Joining:
     """Joins the buckets of a step, in order, until they have `nbytes` bytes, and submits them as one.
 
-    All ranks join the same ones, as that depends on sizes and types only. `before` is the Joining that this one replaces between two steps.
+    All ranks join the same buckets, because sizes and types decide. `before` is the Joining that this one replaces between two steps.
     """
 
     def __init__(self, submit: Submit, nbytes: int, before: "Joining | None" = None) -> None:
@@ -41,18 +41,18 @@ class Joining:
         self._waiting: list[_WaitingBucket] = []
         self._prepare: Prepare | None = None
         self._wanted: Layout = before._wanted if before is not None else []  # for the next step; []: as DDP has them
-        self._submitted: Layout = []  # of this step, so far
+        self._submitted: Layout = []  # in this step, so far
         self.layout: Layout = before.layout if before is not None else []  # of the last step that was submitted whole
 
     def want(self, layout: Layout, always: bool = False) -> None:
-        """Reduce these buckets in the next step, if they have its parameters and each is of one type.
+        """Reduce these buckets in the next step, if they have its parameters and one type per bucket.
 
-        Unless `always`, DDP's own buckets do where the last step had these.
+        Unless `always`, keep DDP's buckets if the last step had this layout.
         """
         self._wanted = layout if always or layout != self.layout else []
 
     def begin_step(self, prepare: Prepare) -> None:
-        """Forget what a failed step left; `prepare` runs before the first reduction of the new step."""
+        """Clear the rest of a failed step; `prepare` runs before the first reduction of the new step."""
         self._waiting, self._prepare, self._submitted = [], prepare, []
 
     def end_step(self) -> None:
@@ -60,7 +60,7 @@ class Joining:
         self.layout = self._submitted
 
     def submit(self, bucket: Bucket, last: bool) -> Promised:
-        """Return the future of the mean of `bucket`, [n]; `last`: no other bucket of this step follows."""
+        """Submit or hold `bucket`; return the future of its mean, [n]. `last`: no other bucket of this step follows."""
         full = last
         if not self._wanted:
             if self._waiting and _kind(self._waiting[0].bucket) != _kind(bucket):
@@ -75,7 +75,7 @@ class Joining:
         return promised
 
     def flush(self) -> None:
-        """Submit the buckets that wait."""
+        """Submit the waiting buckets."""
         wanted, self._wanted = self._wanted, []
         buckets = [each.bucket for each in self._waiting]
         made = _rearranged(wanted, buckets) or _grouped(buckets)
@@ -87,7 +87,7 @@ class Joining:
             try:
                 lengths = [part.numel() for part in copied.parts]
                 for part, mean in zip(copied.parts, finished.value().split(lengths), strict=True):
-                    # Not a view of the mean: DDP takes the offset in the storage for zero.
+                    # Not a view of the mean: DDP assumes a storage offset of zero.
                     part.copy_(mean)
                 if device.type == "cuda":  # each future calls this on a stream of its pool
                     written.append(torch.cuda.current_stream(device).record_event())
@@ -106,7 +106,7 @@ class Joining:
             self._pass_on(copied.bucket, self._prepared()).then(partial(write, copied))
 
     def abandon(self, error: Exception) -> None:
-        """Fail the buckets that wait, because no more will come."""
+        """Fail the waiting buckets, because no more will come."""
         parts, self._waiting = self._waiting, []
         for each in parts:
             each.error.append(f"{type(error).__name__}: {error}")
@@ -136,34 +136,34 @@ class _Copied:
 
 
 def _grouped(buckets: Sequence[Bucket]) -> list[_Copied]:
-    """Return one bucket for each run of buckets of one type on one device."""
+    """Join each run of buckets of one type on one device."""
     return [_joined(list(run)) for _, run in groupby(buckets, _kind)]
 
 
 def _joined(buckets: Sequence[Bucket]) -> _Copied:
-    """Return one bucket with the gradients of several, which are of one type."""
+    """Join buckets of one type into one."""
     key = f"{buckets[0].key}-{buckets[-1].key}" if len(buckets) > 1 else buckets[0].key
     entries = [entry for each in buckets for entry in each.layout]
     return _copied(key, buckets[0].step, entries, [each.grad for each in buckets])
 
 
 def _rearranged(wanted: Layout, buckets: Sequence[Bucket]) -> list[_Copied] | None:
-    """Return the wanted buckets, copied from `buckets`; None if parameters differ, or types within one of them."""
-    found = {entry.name: (entry, each) for each in buckets for entry in each.layout}
-    if sorted(found) != sorted(name for _, names in wanted for name in names):
+    """Copy the wanted buckets from `buckets`; None if the parameters differ, or a wanted bucket would mix types."""
+    known = {entry.name: (entry, each) for each in buckets for entry in each.layout}
+    if sorted(known) != sorted(name for _, names in wanted for name in names):
         return None
-    if any(len({_kind(found[name][1]) for name in names}) > 1 for _, names in wanted):
+    if any(len({_kind(known[name][1]) for name in names}) > 1 for _, names in wanted):
         return None
     made = []
     for key, names in wanted:
-        entries = [found[name][0] for name in names]
-        parts = [entry.span.of(found[name][1].grad) for entry, name in zip(entries, names, strict=True)]
+        entries = [known[name][0] for name in names]
+        parts = [entry.span.of(known[name][1].grad) for entry, name in zip(entries, names, strict=True)]
         made.append(_copied(key, buckets[0].step, entries, parts))
     return made
 
 
 def _copied(key: str, step: int, entries: Sequence[ParameterSpan], parts: list[Tensor]) -> _Copied:
-    """Return a bucket of these parameters, copied from these parts of others."""
+    """Copy these parts of other buckets into a bucket of these parameters."""
     layout = laid_out((entry.name, entry.shape or len(entry.span)) for entry in entries)
     return _Copied(Bucket(key, torch.cat(parts), step, layout), parts)
 

@@ -1,4 +1,4 @@
-"""The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
+"""The integration for any training loop: one call after the backward pass, without DDP, hooks or threads."""
 
 import weakref
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from sparsync.runtime.parameters import check_undriven, named_parameters, traine
 
 
 class GradientReducer(Handle):
-    """The handle of a bare model: it reduces the model's gradients with `scheme` whenever `reduce` is called.
+    """The handle of a bare model: `reduce` reduces the model's gradients by `scheme`.
 
-    `sparsync.attach(model, scheme, exchange=sparsync.Gradients())` checks its arguments and makes it, on every rank of `group`.
+    `sparsync.attach(model, scheme, exchange=sparsync.Gradients())` checks the arguments and makes it, on every rank of `group`.
     """
 
     switches = True
@@ -53,26 +53,26 @@ class GradientReducer(Handle):
         self._model_hooks.append(model.register_forward_pre_hook(refuse))
 
     def reduce(self, step: int | None = None) -> list[Report]:
-        """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
+        """Replace the model's gradients by the scheme's estimate of their mean over ranks; return one report per bucket.
 
-        Call it on every rank, after the backward pass and before the optimizer's step; when you accumulate gradients, after the last
+        Call it on every rank, after the backward pass and before the optimizer's step; with gradient accumulation, after the last
         backward pass only. With a loss scaler, call it before `scaler.unscale_` and `scaler.step`, which look for infinities on their
-        own rank only: after this call all ranks find the same ones.
-        There is one bucket for each type and device of gradients. A parameter without a gradient counts as zero and gets the mean; a frozen
-        parameter, or one that shares another's storage, does not change. NaN or Inf in a rank's gradient comes to all ranks, and the loss
-        scaler or the loop must skip the optimizer's step; residuals stay, and what other buckets sent is rolled back.
+        rank only: after this call all ranks have the same ones.
+        There is one bucket per type and device of gradients. A parameter without a gradient counts as zero and gets the mean; a frozen
+        parameter, or one that shares another's storage, does not change. NaN or Inf in a rank's gradient reaches all ranks, and the loss
+        scaler or the loop must skip the optimizer's step; residuals stay, and other buckets of the step are rolled back.
         If it fails on one rank, it raises on all, and the next call starts on fresh connections. A rank that had finished the step raises
         at its next call; then all ranks raise until a checkpoint is loaded on all of them, because their weights differ.
 
         Args:
-            step: the number of the step, the same on all ranks, for schemes that draw by it. None: one more than last time.
+            step: the number of the step, the same on all ranks, for schemes that draw by it. None: the next number.
 
         Raises:
-            RanksDifferError: on all ranks, if they have another step, model, scheme or shared state.
+            RanksDifferError: on all ranks, if they differ in step, model, scheme or shared state.
         """
         self._go_back(self._step)
         self._loads.forget()
-        # A failed step counts, for it may have failed on some ranks only.
+        # A failed step counts, because it may have failed on some ranks only.
         self._step = self._step + 1 if step is None else step
         with self._connection.step():
             self._rescaler.rescale()
@@ -81,18 +81,18 @@ class GradientReducer(Handle):
         return reports
 
     def detach(self) -> None:
-        """Leave the model's gradients alone from here on. Reports and state stay readable; the scheme cannot be changed any more."""
+        """Stop reducing the model's gradients. Reports and state stay readable; the scheme cannot be changed any more."""
         self._detached = True
         self.close()
 
     def _buckets(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Return the trained parameters by bucket: of one type, on one device, the same on every rank."""
+        """Group the trained parameters into buckets of one type on one device, the same on every rank."""
         kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
         for name, parameter in trained(self.model):
             kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
         buckets: dict[str, dict[str, nn.Parameter]] = {}
         for (dtype, _), parameters in kinds.items():
-            # No device in the key, by which schemes draw: the same model draws the same on a CPU and on a GPU.
+            # No device in the key, because schemes draw by it: the draws are the same on a CPU and on a GPU.
             kind = str(dtype).removeprefix("torch.")
             others = sum(key.split("/")[0] == kind for key in buckets)  # on other devices
             buckets[f"{kind}/{others}" if others else kind] = parameters
@@ -113,7 +113,7 @@ class GradientReducer(Handle):
 
 
 class _RefuseDdp:
-    """Raises in front of a forward pass of DistributedDataParallel around the model. A copy, with a copied model, raises nothing."""
+    """Raises before a forward pass of DistributedDataParallel around the model. In a copied model it raises nothing."""
 
     def __init__(self, reducer: Callable[[], GradientReducer | None] = lambda: None) -> None:
         self._reducer = reducer
@@ -121,14 +121,15 @@ class _RefuseDdp:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _RefuseDdp, ()
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling():
+            return  # a compiled function that calls the model keeps one graph, and is not checked
         # HACK: torch has no public name for this. Price: it may change with torch; a test wraps an attached model.
         outside = DistributedDataParallel._active_ddp_module
         if self._reducer() is not None and outside is not None and any(each is module for each in outside.modules()):
             raise RuntimeError(
-                "DistributedDataParallel was put around a model that is attached bare, and would reduce its gradients densely besides; "
-                "wrap the model first, and attach what DistributedDataParallel returns"
+                "DistributedDataParallel was put around a model that is attached bare, and would reduce its gradients densely too; "
+                "wrap the model first, and attach the DistributedDataParallel model"
             )
 
 

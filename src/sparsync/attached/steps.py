@@ -39,13 +39,13 @@ class OwnGradients:
         return (handle := self._handle()) is None or handle.closed
 
     def submit(self, bucket: GradBucket) -> Promised:
-        """Return the future of the bucket itself."""
+        """Return a finished future of the bucket."""
         done = future_on(bucket.buffer().device)
         done.set_result(bucket.buffer())
         model = self._model()
         if self.closed:
             return promise(
-                done, ["this handle was closed, and its ranks would part; call detach() instead, or attach again"]
+                done, ["this handle is closed, so ranks would differ; call detach() instead, or attach again"]
             )
         if model is not None and model._join_config.enable:
             return promise(
@@ -107,7 +107,7 @@ def attach(
 def _local(handle: LocalTraining) -> LocalTraining:
     """Count the steps that the optimizers take themselves, and warn of those that call no hooks."""
     if silent := handle.count_with_optimizers():
-        what = f"{' and '.join(silent)} calls no hooks of torch.optim.Optimizer, so nothing tells of its steps"
+        what = f"{' and '.join(silent)} calls no hooks of torch.optim.Optimizer, so its steps go unnoticed"
         warn_of(Finding(what, "call handle.step() after all optimizers have stepped, on every rank"))
     return handle
 
@@ -138,8 +138,8 @@ def _keep_own_gradients(model: DistributedDataParallel, handle: StepMethod) -> C
     register(model, hook)
     hook.handle = own
     broadcasts = model.broadcast_buffers
-    if isinstance(handle, LocalTraining):  # it exchanges buffers itself, and seldom
-        # HACK: DDP has this as an argument only. Price: an attribute that may change with torch; a test counts what is broadcast.
+    if isinstance(handle, LocalTraining):  # exchanges buffers itself, and less often
+        # HACK: DDP has this as an argument only. Price: the attribute may change with torch; a test counts broadcasts.
         model.broadcast_buffers = False
     return partial(_give_back, weakref.ref(model), hook, own, broadcasts)
 
