@@ -141,6 +141,20 @@ def test_parameters_on_other_devices_are_another_bucket() -> None:
         assert found == {"float32": ["0", "2"], "float32/1": ["1"]}
 
 
+def compiled() -> None:
+    model = nn.Linear(8, 2)
+    reducer = GradientReducer(model, Dense())
+    loss = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
+    loss(torch.ones(3, 8)).backward()
+    reducer.reduce()
+    assert torch.equal(model.bias.grad, torch.full((2,), 3.0))
+    reducer.close()
+
+
+def test_a_function_that_calls_an_attached_model_compiles_to_one_graph() -> None:
+    run(compiled, 1)
+
+
 def wrapped_and_sparse() -> None:
     model = nn.Linear(3, 3)
     reducer, copied = GradientReducer(model, Dense()), copy.deepcopy(model)
