@@ -45,7 +45,7 @@ class Mutation:
         if (found := source.count(self.old)) != 1:
             raise ValueError(
                 f"the old text of {self.name!r} must occur once in {self.file}, got {found} times; "
-                "write the same fault for the source as it is now into studies/mutations.toml"
+                "update the fault in studies/mutations.toml to the current source"
             )
         return source.replace(self.old, self.new)
 

@@ -16,7 +16,7 @@ def options(name: str, about: str | None, writes: bool = True) -> argparse.Argum
     )
     if writes:
         parser.add_argument(
-            "--print", action="store_true", help="print the part of the page, and leave the page as it is"
+            "--print", action="store_true", help="print the part of the page instead of writing it"
         )
     return parser
 

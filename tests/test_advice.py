@@ -269,7 +269,7 @@ def test_a_prediction_far_beyond_the_probe_is_said_to_be_a_guess() -> None:
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["--option", "width=3"], "--option and --data are of a workload, and there is none; name one with --workload"),
+        (["--option", "width=3"], "--option and --data need a workload; name one with --workload"),
         (["--schemes", "dense,bf16,dense"], "names one twice"),
         (["--schemes", "topk"], "needs dense and bf16"),
         (["--workload", "gpt-tiny"], "the model of the probe has 2000 parameters, the job of --workload has"),

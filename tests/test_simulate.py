@@ -107,7 +107,7 @@ def test_every_preset_names_its_sources_and_is_predicted(name: str) -> None:
         (("[job]", 'name = "q"\n[job]'), "has no section 'name'"),
         (("bucket_mb = 0", "bucket_mb = 1e-9"), "bucket_mb = 1e-09 makes over 100,000 buckets"),
         (("samples = 8", "itemsize = 3"), r"job\.itemsize: .* got 3"),
-        (("every = 10", "delay = 1"), "fragments and delay are of exchanges every few steps"),
+        (("every = 10", "delay = 1"), "fragments and delay need exchanges every few steps"),
         (("every = 10", "every = 10\nfragments = 5\ndelay = 3"), r"delay must be in \[0, 2\].*, got 3"),
         (('label = "every 10"', 'label = "dense"'), "set-up 'own': .*'dense' is there 2 times"),
     ],

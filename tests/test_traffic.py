@@ -135,7 +135,7 @@ def test_gradients_of_a_job_in_a_file_are_reduced_by_a_scheme_in_a_file(capsys: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--elements", "9", "--workload", "gpt-tiny"], "--elements is of drawn gradients"),
+        (["--elements", "9", "--workload", "gpt-tiny"], "--elements applies only to drawn gradients"),
         (["--workload", "gpt-tiny", "--ranks", "3"], "cannot be split evenly over 3 ranks"),
         (["--scheme", "topk,topk"], "names one twice"),
         (["--scheme", "skip_reduce:skip=9"], "cannot run on 4 ranks"),

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import init_process_group  # as it is before a test patches it
+from torch.distributed import init_process_group  # before a test patches it
 
 from sparsync.core import add_note
 

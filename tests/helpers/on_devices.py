@@ -74,7 +74,7 @@ def each_case(cases: Mapping[str, Callable[[], Record]]) -> dict[str, Record | s
 
 
 def alone(backend: str | None) -> None:
-    """Move this process to a group of its own with this backend, replacing its current one."""
+    """Move this process to a one-rank group with this backend, replacing its current one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]

@@ -121,7 +121,7 @@ def _skip(  # Any: what `make` takes
     skipping = scheme.scheme if isinstance(scheme, AutoProtect) else scheme
     without = {}
     if skipping.mode == "naive":
-        without["examination"] = "leaves out the same ranks of the same elements for ever"
+        without["examination"] = "always leaves out the same ranks of the same elements"
     if skipping.feedback or skipping.divide_by == "ranks":
         without["scale"] = "divides by all ranks, also what some are left out of"
     return Row(

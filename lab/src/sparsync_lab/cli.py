@@ -329,7 +329,7 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
         stream = Synthetic(options.ranks, options.elements or 100_000, options.seed)
         source = f"drawn gradients, seed {options.seed}"
     elif options.elements is not None:
-        raise ValueError(f"--elements is of drawn gradients, got it with --workload {options.workload}; leave it out")
+        raise ValueError(f"--elements applies only to drawn gradients, got it with --workload {options.workload}; leave it out")
     else:
         stream = OfJob(workloads.get(options.workload, **chosen), options.ranks, options.seed, options.steps)
         source = f"gradients of {options.workload}, seed {options.seed}"
@@ -345,7 +345,7 @@ def _simulate(options: argparse.Namespace, arguments: list[str]) -> None:
     if options.list:
         list_presets()
     elif options.preset is None:
-        raise ValueError("name a set-up with --preset; --list shows those that there are")
+        raise ValueError("name a set-up with --preset; --list shows all of them")
     else:
         simulate(options.preset, options.ranks, options.gbit, options.json)
 
@@ -414,7 +414,7 @@ def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types 
 
 def _workload_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: the workload converts the text
     if options.workload is None and (options.option or options.data is not None):
-        raise ValueError("--option and --data are of a workload, and there is none; name one with --workload")
+        raise ValueError("--option and --data need a workload; name one with --workload")
     chosen: dict[str, Any] = dict(_key_value(item) for item in options.option)
     if options.data is not None:
         chosen["data"] = str(Path(options.data).resolve())

@@ -110,7 +110,7 @@ def _packages() -> Check:
 def _of_job(result: trial.Result) -> Iterator[Check]:
     """Yield the findings of `sparsync.doctor` for a job."""
     if result.failure:
-        yield Check("failed", result.failure, "mend that")
+        yield Check("failed", result.failure, "fix this error")
         return
     yield Check("model", result.model)
     yield Check("optimizer", result.optimizer)

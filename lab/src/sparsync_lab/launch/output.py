@@ -30,17 +30,17 @@ class Lines:
 
 @dataclass
 class Output:
-    """Standard output and error of this process. While nobody reads them this process waits, and with it the ranks that write more."""
+    """Standard output and error of this process. If nobody reads them, this process blocks, and so do ranks that write more."""
 
-    closed: set[int] = field(default_factory=set)  # descriptors whose reader has gone
+    closed: set[int] = field(default_factory=set)  # descriptors without a reader
 
     @property
     def width(self) -> int:
-        """The columns of standard error."""
+        """The width of standard error in columns."""
         return os.get_terminal_size(2).columns if os.isatty(2) else WIDTH
 
     def lines(self, descriptor: int, rank: int, ranks: int) -> Callable[[bytes], None]:
-        """Return the function that takes the content of one stream of a rank and writes its lines behind their prefix."""
+        """Make a function that takes the content of one stream of a rank and writes its prefixed lines."""
         lines = Lines(f"[rank {rank:>{len(str(ranks - 1))}}] ".encode())
         return lambda content: self.write(descriptor, lines.cut(content))
 
@@ -52,5 +52,5 @@ class Output:
         while content and descriptor not in self.closed:
             try:
                 content = content[os.write(descriptor, content) :]
-            except OSError:  # a pipe or a terminal that was closed, or a full disk
+            except OSError:  # a closed pipe or terminal, or a full disk
                 self.closed.add(descriptor)

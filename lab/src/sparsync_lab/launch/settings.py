@@ -1,4 +1,4 @@
-"""What `sparsync launch` was asked for, checked before anything starts, and what each rank finds in its environment."""
+"""The settings of `sparsync launch`, checked before anything starts, and the environment of each rank."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from sparsync_lab.launch.faults import Fault, check_faults, places
 from sparsync_lab.netlab import MAX_RANKS, NO_DELAY, Delay
 from sparsync_lab.netlab.delay import check_delay
 
-# Of all links in one direction together. Above it, two cores do not keep up with single frames.
+# Total over all links in one direction. Above it, two cores do not keep up with single frames.
 MOST_EXACT_BITS_PER_S = 1e9
 # What a rank has unless the user's environment says otherwise: one thread, as with torchrun, and lines as they are printed.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -39,11 +39,6 @@ class Forwarded:
     dropped: int  # to or from a rank that is cut or has no interface
     processor_s: float  # of the forwarder, including the receiving half of TCP
 
-    @property
-    def processor_s_per_gb(self) -> float:
-        """Processor time in seconds per 1e9 bytes; 0 before the first byte."""
-        return self.processor_s / self.nbytes * 1e9 if self.nbytes else 0.0
-
 
 @dataclass(eq=False)
 class Forwarder:

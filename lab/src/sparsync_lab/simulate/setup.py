@@ -189,7 +189,7 @@ def _check_together(found: SetUp, where: str) -> None:
         if labels.count(entry.label) > 1:
             raise ValueError(f"{own} is there {labels.count(entry.label)} times; give each another label")
         if entry.every == 1 and (entry.fragments > 1 or entry.delay):
-            raise ValueError(f"{own}: fragments and delay are of exchanges every few steps; give every above 1")
+            raise ValueError(f"{own}: fragments and delay need exchanges every few steps; give every above 1")
         if entry.delay * entry.fragments > entry.every:
             between = entry.every / entry.fragments
             raise ValueError(

@@ -43,7 +43,7 @@ class Study:
         for choice in self.schemes:
             if choice.local is not None:
                 raise ValueError(
-                    f"schemes reduce gradients here, got {choice.label!r}; leave out what is before the stroke"
+                    f"schemes reduce gradients here, got {choice.label!r}; leave out the part before /"
                 )
             try_out(choice, self.stream.ranks)
 

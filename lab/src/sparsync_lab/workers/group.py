@@ -169,8 +169,8 @@ def _start(ranks: Ranks, order: str, links: RunNetwork, folder: Path, number: in
 def diagnosis(workers: Sequence[Worker], first: Worker) -> str:
     """Explain which ranks failed first and why. Ranks that ended silently come before those that report errors, which follow from the loss.
 
-    `first`: the first rank heard of; if all report errors, the others' follow from its error or equal it. If it has waited in vain, the
-    cause is the ranks that still run and have reported nothing.
+    `first`: the first rank heard of; if all report errors, the others' follow from its error or equal it. If its wait timed out,
+    the cause is the ranks that still run and have reported nothing.
     """
     silent = [worker for worker in workers if worker.error is None and not worker.done]
     ended = [worker for worker in silent if not worker.rank.running]
