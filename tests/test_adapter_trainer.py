@@ -73,7 +73,7 @@ def interrupted(folder: Path) -> list[AdapterResult]:
     whole.reports += collected.reports
     again = trained(folder / "here", folder / "here" / "checkpoint-3")
     moved = folder / "here" / "checkpoint-3"
-    with pytest.warns(UserWarning, match="where they are elsewhere, pass resume_from="):
+    with pytest.warns(UserWarning, match="if they are elsewhere, pass resume_from="):
         trained(folder / "bare", moved)
     return [whole, again, trained(folder / "there", moved, resume_from=moved)]
 

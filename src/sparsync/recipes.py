@@ -1,7 +1,7 @@
-"""The recipes: what `sparsync.attach` exchanges, and how, for a number of bits. Their figures stand in this table only.
+"""The recipes: the exchange and the scheme that `sparsync.attach` takes for a number of bits. Their figures stand in this table only.
 
-A text is one that the commands take, "steps(KEY=VALUE)/SCHEME:KEY=VALUE", or a scheme by itself for gradients. Published systems, of a
-scheme and steps around it, have names. Nothing here imports anything: `sparsync.exchanges.choice` finds an optimizer's family.
+A text is in the form of the commands, "steps(KEY=VALUE)/SCHEME:KEY=VALUE", or only a scheme for gradients. Published systems that combine
+steps and a scheme have names. This file imports nothing of sparsync: `sparsync.exchanges.choice` finds an optimizer's family.
 """
 
 import re
@@ -10,12 +10,12 @@ from typing import Literal
 
 Bits = (
     float | Literal["auto"] | tuple[Literal["auto"], float]
-)  # "auto": chosen from what the first steps take, not below a floor
+)  # "auto": chosen by the times of the first steps, not below a floor
 Family = Literal["steps", "muon", "linear", "other", "shard"]
 FAMILIES: dict[Family, str] = {
     "steps": "Adam and AdamW",
     "muon": "Muon",  # also with an AdamW for the rest
-    "linear": "SGD",  # what follows the gradient linearly
+    "linear": "SGD",  # linear in the gradient
     "other": "gradients of an optimizer whose steps cannot be exchanged, or of none",
     "shard": "FSDP2's shard axis",
 }
@@ -24,26 +24,26 @@ _ANY = 10**9  # ranks
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row: what a rank sends, in bits per parameter per step, and how far training ends behind dense.
+    """One row: the exchange, its bits per parameter per step, and how far training ends behind dense.
 
-    `bits` are those of 4 ranks, both ways, with what the integration sends besides. P ranks send (P-1)/P / 0.75 of them.
+    `bits` counts all that a rank sends with 4 ranks, both ways. P ranks send (P-1)/P / 0.75 of it.
     """
 
     bits: float
     family: Family
     text: str
-    quality: str  # after 1000 steps, against the same optimizer with dense gradients, and the part of the page
+    quality: str  # after 1000 steps, against the same optimizer with dense gradients; and the part of the page
     least_ranks: int = 1
     most_ranks: int = _ANY
     parameters: Literal["int4"] | None = None  # of FSDP2's all-gather
 
     @property
     def name(self) -> str:
-        """How `attach` and the commands ask for it."""
+        """The text by which `attach` and the commands ask for it."""
         return f"bits={self.bits:g}"
 
     def bits_with(self, ranks: int) -> float:
-        """Return the bits per parameter per step of each of `ranks` ranks."""
+        """Compute the bits per parameter per step that a rank of `ranks` sends."""
         return self.bits * (ranks - 1) / ranks / 0.75
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Recipe:
 
 _INT4 = "two_shot:density=1.0:values=int4"
 
-# The first row of a family is its default. Of rows with the same bits a later one counts, where it is for these ranks.
+# The first row of a family is its default. Of rows with the same bits, the last one that suits the number of ranks counts.
 TABLE = (
     Recipe(4.6, "steps", "steps(keep=0.0)/two_shot:density=1.0:values=int3", "1.6 % ahead of dense (gpt-default)"),
     Recipe(3.1, "steps", "steps/two_shot:density=1.0:values=sign:values_down=int3", "1.6 % ahead of dense (gpt-1000)"),
@@ -63,7 +63,7 @@ TABLE = (
     Recipe(
         0.2, "steps", "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign", "0.7 % behind (gpt-1000)"
     ),
-    # Many ranks: means of many signs lose less where more comes down than goes up.
+    # Many ranks: a mean of many signs loses less if more comes down than goes up.
     Recipe(
         1.4,
         "steps",
@@ -78,7 +78,7 @@ TABLE = (
         "17 % behind (gpt-tiny-16-low)",
         least_ranks=16,
     ),
-    # Muon, where it has others than AdamW.
+    # Muon, where its rows differ from AdamW's.
     Recipe(1.6, "muon", "steps/in_turn:every=2", "2.6 % behind (gpt-muon-tiny-turns)"),
     Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "4.6 % behind (gpt-muon-tiny-turns)"),
     Recipe(
@@ -96,11 +96,11 @@ TABLE = (
     Recipe(6.1, "shard", _INT4, "not measured on 1000 steps", parameters="int4"),
 )
 
-# name -> (what it stands for, what it is)
+# name -> (text, description)
 PUBLISHED = {
     "diloco": (
         "local_steps(every=50:keep=0.0:outer_rate=0.7:outer_momentum=0.9)/dense",
-        "DiLoCo (arXiv 2311.08105), every 50 steps, the most often that its authors tried",
+        "DiLoCo (arXiv 2311.08105), every 50 steps, the shortest interval that its authors tried",
     ),
     "streaming_diloco": (
         "local_steps(every=50:keep=0.0:fragments=4:delay=5:mixing=0.5:outer_rate=0.7:outer_momentum=0.9)/int4",
@@ -110,20 +110,20 @@ PUBLISHED = {
 
 
 def rows(family: Family, ranks: int) -> list[Recipe]:
-    """Return the recipes of a family on this number of ranks, its default first."""
-    found: dict[float, Recipe] = {}
+    """List the recipes of a family for this number of ranks, its default first."""
+    by_bits: dict[float, Recipe] = {}
     for each in TABLE:
         if each.family in (family, "steps" if family == "muon" else "") and (
             each.least_ranks <= ranks <= each.most_ranks
         ):
-            found[each.bits] = each
-    return list(found.values())
+            by_bits[each.bits] = each
+    return list(by_bits.values())
 
 
 def candidates(family: Family, ranks: int, bits: Bits | None) -> list[Recipe]:
-    """Return the recipes among which `bits`, "auto" or ("auto", floor), chooses: those with as many bits as the default or the floor.
+    """List the recipes among which `bits`, "auto" or ("auto", floor), chooses: with at least the bits of the default or the floor.
 
-    The default is the first; there are none where `bits` is a number. Raises ValueError for a family whose exchange is not measured.
+    The default comes first; the list is empty if `bits` is a number. Raises ValueError for a family whose exchange is not measured.
     """
     if bits is None or isinstance(bits, int | float):
         return []
@@ -143,7 +143,7 @@ def candidates(family: Family, ranks: int, bits: Bits | None) -> list[Recipe]:
 
 
 def recipe(family: Family, ranks: int, bits: Bits | None = None) -> Recipe:
-    """Return the row with the most bits that is not above `bits`; None and "auto": the default. Raises ValueError below the least row."""
+    """Choose the row with the most bits up to `bits`; None and "auto": the default. Raises ValueError below the fewest bits."""
     known = rows(family, ranks)
     if bits is None or candidates(family, ranks, bits):
         return known[0]
@@ -160,20 +160,20 @@ def recipe(family: Family, ranks: int, bits: Bits | None = None) -> Recipe:
 
 
 def bits_of(text: str) -> Bits | None:
-    """Return what "bits=0.8", "bits=auto" or "bits=auto:0.8" asks for, and None for "default".
+    """Read the bits from "bits=0.8", "bits=auto" or "bits=auto:0.8", and None from "default".
 
     Raises LookupError for any other text, and ValueError without a number.
     """
     if text == "default":
         return None
-    found = re.fullmatch(r"bits=(.*)", text)
-    if found is None:
+    match = re.fullmatch(r"bits=(.*)", text)
+    if match is None:
         raise LookupError(text)
-    word, _, floor = found[1].partition(":")
+    word, _, floor = match[1].partition(":")
     try:
         if word == "auto":
             return ("auto", float(floor)) if floor else "auto"
-        return float(found[1])
+        return float(match[1])
     except ValueError:
         raise ValueError(
             f"bits= takes a number, such as bits=0.8, or auto, or auto:0.8 with the fewest bits, got {text!r}"

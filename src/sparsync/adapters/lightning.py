@@ -2,7 +2,7 @@
 
     trainer = Trainer(strategy="ddp", callbacks=[Sparsync()])
 
-For Fabric there is sparsync.attach.
+For Fabric call sparsync.attach.
 """
 # pyright: reportMissingImports=false
 
@@ -26,13 +26,13 @@ KEY = "sparsync"  # of all ranks' states in a checkpoint
 
 
 class Sparsync(Callback):
-    """Attaches to the model of each `fit` with DDP; `handle` is that of `sparsync.attach` for the latest `fit`.
+    """Attaches to the model of every `fit` with DDP; `handle` is the handle from `sparsync.attach` for the latest `fit`.
 
-    At the end of a `fit` Lightning drops its DDP model, and the hook with it; what is held back stays for the next `fit`. Residuals of
-    gradients follow the loss scaler and the clipping, and with `Options(follow_rates=True)` the learning rates of the optimizers.
-    `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
-    continue from it; with one rank nothing is attached. The other arguments are as for `sparsync.attach`. `fit` raises as that does, and
-    TypeError for strategies other than DDP's.
+    At the end of a `fit` Lightning drops its DDP model, and the hook with it; residuals stay for the next `fit`. Residuals of gradients
+    follow the loss scaler and the clipping, and with `Options(follow_rates=True)` the learning rates of the optimizers.
+    `recorder` gets the reports of the first rank after every batch. A checkpoint has all ranks' residuals, and any number of ranks can
+    continue from it; with one rank nothing is attached. The other arguments are as for `sparsync.attach`. `fit` raises as
+    `sparsync.attach` does, and TypeError for strategies other than DDP's.
     A module with several optimizers, which usually step in turn, exchanges gradients, unless `bits` or `exchange` says otherwise.
     """
 
@@ -47,7 +47,7 @@ class Sparsync(Callback):
     ) -> None:
         self.recorder, self._attaching = recorder, Attaching(scheme, bits, exchange, options)
         self.handle: Handle | None = None
-        self._group: Any = None  # the process group of the model; torch's stubs do not let it be named
+        self._group: Any = None  # the process group of the model. Any: torch's stubs do not export its type
         self._loaded: Sequence[Mapping[str, Any]] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,7 +56,7 @@ class Sparsync(Callback):
         if ddp is None:
             return
         if self.handle is not None:
-            self.handle.close()  # of the last fit, whose DDP model is gone
+            self.handle.close()  # the DDP model of the last fit is gone
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
         self.handle = self._attaching.attach(ddp, trainer.optimizers, scaler, in_turn=len(trainer.optimizers) > 1)
         self._group = ddp.process_group
@@ -72,7 +72,7 @@ class Sparsync(Callback):
         self._show_common()
 
     def _show_common(self) -> None:
-        """Have common weights in the module until it is trained again: Lightning drops its DDP model, and users call networks inside."""
+        """Show common weights until the module is trained again: Lightning drops its DDP model, and users call networks inside."""
         if isinstance(self.handle, AdamWSteps):
             self.handle.show_common()
 

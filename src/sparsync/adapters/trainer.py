@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a callback that attaches a scheme when training begins, and saves its state beside each checkpoint.
+"""Hugging Face Trainer: a callback that attaches a scheme when training begins, and saves its state with every checkpoint.
 
 trainer = Trainer(...)
 callback = sparsync.adapters.trainer.attach(trainer)
@@ -34,13 +34,13 @@ def attach(
     resume_from: str | Path | None = None,
     options: Options = Options(),
 ) -> "Sparsync":
-    """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
+    """Add a callback to `trainer` and return it; its `handle` is the handle from `sparsync.attach` once training has begun.
 
-    Residuals of gradients follow its loss scaler and its clipping at `max_grad_norm`, and with `Options(follow_rates=True)` the learning
+    Residuals of gradients follow the loss scaler and the clipping at `max_grad_norm`, and with `Options(follow_rates=True)` the learning
     rate, which the Trainer changes at every step by default.
-    `recorder` gets the reports of the first rank after each step. Each rank's residuals are saved in every checkpoint folder; training that
+    `recorder` gets the reports of the first rank after every step. Every checkpoint folder gets the residuals of all ranks; training that
     continues from one, with any number of ranks, loads them from there, or from `resume_from` if the folder was moved.
-    The other arguments are as for `sparsync.attach`. `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
+    The other arguments are as for `sparsync.attach`. `train` raises as `sparsync.attach` does, and TypeError if it does not use DDP.
     """
     callback = Sparsync(trainer, Attaching(scheme, bits, exchange, options), recorder, resume_from)
     trainer.add_callback(callback)
@@ -48,7 +48,7 @@ def attach(
 
 
 class Sparsync(TrainerCallback):
-    """See `attach`. The Trainer gives callbacks the bare model, so this one asks the Trainer itself for the wrapped one."""
+    """See `attach`. The Trainer passes the bare model to callbacks, so this one takes the wrapped model from the Trainer."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Sparsync(TrainerCallback):
         self.recorder, self.resume_from, self._attaching = recorder, resume_from, attaching
         self.handle: Handle | None = None
         self._trainer = trainer
-        self._model: Any = None  # the DDP model that the handle is of
+        self._model: Any = None  # the DDP model of the handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -72,7 +72,7 @@ class Sparsync(TrainerCallback):
             return
         if self._model is not ddp:  # a second train() uses the model of the first
             if self.handle is not None:
-                self.handle.close()  # of a DDP model that is no longer trained
+                self.handle.close()  # its DDP model is no longer trained
             optimizer, scaler = kwargs["optimizer"], trainer.accelerator.scaler
             self.handle = self._attaching.attach(ddp, optimizer, scaler)
             self._model = ddp
@@ -85,7 +85,7 @@ class Sparsync(TrainerCallback):
             checkpoint.load(self.handle, folder)
         else:
             warn_of(
-                f"{folder} has no residuals of sparsync, so they start at zero; where they are elsewhere, pass resume_from="
+                f"{folder} has no residuals of sparsync, so they start at zero; if they are elsewhere, pass resume_from="
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
@@ -94,7 +94,7 @@ class Sparsync(TrainerCallback):
 
     def on_train_end(self, *_: object, **__: object) -> None:
         if isinstance(self.handle, AdamWSteps):
-            self.handle.show_common()  # for what calls a part of the model directly
+            self.handle.show_common()  # for callers of a part of the model
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if self.handle is not None:

@@ -1,4 +1,4 @@
-"""Shared by adapters: the DDP model that a trainer has wrapped, and what attaches to it."""
+"""Shared by adapters: finds the DDP model that a trainer has wrapped, and attaches to it."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ from sparsync.runtime.parameters import inside_wrappers
 
 
 def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataParallel | None:
-    """Return the DDP model that `model` is, or that torch.compile or Fabric wrapped; None, with a warning, where there is only one rank.
+    """Find the DDP model in `model`, inside torch.compile or Fabric too; return None, with a warning, if there is only one rank.
 
-    Raises TypeError where several ranks train anything but a DDP model.
+    Raises TypeError if several ranks train anything but a DDP model.
     """
     model = inside_wrappers(model)
     if isinstance(model, DistributedDataParallel):
@@ -34,7 +34,7 @@ def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataP
 
 
 class Attaching:
-    """The arguments of `sparsync.attach`, for a trainer that makes the model and its optimizers later, and perhaps once more."""
+    """The arguments of `sparsync.attach`, for a trainer that makes the model and its optimizers later, possibly several times."""
 
     def __init__(self, scheme: Scheme | None, bits: Bits | None, exchange: Exchange | None, options: Options) -> None:
         if scheme is not None:
@@ -51,7 +51,7 @@ class Attaching:
         scaler: GradScaler | None,
         in_turn: bool = False,
     ) -> Attached:
-        """Return the handle; of a later model it has the scheme of the first. `in_turn`: optimizers have no common step."""
+        """Attach and return the handle; later models get the scheme of the first. `in_turn`: optimizers have no common step."""
         given = dict(self._given)
         if in_turn and given["bits"] is None:
             given["exchange"] = given["exchange"] or Gradients()

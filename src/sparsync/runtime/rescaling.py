@@ -147,8 +147,8 @@ class ResidualUnits:
 class ResidualRescaler:
     """Rescales the residuals of a state when the rate of an optimizer or the scale of `scaler` has changed, or a step was clipped.
 
-    `names` maps the id of each parameter to its name. Without an optimizer, or without `follow_rates`, the rate counts as constant; without
-    a scaler the scale is 1. `adds_up`: see Clipping. Raises TypeError unless `scaler` is a torch.amp.GradScaler.
+    `names` maps parameter ids to names. Without an optimizer, or without `follow_rates`, the rate counts as constant; without a scaler the
+    scale is 1. `adds_up`: see Clipping. Raises TypeError unless `scaler` is a torch.amp.GradScaler.
     """
 
     def __init__(
