@@ -1,4 +1,4 @@
-"""The kernels of `operations`, and which backend does them."""
+"""The kernels: operations on vectors, their specifications and backends."""
 
 from sparsync.kernels.dispatch import backend as backend
 from sparsync.kernels.dispatch import backends as backends

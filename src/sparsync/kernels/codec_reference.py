@@ -1,11 +1,11 @@
-"""The specification of the codecs of ascending positions, in plain torch: short and slow. The faster ones write the same bytes.
+"""The specification of the codecs of ascending positions, in plain torch: short and slow. The faster codecs write the same bytes.
 
-    packed      as many bits as the last position of the span needs, for each position
-    bitmap      a bit for each position of the span
+    packed      per selected position, the bits that the last position of the span needs
+    bitmap      one bit per position of the span
     elias_fano  the low bits of all positions, then their high parts as ones in a stream
 
 All bit streams begin with the lowest bit of the first byte and are padded with zeros to whole bytes. The length of a packet depends on k
-and the span alone. Decoders take any bytes: the result ascends inside [0, span), or a RuntimeError says why not.
+and the span alone. Decoders accept any bytes: the result ascends inside [0, span), or a RuntimeError says why not.
 """
 
 from functools import lru_cache
@@ -21,13 +21,13 @@ from sparsync.kernels.dispatch import operation
 PositionCodec = Literal["packed", "bitmap", "elias_fano"]
 Packet = UInt8[Tensor, " nbytes"]
 MAX_SPAN = 2**31 - 1
-MAX_BITS = 31  # of a position, or of its low part
+MAX_BITS = 31  # bits of a position, or of its low part
 
 
 @operation
 def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) -> Packet:
-    """Return the packet of the ascending `index` inside [0, span)."""
-    nbytes(codec, index.numel(), span)  # for what it refuses
+    """Encode the ascending `index` inside [0, span)."""
+    nbytes(codec, index.numel(), span)  # for its checks
     _check(index, span)
     if codec == "packed":
         return pack(index, packed_bits(span))
@@ -42,7 +42,7 @@ def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) 
 
 @operation
 def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
-    """Return the `k` positions that were encoded, int32."""
+    """Decode `k` positions, int32."""
     check_codec(codec)
 
     def refused(what: str) -> RuntimeError:
@@ -67,19 +67,19 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
 
 
 def _decoded(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
-    """Return the positions in a packet of the right length, valid or not; the work does not depend on its content."""
+    """Decode a packet of the right length, valid or not, in time that does not depend on its content."""
     if codec == "packed":
         return unpack(packet, k, packed_bits(span))
     bits = elias_fano_bits(k, span) if codec == "elias_fano" else 0
     start = -(-k * bits // 8)
     ones = _bits_of(packet[start:]).cumsum(0, dtype=torch.int32)
     number = torch.arange(k, dtype=torch.int32, device=packet.device)
-    place = torch.searchsorted(ones, number + 1)  # of each one
+    place = torch.searchsorted(ones, number + 1)  # places of the ones
     return place if codec == "bitmap" else place - number << bits | unpack(packet[:start], k, bits)
 
 
 def nbytes(codec: PositionCodec, k: int, span: int) -> int:
-    """Return the bytes of the packet of any `k` positions inside [0, span). Raises ValueError for spans of 2^31 or more."""
+    """Return the packet size of any `k` positions inside [0, span), in bytes. Raises ValueError for spans of 2^31 or more."""
     check_codec(codec)
     if not 0 <= span <= MAX_SPAN:
         raise ValueError(
@@ -89,27 +89,27 @@ def nbytes(codec: PositionCodec, k: int, span: int) -> int:
 
 
 def size_of(codec: PositionCodec, k: int, span: int) -> int:
-    """Return the same for any span, even one that is too long to be encoded."""
+    """Return the packet size as `nbytes` does, also for spans that are too long to be encoded."""
     if codec == "packed":
         return -(-k * packed_bits(span) // 8)
     return -(-span // 8) if codec == "bitmap" else _elias_fano_nbytes(k, span, elias_fano_bits(k, span))
 
 
 def packed_bits(span: int) -> int:
-    """Return the bits of one position in a span; 0 when there is only one."""
+    """Return the bits of one position in a span; 0 if the span has one position."""
     return max(0, span - 1).bit_length()
 
 
 @lru_cache(maxsize=4096)
 def elias_fano_bits(k: int, span: int) -> int:
-    """Return how many low bits the shortest Elias-Fano packet of any `k` positions inside [0, span) separates; the fewest of equals."""
+    """Choose the number of low bits with the shortest Elias-Fano packet of any `k` positions inside [0, span); the fewest of equals."""
     first, last = 0, MAX_BITS
-    if k >= 128:  # enough that rounding to bytes moves the best by one bit at most from where 2^bits is the mean gap
+    if k >= 128:  # then rounding to bytes moves the best number by at most one bit from a mean gap of 2^bits
         middle = (span // k).bit_length()
         first, last = max(0, middle - 3), min(MAX_BITS, middle + 2)
     best, least = first, _elias_fano_nbytes(k, span, first)
     for bits in range(first + 1, last + 1):
-        if k * bits >= 8 * least:  # the low bits alone take as much, from here on
+        if k * bits >= 8 * least:  # from here on the low bits alone take as much
             break
         nbytes = _elias_fano_nbytes(k, span, bits)
         if nbytes < least:
@@ -138,28 +138,28 @@ def check_codec(codec: str) -> None:
 
 
 def pack(x: Tensor, bits: int) -> Packet:
-    """Return the low `bits` bits of each of the integers `x` [k], after each other without gaps."""
+    """Pack the low `bits` bits of the integers `x` [k] without gaps."""
     places = torch.arange(bits, device=x.device, dtype=x.dtype)
     return _bytes_of(((x[:, None] >> places) & 1).view(-1))
 
 
 def unpack(packet: Packet, k: int, bits: int) -> Int[Tensor, " k"]:
-    """Return the `k` numbers that were packed, int32."""
+    """Unpack `k` numbers, int32."""
     places = torch.arange(bits, device=packet.device, dtype=torch.int32)
     return (_bits_of(packet)[: k * bits].view(k, bits) << places).sum(1, dtype=torch.int32)
 
 
 def _marked(place: Tensor, length: int) -> Tensor:
-    """Return `length` bits, one at each `place`."""
+    """Return `length` bits with ones at `place`."""
     return torch.zeros(length, dtype=torch.uint8, device=place.device).index_fill_(0, place, 1)
 
 
 def _bytes_of(bits: Tensor) -> Packet:
-    """Return the bits, one an element, as bytes."""
+    """Pack bits, one per element, to bytes."""
     whole = pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     return (whole << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
 def _bits_of(packet: Packet) -> Tensor:
-    """Return the bits of the bytes, one an element."""
+    """Unpack bytes to bits, one per element."""
     return ((packet[:, None] >> torch.arange(8, device=packet.device, dtype=torch.uint8)) & 1).view(-1)

@@ -1,8 +1,8 @@
-"""The backends of the kernels: which function does an operation.
+"""Dispatch of operations to the backends of the kernels.
 
 The specification of an operation is a function in plain torch, decorated by `operation`. A backend is a table from names of operations to
-functions. `run` asks the backend in use, then the one for GPUs. A function that does not take the types, the device or the shape of its
-tensors returns NotImplemented, and the next function is asked; the specification takes everything.
+functions. `run` tries the backend in use, then the one for GPUs. A function that does not support the types, the device or the shape of
+its tensors returns NotImplemented, and `run` tries the next; the specification supports everything.
 
     backend     where                           operations
     cpp         csrc/, at one instruction set   all
@@ -33,12 +33,12 @@ except ImportError as missing:
 CPP = "cpp"
 REFERENCE = "reference"
 TRITON = "triton"
-# Any: each operation has its own signature, that of its specification with all arguments given.
+# Any: an operation has the signature of its specification, with all arguments given.
 Table = Mapping[str, Any]
 
 
 class _Chosen:
-    """The backend in use, and the tables to ask in order; None until the first kernel runs."""
+    """The backend in use, and its tables in order; None until the first kernel runs."""
 
     name: str | None = None
     tables: tuple[Table, ...] | None = None
@@ -48,9 +48,9 @@ _chosen = _Chosen()
 
 
 def operation(specification: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Return a function that calls the first backend that takes the arguments, else the specification."""
+    """Decorate a specification: call the first backend that supports the arguments, else the specification."""
     name, parameters = specification.__name__, signature(specification)
-    defaults = [each.default for each in parameters.parameters.values() if each.default is not each.empty]
+    defaults = [entry.default for entry in parameters.parameters.values() if entry.default is not entry.empty]
     count = len(parameters.parameters)
 
     @wraps(specification)
@@ -67,17 +67,17 @@ def operation(specification: Callable[Given, Result]) -> Callable[Given, Result]
 
 
 def run(name: str, specification: Callable[..., Any], *arguments: Any) -> Any:  # Any: as of the specification
-    """Call the first function for the operation `name` that takes `arguments`, else its specification."""
+    """Call the first function for the operation `name` that supports `arguments`, else its specification."""
     for table in _default() if _chosen.tables is None else _chosen.tables:
-        if (kernel := table.get(name)) is not None and (found := kernel(*arguments)) is not NotImplemented:
-            return found
+        if (kernel := table.get(name)) is not None and (result := kernel(*arguments)) is not NotImplemented:
+            return result
     return specification(*arguments)
 
 
 class set_backend:  # noqa: N801  # called as a function, or in a with statement
-    """Run all kernels and codecs on the named backend from now on, or in a with statement until its end: for tests and measurements.
+    """Run all kernels and codecs on the named backend, from now on or inside a with statement, for tests and measurements.
 
-    Names are those of `backends()`; "cpp" is the fastest of the C++ ones. Results do not depend on it, bit for bit.
+    `backends()` lists the names; "cpp" is the fastest C++ backend. Results are bit-identical on all backends.
     Raises ValueError for any other name.
     """
 
@@ -95,17 +95,17 @@ class set_backend:  # noqa: N801  # called as a function, or in a with statement
 
 
 def backends() -> list[str]:
-    """Return the backends that can run here, the fastest first."""
+    """List the backends that can run here, the fastest first."""
     return [*(f"cpp/{level}" for level in (_cpu.levels() if _cpu else [])), *([TRITON] if _triton() else []), REFERENCE]
 
 
 def why_missing() -> str | None:
-    """Return why the C++ kernels cannot be loaded; None if they are there."""
+    """Explain why the C++ kernels cannot be loaded; None if they are loaded."""
     return None if _cpu else _why_missing
 
 
 def backend() -> str:
-    """Return the backend for tensors in this machine's memory: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
+    """Return the backend for tensors in host memory: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
     if _chosen.name is None:
         _default()
     assert _chosen.name is not None
@@ -127,7 +127,7 @@ def _default() -> tuple[Table, ...]:
 
 
 def _choose(name: str | None) -> None:
-    """Make `name` the backend in use, or none for None. Only this sets the instruction set of the C++ kernels and codecs."""
+    """Set the backend in use; None: none. Only this function sets the instruction set of the C++ kernels and codecs."""
     compiled = name is not None and name.startswith(CPP)
     if compiled and _cpu is not None and name is not None:
         _cpu.set_level(name.removeprefix("cpp/"))
@@ -142,7 +142,7 @@ def _choose(name: str | None) -> None:
 
 
 def _triton() -> ModuleType | None:
-    """Return the Triton kernels; None without Triton or without a GPU. Asked each time: its interpreter may be turned on."""
+    """Return the Triton kernels; None without Triton or without a GPU. Not cached, because its interpreter may be turned on."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return None
     return _triton_kernels()
@@ -158,7 +158,7 @@ def _triton_kernels() -> ModuleType | None:
 
 
 def _resolved(name: str) -> str:
-    """Return the full name of a backend that can run here."""
+    """Resolve the name of a backend, which must be able to run here."""
     here = backends()
     if name == CPP and _cpu is not None:
         return here[0]

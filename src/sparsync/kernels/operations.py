@@ -1,8 +1,8 @@
-"""The operations over whole vectors and over what was selected from them: their specification in plain torch, short and slow.
+"""The operations on whole vectors and on selections: their specification in plain torch, short and slow.
 
-`dispatch.operation` calls C++ and Triton kernels if they take the arguments: C++ takes float32 in host memory, and gradients in bfloat16
-and float16; Triton takes the same on a GPU. Results have the same bits everywhere, except the bits inside a NaN. Of the arguments only
-positions are checked, to lie inside the vector. On a GPU, where the host would have to wait, elements at other positions are left out.
+`dispatch.operation` calls C++ and Triton kernels if they support the arguments: C++ supports float32 in host memory, and gradients in
+bfloat16 and float16; Triton supports the same on a GPU. Results have the same bits everywhere, except the bits inside a NaN. Positions
+must lie inside the vector; no other argument is checked. On a GPU, where a check would be a host sync, elements outside are ignored.
 
 All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64. The passes of exchanged steps are in
 `step_reference`, codecs in `value_reference` and `codec_reference`.
@@ -28,16 +28,16 @@ from sparsync.kernels.step_reference import write_mean_ as write_mean_
 
 Vector = Float[Tensor, " n"]
 Positions = Int[Tensor, " k"]
-COLUMNS = 509  # a prime, so that rows of a weight that change places land in other columns
+COLUMNS = 509  # a prime, so that swapped rows of a weight land in other columns
 MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by their bytes
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by size in bytes
 
 
 @operation
 def accumulate(residual: Vector, grad: Vector, out: Vector) -> bool | Tensor:
     """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere.
 
-    On a GPU that is a tensor [], and nobody waits for it; likewise in the functions below.
+    On a GPU, here and below, the answer is a tensor [], without a host sync.
     """
     torch.add(residual, grad, out=out)
     return all_finite(out)
@@ -70,8 +70,8 @@ def accumulate_select_ge(
     Positions are those in the whole vector.
     """
     finite = accumulate(residual, grad, out)
-    found = select_ge(span.of(out), threshold)
-    return Sparse(found.index + span.start, found.value, out.numel()), finite
+    part = select_ge(span.of(out), threshold)
+    return Sparse(part.index + span.start, part.value, out.numel()), finite
 
 
 @operation
@@ -83,9 +83,9 @@ def accumulate_top_k_of_rows(
     out: Vector,
     bounds: Sequence[float | None],
 ) -> tuple[list[Sparse], bool | Tensor]:
-    """Write residual + grad to `out`, which may be either, and return `top_k_of_rows` of each region and whether it is finite everywhere.
+    """Write residual + grad to `out`, which may be either, and return its `top_k_of_each` and whether it is finite everywhere.
 
-    `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
+    `counts` and `bounds` are k and bound by region. Raises as `top_k_of_rows` does, but after `out` is written.
     """
     finite = accumulate(residual, grad, out)
     return top_k_of_each(out, regions, counts, bounds), finite
@@ -93,7 +93,7 @@ def accumulate_top_k_of_rows(
 
 @operation
 def divide_to_(out: Vector, x: Vector, divisor: int) -> None:
-    """Write `x` / `divisor` to `out`, divided in at least float32 and rounded once to the type of `out`."""
+    """Write `x` / `divisor` to `out`, computed in at least float32 and rounded once."""
     exact = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
     x = x.to(exact)
     out.copy_(x / exact_divisor(x, divisor))
@@ -102,30 +102,30 @@ def divide_to_(out: Vector, x: Vector, divisor: int) -> None:
 @operation
 def all_finite(x: Vector) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
-    return bool(x.isfinite().all())  # a host sync: what is sent depends on it
+    return bool(x.isfinite().all())  # a host sync: the messages depend on it
 
 
 @operation
 def finite_each(parts: Sequence[Sparse], times: int) -> bool | Tensor:
-    """Return whether all values of `parts`, and `times` them, are finite, in float32 at least; on a GPU a tensor []."""
+    """Return whether `times` the values of `parts` are finite, in float32 at least; on a GPU a tensor []."""
     values = [part.value.to(torch.promote_types(part.value.dtype, torch.float32)) for part in parts]
-    return all(all_finite(each * times) for each in values)
+    return all(all_finite(value * times) for value in values)
 
 
 @operation
 def select_ge(x: Vector, threshold: float) -> Sparse:
-    """Return the non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
+    """Select the non-zero elements of `x` of magnitude `threshold` or more, NaN as infinity. Positions ascend."""
     size = magnitude(x)
-    index = ((size >= threshold) & (size > 0)).nonzero().view(-1)  # a host sync: how many there are depends on the data
+    index = ((size >= threshold) & (size > 0)).nonzero().view(-1)  # a host sync: the count depends on the data
     return Sparse(index.to(torch.int32), x[index], x.numel())
 
 
 @operation
 def top_k(x: Vector, k: int, bound: float | None = None) -> Sparse:
-    """Return the `k` elements of `x` of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
+    """Select the `k` elements of `x` of largest magnitude; of equal magnitudes the first. Positions ascend.
 
     NaN counts as infinity. `bound` is a magnitude that k elements, and not many more, are expected to reach, such as a little less than
-    the last step's smallest; it changes how long this takes and nothing else.
+    the last step's smallest; it affects only the run time.
     """
     index = argtopk(magnitude(x), k)
     return Sparse(index.to(torch.int32), x[index], x.numel())
@@ -133,7 +133,7 @@ def top_k(x: Vector, k: int, bound: float | None = None) -> Sparse:
 
 @operation
 def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
-    """Return what `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements if fewer are not zero.
+    """Select as `top_k` does outside the span `skip`, without zeros: fewer than `k` elements if fewer are non-zero.
 
     `k` may be more than n.
     """
@@ -147,7 +147,7 @@ def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | No
 
 @operation
 def top_k_of_rows(x: Vector, rows: Rows, k: int, bound: float | None = None) -> Sparse:
-    """Return the `top_k` of the elements of `x` in rows, without copying them first. Positions are places in the rows.
+    """Select the `top_k` of the elements of `x` in rows. Positions are places in the rows.
 
     Raises IndexError for rows outside of `x`.
     """
@@ -161,13 +161,13 @@ def top_k_of_rows(x: Vector, rows: Rows, k: int, bound: float | None = None) -> 
 def top_k_of_each(
     x: Vector, regions: Sequence[Rows], counts: Sequence[int], bounds: Sequence[float | None]
 ) -> list[Sparse]:
-    """Return the `top_k_of_rows` of each region. Raises as that does."""
-    return [top_k_of_rows(x, *each) for each in zip(regions, counts, bounds, strict=True)]
+    """Select the `top_k_of_rows` of all regions. Raises as that does."""
+    return [top_k_of_rows(x, *region) for region in zip(regions, counts, bounds, strict=True)]
 
 
 @operation
 def locate(rows: Rows, place: Positions) -> Positions:
-    """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
+    """Convert places in rows to positions in the vector, in the type of `place`. Raises IndexError for places outside the rows."""
     if place.numel() and not bool(((place >= 0) & (place < rows.length)).all()):  # a host sync
         raise IndexError(outside(place, rows.length))
     number = torch.div(place, rows.row, rounding_mode="floor")
@@ -176,7 +176,7 @@ def locate(rows: Rows, place: Positions) -> Positions:
 
 @operation
 def smallest_magnitude(x: Vector) -> float:
-    """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
+    """Return the smallest |x|; NaN if there is any NaN, and 0 if there are no elements."""
     return float(x.abs().min()) if x.numel() else 0.0  # a host sync
 
 
@@ -197,10 +197,10 @@ def write_own_(
     divisor: int,
     share: float,
 ) -> Int[Tensor, " targets"]:
-    """Write weights - share unsent to `targets`, of any types and shapes; each has its elements from its start on. Return their `digests`.
+    """Write weights - share * unsent to `targets`, of any types and shapes, and return their `digests`.
 
-    What is unsent is divided by `divisor` in `rows`, whose starts ascend. Raises ValueError where a target does not lie in `weights`, and
-    IndexError for rows outside of it.
+    `starts` are the positions of the targets' first elements. `unsent` is divided by `divisor` in `rows`, whose starts ascend. Raises
+    ValueError for a target that does not lie in `weights`, and IndexError for rows outside.
     """
     if rows is not None:
         unsent = unsent.clone()
@@ -213,12 +213,13 @@ def write_own_(
 
 @operation
 def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
-    """Return a digest of the bits in each tensor, of any types and shapes, int64 on the device of the first.
+    """Hash the bits of the tensors, of any types and shapes, to int64 digests on the device of the first.
 
-    It depends only on the bits and the number of elements. A change of one element always shows; other changes are missed once in 2^64.
+    A digest depends only on the bits and the number of elements. It always detects a change of one element, and misses other changes
+    with probability 2^-64.
     """
-    found = [_digest(each.detach()) for each in tensors]
-    return torch.stack([each.to(found[0].device) for each in found]) if found else torch.empty(0, dtype=torch.int64)
+    hashes = [_digest(tensor.detach()) for tensor in tensors]
+    return torch.stack([word.to(hashes[0].device) for word in hashes]) if hashes else torch.empty(0, dtype=torch.int64)
 
 
 @operation
@@ -253,17 +254,17 @@ def gather(x: Vector, index: Positions) -> Float[Tensor, " k"]:
 def move_put_(
     to: Vector, source: Vector, kept: Sequence[Sparse], written: Sequence[Sparse], skip: Tensor | None = None
 ) -> None:
-    """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
+    """Copy `source` to `to`, which does not overlap, with `kept` at its positions; then set `source` to `written`, and zero elsewhere.
 
     Values of `written` may lie in `source`. Raises IndexError, before anything is written, for positions outside. If `skip`, one number,
-    is not zero, `to` stays, and `source` holds nothing of use.
+    is not zero, `to` does not change, and `source` is undefined.
     """
     for part in (*kept, *written):
         check_inside(part.index, to)
     written = [Sparse(part.index, part.value.clone(), part.length) for part in written]  # they may lie in the source
     for part in kept:
         put_(source, part.index, part.value)
-    # A GPU, where this runs too, knows alone whether to skip.
+    # On a GPU, where this runs too, only the device knows whether to skip.
     to.copy_(source if skip is None else torch.where(skip == 0, source, to))
     source.zero_()
     for part in written:
@@ -272,14 +273,14 @@ def move_put_(
 
 @operation
 def merge(parts: Sequence[Sparse]) -> Sparse:
-    """Return all elements of `parts`, which have no position in common, as one; positions ascend."""
+    """Merge disjoint `parts`; positions ascend."""
     index, order = torch.cat([part.index for part in parts]).sort()
     return Sparse(index, torch.cat([part.value for part in parts])[order], parts[0].length)
 
 
 @operation
 def coalesce(parts: Sequence[Sparse]) -> Sparse:
-    """Return the sum of `parts` as one, added in their order, starting from 0; positions ascend."""
+    """Sum `parts` in order, starting from 0; positions ascend."""
     index, place = torch.cat([part.index for part in parts]).unique(return_inverse=True)
     value = torch.cat([part.value for part in parts])
     return Sparse(index, value.new_zeros(index.numel()).index_add_(0, place, value), parts[0].length)
@@ -298,7 +299,7 @@ def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
 
 @operation
 def isin(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Bool[Tensor, " a"]:
-    """Return for each of `index` whether it is one of the ascending `others`."""
+    """Return, by element of `index`, whether the ascending `others` contain it."""
     if not others.numel():
         return torch.zeros(index.numel(), dtype=torch.bool, device=index.device)
     place = torch.searchsorted(others, index).clamp_(max=others.numel() - 1)
@@ -314,7 +315,7 @@ def argtopk(magnitude: Tensor, k: int) -> Tensor:
     if k == 0:
         return torch.empty(0, dtype=torch.int64, device=magnitude.device)
     threshold = magnitude.topk(k, sorted=False).values.min()
-    larger = (magnitude > threshold).nonzero().view(-1)  # a host sync: how many there are depends on the data
+    larger = (magnitude > threshold).nonzero().view(-1)  # a host sync: the count depends on the data
     equal = (magnitude == threshold).nonzero().view(-1)[: k - larger.numel()]
     return torch.cat([larger, equal]).sort().values
 
@@ -326,27 +327,27 @@ def _digest(x: Tensor) -> Tensor:
         flat = flat.clone()
     words = flat.view(WORDS[nbytes])
     if words.numel() >= 2 * COLUMNS:
-        # The number of rows is made odd: with an even one the highest bits of all rows could change and no sum would.
+        # Fold an odd number of rows: if all rows of an even number changed in the highest bit, no sum would change.
         rest = COLUMNS + words.numel() % (2 * COLUMNS)
         words = torch.cat([words[:rest].long(), words[rest:].view(-1, COLUMNS).sum(0, dtype=torch.int64)])
     z = words.long() + torch.arange(1, words.numel() + 1, device=x.device) * MIX[0]
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX[1]  # without the sign, which a shift repeats
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX[1]  # masks the sign bits that the shift repeats
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * MIX[2]
     return (z ^ (z >> 31 & (1 << 33) - 1)).sum()
 
 
 def word_of(flat: Tensor) -> int:
-    """Return the bytes of the words that a digest of this vector reads."""
+    """Choose the size, in bytes, of the words that a digest of this vector reads."""
     return next(size for size in WORDS if flat.nbytes % size == 0)
 
 
 def outside(index: Tensor, n: int) -> str:
-    """Return the message of the IndexError for positions `index` [k] that are not all in [0, n)."""
+    """Word the IndexError for positions `index` [k] that are not all in [0, n)."""
     return f"positions must be in [0, {n}) for {n} elements, got {int(index.min())} to {int(index.max())}"
 
 
 def check_inside(index: Tensor, x: Tensor) -> Tensor:
-    """Return `index` as int64. Raises IndexError where a position is outside of `x`, and TypeError where it is no integer."""
+    """Return `index` as int64. Raises IndexError for positions outside of `x`, and TypeError for non-integers."""
     if index.is_floating_point() or index.dtype == torch.bool:
         raise TypeError(f"positions must be integers such as int32, got {index.dtype}")
     # A host sync; torch would count negative ones from the end.

@@ -1,4 +1,4 @@
-"""Rounding that makes no infinities, and what it drops: for codecs, sums in 16 bits, and gradients."""
+"""Rounding without overflow to infinity, and its errors, for codecs, 16-bit sums and gradients."""
 
 import torch
 from jaxtyping import Float
@@ -8,7 +8,7 @@ from sparsync.kernels.operations import all_finite
 
 
 def rounded(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
-    """Return `x` in `dtype`, rounded to nearest; finite numbers beyond its largest become that. NaN and Inf stay."""
+    """Round `x` to the nearest number in `dtype`; finite numbers beyond its largest become its largest. Keeps NaN and Inf."""
     largest = torch.finfo(dtype).max
     if not x.numel() or largest >= torch.finfo(x.dtype).max:
         return x.to(dtype)
@@ -21,7 +21,7 @@ def rounded(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
 def lacking(
     x: Float[Tensor, " n"], received: Float[Tensor, " n"], times: int | Float[Tensor, " n"] = 1
 ) -> Float[Tensor, " n"]:
-    """Return `x` - `times` * `received` in the type of `x`, even if the product is beyond its largest number."""
+    """Compute `x` - `times` * `received` in the type of `x`, even if the product overflows it."""
     received = received.to(x.dtype)
     if isinstance(times, int) and times == 1:
         return x - received
@@ -33,7 +33,7 @@ def lacking(
 
 
 def add_rounded_(x: Float[Tensor, " n"], addend: Float[Tensor, " n"], dropped: Float[Tensor, " n"] | None) -> None:
-    """Add `addend` to `x`, and the rounding of the sum to `dropped`, if that is given and wider."""
+    """Add `addend` to `x`, and the rounding error to `dropped`, if given and of a wider type."""
     if dropped is None or dropped.dtype == x.dtype:
         x.add_(addend)
         return

@@ -1,9 +1,9 @@
 """The passes of exchanged steps: their specification in plain torch, as in `operations`.
 
-A rank's gradients are read where they lie: `gradients[i]`, of any shape and floating type, has its first element at `starts[i]` of the
+A rank's gradients are read in place: `gradients[i]`, of any shape and floating type, begins at position `starts[i]` of the
 vector of all elements, and is multiplied by `factors[i]`. Elements without a gradient count as zero. `spans[j]` are adjacent elements with
-the same `numbers[j]`; nothing is done outside them. If `skip`, one number, is not zero, nothing changes. It may be on a device, and nobody
-waits for it.
+the same `numbers[j]`; elements outside all spans do not change. If `skip`, one number, is not zero, nothing changes. It may be on a
+device, and takes no host sync there.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ Move = tuple[float, float, float]  # beta1, the share of a weight that stays, 1 
 
 @operation
 def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> bool | Tensor:
-    """Return whether the sum of the squares of all elements, each times its tensor's factor, is at most `most`; false if any is NaN.
+    """Return whether the sum of squares of the tensors, times their factors, is at most `most`; false if any element is NaN.
 
-    The sum is made in float64. On a GPU a tensor [] that nobody waits for.
+    Sums in float64. On a GPU the answer is a tensor [], without a host sync.
     """
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
-    for each, factor in zip(tensors, factors, strict=True):
-        wide = each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32)) * factor
+    for tensor, factor in zip(tensors, factors, strict=True):
+        wide = tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)) * factor
         total += wide.double().square().sum()
     return bool(total <= most)  # a host sync, but not on a GPU, where the flag stays
 
@@ -52,11 +52,11 @@ def make_steps_(
     numbers: Sequence[Spread],
     skip: Tensor | None = None,
 ) -> None:
-    """Add gradients to second moments, and write the steps that AdamW would take to `out`; see above for what is where.
+    """Add gradients to second moments, and write AdamW's steps to `out`. The module docstring describes the arguments.
 
-    With the numbers (rate, beta2, eps, unbiased) of its span, and the ratio r of its block of `block` elements, from the first one of the
-    vector on: v = beta2 v + (1 - beta2) g^2, out = rate g / (sqrt(v r / unbiased) + eps).
-    If `skip`, one number, is not zero, second moments stay, and the steps are zero.
+    An element has the numbers (rate, beta2, eps, unbiased) of its span and the ratio r of its block of `block` elements:
+    v = beta2 v + (1 - beta2) g^2, out = rate g / (sqrt(v r / unbiased) + eps).
+    If `skip`, one number, is not zero, second moments do not change, and the steps are zero.
     """
     if skip is not None and bool(skip):
         for span in spans:
@@ -68,7 +68,7 @@ def make_steps_(
         g, v = span.of(gradient), span.of(square)
         v.mul_(beta2).add_(g.square().mul_(1 - beta2))
         scaled = (span.of(ratios) / torch.tensor(unbiased, dtype=out.dtype, device=out.device)).mul_(v)
-        # In float64 and back: torch's own root of float32 is not the nearest number on every machine.
+        # Via float64, because torch's float32 square root is not correctly rounded on every machine.
         root = scaled.double().sqrt_().to(out.dtype)
         span.of(out).copy_(g.mul_(rate).div_(root.add_(eps)))
 
@@ -90,12 +90,12 @@ def encode_steps_(
     skip: Tensor | None = None,
     out: Vector | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
-    """Do `make_steps_`, add the steps to `residual`, and encode shares of the sum: all in one pass; spans cover everything.
+    """Make steps as `make_steps_` does, add them to `residual`, and encode shares of the sum, in one pass; spans cover everything.
 
-    Without second moments (`square` None) gradients are added as they are. Returns the packets of sum / P of all chunks
-    (`core.spans(n, P)`) but the own one, one after the other, in `bits` bits: 8, 4, 3, 1 or TERNARY. The bytes are those of
-    `value_reference`. `out`, None: the residual, becomes what P times these lack of the sum, and the sum in the own chunk; it may be a
-    gradient. If `skip`, one number, is not zero, nothing changes, and all packets are of NaN.
+    Without second moments (`square` None) it adds the gradients unchanged. Returns the packets of sum / P of the other ranks' chunks
+    (`core.spans(n, P)`), one after the other, in `bits` bits: 8, 4, 3, 1 or TERNARY, as `value_reference` encodes them.
+    `out`, by default the residual, receives the errors, sum - P * decoded, and in this rank's chunk the sum; it may be a
+    gradient. If `skip`, one number, is not zero, nothing changes, and all packets decode as NaN.
     """
     out = residual if out is None else out
     chunks = [chunk for owner, chunk in enumerate(chunks_of(residual.numel(), P)) if owner != rank]
@@ -118,17 +118,17 @@ def packets_fit(
 ) -> bool | Tensor:
     """Return whether all values in packets of these lengths are finite in `dtype`, and `times` them in float32.
 
-    On a GPU a tensor [] that nobody waits for.
+    On a GPU the answer is a tensor [], without a host sync.
     """
     if not any(lengths):
         return True
     # A host sync, but not on a GPU, where the flag stays. NaN is not below anything.
     if times * float(greatest_of(packets, lengths, bits)) <= min(
-        torch.finfo(each).max for each in (dtype, torch.float32)
+        torch.finfo(kind).max for kind in (dtype, torch.float32)
     ):
         return True
-    values = [values_decode(each, length, bits) for each, length in zip(packets, lengths, strict=True)]
-    return all(bool(((each * times).isfinite() & each.to(dtype).isfinite()).all()) for each in values)
+    values = [values_decode(packet, length, bits) for packet, length in zip(packets, lengths, strict=True)]
+    return all(bool(((value * times).isfinite() & value.to(dtype).isfinite()).all()) for value in values)
 
 
 @operation
@@ -141,10 +141,11 @@ def write_mean_(
     rank: int,
     skip: Tensor | None = None,
 ) -> None:
-    """Write the mean that the packets of all chunks hold to `grad`, rounded to its type, and `error`, which may be `grad`, to `residual`.
+    """Decode the packets of all chunks to `grad`, rounded to its type, and copy `error`, which may be `grad`, to `residual`.
 
-    In this rank's chunk what P times the rounded mean lacks is added to the residual. Without a residual nothing else is written.
-    If `skip`, one number, is not zero, the residual stays, and the gradient is NaN. Raises RuntimeError for a packet of another length.
+    In this rank's chunk, adds the rounding error of P times the mean to the residual. The residual is optional.
+    If `skip`, one number, is not zero, the residual does not change, and the gradient is NaN. Raises RuntimeError for a packet of another
+    length.
     """
     if skip is not None and bool(skip):
         grad.fill_(torch.nan)
@@ -169,9 +170,9 @@ def move_steps_(
     numbers: Sequence[Move],
     skip: Tensor | None = None,
 ) -> None:
-    """Move weights by the mean step of all ranks; `targets[i]`, of any shape, are those from `starts[i]` on.
+    """Move weights by the mean step of all ranks; `targets[i]`, of any shape, begins at position `starts[i]`.
 
-    With the numbers (beta1, kept, length) of its span: m = beta1 m + (1 - beta1) mean, weight = kept weight - length m.
+    A weight has the numbers (beta1, kept, length) of its span: m = beta1 m + (1 - beta1) mean, weight = kept weight - length m.
     Nothing changes if `skip`, one number, is not zero.
     """
     if skip is not None and bool(skip):
@@ -184,9 +185,9 @@ def move_steps_(
     kept = torch.ones_like(momentum)
     for span, (_, share, _) in zip(spans, numbers, strict=True):
         span.of(kept).fill_(share)
-    for each, start in zip(targets, starts, strict=True):
-        own = Span(start, start + each.numel())
-        each.copy_((each.reshape(-1) * own.of(kept) - own.of(taken)).view(each.shape))
+    for target, start in zip(targets, starts, strict=True):
+        place = Span(start, start + target.numel())
+        target.copy_((target.reshape(-1) * place.of(kept) - place.of(taken)).view(target.shape))
 
 
 @operation
@@ -200,14 +201,14 @@ def apply_steps_(
     numbers: Sequence[Move],
     skip: Tensor | None = None,
 ) -> None:
-    """Do `move_steps_` with the mean that the packets of all chunks, in rank order, hold in `bits` bits, in one pass.
+    """Move weights as `move_steps_` does, by the mean in the packets of all chunks, in rank order and `bits` bits, in one pass.
 
     Nothing changes if `skip`, one number, is not zero. Raises RuntimeError for a packet of another length.
     """
     if skip is not None and bool(skip):
         return
     chunks = chunks_of(momentum.numel(), len(packets))
-    parts = [values_decode(each, len(chunk), bits) for each, chunk in zip(packets, chunks, strict=True)]
+    parts = [values_decode(packet, len(chunk), bits) for packet, chunk in zip(packets, chunks, strict=True)]
     move_steps_(targets, starts, momentum, torch.cat(parts).to(momentum.dtype), spans, numbers)
 
 
@@ -215,9 +216,9 @@ def apply_steps_(
 def sketch(
     gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Vector, block: int, key: int
 ) -> tuple[Float[Tensor, " blocks"], Float[Tensor, " blocks"]]:
-    """Return of each block of gradients the sum with random signs, and the sum of squares; `like` has their number, type and device.
+    """Compute, by block, the sum of gradients with random signs, and the sum of squares; `like` gives their number, type and device.
 
-    The signs follow from the place of an element and `key`, in [0, 2^32).
+    The signs depend on the position of an element and `key`, in [0, 2^32).
     """
     flat = gathered(gradients, starts, factors, like)
     signed = torch.where(signs(flat.numel(), key, flat.device), -flat, flat)
@@ -233,11 +234,11 @@ def reduce_shares_(
     bits_down: int,
     skip: Tensor | None = None,
 ) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet, in `bits_down` bits, of the mean of `value` and what other ranks sent by `encode_steps_` in `bits` bits.
+    """Average `value` and the other ranks' packets of `encode_steps_` in `bits` bits, and encode the mean in `bits_down` bits.
 
-    The mean is (value + P * the sum of the decoded `packets`) / P; finite ones beyond float32 become its largest number. `value` becomes
-    what P times the decoded mean lacks of the sum. Sums are made in float64, in the order of the packets. Raises RuntimeError for a
-    packet of another length. If `skip`, one number, is not zero, nothing changes, and the packet is of NaN.
+    The mean is (value + P * the sum of the decoded `packets`) / P; finite means beyond float32 become its largest number. `value` becomes
+    the error, sum - P * decoded mean. Sums in float64, in the order of the packets. Raises RuntimeError for a
+    packet of another length. If `skip`, one number, is not zero, nothing changes, and the packet decodes as NaN.
     """
     if skip is not None and bool(skip):
         return nan_packet(value.numel(), bits_down, value.device)
@@ -245,8 +246,8 @@ def reduce_shares_(
 
 
 def reduced_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
-    """Do what `reduce_shares_` does without `skip`."""
-    # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
+    """Reduce as `reduce_shares_` does without `skip`."""
+    # Sums of a few quantized values are exact in float64. A rank adds its values unrounded.
     total = value.double()
     for packet in packets:
         total += P * values_decode(packet, value.numel(), bits).double()
@@ -258,18 +259,18 @@ def reduced_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, 
 
 
 def encode_share(value: Tensor, bits: int, P: int) -> Tensor:
-    """Return the packet of value / P, and make `value` [k] what P times the decoded packet lacks of it."""
+    """Encode value / P, and replace `value` [k] by the error, value - P * decoded."""
     packet = values_encode(value / exact_divisor(value, P), bits)
     received = values_decode(packet, value.numel(), bits)
     error = value - P * received
-    # P times the received value may be beyond float32 although the difference is not.
+    # P times the received value may overflow float32 although the difference does not.
     error = torch.where(error.isfinite(), error, (value.double() - P * received.double()).to(value.dtype))
     value.copy_(error)
     return packet
 
 
 def signs(n: int, key: int, device: torch.device) -> Tensor:
-    """Return for each of `n` places whether a sketch subtracts it: the lowest bit of a hash of the place and `key`."""
+    """Return, for `n` positions, whether a sketch subtracts the element: the lowest bit of a hash of the position and `key`."""
     first, *factors = HASH
     word = (torch.arange(n, device=device) * first + key) & _WORD
     for shift, factor in zip((16, 13), factors, strict=True):
@@ -278,15 +279,15 @@ def signs(n: int, key: int, device: torch.device) -> Tensor:
 
 
 def gathered(gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Tensor) -> Tensor:
-    """Return the vector of all gradients, [n]."""
+    """Copy all gradients to one vector, [n]."""
     flat = torch.zeros_like(like)
-    for each, start, factor in zip(gradients, starts, factors, strict=True):
-        Span(start, start + each.numel()).of(flat).copy_(each.reshape(-1)).mul_(factor)
+    for gradient, start, factor in zip(gradients, starts, factors, strict=True):
+        Span(start, start + gradient.numel()).of(flat).copy_(gradient.reshape(-1)).mul_(factor)
     return flat
 
 
 def _folded(x: Tensor, block: int) -> Tensor:
-    """Return the sum of each block, padded with zeros to a power of two, by adding halves: a fixed order."""
+    """Sum every block, padded with zeros to a power of two, by adding halves, for a fixed order."""
     rows = pad(x, (0, -x.numel() % block)).view(-1, block)
     rows = pad(rows, (0, (1 << (block - 1).bit_length()) - block))
     while rows.shape[1] > 1:

@@ -1,8 +1,7 @@
-"""The specification of the codecs that quantize values to few bits, in plain torch. The faster ones write the same bytes.
+"""The specification of the codecs that quantize values to few bits, in plain torch. The faster codecs write the same bytes.
 
-Blocks of 256 values share a scale of 16 bits: the upper half of a float32. A code of at most 8 bits times such a scale is a float32
-without rounding, so what is decoded, and the error against it, are exact. A block with NaN or Inf has the scale NaN, and all of it is
-decoded as NaN.
+Blocks of 256 values share a 16-bit scale: the upper half of a float32. A code of at most 8 bits times such a scale is exact in
+float32, so decoded values and errors are exact. A block with NaN or Inf has the scale NaN, and decodes as NaN.
 """
 
 from collections.abc import Sequence
@@ -18,20 +17,20 @@ from sparsync.kernels.dispatch import operation
 BLOCK = 256
 SCALE_NBYTES = 2
 MAX_CODE = {8: 127, 4: 7, 3: 3}  # by number of bits
-TERNARY = -5  # in the place of the number of bits: five values a byte
-POWERS = (1, 3, 9, 27, 81)  # of 3, which the values of a byte are multiples of
-LEVEL = 1.224  # of ternary values, in root mean squares: the least error for normally distributed ones
+TERNARY = -5  # replaces the number of bits: five values per byte
+POWERS = (1, 3, 9, 27, 81)  # powers of 3, the weights of the five codes in a byte
+LEVEL = 1.224  # the ternary scale in root mean squares, with the least error for normally distributed values
 NAN_SCALE = 0x7FC0
 
 
 def values_nbytes(k: int, bits: int) -> int:
-    """Return the bytes of `k` values of `bits` bits each, with the scales of their blocks."""
+    """Return the packet size of `k` values of `bits` bits, with the scales of their blocks, in bytes."""
     codes = -(-k // len(POWERS)) if bits == TERNARY else -(-k * bits // 8)
     return -(-k // BLOCK) * SCALE_NBYTES + codes
 
 
 def nan_packet(k: int, bits: int, device: torch.device) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet of `k` values that are all NaN."""
+    """Encode `k` values that are all NaN."""
     packet = torch.zeros(values_nbytes(k, bits), dtype=torch.uint8, device=device)
     scales = packet[: SCALE_NBYTES * -(-k // BLOCK)]
     scales[::2], scales[1::2] = NAN_SCALE & 0xFF, NAN_SCALE >> 8
@@ -40,7 +39,7 @@ def nan_packet(k: int, bits: int, device: torch.device) -> UInt8[Tensor, " nbyte
 
 @operation
 def values_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
-    """Return the packet of `value`: the scales of all blocks, then all codes."""
+    """Encode `value`: the scales of all blocks, then all codes."""
     if bits == TERNARY:
         return _ternary_encode(value)
     return _signs_encode(value) if bits == 1 else _scaled_encode(value, bits)
@@ -48,12 +47,12 @@ def values_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbyt
 
 @operation
 def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
-    """Return the values that the packet of `k` stands for, float32; its length must be right."""
+    """Decode a packet of `k` values, float32; its length must be right."""
     scale, packed = _split(packet, k)
     if bits == TERNARY:
         code = ((packed[:, None] // _powers_on(packet.device) + 1) % 3).view(-1)[:k].to(torch.int8) - 1
     elif bits == 1:
-        # By the bit, because a mean of zero has a sign too.
+        # From the bit, so that zeros get a sign too.
         size = scale[:, None].expand(-1, BLOCK).reshape(-1)[:k]
         return torch.where(unpack(packed, k, 1).bool(), -size, size)
     else:
@@ -62,19 +61,19 @@ def values_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[
 
 
 def _scaled_encode(value: Tensor, bits: int) -> Tensor:
-    """Return the scales of all blocks, then codes of 8, 4 or 3 bits, two's complement, the first in the low bits: value / scale, rounded.
+    """Encode as scales of all blocks, then codes of 8, 4 or 3 bits, value / scale in two's complement, the first in the low bits.
 
-    Rounded to nearest, ties to even. 3 bits use all codes, one more below zero than above: the scale then has the sign that gives the
-    greatest magnitude of the block that code, and is positive if both signs reach it. A value of the other sign that would round beyond
-    the last code gets the last code.
+    Codes round to nearest, ties to even. 3 bits use all codes, one more below zero than above. The scale's sign gives the lowest
+    code to the block's greatest magnitude, and is positive if both signs reach it. Values of the other sign that would round beyond
+    the last code get the last code.
     """
     max_code = MAX_CODE[bits]
-    signed = bits == 3  # of 15 or 255 codes one more is no gain in training
+    signed = bits == 3  # with 15 or 255 codes, one more does not improve training
     lowest = -max_code - signed
     block = _blocks(value)
     greatest = block.abs().amax(1)
     upper = (greatest / -lowest).view(torch.int32) + 0xFFFF >> 16  # rounded up, so that no code is below `lowest`
-    # The greatest scale that times `lowest` is finite.
+    # The greatest scale whose product with `lowest` is finite.
     ceiling = (torch.finfo(torch.float32).max / torch.tensor(float(-lowest), dtype=torch.float32)).view(
         torch.int32
     ) >> 16
@@ -89,15 +88,15 @@ def _scaled_encode(value: Tensor, bits: int) -> Tensor:
 
 
 def _signs_encode(value: Tensor) -> Tensor:
-    """Return the mean magnitudes of all blocks, then the sign of each value, the first in the lowest bit."""
+    """Encode as mean magnitudes of all blocks, then the signs of the values, the first in the lowest bit."""
     mean = _mean(_blocks(value.abs()), _counts(value))
     return torch.cat([_two_bytes(_mean_scale(mean)), pack(value.signbit().to(torch.uint8), 1)])
 
 
 def _ternary_encode(value: Tensor) -> Tensor:
-    """Return LEVEL root mean squares of all blocks, then five codes a byte, the first as ones, the next as threes.
+    """Encode as scales of LEVEL root mean squares of all blocks, then five codes per byte, in base 3 with the first lowest.
 
-    A code is 1 above half the scale, 2 below minus half of it, and 0 between: the scale, minus the scale, or zero is nearest.
+    A code is 1 above half the scale, 2 below minus half the scale, and 0 between them.
     """
     block = _blocks(value)
     upper = _mean_scale(_mean(block.to(torch.float64).square(), _counts(value)).sqrt() * LEVEL)
@@ -112,21 +111,21 @@ def _powers_on(device: torch.device) -> Tensor:
 
 
 def greatest_of(packets: Sequence[Tensor], lengths: Sequence[int], bits: int) -> Float[Tensor, ""]:
-    """Return a bound of the magnitudes in packets of these lengths, from their scales alone; NaN if a block is NaN. Not for no packets."""
-    each = zip(packets, lengths, strict=True)
-    scales = torch.cat([packet[: SCALE_NBYTES * -(-k // BLOCK)] for packet, k in each]).view(torch.bfloat16)
+    """Bound the magnitudes in one or more packets of these lengths, from their scales alone; NaN if a block is NaN."""
+    pairs = zip(packets, lengths, strict=True)
+    scales = torch.cat([packet[: SCALE_NBYTES * -(-k // BLOCK)] for packet, k in pairs]).view(torch.bfloat16)
     # 2^(bits - 1) is the greatest magnitude of a code.
     return scales.abs().max().to(torch.float32) * (1 if bits < 3 else 2 ** (bits - 1))
 
 
 def _counts(value: Tensor) -> Tensor:
-    """Return how many values each block has, float64."""
+    """Count the values by block, float64."""
     start = torch.arange(0, value.numel(), BLOCK, dtype=torch.float64, device=value.device)
     return (value.numel() - start).clamp(max=BLOCK)
 
 
 def _mean(number: Tensor, count: Tensor) -> Tensor:
-    """Return the mean of the first `count` numbers of each block; the others are zero. Halves are added, in float64: a fixed order."""
+    """Average the first `count` numbers of every block; the others are zero. Adds halves, in float64, for a fixed order."""
     total = number.to(torch.float64)
     while total.shape[1] > 1:
         half = total.shape[1] // 2
@@ -135,19 +134,19 @@ def _mean(number: Tensor, count: Tensor) -> Tensor:
 
 
 def _mean_scale(mean: Tensor) -> Tensor:
-    """Return the upper half of each mean, float64, as a float32 rounded to nearest, int32; of a finite one it is finite."""
+    """Round means, float64, to scales: the upper half of a float32, int32. A finite mean has a finite scale."""
     bits = mean.to(torch.float32).view(torch.int32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).clamp(max=0x7F7F)
     return torch.where(mean.isfinite(), nearest, NAN_SCALE)
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Return `x` in rows of 256, padded with zeros."""
+    """Reshape `x` to rows of 256, padded with zeros."""
     return pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def _scale(upper: Tensor) -> Tensor:
-    """Return the float32 with this upper half."""
+    """Convert an upper half to a float32."""
     return (upper.to(torch.int32) << 16).view(torch.float32)
 
 
@@ -156,7 +155,7 @@ def _two_bytes(upper: Tensor) -> Tensor:
 
 
 def _split(packet: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the scales and the codes of a packet of `k` values."""
+    """Split a packet of `k` values into scales and codes."""
     count = -(-k // BLOCK)
     pair = packet[: SCALE_NBYTES * count].view(count, SCALE_NBYTES).to(torch.int32)
     return _scale(pair[:, 0] | pair[:, 1] << 8), packet[SCALE_NBYTES * count :]

@@ -1,4 +1,4 @@
-"""Checks of steps after they were run. A failure names the world, the step, the rank and both values."""
+"""Checks of steps that have run. A failure names the world, the step, the rank and both values."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def check_replicas(steps: Sequence[Step]) -> None:
 
 
 def check_traffic(steps: Sequence[Step]) -> None:
-    """Check that each report gives what the rank's communicator has counted, and possible numbers of elements."""
+    """Check that every report gives the traffic that the rank's communicator counted, and possible numbers of elements."""
     for step in steps:
         n = step.grads[0].numel()
         for rank, (counted, report) in enumerate(zip(step.counted, step.reports, strict=True)):
@@ -40,7 +40,7 @@ def check_traffic(steps: Sequence[Step]) -> None:
 
 
 def check_conservation(steps: Sequence[Step], before: Tensor, tolerance: float = 0.0, decay: float = 1.0) -> None:
-    """Check that at each step residuals after it + P x what was written == decay x residuals before it + gradients, summed over ranks.
+    """Check that at every step residuals after it + P x result == decay x residuals before it + gradients, summed over ranks.
 
     `before`: float64 [n], the sum over ranks of the residuals before the first step. The sums are exact for small integers and a
     `decay` that is a power of two.
@@ -49,41 +49,41 @@ def check_conservation(steps: Sequence[Step], before: Tensor, tolerance: float =
     for step in steps:
         came_in = decay * before + integer_sum(step.grads)
         before = integer_sum(step.residuals)
-        found = before + step.size * step.written[0].double()
+        total = before + step.size * step.written[0].double()
         kept, given = "residuals after the step + P x written", f"{decayed}residuals before it + gradients"
-        check_equal(step.where(), kept, found, given, came_in, tolerance)
+        check_equal(step.where(), kept, total, given, came_in, tolerance)
 
 
 def check_rounding(
     steps: Sequence[Step], tolerance: float = 0.0, decay: float = 1.0, in_gradient_type: bool = False
 ) -> None:
-    """Check conservation of any finite gradients up to the rounding of additions, element by element, and that residuals are finite.
+    """Check that any finite gradients are conserved, element by element, up to rounding, and that residuals are finite.
 
-    With u the unit roundoff of the residual's type, and M the sum over ranks of the magnitudes of residuals before and after, of the
-    gradients and of what was written, an element may be off by u M for each rounding that an addend passes. These are at most P + 6:
+    Let u be the unit roundoff of the residual's type, and M the sum over ranks of the magnitudes of residuals before and after, gradients
+    and results. An element may be off by u M per rounding of an addend. There are at most P + 6 of them:
 
         2      decay x residual + gradient
         P - 1  the sum over ranks
-        2      divided by P, and times P again
-        1      what a rounded value lacks of the value
-        2      that, and what the gradient's type drops of the mean, added to the residual
+        2      division by P, and multiplication by P
+        1      the error of a rounded value
+        2      adding that error, and the error of the gradient's type, to the residual
 
-    What rounds in fewer bits than a residual has is exact there, so the gradient's type has no part in this; with `in_gradient_type` u is
-    that of the coarser of the two. `tolerance`, times the largest M, comes on top for schemes that mix elements. A step whose mean is
-    infinite leaves residuals as they were, or adds the gradients to them. Elements whose sums over some ranks are beyond the residual's
+    Errors of types with fewer bits than the residual's are exact in it, so the gradient's type does not matter; with `in_gradient_type`, u
+    belongs to the coarser of both types. `tolerance` times the largest M is added for schemes that mix elements. A step with an
+    infinite mean does not change the residuals, or adds the gradients to them. Elements whose partial sums overflow the residual's
     type are not checked.
     """
     P = steps[0].size
     before = [torch.zeros_like(residual).double() for residual in steps[0].residuals]
     for step in steps:
         check_finite_residuals(step)
-        after, grads = ([_scaled(each) for each in parts] for parts in (step.residuals, step.grads))
+        after, grads = ([_scaled(part) for part in parts] for parts in (step.residuals, step.grads))
         kept, came_in = integer_sum(after), decay * integer_sum(before) + integer_sum(grads)
         finite = step.written[0].isfinite()
         written = P * _scaled(step.written[0].where(finite, 0.0))
-        magnitude = sum((each.abs() for each in (*before, *after, *grads)), written.abs())
+        magnitude = sum((part.abs() for part in (*before, *after, *grads)), written.abs())
         kinds = [torch.finfo(step.residuals[0].dtype)] + [torch.finfo(step.grads[0].dtype)] * in_gradient_type
-        # The last addends are the rounding of this account's own sums, and of quotients below the smallest normal numbers.
+        # The last addends allow for the rounding of the sums here, and of quotients below the smallest normal number.
         allowed = ((P + 6) * max(kind.eps for kind in kinds) / 2 + (3 * P + 3) * 2.0**-53) * magnitude
         allowed += tolerance * magnitude.max() + P * max(kind.smallest_normal * kind.eps for kind in kinds)
         off = (kept + written - came_in).abs()
@@ -103,7 +103,7 @@ def check_rounding(
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Return `x` in float64, so scaled that sums of the largest numbers are finite."""
+    """Convert `x` to float64, scaled so that sums of the largest numbers are finite."""
     return x.double() * _SCALE
 
 
@@ -141,19 +141,19 @@ def check_finite_residuals(step: Step) -> None:
 
 
 def described(x: Tensor) -> str:
-    """Return the type and shape of a tensor for a message."""
+    """Describe the type and shape of a tensor."""
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
 def check_step_invariants(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
-    """Check what holds at every step of finite integers: replicas, traffic and conservation."""
+    """Check replicas, traffic and conservation, which hold at every step of finite integers."""
     check_replicas(steps)
     check_traffic(steps)
     conserved(subject, steps, before)
 
 
 def conserved(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
-    """Check conservation from a sum of residuals `before` (None: zero), where the scheme promises it."""
+    """Check conservation from a sum of residuals `before` (None: zero), if the scheme promises it."""
     if not subject.unaccounted:
         before = torch.zeros_like(steps[0].grads[0], dtype=torch.float64) if before is None else before
         check_conservation(steps, before, subject.tolerance, subject.decay)
@@ -169,9 +169,9 @@ def check_dense_mean(steps: Sequence[Step]) -> None:
 
 
 def check_nothing_lost(step: Step, before: Tensor) -> None:
-    """Check that a step which will not be applied leaves the sum of the residuals as it was, or adds the gradients to it.
+    """Check that a step that will not be applied does not change the sum of the residuals, or adds the gradients to it.
 
-    The latter is so where a scheme of several parts has rolled back those that were finite.
+    A scheme of several parts adds them where it has rolled back finite parts.
     """
     after = integer_sum(step.residuals)
     rolled_back = before + integer_sum(step.grads)
@@ -180,7 +180,7 @@ def check_nothing_lost(step: Step, before: Tensor) -> None:
 
 
 def _check_bits(where: str, what: str, x: Tensor, reference: str, y: Tensor) -> None:
-    """Check that two tensors of one type and length have the same bits; `what` has a place for the number of the element."""
+    """Check that two tensors of one type and length have the same bits; `what` is a format string for the element's number."""
     if not same_bits(x, y):
         at = int((x.view(torch.uint8) != y.view(torch.uint8)).nonzero()[0]) // x.element_size()
         fail(where, f"{what.format(at)} {x[at]}, {reference} {y[at]}")

@@ -1,6 +1,6 @@
-"""Invariants between ranks: each rank's elements are examined, means have the right size, shares add up, no rank sends most.
+"""Invariants between ranks: all ranks' elements are examined, means have the right size, shares add up, and traffic is balanced.
 
-They return None, or why they do not apply to the scheme.
+The functions return None, or why they do not apply to the scheme.
 """
 
 import math
@@ -16,18 +16,18 @@ from sparsync.testing.checks import described
 from sparsync.testing.subject import SchemeUnderTest
 from sparsync.testing.world import COUNT, fail, flat_residual, layout, run
 
-PATIENCE = 4  # times the steps it takes to send all elements of all ranks one after the other
-OFF = 1.2  # a total that is OFF times too large or too small has the wrong scale
-UNEVEN = 1.5  # times the bytes that ranks send on average, the busiest rank may send
-LEAST = 8  # elements a step for each rank, so that counts can be even
+PATIENCE = 4  # the allowed steps, relative to sending all elements of all ranks one after the other
+OFF = 1.2  # the largest allowed factor between the written and the expected total
+UNEVEN = 1.5  # the largest allowed ratio of the busiest rank's bytes to the mean
+LEAST = 8  # elements per rank per step, so that counts can be even
 LARGEST = 1 << 13  # elements of a bucket
 
 
 def examination(subject: SchemeUnderTest) -> str | None:
-    """Check that an element that one rank alone has is written within 4 P n / k steps, wherever it is; k = density * n.
+    """Check that an element that only one rank has is written within 4 P n / k steps, wherever it is; k = density * n.
 
-    The first rank, and then the last, has the same gradient at every step, and no element is larger than twice another. All other ranks
-    have zeros. If ranks take turns, and k elements of one rank are sent at each step, it takes P n / k steps.
+    The first rank, and then the last, has the same gradient at every step, whose elements differ by at most a factor of 2. All other ranks
+    have zeros. If ranks take turns, and a step sends k elements of one rank, it takes P n / k steps.
     """
     if subject.decay != 1.0:
         return "the residual decays, so what stays small is never written"
@@ -47,7 +47,7 @@ def examination(subject: SchemeUnderTest) -> str | None:
 
 
 def never_written(states: Sequence[State], grads: Sequence[Tensor], warmup: int, most: int) -> Tensor:
-    """Return where nothing was written in `most` steps of the same gradients, bool [n]; those of the warm-up do not count."""
+    """Return where nothing was written in `most` steps of the same gradients after the warm-up, bool [n]."""
 
     def body(comm: LocalComm) -> Tensor:
         waits = torch.ones_like(grads[0], dtype=torch.bool)
@@ -64,9 +64,9 @@ def never_written(states: Sequence[State], grads: Sequence[Tensor], warmup: int,
 
 
 def scale(subject: SchemeUnderTest) -> str | None:
-    """Check that the written elements have the size of the gradient if all ranks have the same one: in total, within a factor of 1.2.
+    """Check that if all ranks have the same gradient, the written elements sum to the gradient's, within a factor of 1.2.
 
-    It is the first gradient, or the first after the warm-up, so that residuals hold nothing else; each rank sends 16 elements.
+    It checks the first step after the warm-up, when residuals are still empty; a rank sends 16 elements.
     """
     P = subject.world(3)
     source = torch.Generator().manual_seed(0)
@@ -85,9 +85,9 @@ def scale(subject: SchemeUnderTest) -> str | None:
 def shares(subject: SchemeUnderTest) -> str | None:
     """Check that the shares of `unsent` add up to the residuals, as its definition says.
 
-    Of each element a share is an m-th of the residual, for a whole m, and over the ranks no more than P - 1 others' gradients are held.
-    The last rank has no gradients: what it holds of elements that were never written came from others, so that m is not 1 there.
-    (Below the largest mean that was written it may be what rounding dropped, on its way, of a sum that was sent.)
+    An element's share is 1/m of the residual, for a whole number m, and summed over the ranks m - 1 is at most P - 1.
+    The last rank has no gradients: its residual of elements that were never written came from others, so m must not be 1 there.
+    (A residual below the largest written mean may be the rounding error of a sum that was sent.)
     """
     if not subject.has_residual:
         return subject.unaccounted
@@ -119,7 +119,7 @@ def shares(subject: SchemeUnderTest) -> str | None:
 
 
 def shares_of(states: Sequence[State], step: int) -> list[Tensor]:
-    """Return `unsent` of each rank for the bucket of `run`, zeros for None."""
+    """Return `unsent` by rank for the bucket of `run`, zeros for None."""
 
     def body(comm: LocalComm) -> Tensor:
         bucket = Bucket("bucket0", torch.zeros(COUNT, dtype=torch.bfloat16), step, layout(COUNT))
@@ -131,7 +131,7 @@ def shares_of(states: Sequence[State], step: int) -> list[Tensor]:
 
 
 def _held_for(where: str, share: Tensor, residual: Tensor, P: int) -> Tensor:
-    """Return for how many ranks each element of the residual is held: m, where `share` is an m-th. Raises InvariantError for others."""
+    """Compute m, with `share` = residual / m, by element. Raises InvariantError if there is no such m."""
     if share.shape != residual.shape:
         fail(where, f"unsent is {described(share)}, the residual is {described(residual)}")
     m = torch.where((residual == 0) & (share == 0), 1.0, residual / share).round()
@@ -143,15 +143,15 @@ def _held_for(where: str, share: Tensor, residual: Tensor, P: int) -> Tensor:
     return m.long()
 
 
-def _length(subject: SchemeUnderTest, P: int, each: int) -> int:
-    """Return a number of elements, at least 256, for which each rank sends `each` per step."""
-    return max(256, math.ceil(each * P / subject.share))
+def _length(subject: SchemeUnderTest, P: int, count: int) -> int:
+    """Compute a number of elements, at least 256, of which a rank sends `count` per step."""
+    return max(256, math.ceil(count * P / subject.share))
 
 
 def balance(subject: SchemeUnderTest) -> str | None:
-    """Check that no rank sends more than 1.5 times the mean of all ranks if a P-th of the bucket has gradients 100 times as large.
+    """Check that no rank sends more than 1.5 times the mean of all ranks if 1/P of the bucket has gradients 100 times as large.
 
-    The bytes of P steps count, so that ranks that take turns have all had theirs, after 3 steps in which a scheme may learn.
+    It counts the bytes of P steps, so that all ranks have had their turn, after 3 steps in which a scheme may adapt.
     """
     P = subject.world(4)
     n = _length(subject, P, LEAST)

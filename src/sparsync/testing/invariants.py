@@ -1,7 +1,6 @@
-"""The invariants, by name: functions of the scheme under test that raise InvariantError if the scheme breaks them.
+"""The invariants, by name: functions that raise InvariantError if the scheme under test breaks them.
 
-They return None, or why they do not apply to the scheme: conservation is for schemes with a residual, identity for schemes with a
-complete form.
+They return None, or why they do not apply to the scheme: conservation needs a residual, identity a complete form.
 """
 
 import io
@@ -35,16 +34,16 @@ from sparsync.testing.world import COUNT, InvariantError, extremes, fail, intege
 
 WHOLE = laid_out([("whole", COUNT)])
 HOLDS = "holds"
-SMALL = 8  # elements; and the most ranks whose sums of small integers a 16-bit message holds
+SMALL = 8  # the most ranks whose sums of small integers are exact in 16 bits
 
 
 def check(invariant: str, scheme: SchemeUnderTest | Callable[[], Scheme], **promises: Any) -> str | None:
     """Check one invariant, by its name in INVARIANTS. Return None if it holds, or why it was not checked.
 
-    `scheme` makes a new scheme at each call; `promises` are the fields of SchemeUnderTest, for instance
+    `scheme` creates a new scheme at every call; `promises` are the fields of SchemeUnderTest, for instance
     `complete=lambda: MyScheme(density=1.0)` or `worlds=(2, 4, 8)`.
-    Raises AssertionError that says which invariant, the number of ranks P and of elements n, the step, the rank and the two values;
-    and what the scheme itself raises, with a note that names the invariant.
+    Raises AssertionError that names the invariant, the numbers of ranks P and of elements n, the step, the rank and the two values.
+    Exceptions of the scheme get a note that names the invariant.
     """
     subject = scheme if isinstance(scheme, SchemeUnderTest) else SchemeUnderTest(scheme, **promises)
     if invariant not in INVARIANTS:
@@ -70,9 +69,9 @@ def check_scheme(
     complete: Callable[[], Scheme] | None = None,
     **promises: Any,  # Any: the other fields of SchemeUnderTest
 ) -> dict[str, str]:
-    """Check all invariants of the scheme that `make` makes, in worlds of these numbers of ranks. Raises as `check` does.
+    """Check all invariants of the scheme that `make` creates, in worlds of these numbers of ranks. Raises as `check` does.
 
-    Returns for each that it holds, or why it was not checked; for those left out by `without`, the reason given there.
+    Returns by invariant that it holds, or why it was not checked, such as the reason in `without`.
     """
     subject = SchemeUnderTest(make, complete, worlds, **promises)
     return {invariant: check(invariant, subject) or HOLDS for invariant in INVARIANTS}
@@ -85,13 +84,13 @@ def momentum(subject: SchemeUnderTest) -> None:
 
 
 def conservation(subject: SchemeUnderTest) -> None:
-    """Check that what is not written stays in the residuals, element by element, but for the share that decays."""
+    """Check that gradients that are not written stay in the residuals, element by element, except the share that decays."""
     for P in subject.worlds:
         conserved(subject, subject.trace(P)[: subject.exact_steps])
 
 
 def rounding(subject: SchemeUnderTest) -> None:
-    """Check that with gradients of any type and size no more is lost than additions in the residual's type round."""
+    """Check that gradients of any type and size lose no more than the rounding of additions in the residual's type."""
     P = subject.world(5)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         steps = run(subject.start(P), extremes(P, COUNT, dtype))
@@ -106,7 +105,7 @@ def replicas(subject: SchemeUnderTest) -> None:
 
 
 def identity(subject: SchemeUnderTest) -> str | None:
-    """Check that with nothing left out the scheme is the dense mean, and has an empty residual."""
+    """Check that the complete form of the scheme is the dense mean, with an empty residual."""
     if subject.complete is None:
         return "no setting leaves nothing out: complete=None"
     for P in (P for P in subject.worlds if P <= SMALL):
@@ -115,7 +114,7 @@ def identity(subject: SchemeUnderTest) -> str | None:
 
 
 def one_rank(subject: SchemeUnderTest) -> str | None:
-    """Check that one rank sends nothing, that its gradient stays without residual and momentum, and that a residual loses nothing."""
+    """Check that one rank sends nothing, keeps its gradient if there is no residual or momentum, and conserves with a residual."""
     if 1 not in subject.worlds:
         return "no world has one rank"
     steps = subject.trace(1)
@@ -130,7 +129,7 @@ def one_rank(subject: SchemeUnderTest) -> str | None:
 
 
 def determinism(subject: SchemeUnderTest) -> None:
-    """Check that the same gradients give the same bits again, and that torch's global generator is not drawn from."""
+    """Check that the same gradients give the same bits again, and that nothing draws from torch's global generator."""
     P = subject.world(4)
     first, before = subject.trace(P), torch.get_rng_state()
     again = run(subject.start(P), [step.grads for step in first])
@@ -140,17 +139,17 @@ def determinism(subject: SchemeUnderTest) -> None:
 
 
 def traffic(subject: SchemeUnderTest) -> None:
-    """Check that reports give what is counted."""
+    """Check that reports give the counted traffic."""
     for P in subject.worlds:
         check_traffic(subject.trace(P))
 
 
 def resume(subject: SchemeUnderTest) -> None:
-    """Check that a saved state continues as if nothing had happened, and does not change with the scheme it came from."""
+    """Check that a saved state continues without a difference, and does not change when its source continues."""
     P = subject.world(3)
     grads = reals(P, COUNT, subject.warmup + 3)
     whole = run(subject.start(P), grads)
-    for cut in sorted({1, subject.warmup + 1}):  # in the middle of the warm-up, where there is one, and after it
+    for cut in sorted({1, subject.warmup + 1}):  # during the warm-up, if any, and after it
         old, new = subject.start(P), subject.start(P)
         run(old, grads[:cut])
         saved = [state.state_dict() for state in old]
@@ -158,24 +157,24 @@ def resume(subject: SchemeUnderTest) -> None:
         run(old, grads[cut:], first_step=cut)
         if files != [file_of(state) for state in saved]:
             fail(whole[cut].where(), "a saved state has changed, state_dict must return a copy")
-        for state, each in zip(new, files, strict=True):
-            state.load_state_dict(read(each))
+        for state, file in zip(new, files, strict=True):
+            state.load_state_dict(read(file))
         continued = run(new, grads[cut:], first_step=cut)
         check_same(continued, whole[cut:], "without interruption it is")
 
 
 def another_world(subject: SchemeUnderTest) -> str | None:
-    """Check that residuals which are redistributed to a world of another size keep their mean, and that replicas agree there."""
+    """Check that residuals redistributed to a world of another size keep their mean, and that replicas agree there."""
     if not subject.has_residual:
         return subject.unaccounted
     old, sizes = subject.world(4), [P for P in subject.worlds if P <= SMALL]
-    unit = old * math.lcm(old, *sizes)  # so that dividing by each world's size is exact
+    unit = old * math.lcm(old, *sizes)  # so that dividing by any world's size is exact
     states = subject.start(old)
     last = run(states, integers(old, COUNT, subject.exact_steps, unit, subject.exact))[-1]
     saved = [read(file_of(state.state_dict())) for state in states]
     for P in sizes:
         new = subject.start(P)
-        for state, residual in zip(new, redistributed([each["residual"] for each in saved], P), strict=True):
+        for state, residual in zip(new, redistributed([kept["residual"] for kept in saved], P), strict=True):
             state.load_state_dict({**saved[0], "residual": residual})
         steps = run(new, integers(P, COUNT, 2, unit, subject.exact), first_step=subject.exact_steps)
         conserved(subject, steps, integer_sum(last.residuals) * P / old)
@@ -184,7 +183,7 @@ def another_world(subject: SchemeUnderTest) -> str | None:
 
 
 def layouts(subject: SchemeUnderTest) -> None:
-    """Check that a bucket can be one parameter, and that parameters which move to other buckets, and back, lose no mass."""
+    """Check that a bucket can be one parameter, and that parameters that move to other buckets and back lose nothing."""
     P = subject.world(2)
     states = subject.start(P)
     steps = run(states, integers(P, COUNT, 1, dtype=subject.exact), parameters=WHOLE, key="whole")
@@ -201,7 +200,7 @@ def layouts(subject: SchemeUnderTest) -> None:
 
 
 def rollback(subject: SchemeUnderTest) -> None:
-    """Check that a rollback adds what was written to the residuals again, so that all that came in is there."""
+    """Check that a rollback adds the result to the residuals again, so that they account for all gradients."""
     P = subject.world(3)
     states = subject.start(P)
     *_, previous, step = run(states, integers(P, COUNT, subject.exact_steps, dtype=subject.exact), parameters=WHOLE)
@@ -214,7 +213,7 @@ def rollback(subject: SchemeUnderTest) -> None:
 
 
 def clipping(subject: SchemeUnderTest) -> None:
-    """Check that residuals account for half of what came in and half of what was written, for a step that counts half."""
+    """Check that for a step that counts half, residuals account for half of the gradients and half of the result."""
     P = subject.world(3)
     *earlier, last = integers(P, COUNT, subject.exact_steps, 2 * P, subject.exact)
     states = subject.start(P)
@@ -231,7 +230,7 @@ def clipping(subject: SchemeUnderTest) -> None:
 
 
 def reset(subject: SchemeUnderTest) -> None:
-    """Check that after `reset_shared_state` on all ranks replicas agree, and the residuals are still there."""
+    """Check that after `reset_shared_state` on all ranks replicas agree, and the residuals are kept."""
     P = subject.world(3)
     grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
     states = subject.start(P)
@@ -255,7 +254,7 @@ def sizes(subject: SchemeUnderTest) -> None:
 
 
 def values(subject: SchemeUnderTest) -> None:
-    """Check that zeros, equal values, ties and the largest finite numbers are reduced, and that zeros stay zero."""
+    """Check that zeros, equal values, ties and the largest finite numbers are reduced, and that zeros remain zero."""
     P = subject.world(3)
     zero, equal = torch.zeros(COUNT), torch.full((COUNT,), 3.0 * P)
     ties = equal * torch.tensor([1.0, -1.0, 0.0, -0.0, 1.0]).repeat(COUNT)[:COUNT]
@@ -266,7 +265,7 @@ def values(subject: SchemeUnderTest) -> None:
     for residual in steps[0].residuals:
         check_equal(steps[0].where(), "the residual", residual, "the gradient", zero)
     largest = torch.full((COUNT,), torch.finfo(torch.float32).max)
-    for ranks in ([largest] + [zero] * (P - 1), [largest] * P):  # one overflows nothing, all of them overflow the sum
+    for ranks in ([largest] + [zero] * (P - 1), [largest] * P):  # the sum overflows only in the second case
         steps = run(subject.start(P), [ranks, *integers(P, COUNT, subject.warmup + 1)])
         check_replicas(steps)
         check_traffic(steps)
@@ -275,7 +274,7 @@ def values(subject: SchemeUnderTest) -> None:
 
 
 def types(subject: SchemeUnderTest) -> None:
-    """Check that gradients of 64 and of 16 bits are reduced, and keep their type."""
+    """Check that 64-bit and 16-bit gradients are reduced, and keep their type."""
     P = subject.world(2)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         steps = run(subject.start(P), integers(P, COUNT, subject.exact_steps, dtype=dtype))
@@ -312,8 +311,8 @@ def nonfinite(subject: SchemeUnderTest) -> None:
 
 
 INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
-    each.__name__: each
-    for each in (
+    invariant.__name__: invariant
+    for invariant in (
         momentum,
         conservation,
         rounding,
@@ -341,12 +340,12 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
 
 
 def file_of(state: dict[str, Any]) -> bytes:  # Any: as Scheme.state_dict
-    """Return the file that `torch.save` writes of a state."""
+    """Save a state as `torch.save` does, in memory."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def read(file: bytes) -> dict[str, Any]:
-    """Return the state in a file, which has nothing but tensors and plain types."""
+    """Load a state, which must contain only tensors and plain types."""
     return torch.load(io.BytesIO(file), weights_only=True)

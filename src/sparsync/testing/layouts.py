@@ -16,7 +16,7 @@ SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}  # parameters that lie in one 
 
 
 def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Check that no parameter loses mass at any step, where `plan[step]` are the names in each bucket, and that replicas agree."""
+    """Check that no parameter loses anything at any step, and that replicas agree; `plan[step]` lists the names by bucket."""
     P = subject.world(2)
     source = torch.Generator().manual_seed(1)
     states = subject.start(P)
@@ -31,10 +31,10 @@ def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str
         for name in SIZES:
             where = f"P = {P}, parameter {name!r} in buckets {[list(names) for names in buckets]}, step {step}"
             came_in = subject.decay * before[name] + integer_sum([grad[name] for grad in grads])
-            found = after[name] + P * written[0][name].double()
+            total = after[name] + P * written[0][name].double()
             kept, given = "residuals after the step + P x written", "residuals before it, decayed, + gradients"
             if subject.conserves:
-                check_equal(where, kept, found, given, came_in, subject.tolerance)
+                check_equal(where, kept, total, given, came_in, subject.tolerance)
             for rank, mine in enumerate(written):
                 place = f"{where}, rank {rank}"
                 check_equal(place, "what is written", mine[name], "rank 0 has written", written[0][name])
@@ -43,7 +43,7 @@ def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str
 def reduce_by_name(
     states: Sequence[State], grads: Sequence[dict[str, Tensor]], buckets: Sequence[Sequence[str]], step: int
 ) -> list[dict[str, Tensor]]:
-    """Reduce the parameters of SIZES in these buckets, and return what was written for each on each rank."""
+    """Reduce the parameters of SIZES in these buckets, and return the results by rank and name."""
 
     def body(comm: LocalComm) -> dict[str, Tensor]:
         written: dict[str, Tensor] = {}
@@ -52,13 +52,13 @@ def reduce_by_name(
             flat = torch.cat([grads[comm.rank][name] for name in names])
             bucket = Bucket(f"bucket{number}", flat, step, parameters)
             states[comm.rank].reduce(bucket, comm)
-            written |= {each.name: each.span.of(bucket.grad) for each in parameters}
+            written |= {entry.name: entry.span.of(bucket.grad) for entry in parameters}
         return written
 
     return LocalWorld(len(states)).run(body)
 
 
 def residual_sums(states: Sequence[State]) -> dict[str, Tensor]:
-    """Return the sum over ranks of the residual of each parameter of SIZES, float64."""
+    """Sum the residuals of the parameters of SIZES over ranks, float64."""
     by_rank = [state.state_dict()["residual"] for state in states]
-    return {name: integer_sum([residual_of(each, name, n) for each in by_rank]) for name, n in SIZES.items()}
+    return {name: integer_sum([residual_of(kept, name, n) for kept in by_rank]) for name, n in SIZES.items()}

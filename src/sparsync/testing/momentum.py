@@ -1,4 +1,4 @@
-"""Whether a scheme keeps a momentum, judged by what it writes after its gradient has become zero."""
+"""Detection of a scheme's momentum from its results after the gradient has become zero."""
 
 from collections.abc import Callable
 
@@ -11,27 +11,27 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.testing.world import COUNT, flat_residual, layout
 
-_STEPS = 16  # in which a mean that remembers 0.99 gives back a seventh of a gradient
-_SHARE = 0.1  # of the gradient: that much more than was in the residual is a momentum, and less may be rounding
+_STEPS = 16  # steps in which a mean with a decay of 0.99 writes a seventh of a gradient
+_SHARE = 0.1  # more than this share of the gradient from outside the residual is a momentum; less may be rounding
 
 
 def keeps_momentum(make: Callable[[], Scheme]) -> bool:
-    """Return whether a gradient comes out of the scheme in later steps that was in no residual.
+    """Return whether the scheme writes parts of a gradient in later steps that were not in its residual.
 
-    One rank reduces a gradient once, and zeros in the steps after it. With residuals r, what is written after the first step is then
-    r_1 - r_T, and less where residuals decay. Whatever the scheme writes without any gradient is taken off.
+    One rank reduces a gradient once, and then zeros. With residuals r, the results after the first step should sum to
+    r_1 - r_T, or less if residuals decay. Subtracts what the scheme writes without any gradient.
     """
     gradient = (torch.arange(COUNT) % 8 + 1.0) * (1 - 2 * (torch.arange(COUNT) % 2))
 
-    def much(found: Tensor) -> bool:
-        return bool((found * gradient.sign()).clamp(min=0).norm() > _SHARE * gradient.norm())
+    def much(surplus: Tensor) -> bool:
+        return bool((surplus * gradient.sign()).clamp(min=0).norm() > _SHARE * gradient.norm())
 
-    found = _from_nowhere(make().start(), gradient)
-    return much(found) and much(found - _from_nowhere(make().start(), torch.zeros(COUNT)))
+    surplus = _from_nowhere(make().start(), gradient)
+    return much(surplus) and much(surplus - _from_nowhere(make().start(), torch.zeros(COUNT)))
 
 
 def undeclared(make: Callable[[], Scheme]) -> str | None:
-    """Return what the author of a scheme has to add if it keeps a momentum that its class does not declare; None if all is well."""
+    """Return the advice for a scheme with a momentum that its class does not declare; None if there is nothing to declare."""
     scheme = make()
     declared = any("has_momentum" in vars(kind) for kind in type(scheme).__mro__ if kind is not Scheme)
     if declared or not keeps_momentum(make):
@@ -43,7 +43,7 @@ def undeclared(make: Callable[[], Scheme]) -> str | None:
 
 
 def _from_nowhere(state: State, gradient: Tensor) -> Tensor:
-    """Return what the scheme writes after the first step and its residual does not lose, [n] in float64."""
+    """Compute the sum of results after the first step minus the residual's loss, [n] in float64."""
 
     def reduce(comm: LocalComm) -> Tensor:
         written = [gradient.clone(), *(torch.zeros_like(gradient) for _ in range(1, _STEPS))]

@@ -1,4 +1,4 @@
-"""A world of ranks in one process, each with a state of the scheme: gradients, results, residuals, reports and traffic of every step."""
+"""A world of ranks in one process that records gradients, results, residuals, reports and traffic of every step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Cost, ParameterSpan, Report, Span
 
 NAMES = ("embed.weight", "block.weight", "block.bias", "head.weight", "head.bias")
-COUNT = 97  # elements of a bucket where nothing else is asked for; no multiple of any world's size
+COUNT = 97  # the default number of elements of a bucket, not a multiple of any world's size
 
 
 @dataclass(frozen=True)
 class Step:
-    """One reduction on all ranks: each list is in rank order."""
+    """One reduction on all ranks; lists are in rank order."""
 
     number: int
-    grads: list[Tensor]  # as they came in
+    grads: list[Tensor]  # before the step
     written: list[Tensor]
     residuals: list[Tensor]  # after the step
     reports: list[Report]
@@ -34,31 +34,31 @@ class Step:
         return len(self.grads)
 
     def where(self, rank: int | None = None) -> str:
-        """Return the place of a failure: the world, the number of elements, the step and perhaps the rank."""
+        """Describe the place of a failure: the world, the number of elements, the step and perhaps the rank."""
         place = f"P = {self.size}, n = {self.grads[0].numel()}, {self.grads[0].dtype}, step {self.number}"
         return place if rank is None else f"{place}, rank {rank}"
 
 
 class InvariantError(AssertionError):
-    """What `fail` raises; `check` puts the name of the invariant before its message."""
+    """The error of `fail`; `check` prefixes its message with the name of the invariant."""
 
 
 def fail(where: str, what: str) -> NoReturn:
-    """Raise InvariantError that says where an invariant does not hold, and the two values."""
+    """Raise InvariantError with the place of the failure and the two values."""
     raise InvariantError(f"{where}: {what}")
 
 
 def layout(n: int) -> tuple[ParameterSpan, ...]:
-    """Return five parameters of uneven lengths that cover n elements; with few elements some are empty."""
+    """Lay out five parameters of uneven lengths over n elements; with few elements some are empty."""
     stops = [0, n // 5, n // 5 + n // 3, n // 5 + n // 3 + n // 16, n - n // 8, n]
     return tuple(ParameterSpan(name, Span(stops[i], stops[i + 1])) for i, name in enumerate(NAMES))
 
 
 def flat_residual(state: State, parameters: Sequence[ParameterSpan], like: Tensor) -> Tensor:
-    """Return the residual of these parameters, [n], in their order; zero where it has none."""
+    """Return the residual of these parameters, [n], in order; zero where there is none."""
     by_name = state.state_dict().get("residual", {})
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.cat([residual_of(by_name, each.name, len(each.span), dtype) for each in parameters])
+    return torch.cat([residual_of(by_name, entry.name, len(entry.span), dtype) for entry in parameters])
 
 
 def residual_of(by_name: Mapping[str, Tensor], name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,7 +70,7 @@ def residual_of(by_name: Mapping[str, Tensor], name: str, count: int, dtype: tor
 
 
 def started(scheme: Scheme, P: int) -> list[State]:
-    """Return a new state of `scheme` for each of P ranks."""
+    """Create states of `scheme` for P ranks."""
     return [scheme.start() for _ in range(P)]
 
 
@@ -81,19 +81,19 @@ def run(
     parameters: tuple[ParameterSpan, ...] | None = None,
     key: str = "bucket0",
 ) -> list[Step]:
-    """Reduce `gradients[step][rank]` one step after the other; state r is that of rank r. The gradients themselves are not changed.
+    """Reduce copies of `gradients[step][rank]` step by step; `states` are in rank order.
 
-    `parameters` are the layout of the bucket called `key`; without them it has the five of `layout`.
+    `parameters` is the layout of the bucket called `key`; None: `layout`.
     """
     steps = [Step(first_step + number, list(grads), [], [], [], []) for number, grads in enumerate(gradients)]
-    own = parameters if parameters is not None else layout(gradients[0][0].numel())
+    entries = parameters if parameters is not None else layout(gradients[0][0].numel())
 
     def body(comm: MeteredComm) -> list[tuple[Tensor, Tensor, Report, Cost]]:
         seen = []
         for number, grads in enumerate(gradients):
-            bucket = Bucket(key, grads[comm.rank].clone(), first_step + number, own)
+            bucket = Bucket(key, grads[comm.rank].clone(), first_step + number, entries)
             report = states[comm.rank].reduce(bucket, comm)
-            residual = flat_residual(states[comm.rank], own, bucket.grad)
+            residual = flat_residual(states[comm.rank], entries, bucket.grad)
             seen.append((bucket.grad, residual, report, comm.take()[0]))
         return seen
 
@@ -109,22 +109,22 @@ def run(
 def integers(
     P: int, n: int, steps: int, unit: int | None = None, dtype: torch.dtype = torch.float32
 ) -> list[list[Tensor]]:
-    """Return gradients[step][rank] of small multiples of `unit` (default: P), whose sums and their P-th parts are exact."""
+    """Draw gradients[step][rank] of small multiples of `unit` (default: P), whose sums are exact, also divided by P."""
     source = torch.Generator().manual_seed(0)
     factor = unit if unit is not None else P
     return [[(factor * torch.randint(-4, 5, (n,), generator=source)).to(dtype) for _ in range(P)] for _ in range(steps)]
 
 
 def reals(P: int, n: int, steps: int) -> list[list[Tensor]]:
-    """Return gradients[step][rank] whose sum depends on the order of the additions."""
+    """Draw gradients[step][rank] whose sums depend on the order of the additions."""
     source = torch.Generator().manual_seed(0)
     return [[torch.randn(n, generator=source) for _ in range(P)] for _ in range(steps)]
 
 
 def extremes(P: int, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return gradients[step][rank] of magnitudes from 1/1000 to 1000, and in two of five steps of the largest finite numbers.
+    """Draw gradients[step][rank] of magnitudes from 1/1000 to 1000, in two of five steps with the largest finite numbers.
 
-    One rank has these, and another the negative ones of some of them, so that sums over ranks are finite.
+    One rank has these, and another the negatives of some of them, so that sums over ranks are finite.
     """
     source, scale = torch.Generator().manual_seed(0), torch.logspace(-3, 3, n, dtype=torch.float64)
     grads = [
@@ -138,10 +138,10 @@ def extremes(P: int, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 def integer_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum over ranks in float64, which is exact for integers."""
+    """Sum over ranks in float64, exact for integers."""
     return torch.stack([part.double() for part in parts]).sum(dim=0)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return true for tensors that are equal to the last bit, NaN and the sign of zero included."""
+    """Return whether two tensors have the same type and bits, including NaN and the sign of zero."""
     return x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))

@@ -1,8 +1,8 @@
-"""The kernels for CUDA, in Triton: the reference's results, bit for bit. `sparsync.kernels.dispatch` asks for what is named here.
+"""The kernels for CUDA, in Triton, bit-identical to the reference. `sparsync.kernels.dispatch` looks them up here by name.
 
 Torch does the rest: `move_put_` is a copy and a fill, which together move no more bytes than one kernel would; `divide_rows_` reads and
-writes at positions; `isin`, `split` and `merge` search and sort the few selected elements, without atomic additions. Ternary values, which
-no recipe sends, are left to the reference.
+writes at positions; `isin`, `split` and `merge` search and sort the few selected elements, without atomic additions. The reference handles
+ternary values, which no recipe sends.
 Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
 """
 

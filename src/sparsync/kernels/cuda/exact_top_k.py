@@ -1,10 +1,10 @@
-"""Exact selections: the k largest of regions of a vector, and all that reach a threshold.
+"""Exact selections: the k largest elements of regions of a vector, and all elements that reach a threshold.
 
-The k largest take one chain of launches for all regions, whatever the data, and nothing is asked of the device.
+The k largest take a fixed chain of launches for all regions, without a host sync.
 
 A sample gives a window of rank keys in which a region's k-th largest is expected. A round counts the keys in parts of the window, and the
-part that holds the k-th is the next window: after two rounds that is one key. If the sample has misled, it takes three; otherwise the
-third round reads nothing. Then each block knows how many of its elements are chosen, and writes these. Positions are then in order.
+part that contains the k-th is the next window: after two rounds it is one key. If the sample misled, it takes three rounds; otherwise the
+third reads nothing. Then every block knows how many of its elements are selected, and writes them, so that positions ascend.
 A threshold is a window of one key from the start.
 """
 
@@ -33,15 +33,15 @@ from sparsync.kernels.cuda.windows import (
     tally_kernel,
 )
 
-MARGIN = 4.0  # standard deviations of a sampled count by which the first window is set wide
-SAMPLE = 8192  # elements of a region that are looked at to guess where its k-th largest lies
+MARGIN = 4.0  # the margin of the first window, in standard deviations of a sampled count
+SAMPLE = 8192  # elements of a region that are sampled to estimate its k-th largest
 ROUNDS = 3
-SEARCH = {"CHUNK": 4096, "num_warps": 8}  # how the counts of a window are searched, by one program for each region
+SEARCH = {"CHUNK": 4096, "num_warps": 8}  # for the search in the counts of a window, by one program per region
 
 NOWHERE = Span(0, 0)
-_Region = tuple[int, int, int, int, Span]  # the address of the starts of its rows, row, length, k, and what is skipped
+_Region = tuple[int, int, int, int, Span]  # the address of the starts of its rows, row, length, k, and the skipped span
 
-# Any: what the signature in `operations` says, or NotImplemented for what Triton does not take.
+# Any: the result that `operations` declares, or NotImplemented for unsupported arguments.
 
 
 @takes(FLOAT32)
@@ -51,7 +51,7 @@ def top_k(x: Tensor, k: int, bound: float | None = None) -> Any:
 
 @takes(FLOAT32)
 def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | None = None) -> Any:
-    """Do what the reference does. A host sync: how many are not zero depends on the data."""
+    """Select as the reference does. A host sync: the number of non-zero elements depends on the data."""
     skip = skip or NOWHERE
     return _nonzero(_largest(x, min(k, x.numel() - len(skip)), skip))
 
@@ -59,42 +59,42 @@ def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | No
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k(residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None) -> Any:
     bad = torch.zeros(1, dtype=torch.int32, device=out.device)
-    found = _largest(residual, k, NOWHERE, grad, out, bad)
-    return found if found is NotImplemented else (found, none(bad))
+    largest = _largest(residual, k, NOWHERE, grad, out, bad)
+    return largest if largest is NotImplemented else (largest, none(bad))
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k_nonzero(
     residual: Tensor, grad: Tensor, k: int, out: Tensor, skip: Span | None = None, bound: float | None = None
 ) -> Any:
-    """Do what the reference does. A host sync: as `top_k_nonzero`."""
+    """Select as the reference does. A host sync, as in `top_k_nonzero`."""
     skip, bad = skip or NOWHERE, torch.zeros(1, dtype=torch.int32, device=out.device)
-    found = _nonzero(_largest(residual, min(k, out.numel() - len(skip)), skip, grad, out, bad))
-    return found, none(bad)
+    selected = _nonzero(_largest(residual, min(k, out.numel() - len(skip)), skip, grad, out, bad))
+    return selected, none(bad)
 
 
 @takes(FLOAT32)
 def select_ge(x: Tensor, threshold: float) -> Any:
-    """Do what the reference does. A host sync: how many there are depends on the data."""
+    """Select as the reference does. A host sync: the count depends on the data."""
     return _reaching(x, threshold, Span(0, x.numel()))
 
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_select_ge(residual: Tensor, grad: Tensor, threshold: float, out: Tensor, span: Span) -> Any:
-    """Do what the reference does, in two launches. A host sync: as `select_ge`."""
+    """Select as the reference does, in two launches. A host sync, as in `select_ge`."""
     bad = torch.zeros(1, dtype=torch.int32, device=out.device)
     return _reaching(residual, threshold, span, grad, out, bad), none(bad)
 
 
 def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Any:
-    found = top_k_of_each(x, [rows], [k])
-    return found if found is NotImplemented else found[0]
+    parts = top_k_of_each(x, [rows], [k])
+    return parts if parts is NotImplemented else parts[0]
 
 
 def top_k_of_each(
     x: Tensor, regions: Sequence[Rows], counts: Sequence[int], bounds: Sequence[float | None] = ()
 ) -> Any:
-    """Return the `top_k_of_rows` of each region; elements outside `x` count as zero."""
+    """Select the `top_k_of_rows` of all regions; elements outside `x` count as zero."""
     return _of_each(x, regions, counts) if _taken(x, regions, counts) else NotImplemented
 
 
@@ -113,16 +113,16 @@ def accumulate_top_k_of_rows(
 
 
 def _taken(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> bool:
-    starts = [each.starts.contiguous() for each in regions]
+    starts = [rows.starts.contiguous() for rows in regions]
     fit = all(k <= rows.length for rows, k in zip(regions, counts, strict=True))
-    return fit and x.dtype in FLOAT32 and all(each.dtype in POSITIONS for each in starts) and takes_all([x, *starts])
+    return fit and x.dtype in FLOAT32 and all(first.dtype in POSITIONS for first in starts) and takes_all([x, *starts])
 
 
 def _of_each(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> list[Sparse]:
     with torch.cuda.device_of(x):
-        if any(each.starts.numel() * each.row < each.length for each in regions):
+        if any(rows.starts.numel() * rows.row < rows.length for rows in regions):
             raise IndexError(f"rows must begin somewhere, got fewer starts than rows in {regions}")
-        starts = [each.starts.to(torch.int32).contiguous() for each in regions]  # kept until all is launched
+        starts = [rows.starts.to(torch.int32).contiguous() for rows in regions]  # kept until all is launched
         about = [
             (first.data_ptr(), rows.row, rows.length, k, NOWHERE)
             for first, rows, k in zip(starts, regions, counts, strict=True)
@@ -133,7 +133,7 @@ def _of_each(x: Tensor, regions: Sequence[Rows], counts: Sequence[int]) -> list[
 def _largest(
     x: Tensor, k: int, skip: Span = NOWHERE, grad: Tensor | None = None, out: Tensor | None = None, bad: Any = None
 ) -> Any:
-    """Return the k largest of `x` [n], or of x + grad, which is written to `out`, outside of `skip`; note in `bad` what is not finite."""
+    """Select the k largest of `x` [n], or of x + grad, written to `out`, outside of `skip`; flag non-finite sums in `bad`."""
     if k > x.numel() - len(skip):
         return NotImplemented
     if not k and grad is not None:
@@ -141,15 +141,16 @@ def _largest(
     return _chosen(x, [(0, 1, x.numel(), k, skip)], False, grad, out, bad)[0]
 
 
-def _nonzero(found: Sparse) -> Sparse:
-    kept = found.value.nonzero().view(-1)  # a host sync
-    return Sparse(found.index[kept], found.value[kept], found.length)
+def _nonzero(part: Sparse) -> Sparse:
+    kept = part.value.nonzero().view(-1)  # a host sync
+    return Sparse(part.index[kept], part.value[kept], part.length)
 
 
 def _described(regions: Sequence[_Region], n: int) -> list[int]:
-    """Return the numbers of `ROW`: those of each region, with its first place in the output before what is skipped, and of its sample.
+    """Describe the regions by the `ROW` numbers that kernels read.
 
-    Of that the stride, and the places of the lowest and the highest key of the first window, counted from the largest. Then n.
+    They are address, row, length, k, the first place in the output, and start and stop of the skipped span; then the stride of the sample,
+    the ranks in it, from the largest, of the lowest and the highest key of the first window; and n.
     """
     rows: list[int] = []
     offset = 0
@@ -171,11 +172,11 @@ def _chosen(
     out: Tensor | None = None,
     bad: Tensor | None = None,
 ) -> list[Sparse]:
-    """Return the largest elements of each region of `x`, or of x + grad, which is written to `out`: ten launches."""
+    """Select the largest elements of all regions of `x`, or of x + grad, written to `out`, in ten launches."""
     counts, device, summed = [k for *_, k, _ in regions], x.device, x if out is None else out
     index = torch.empty(sum(counts), dtype=torch.int32, device=device)
     value = torch.empty(sum(counts), dtype=torch.float32, device=device)
-    wanted = [each for each, k in zip(regions, counts, strict=True) if k]
+    wanted = [region for region, k in zip(regions, counts, strict=True) if k]
     if wanted:
         number, blocks = len(wanted), max(triton.cdiv(length, BLOCK) for _, _, length, _, _ in wanted)
         about = table(_described(wanted, x.numel()), torch.int64, device)
@@ -193,7 +194,7 @@ def _chosen(
         ends = tally.cumsum(2, dtype=torch.int32)
         choose_kernel[grid](summed, about, state, tally, ends, index, value, blocks, ROWS=in_rows, **PASS)
     parts = zip(index.split(counts), value.split(counts), regions, strict=True)
-    return [Sparse(place, each, length) for place, each, (_, _, length, _, _) in parts]
+    return [Sparse(place, part, length) for place, part, (_, _, length, _, _) in parts]
 
 
 def _reaching(
@@ -204,7 +205,7 @@ def _reaching(
     out: Tensor | None = None,
     bad: Tensor | None = None,
 ) -> Sparse:
-    """Return the non-zero elements in `span` of `x` [n], or of x + grad, which is written to `out`, that reach `threshold`."""
+    """Select the non-zero elements in `span` of `x` [n], or of x + grad, written to `out`, that reach `threshold`."""
     n, device, summed, adds = x.numel(), x.device, x if out is None else out, grad is not None
     if not n:
         return Sparse(torch.empty(0, dtype=torch.int32, device=device), summed[:0], 0)
@@ -216,12 +217,12 @@ def _reaching(
         [0, 1, n, n - 1, 0, span.stop, span.start, 1, 0, 0, n], torch.int64, device
     )  # all but the span is skipped
     state = table([lowest, 1, -1], torch.int32, device)
-    bins = torch.empty(BINS.value + 1, dtype=torch.int32, device=device)  # nobody reads it
+    bins = torch.empty(BINS.value + 1, dtype=torch.int32, device=device)  # never read
     tally = torch.empty((2, 1, blocks), dtype=torch.int32, device=device)
     given = (x, grad, out, bad) if adds else (x, x, x, tally)
     count_kernel[blocks, 1](*given, about, state, bins, tally, blocks, ADD=adds, ROWS=False, **PASS)
     ends = tally.cumsum(2, dtype=torch.int32)
-    count = int(ends[:, 0, -1].sum())  # a host sync: how many there are depends on the data
+    count = int(ends[:, 0, -1].sum())  # a host sync: the count depends on the data
     index = torch.empty(count, dtype=torch.int32, device=device)
     value = torch.empty(count, dtype=torch.float32, device=device)
     if count:

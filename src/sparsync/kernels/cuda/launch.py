@@ -1,4 +1,4 @@
-"""Launching Triton kernels: which tensors are taken, the size of a block, and how one is loaded and stored."""
+"""Helpers to launch Triton kernels: checks of tensors, the block size, and loads and stores of blocks."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sparsync.core import Sparse
 
-BLOCK = 2048  # elements for one program of a pass over a whole vector
-WARPS = 8  # of such a program: 8 elements a thread, so few that four programs share a processor, and some load while others wait
+BLOCK = 2048  # elements per program of a pass over a whole vector
+WARPS = 8  # warps of such a program: 8 elements per thread, so that four programs share a processor and some load while others wait
 R = TypeVar("R")
-PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # how such programs are launched
+PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # launch options of such programs
 
 FLOAT32 = frozenset({torch.float32})
 GRADIENT = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -27,28 +27,28 @@ BYTES = frozenset({torch.uint8})
 
 
 class _Devices:
-    """Whether tensors of any device are taken, as the interpreter can, or only those on a GPU."""
+    """Whether kernels support tensors of any device, as the interpreter does, or only those on a GPU."""
 
     any = False
 
 
 def take_tensors_of_any_device(wanted: bool) -> None:
-    """Take tensors of any device from now on, because the backend "triton" was asked for, or only those on a GPU."""
+    """Support tensors of any device from now on, for the backend "triton", or only those on a GPU."""
     _Devices.any = wanted
 
 
 def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Make a function return NotImplemented unless the tensors among its arguments are of these types, and on a GPU.
 
-    `kinds` are the types of each tensor in order, those of a Sparse being its positions and its values; they repeat for a list of Sparse.
-    The device of the tensors is made the current one, which Triton launches on; on that device's current stream.
+    `kinds` are the types of the tensors in order, a Sparse counting as positions and values; they repeat for a list of Sparse.
+    The device of the tensors becomes current, because Triton launches on the current device and its current stream.
     """
 
     def decorated(function: Callable[..., R]) -> Callable[..., R]:
         @wraps(function)
         def checked(*arguments: Any) -> Any:  # Any: whatever the function takes
             tensors = list(_tensors(arguments))
-            fitting = all(each.dtype in kind for each, kind in zip(tensors, cycle(kinds), strict=False))
+            fitting = all(tensor.dtype in kind for tensor, kind in zip(tensors, cycle(kinds), strict=False))
             if not fitting or not takes_all(tensors):
                 return NotImplemented
             with torch.cuda.device_of(tensors[0]):  # does nothing for a tensor of the interpreter
@@ -60,29 +60,30 @@ def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callab
 
 
 def takes_all(tensors: Sequence[Tensor]) -> bool:
-    """Return whether these tensors, of any types, lie on one device that is taken, and are plain vectors; false for none."""
+    """Return whether these tensors, of any types, are contiguous vectors on one supported device; false for none."""
     if not tensors:
         return False
     device = tensors[0].device
     return (device.type == "cuda" or _Devices.any) and all(
-        each.device == device and each.dim() == 1 and each.is_contiguous() and each.numel() < 2**31 for each in tensors
+        tensor.device == device and tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() < 2**31
+        for tensor in tensors
     )
 
 
 def on_one_device(tensors: Sequence[Tensor]) -> bool:
-    """Return whether these tensors, of any types and shapes, lie on one device that is taken; false for none."""
-    devices = {each.device for each in tensors}
+    """Return whether these tensors, of any types and shapes, are on one supported device; false for none."""
+    devices = {tensor.device for tensor in tensors}
     return len(devices) == 1 and (_Devices.any or devices.pop().type == "cuda")
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:  # Any: the arguments of a kernel
-    for each in arguments:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, Sparse):
-            yield from (each.index, each.value)
-        elif isinstance(each, list | tuple):
-            yield from _tensors(each)
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, Sparse):
+            yield from (argument.index, argument.value)
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
 
 
 def bits_of(threshold: float) -> int | None:
@@ -93,17 +94,17 @@ def bits_of(threshold: float) -> int | None:
 
 
 def programs(n: int, block: int = BLOCK) -> tuple[int]:
-    """Return a grid of one program for each block of `n` elements."""
+    """Return a grid with one program per block of `n` elements."""
     return (triton.cdiv(n, block),)
 
 
 def table(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a vector of numbers that a kernel reads on `device`. Nobody waits for the copy, and the same numbers are copied once."""
+    """Copy numbers to a vector on `device`, without a host sync; the same numbers are copied once."""
     return _table(tuple(values), dtype, device, stream_of(device))
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the current stream of a device: what was copied on one stream may not be there on others."""
+    """Return the current stream of a device: a copy on one stream may not have finished for others."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -115,20 +116,20 @@ def _table(values: tuple[int | float, ...], dtype: torch.dtype, device: torch.de
 
 @triton.jit
 def lanes(BLOCK: tl.constexpr):
-    """Return 0, 1, ... BLOCK - 1, four after each other in a thread, whatever the type that is loaded.
+    """Return 0, 1, ... BLOCK - 1, four adjacent ones per thread for every type.
 
-    Numbers of 16 bits then meet those of 32 where they are, without a way through shared memory.
+    Then 16-bit and 32-bit numbers of an element are in the same thread, without shared memory.
     """
     return tl.max_contiguous(tl.arange(0, BLOCK), 4)
 
 
 @triton.jit
 def loaded(x, lane, left, BLOCK: tl.constexpr):
-    """Return the first `left` elements of a block, and zeros behind them.
+    """Load the first `left` elements of a block, and zeros after them.
 
-    Whole blocks are loaded without a mask: one that is not known to be equal for four neighbours would make four loads of one.
+    Whole blocks are loaded without a mask, because with one that may differ between neighbours a load of four becomes four loads.
     """
-    if left >= BLOCK:  # noqa: SIM108  # a branch: only one of the two is done
+    if left >= BLOCK:  # noqa: SIM108  # a branch, which runs only one of the two
         value = tl.load(x + lane)
     else:
         value = tl.load(x + lane, mask=lane < left, other=0)
@@ -146,17 +147,17 @@ def store(x, lane, value, left, BLOCK: tl.constexpr):
 
 @triton.jit
 def local(place, first, left):
-    """Return where the position `place` lies in the block of `left` elements that begins at `first`: 0 before it, `left` behind it."""
+    """Convert the position `place` to a place in the block of `left` elements at `first`: 0 before it, `left` after it."""
     return tl.minimum(tl.maximum(place - first, 0), left).to(tl.int32)
 
 
 @triton.jit
 def magnitude(x):
-    """Return the bits of |x|, int32: they order as the numbers do, and NaN comes above infinity."""
+    """Return the bits of |x|, int32, which have the order of the numbers, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def rank_key(x):
-    """Return the rank key of each element, int32: the bits of |x|, with NaN as infinity."""
+    """Compute rank keys, int32: the bits of |x|, with NaN as infinity."""
     return tl.minimum(magnitude(x), 0x7F800000)

@@ -1,4 +1,4 @@
-"""Operations on all parameters of a bucket: lists of tensors share launches, because one for each takes longer than the work."""
+"""Operations on all parameters of a bucket: lists of tensors share launches, because a launch per tensor takes longer than the work."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -16,13 +16,13 @@ from sparsync.kernels import operations
 from sparsync.kernels.cuda.launch import on_one_device, table, takes_all
 from sparsync.kernels.operations import COLUMNS, MIX, WORDS
 
-SPLIT = 256  # programs at most that share the rows of a tensor
-ROWS = 8  # of them, which a program adds at once
-TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of words with this many bytes
+SPLIT = 256  # the most programs per tensor
+ROWS = 8  # rows that a program adds at once
+TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}  # word types by size in bytes
 FOLDED = {"COLUMNS": COLUMNS, "WIDTH": triton.next_power_of_2(COLUMNS)}
 assert TYPES.keys() == WORDS.keys()
 
-# Any: what the signature in `operations` says, or NotImplemented for what is not taken.
+# Any: the result that `operations` declares, or NotImplemented for unsupported arguments.
 
 
 def write_own_(
@@ -39,16 +39,16 @@ def write_own_(
     if rows is not None:
         unsent = unsent.clone()
         operations.divide_rows_(unsent, rows, divisor)
-    own = weights - unsent * share
-    spans = [Span(start, start + each.numel()) for each, start in zip(targets, starts, strict=True)]
+    local = weights - unsent * share
+    spans = [Span(start, start + target.numel()) for target, start in zip(targets, starts, strict=True)]
     torch._foreach_copy_(
-        list(targets), [span.of(own).view(each.shape) for each, span in zip(targets, spans, strict=True)]
+        list(targets), [span.of(local).view(target.shape) for target, span in zip(targets, spans, strict=True)]
     )
     return digests(targets)
 
 
 def digests(tensors: Sequence[Tensor]) -> Any:
-    flat = [each.detach().reshape(-1) for each in tensors]
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
     if not takes_all(flat):
         return NotImplemented
     with torch.cuda.device_of(flat[0]):
@@ -57,13 +57,13 @@ def digests(tensors: Sequence[Tensor]) -> Any:
 
 def _digests(flat: Sequence[Tensor]) -> Tensor:
     by_word: dict[int, list[tuple[int, Tensor]]] = {}
-    for place, each in enumerate(flat):
-        nbytes = operations.word_of(each)
-        aligned = each.clone() if each.data_ptr() % nbytes else each
+    for place, vector in enumerate(flat):
+        nbytes = operations.word_of(vector)
+        aligned = vector.clone() if vector.data_ptr() % nbytes else vector
         by_word.setdefault(nbytes, []).append((place, aligned))
     found = torch.empty(len(flat), dtype=torch.int64, device=flat[0].device)
     for nbytes, members in by_word.items():
-        described = [[each.data_ptr(), each.nbytes // nbytes, place] for place, each in members]
+        described = [[vector.data_ptr(), vector.nbytes // nbytes, place] for place, vector in members]
         about = table([number for row in described for number in row], torch.int64, found.device)
         sums = torch.zeros(len(members), FOLDED["WIDTH"], dtype=torch.int64, device=found.device)
         if any(count >= 2 * COLUMNS for _, count, _ in described):
@@ -76,7 +76,7 @@ def _digests(flat: Sequence[Tensor]) -> Tensor:
 
 @triton.jit
 def _unfolded(count, COLUMNS: tl.constexpr):
-    """Return how many words come first, before the rows that are added; all of a short tensor."""
+    """Count the words before the rows that are added; all words of a short tensor."""
     return tl.where(count >= 2 * COLUMNS, COLUMNS + count % (2 * COLUMNS), count)
 
 
@@ -103,7 +103,7 @@ def _fold_kernel(
 
 @triton.jit
 def _mixed(word, number, mix0, mix1, mix2):
-    """Return the hash of words and their numbers, as splitmix64 makes it; shifts are without the sign."""
+    """Hash words and their numbers as splitmix64 does, with logical shifts."""
     z = word + number * mix0
     z = (z ^ (z >> 30 & ((1 << 34) - 1))) * mix1
     z = (z ^ (z >> 27 & ((1 << 37) - 1))) * mix2

@@ -1,4 +1,4 @@
-"""Passes over a whole vector that add to it, and note whether something is not finite."""
+"""Passes over a whole vector that add to it, and flag non-finite elements."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -32,7 +32,7 @@ def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> Any:
 
 
 def none(bad: Tensor) -> Tensor:
-    """Return whether nothing was noted in `bad` [1]: a tensor []."""
+    """Invert the flag `bad` [1] to a tensor []."""
     return (bad == 0)[0]
 
 
@@ -47,7 +47,7 @@ def finite_each(parts: Sequence[Sparse], times: int) -> Any:
 
 @takes(FLOAT32, GRADIENT, FLOAT32)
 def added(residual: Tensor, grad: Tensor, out: Tensor) -> Any:
-    """Write residual + grad to `out` [n], and return whether any of it is not finite: a number [1] on the device."""
+    """Write residual + grad to `out` [n], and return a flag [1] on the device: non-zero if any element is non-finite."""
     n = residual.numel()
     bad = torch.zeros(1, dtype=torch.int32, device=residual.device)
     if n:
@@ -57,12 +57,12 @@ def added(residual: Tensor, grad: Tensor, out: Tensor) -> Any:
 
 @takes(GRADIENT)
 def all_finite(x: Tensor) -> bool:
-    """Return whether `x` [n], of 16 or 32 bits, is finite everywhere. One host sync; torch's own operations would read `x` three times."""
+    """Return whether `x` [n], of 16 or 32 bits, is finite everywhere. One host sync; torch's operations would read `x` three times."""
     n = x.numel()
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
     if n:
         _add_kernel[programs(n)](x, x, x, bad, n, ADD=False, **PASS)
-    return not int(bad)  # a host sync: what is sent depends on it
+    return not int(bad)  # a host sync: the messages depend on it
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""Where gradients and weights lie in a vector: a table of pieces, and how kernels read it.
+"""A table of the pieces of gradients and weights in a vector, and functions with which kernels read it.
 
-A piece has one row: where it starts and stops in the vector, its address (0 if there is no tensor), and the numbers of its span, its
+A piece has one row: its start and stop in the vector, its address (0 without a tensor), and the numbers of its span, its
 tensor and the tensor's type.
 """
 
@@ -20,20 +20,20 @@ from sparsync.core import Span
 from sparsync.kernels.cuda.launch import local, on_one_device, stream_of, table, takes_all
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-NUMBERS = {each: number for number, each in enumerate(TYPES)}  # of types, in a table of pieces
+NUMBERS = {kind: number for number, kind in enumerate(TYPES)}  # the numbers of types in a table of pieces
 SEVERAL: tl.constexpr = tl.constexpr("several")
-ROW: tl.constexpr = tl.constexpr(6)  # numbers of a piece
+ROW: tl.constexpr = tl.constexpr(6)  # numbers per piece
 NOWHERE = 2**62
 
-Pieces = tuple[Tensor, int]  # the table, and how many there are
+Pieces = tuple[Tensor, int]  # the table, and the number of pieces
 
 
 def type_of(vectors: Sequence[Tensor], tensors: Sequence[Tensor], skip: Tensor | None = None) -> Any:
-    """Return the type of `tensors`, for Triton, SEVERAL, or None where they, or vectors of float32 beside them, are not taken."""
+    """Return Triton's type of `tensors`, SEVERAL, or None if they, or the float32 `vectors`, are not supported."""
     there = [*vectors, *tensors, *([] if skip is None else [skip])]
-    kinds = {each.dtype for each in tensors} or {torch.float32}
-    plain = all(each.dtype == torch.float32 for each in vectors) and (not vectors or takes_all(vectors))
-    contiguous = all(each.is_contiguous() for each in tensors)
+    kinds = {tensor.dtype for tensor in tensors} or {torch.float32}
+    plain = all(vector.dtype == torch.float32 for vector in vectors) and (not vectors or takes_all(vectors))
+    contiguous = all(tensor.is_contiguous() for tensor in tensors)
     taken = plain and contiguous and kinds <= set(TYPES) and on_one_device(there)
     return None if not taken else SEVERAL.value if len(kinds) > 1 else TYPES[kinds.pop()]
 
@@ -41,13 +41,13 @@ def type_of(vectors: Sequence[Tensor], tensors: Sequence[Tensor], skip: Tensor |
 def pieces_of(
     tensors: Sequence[Tensor], starts: Sequence[int], spans: Sequence[Span], like: Tensor | None = None
 ) -> Pieces:
-    """Return the table of the pieces of `spans` and `tensors`, on their device, and their number."""
+    """Build the table of the pieces of `spans` and `tensors`, on their device."""
     device = tensors[0].device if like is None else like.device
     lie = tuple(
-        (start, start + each.numel(), each.data_ptr(), NUMBERS[each.dtype])
-        for start, each in zip(starts, tensors, strict=True)
+        (start, start + tensor.numel(), tensor.data_ptr(), NUMBERS[tensor.dtype])
+        for start, tensor in zip(starts, tensors, strict=True)
     )
-    return _table_of(lie, tuple((each.start, each.stop) for each in spans), device, stream_of(device))
+    return _table_of(lie, tuple((span.start, span.stop) for span in spans), device, stream_of(device))
 
 
 @lru_cache(maxsize=256)
@@ -58,9 +58,9 @@ def _table_of(
     stream: int,  # not read: a part of the key
 ) -> Pieces:
     rows: list[tuple[int, ...]] = []
-    ahead = [*sorted((*each, number) for number, each in enumerate(lie)), (NOWHERE, NOWHERE, 0, 0, len(lie))]
+    ahead = [*sorted((*place, number) for number, place in enumerate(lie)), (NOWHERE, NOWHERE, 0, 0, len(lie))]
     at = 0
-    for span, (start, stop) in sorted(enumerate(spans), key=lambda each: each[1]):
+    for span, (start, stop) in sorted(enumerate(spans), key=lambda pair: pair[1]):
         at = max(at, start)
         while at < stop:
             while ahead[0][1] <= at:
@@ -78,7 +78,7 @@ def _table_of(
 
 @triton.jit
 def piece_at(where, pieces, place):
-    """Return the last of the pieces that starts at `place` or before, or the first one."""
+    """Find the last piece that starts at `place` or before; the first piece if none does."""
     low, high = pieces * 0, pieces
     while high - low > 1:
         middle = (low + high) // 2
@@ -90,7 +90,7 @@ def piece_at(where, pieces, place):
 
 @triton.jit
 def piece_of(where, piece, base, left, lane):
-    """Return which places of the block at `base` a piece has, those with a tensor, where these lie, and the numbers of span and tensor."""
+    """Return masks of the block at `base`, for a piece and for its tensor; the tensor's address and places; and span and tensor numbers."""
     row = where + ROW * piece
     start, address = tl.load(row), tl.load(row + 2)
     begin, end = local(start, base, left), local(tl.load(row + 1), base, left)
@@ -101,7 +101,7 @@ def piece_of(where, piece, base, left, lane):
 
 @triton.jit
 def read(where, piece, address, place, there, TYPE: tl.constexpr):
-    """Return the elements of a piece at these places, zeros elsewhere, float32. TYPE SEVERAL: each tensor has its own type."""
+    """Read the elements of a piece at these places, float32; zeros elsewhere. TYPE SEVERAL: the types of tensors differ."""
     if TYPE == SEVERAL:
         kind = tl.load(where + ROW * piece + 5) + tl.zeros_like(place)
         x = tl.load(address.to(tl.pointer_type(tl.float32)) + place, mask=there & (kind == 0), other=0.0)
@@ -115,7 +115,7 @@ def read(where, piece, address, place, there, TYPE: tl.constexpr):
 
 @triton.jit
 def gathered(base, left, lane, where, pieces, factors, TYPE: tl.constexpr):
-    """Return gradients times their factors at `left` places from `base` on, zeros where there are none, float32."""
+    """Read gradients times their factors at `left` places from `base` on, float32; zeros without a gradient."""
     g = tl.zeros_like(lane).to(tl.float32)
     piece = piece_at(where, pieces, base)
     while tl.load(where + ROW * piece) < base + left:

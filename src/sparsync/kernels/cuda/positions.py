@@ -1,6 +1,6 @@
-"""Positions in packets and in rows: the bytes of the reference, a few launches, and nothing is asked of the device.
+"""Positions in packets and in rows: the bytes of the reference, in a few launches without a host sync.
 
-Arguments that the reference refuses are not noticed. An invalid packet is decoded to positions inside the span, which need not ascend.
+Arguments that the reference refuses are not detected. An invalid packet decodes to positions inside the span, which need not ascend.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
@@ -68,10 +68,10 @@ def locate(rows: Rows, place: Tensor) -> Any:
 
 @takes(POSITIONS)
 def _located(place: Tensor, starts: Tensor, row: int) -> Tensor:
-    k, found = place.numel(), torch.empty_like(place)
+    k, located = place.numel(), torch.empty_like(place)
     if k:
-        _locate_kernel[programs(k, LANES)](place, starts, found, k, starts.numel(), row, LANES=LANES)
-    return found
+        _locate_kernel[programs(k, LANES)](place, starts, located, k, starts.numel(), row, LANES=LANES)
+    return located
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _lanes(LANES: tl.constexpr):
 
 @triton.jit
 def _pack_kernel(index, out, k, size, BITS: tl.constexpr, LANES: tl.constexpr):
-    """Write a byte of the low BITS of each position, one after the other."""
+    """Write the low BITS of the positions without gaps, a byte per lane."""
     lane = _lanes(LANES)
     byte = tl.zeros((LANES,), tl.int32)
     for place in range(8):
@@ -93,11 +93,11 @@ def _pack_kernel(index, out, k, size, BITS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _unpacked(packet, lane, inside, BITS: tl.constexpr):
-    """Return the numbers of BITS bits at some places."""
+    """Read the numbers of BITS bits at some places."""
     value = tl.zeros_like(lane)
     if BITS > 0:
         first = lane * BITS
-        for byte in range((BITS + 14) // 8):  # as many as a number may lie in
+        for byte in range((BITS + 14) // 8):  # the most bytes that a number spans
             at = first // 8 + byte
             here = inside & (8 * at < first + BITS)
             loaded = tl.load(packet + at, mask=here, other=0).to(tl.int64)
@@ -114,7 +114,7 @@ def _unpack_kernel(packet, index, k, span, BITS: tl.constexpr, LANES: tl.constex
 
 @triton.jit
 def _mark_kernel(index, words, k, size, BITS: tl.constexpr, UNARY: tl.constexpr, LANES: tl.constexpr):
-    """Add a bit for each position, or for its high part after as many others."""
+    """Set a bit per position, or with UNARY per high part, shifted by the number of earlier positions."""
     lane = _lanes(LANES)
     place = tl.load(index + lane, mask=lane < k, other=0).to(tl.int64)
     if UNARY:
@@ -137,7 +137,7 @@ def _ones_kernel(high, ones, size, LANES: tl.constexpr):
 def _places_kernel(
     packet, high, ones, ends, index, size, k, span, BITS: tl.constexpr, UNARY: tl.constexpr, LANES: tl.constexpr
 ):
-    """Write the position of each bit in a byte, which is its high part."""
+    """Write the positions that the bits of a byte stand for; with UNARY a bit gives the high part."""
     lane = _lanes(LANES)
     inside = lane < size
     byte = tl.load(high + lane, mask=inside, other=0).to(tl.int32)

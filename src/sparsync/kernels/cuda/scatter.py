@@ -1,7 +1,7 @@
-"""Reading and writing at positions, and adding up sparse vectors: deterministic, and nothing outside is ever touched.
+"""Reading and writing at positions, and summing sparse vectors: deterministic, and safe for positions outside, which are ignored.
 
-torch's own operations on a GPU would add with atomics, in any order and with denormal numbers as zero, and end the process at a position
-outside. Nobody waits: the host does not learn of such a position.
+torch's operations on a GPU would add with atomics, in any order and with denormal numbers as zero, and a position outside would end
+the process. There is no host sync, so the host does not learn of such positions.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
@@ -22,19 +22,19 @@ LANES = 1024
 
 @takes(GRADIENT, POSITIONS)
 def clear_(x: Tensor, index: Tensor) -> None:
-    """Set `x` [n] to zero at the positions `index` [k] that are inside."""
+    """Set `x` [n] to zero at the positions `index` [k]."""
     _write(x, index, None)
 
 
 @takes(GRADIENT, POSITIONS, GRADIENT)
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
-    """Set `x` [n] to `value` [k] at the positions `index` [k] that are inside."""
+    """Set `x` [n] to `value` [k] at the positions `index` [k]."""
     _write(x, index, value.to(x.dtype))
 
 
 @takes(GRADIENT, POSITIONS, GRADIENT)
 def scatter_add_(out: Tensor, part: Sparse) -> None:
-    """Add the elements of `part`, at distinct positions, to `out` [n], where they are inside."""
+    """Add the elements of `part`, at distinct positions, to `out` [n]."""
     if out.dtype == torch.float32:
         _write(out, part.index, part.value.to(out.dtype), add=True)
     else:  # torch rounds the sum
@@ -43,7 +43,7 @@ def scatter_add_(out: Tensor, part: Sparse) -> None:
 
 @takes(GRADIENT, POSITIONS)
 def gather(x: Tensor, index: Tensor) -> Tensor:
-    """Return the elements of `x` [n] at the positions `index` [k]; 0 outside."""
+    """Read the elements of `x` [n] at the positions `index` [k]; 0 outside."""
     k = index.numel()
     value = torch.empty(k, dtype=x.dtype, device=x.device)
     if k:
@@ -53,12 +53,12 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 
 @takes(POSITIONS, FLOAT32)
 def coalesce(parts: Sequence[Sparse]) -> Sparse:
-    """Return the sum of `parts` as one, added in their order, starting from 0; positions ascend. One host sync."""
+    """Sum `parts` in order, starting from 0; positions ascend. One host sync."""
     index = torch.cat([part.index for part in parts])
     ordered, order = index.sort(stable=True)  # so that elements of one position stay in the order of the parts
     begins = torch.ones(index.numel(), dtype=torch.bool, device=index.device)
     torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
-    first = begins.nonzero().view(-1)  # a host sync: how many positions differ depends on the data
+    first = begins.nonzero().view(-1)  # a host sync: the number of distinct positions depends on the data
     value = torch.cat([part.value for part in parts])
     total = torch.empty(first.numel(), dtype=value.dtype, device=value.device)
     if first.numel():
@@ -77,7 +77,7 @@ def _write(x: Tensor, index: Tensor, value: Tensor | None, add: bool = False) ->
 
 @triton.jit
 def _places(index, k, n, LANES: tl.constexpr):
-    """Return the lanes of this program, the position of each, and whether it is inside."""
+    """Return the lanes of this program, their positions, and whether these are inside."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     place = tl.load(index + lane, mask=lane < k, other=-1).to(tl.int64)
     return lane, place, (place >= 0) & (place < n)
@@ -103,7 +103,7 @@ def _gather_kernel(x, index, value, k, n, LANES: tl.constexpr):
 
 @triton.jit
 def _add_runs_kernel(value, order, first, total, count, n, P, LANES: tl.constexpr):
-    """Add up every run of equal positions, from its first element on."""
+    """Sum every run of equal positions, from its first element on."""
     run = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     begin = tl.load(first + run, mask=run < count, other=0)
     end = tl.load(first + run + 1, mask=run + 1 < count, other=n)

@@ -1,6 +1,6 @@
-"""The passes of `step_reference`: each reads gradients, or moves weights, where they lie, in one launch for all chunks of a vector.
+"""The passes of `step_reference`, which read gradients, or move weights, in place, in one launch for all chunks of a vector.
 
-Each operation is rounded, as in torch: nothing is fused to a multiply-add. Ternary values are left to the reference.
+Every operation rounds, as in torch, without fused multiply-adds. The reference handles ternary values.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
@@ -21,10 +21,10 @@ from sparsync.kernels.cuda.values import INFINITE, ROUNDED, decoded, grid_of, pl
 from sparsync.kernels.step_reference import Move, Spread, chunks_of
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 
-SPREAD: tl.constexpr = tl.constexpr(5)  # numbers of a span: rate, beta2, 1 - beta2, eps, unbiased
-MOVE: tl.constexpr = tl.constexpr(4)  # beta1, 1 - beta1, kept, length
+SPREAD: tl.constexpr = tl.constexpr(5)  # numbers per span: rate, beta2, 1 - beta2, eps, unbiased
+MOVE: tl.constexpr = tl.constexpr(4)  # numbers per span: beta1, 1 - beta1, kept, length
 
-# Any: what the signature in `operations` says, or NotImplemented for what is not taken.
+# Any: the result that `operations` declares, or NotImplemented for unsupported arguments.
 
 
 def make_steps_(
@@ -68,7 +68,7 @@ def encode_steps_(
     skip: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    out, moments = residual if out is None else out, [each for each in (square, ratio) if each is not None]
+    out, moments = residual if out is None else out, [moment for moment in (square, ratio) if moment is not None]
     kind = type_of([residual, out, *moments], gradients, skip)
     if kind is None or bits == TERNARY:
         return NotImplemented
@@ -111,8 +111,8 @@ def apply_steps_(
     skip: Tensor | None = None,
 ) -> Any:
     sizes = [values_nbytes(len(chunk), bits) for chunk in chunks_of(momentum.numel(), len(packets))]
-    if bits == TERNARY or [each.numel() for each in packets] != sizes or not takes_all([momentum, *packets]):
-        return NotImplemented  # the reference says what is wrong with lengths
+    if bits == TERNARY or [packet.numel() for packet in packets] != sizes or not takes_all([momentum, *packets]):
+        return NotImplemented  # the reference reports wrong lengths
     return _move(targets, starts, momentum, momentum, packets, bits, spans, numbers, skip)
 
 
@@ -140,14 +140,14 @@ def write_mean_(
     skip: Tensor | None = None,
 ) -> Any:
     n, P = grad.numel(), len(packets)
-    fitting = [each.numel() for each in packets] == [values_nbytes(len(chunk), bits) for chunk in chunks_of(n, P)]
-    kept = [each for each in (error, residual) if each is not None]
+    fitting = [packet.numel() for packet in packets] == [values_nbytes(len(chunk), bits) for chunk in chunks_of(n, P)]
+    kept = [vector for vector in (error, residual) if vector is not None]
     taken = bits != TERNARY and fitting and takes_all([grad, *packets])
     if not taken or type_of(kept, [grad], skip) is None:
         return NotImplemented
     if n:
         with torch.cuda.device_of(grad):
-            where = table([each.data_ptr() for each in packets], torch.int64, grad.device)
+            where = table([packet.data_ptr() for packet in packets], torch.int64, grad.device)
             form = {"P": P, "KEEPS": bool(kept), "SKIPS": skip is not None, "BITS": bits, **ROUNDED}
             given = (grad, *(kept or (grad, grad)), where, where if skip is None else skip, n, rank)
             _write_mean_kernel[grid_of(triton.cdiv(n, P), P)](*given, **form)
@@ -165,16 +165,16 @@ def _move(
     numbers: Sequence[Move],
     skip: Tensor | None,
 ) -> Any:
-    """Move weights by a dense mean, or by that in packets."""
+    """Move weights by a dense mean, or by the mean in packets."""
     kind = type_of([momentum, mean], targets, skip)
     if kind is None or kind == SEVERAL.value:
         return NotImplemented
     if n := momentum.numel():
         with torch.cuda.device_of(momentum):
             pieces = pieces_of(targets, starts, spans, momentum)
-            each = [(beta1, 1 - beta1, *rest) for _, (beta1, *rest) in zip(spans, numbers, strict=True)]
-            floats = table([number for row in each for number in row], torch.float32, momentum.device)
-            addresses = table([each.data_ptr() for each in packets or [mean]], torch.int64, momentum.device)
+            rows = [(beta1, 1 - beta1, *rest) for _, (beta1, *rest) in zip(spans, numbers, strict=True)]
+            floats = table([number for row in rows for number in row], torch.float32, momentum.device)
+            addresses = table([vector.data_ptr() for vector in packets or [mean]], torch.int64, momentum.device)
             chunks = len(packets or [mean])
             form = {"PACKED": packets is not None, "SKIPS": skip is not None, "TYPE": kind, "BITS": bits, **ROUNDED}
             given = (momentum, mean, addresses, momentum if skip is None else skip, *pieces, floats, n, chunks)
@@ -183,7 +183,7 @@ def _move(
 
 
 def _spread(spans: Sequence[Span], numbers: Sequence[Spread]) -> list[float]:
-    """Return the numbers of all spans as kernels read them."""
+    """List the numbers of all spans as kernels read them."""
     return [
         number
         for _, (rate, beta2, *rest) in zip(spans, numbers, strict=True)
@@ -193,20 +193,20 @@ def _spread(spans: Sequence[Span], numbers: Sequence[Spread]) -> list[float]:
 
 @triton.jit
 def _chunk_of(chunk, n, chunks):
-    """Return where one of `core.spans(n, chunks)` begins, and its length."""
+    """Return the start and length of a span of `core.spans(n, chunks)`."""
     short, longer = n // chunks, n % chunks
     return chunk * short + tl.minimum(chunk, longer), short + (chunk < longer).to(tl.int64)
 
 
 @triton.jit
 def _nbytes(k, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the bytes of a packet of `k` values."""
+    """Return the packet size of `k` values, in bytes."""
     return 2 * tl.cdiv(k, BLOCK) + tl.cdiv(k * BITS, 8)
 
 
 @triton.jit
 def _made(base, left, lane, square, ratio, where, pieces, floats, spans, RATIO: tl.constexpr, TYPE: tl.constexpr):
-    """Add gradients to second moments at `left` places from `base` on, and return steps, and where there are any: in spans."""
+    """Add gradients to second moments at `left` places from `base` on. Return the steps, and a mask of places in spans."""
     step, reached = tl.zeros_like(lane).to(tl.float32), lane < 0
     ratios = ratio + base // RATIO + ((base % RATIO).to(tl.int32) + lane) // RATIO
     piece = piece_at(where, pieces, base)
@@ -338,7 +338,7 @@ def _move_kernel(
 
 @triton.jit
 def _rounded(x, TYPE: tl.constexpr):
-    """Return `x`, float32, rounded to nearest. Of bfloat16 by its bits, which the interpreter cuts off."""
+    """Round `x`, float32, to the nearest number of TYPE; for bfloat16 explicitly, because the interpreter truncates."""
     if tl.bfloat16 == TYPE:
         word = x.to(tl.int32, bitcast=True)
         x = ((word + 0x7FFF + (word >> 16 & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -353,7 +353,7 @@ def _packets_fit_kernel(
     k = tl.load(row + 1)
     first, left, lane = places(k, BLOCKS, BLOCK)
     value = decoded(tl.load(row).to(tl.pointer_type(tl.uint8)), first, left, lane, k, BITS, BLOCKS, BLOCK)
-    value = tl.where(lane < left, value, 0.0)  # signs are decoded behind the end too
+    value = tl.where(lane < left, value, 0.0)  # sign bits decode to non-zeros after the end too
     worst = tl.maximum(magnitude(TIMES * value), magnitude(_rounded(value, TYPE).to(tl.float32)))
     if tl.max(worst) >= INFINITE:
         tl.store(fits, 0)

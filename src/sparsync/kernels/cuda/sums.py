@@ -1,4 +1,4 @@
-"""Sums over all gradients of a vector: their square norm, and sketches of their blocks."""
+"""Sums over all gradients of a vector: the squared norm, and sketches of blocks."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -19,18 +19,18 @@ from sparsync.kernels.cuda.pieces import gathered, pieces_of, type_of
 from sparsync.kernels.cuda.values import fold
 from sparsync.kernels.step_reference import HASH
 
-FIRST, SECOND, THIRD = (tl.constexpr(each) for each in HASH)
+FIRST, SECOND, THIRD = (tl.constexpr(factor) for factor in HASH)
 EXACT = {"enable_fp_fusion": False}
-PARTIAL = 1024  # sums of squares, and the elements of a program that makes sketches
+PARTIAL = 1024  # the number of partial sums of squares, and the elements per program in sketches
 
-# Any: what the signature in `operations` says, or NotImplemented for what is not taken.
+# Any: the result that `operations` declares, or NotImplemented for unsupported arguments.
 
 
 def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float) -> Any:
     if not tensors or (kind := type_of([], tensors)) is None:
         return NotImplemented
     device = tensors[0].device
-    starts = list(accumulate((each.numel() for each in tensors), initial=0))
+    starts = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
     n = starts.pop()
     with torch.cuda.device_of(tensors[0]):
         pieces = pieces_of(tensors, starts, [Span(0, n)])
@@ -38,7 +38,7 @@ def squares_fit(tensors: Sequence[Tensor], factors: Sequence[float], most: float
         count = max(1, min(PARTIAL, *programs(n, PARTIAL)))
         partial, fit = tensors[0].new_empty(count, dtype=torch.float64), tensors[0].new_empty((), dtype=torch.bool)
         _squares_kernel[(count,)](*pieces, numbers, partial, n, count, TYPE=kind, BLOCK=PARTIAL, **EXACT)
-        (limit,) = struct.unpack("q", struct.pack("d", most))  # Triton would make a float32 of it
+        (limit,) = struct.unpack("q", struct.pack("d", most))  # Triton would convert a float to float32
         _fit_kernel[(1,)](partial, fit, limit, count, BLOCK=PARTIAL)
     return fit
 
@@ -101,7 +101,7 @@ def _sketch_kernel(
     word = (word ^ word >> 16) * SECOND
     word = (word ^ word >> 13) * THIRD
     sign = tl.where(lane < left, ((word ^ word >> 16) & 1).to(tl.int32) << 31, 0)
-    # By its bit: compiled, -g is 0 - g.
+    # Flip the sign bit, because compiled -g is 0 - g.
     signed = (g.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
     at, inside = first // WIDTH + row, row * WIDTH < left
     tl.store(sums + at, fold(signed, ROWS, WIDTH, HALVINGS), mask=inside)

@@ -1,4 +1,4 @@
-"""Rounding values to few bits, and back: the bytes of `value_reference`, several blocks of 256 values in each program."""
+"""Quantizing values to few bits, and decoding them: the bytes of `value_reference`, several blocks of 256 values per program."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false
@@ -15,16 +15,16 @@ from torch import Tensor
 from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes
 from sparsync.kernels.value_reference import BLOCK, TERNARY, values_nbytes
 
-BLOCKS = 4  # of 256 values, for one program
+BLOCKS = 4  # blocks of 256 values per program
 SIZES = {"BLOCKS": BLOCKS, "BLOCK": BLOCK}
-ROUNDED = {**SIZES, "enable_fp_fusion": False}  # each operation is rounded, as in torch
-FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
+ROUNDED = {**SIZES, "enable_fp_fusion": False}  # every operation rounds, as in torch
+FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # as bits
 INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
 
 
 @takes(FLOAT32)
 def values_encode(value: Tensor, bits: int) -> Any:
-    """Return the scales of all blocks of `value` [k], then their codes, as the reference does."""
+    """Encode `value` [k] as the reference does."""
     if bits == TERNARY:
         return NotImplemented
     k = value.numel()
@@ -36,7 +36,7 @@ def values_encode(value: Tensor, bits: int) -> Any:
 
 @takes(BYTES)
 def values_decode(packet: Tensor, k: int, bits: int) -> Any:
-    """Return the `k` values of a packet, float32, as the reference does."""
+    """Decode the `k` values of a packet, float32, as the reference does."""
     if bits == TERNARY:
         return NotImplemented
     value = torch.empty(k, dtype=torch.float32, device=packet.device)
@@ -48,9 +48,9 @@ def values_decode(packet: Tensor, k: int, bits: int) -> Any:
 def reduce_shares_(
     value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int, skip: Tensor | None = None
 ) -> Any:
-    """Return the packet of the mean of the values and those in packets, and leave what it lacks, in one launch."""
-    if TERNARY in (bits, bits_down) or any(each.numel() != values_nbytes(value.numel(), bits) for each in packets):
-        return NotImplemented  # the reference says what is wrong with lengths
+    """Reduce as the reference does, in one launch."""
+    if TERNARY in (bits, bits_down) or any(part.numel() != values_nbytes(value.numel(), bits) for part in packets):
+        return NotImplemented  # the reference reports wrong lengths
     if skip is not None and (skip.dtype != torch.float32 or skip.device != value.device):
         return NotImplemented
     kinds = FLOAT32, *[BYTES] * len(packets), FLOAT32
@@ -58,7 +58,7 @@ def reduce_shares_(
 
 
 def grid_of(k: int, chunks: int = 1) -> tuple[int, int]:
-    """Return the grid of programs for each of `chunks` of at most `k` values."""
+    """Return the grid for `chunks` chunks of at most `k` values."""
     return triton.cdiv(k, BLOCK * BLOCKS), chunks
 
 
@@ -68,7 +68,7 @@ def _reduce_shares(
     k = value.numel()
     packet = torch.empty(values_nbytes(k, bits_down), dtype=torch.uint8, device=value.device)
     if k:
-        where = table([each.data_ptr() for each in packets], torch.int64, value.device)
+        where = table([part.data_ptr() for part in packets], torch.int64, value.device)
         form = {"P": P, "BITS": bits, "DOWN": bits_down, "SKIPS": skip is not None, **ROUNDED}
         _reduce_kernel[grid_of(k)](value, where, packet, value if skip is None else skip, k, len(packets), **form)
     return packet
@@ -76,9 +76,9 @@ def _reduce_shares(
 
 @triton.jit
 def places(k, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where this program's blocks of `k` values begin, how many values they have, and the place of each, [BLOCKS, BLOCK].
+    """Return the start and number of values of this program's blocks, and their places, [BLOCKS, BLOCK].
 
-    Places have 32 bits: an address is then one number for all and a small one for each, which takes far fewer registers.
+    Places have 32 bits: an address is then a shared base plus a small offset, which takes far fewer registers.
     """
     first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     left = tl.maximum(tl.minimum(k - first, BLOCKS * BLOCK), 0).to(tl.int32)
@@ -87,7 +87,7 @@ def places(k, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_scale(packet, number, upper, inside):
-    """Write an upper half, low byte first: packets begin anywhere."""
+    """Write an upper half by bytes, the low one first, because packets need not be aligned."""
     tl.store(packet + 2 * number, (upper & 0xFF).to(tl.uint8), mask=inside)
     tl.store(packet + 2 * number + 1, (upper >> 8 & 0xFF).to(tl.uint8), mask=inside)
 
@@ -105,7 +105,7 @@ def _scale(upper):
 
 @triton.jit
 def fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr):
-    """Return the sums of rows, [ROWS, 1]. Halves are added: a fixed order."""
+    """Sum rows, [ROWS, 1], by adding halves, for a fixed order."""
     for done in tl.static_range(HALVINGS):
         x = tl.sum(tl.reshape(x, (ROWS, 2, WIDTH >> (done + 1))), axis=1)
     return x
@@ -113,13 +113,13 @@ def fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr):
 
 @triton.jit
 def _mean(number, count, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mean of the first `count` numbers of each block, [BLOCKS, 1]; the others are zero."""
+    """Average the first `count` numbers of the blocks, [BLOCKS, 1]; the others are zero."""
     return fold(number.to(tl.float64), BLOCKS, BLOCK, 8) / count.to(tl.float64)
 
 
 @triton.jit
 def _mean_scale(mean):
-    """Return the upper half of each mean, float64, rounded to nearest; of a finite one it is finite."""
+    """Round means, float64, to scales: the upper half of a float32. A finite mean has a finite scale."""
     size = magnitude(mean.to(tl.float32))
     nearest = tl.minimum(size + 0x7FFF + (size >> 16 & 1) >> 16, 0x7F7F)
     return tl.where(mean < float("inf"), nearest, 0x7FC0)
@@ -127,7 +127,7 @@ def _mean_scale(mean):
 
 @triton.jit
 def scales_and_codes(x, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the upper halves of the scales of blocks, [BLOCKS, 1], and codes; `left` values are there, with zeros behind them."""
+    """Compute the upper halves of the blocks' scales, [BLOCKS, 1], and codes; after `left` values come zeros."""
     if BITS == 1:
         size = magnitude(x).to(tl.float32, bitcast=True)
         present = tl.minimum(tl.maximum(left - tl.arange(0, BLOCKS)[:, None] * BLOCK, 1), BLOCK)
@@ -139,15 +139,15 @@ def scales_and_codes(x, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: t
         greatest = tl.max(magnitude(x), axis=1)[:, None]
         most = tl.full((BLOCKS, 1), -lowest, tl.float32)
         largest = tl.full((BLOCKS, 1), FLOAT32_MAX, tl.int32).to(tl.float32, bitcast=True)
-        top = tl.div_rn(largest, most).to(tl.int32, bitcast=True) >> 16  # of the scales that times `most` are finite
-        part = tl.div_rn(greatest.to(tl.float32, bitcast=True), most)  # of IEEE, which `/` is not
+        top = tl.div_rn(largest, most).to(tl.int32, bitcast=True) >> 16  # the largest with a finite product with `most`
+        part = tl.div_rn(greatest.to(tl.float32, bitcast=True), most)  # IEEE division, which `/` is not
         upper = tl.minimum(part.to(tl.int32, bitcast=True) + 0xFFFF >> 16, top)
         used = (greatest < INFINITE) & (upper > 0)
         if BITS == 3:
             upper |= tl.where((tl.max(x, axis=1) > -tl.min(x, axis=1))[:, None] & (upper > 0), 0x8000, 0)
         scale = _scale(tl.where(used, upper, 0x3F80))
         quotient = tl.div_rn(tl.where(used, x, 0.0), tl.broadcast_to(scale, (BLOCKS, BLOCK)))
-        rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
+        rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the sum has no bits for the fraction
         code = tl.where(used, tl.minimum(tl.maximum(rounded, lowest), MAX).to(tl.int32), 0)
         upper = tl.where(greatest < INFINITE, upper, 0x7FC0)
     return upper, code
@@ -155,9 +155,9 @@ def scales_and_codes(x, left, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the values of codes, float32."""
+    """Convert codes to values, float32."""
     if BITS == 1:
-        # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
+        # Sets the sign bit, because compiled -size is 0 - size, which has no sign if the mean is zero. The interpreter keeps the sign.
         value = (tl.broadcast_to(upper << 16, (BLOCKS, BLOCK)) ^ code << 31).to(tl.float32, bitcast=True)
     else:
         value = code.to(tl.float32) * _scale(upper)
@@ -166,14 +166,14 @@ def _values(upper, code, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def share(acc, left, P: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the scales and the codes of acc / P, and what P times the decoded values lack of acc."""
+    """Compute scales and codes of acc / P, and the error, acc - P * decoded."""
     times = tl.full((BLOCKS, BLOCK), P, tl.float32)
     part = acc * (1.0 / P) if P & (P - 1) == 0 else tl.div_rn(acc, times)  # the reciprocal of a power of two is exact
     upper, code = scales_and_codes(part, left, BITS, BLOCKS, BLOCK)
     received = _values(upper, code, BITS, BLOCKS, BLOCK)
     error = acc - P * received
     if tl.max(magnitude(error)) >= INFINITE:
-        # P times the received value may be beyond float32 although the difference is not.
+        # P times the received value may overflow float32 although the difference does not.
         wide = (acc.to(tl.float64) - P * received.to(tl.float64)).to(tl.float32)
         error = tl.where(magnitude(error) < INFINITE, error, wide)
     return upper, code, error
@@ -181,7 +181,7 @@ def share(acc, left, P: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, 
 
 @triton.jit
 def store_packet(packet, upper, code, first, left, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write scales, and the low BITS of each code one after the other, the first in the lowest bits, into a packet of `k` values."""
+    """Write scales, and the low BITS of the codes without gaps, the first in the lowest bits, to a packet of `k` values."""
     number = tl.arange(0, BLOCKS)[:, None]
     _store_scale(packet + 2 * (first // BLOCK), number, upper, number * BLOCK < left)
     GROUP: tl.constexpr = 1 if BITS == 8 else 8  # codes that become a few bytes
@@ -199,7 +199,7 @@ def store_packet(packet, upper, code, first, left, k, BITS: tl.constexpr, BLOCKS
 
 @triton.jit
 def decoded(packet, first, left, lane, k, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the values of some blocks of a packet of `k` values."""
+    """Decode some blocks of a packet of `k` values."""
     number, inside = tl.arange(0, BLOCKS)[:, None], lane < left
     upper = _load_upper(packet + 2 * (first // BLOCK), number, number * BLOCK < left)
     stream = packet + 2 * tl.cdiv(k, BLOCK)
@@ -261,7 +261,7 @@ def _reduce_kernel(
     mean = tl.where((magnitude(mean) == INFINITE) & (tl.abs(exact) < float("inf")), largest, mean)
     live = tl.load(skip) == 0 if SKIPS else True
     taken = tl.where(live, left, 0)
-    mean = tl.where(lane < taken, mean, 0.0)  # signs are decoded behind the end too
+    mean = tl.where(lane < taken, mean, 0.0)  # sign bits decode to non-zeros after the end too
     upper, code = scales_and_codes(mean, left, DOWN, BLOCKS, BLOCK)
     lacks = total - P * _values(upper, code, DOWN, BLOCKS, BLOCK).to(tl.float64)
     tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < taken)

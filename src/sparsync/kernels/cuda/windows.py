@@ -1,6 +1,6 @@
-"""Kernels that find the k-th largest rank key of each region of a vector, and write the elements that reach it in order.
+"""Kernels that find the k-th largest rank keys of regions of a vector, and write the elements that reach them in order.
 
-A window is a range of keys. `STATE` holds it for each region, and `ROW` describes the region: see `exact_top_k`.
+A window is a range of keys, stored in `STATE` numbers per region. `ROW` numbers describe a region: see `exact_top_k`.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
@@ -20,7 +20,7 @@ STATE: tl.constexpr = tl.constexpr(3)
 
 @triton.jit
 def _read(x, about, place, inside, ROWS: tl.constexpr):
-    """Return elements of a region at some places, one by one."""
+    """Read elements of a region at arbitrary places."""
     at = place
     if ROWS:
         row = tl.load(about + 1).to(tl.int32)
@@ -33,7 +33,7 @@ def _read(x, about, place, inside, ROWS: tl.constexpr):
 
 @triton.jit
 def _ranked(x, about, first, left, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the elements of a block of a region, and their rank keys: -1 where there is none, or it is skipped."""
+    """Read a block of a region, and compute rank keys: -1 for missing and skipped elements."""
     if ROWS:  # noqa: SIM108  # a branch: only one of the two is compiled
         value = _read(x, about, first.to(tl.int32) + lane, lane < left, ROWS)
     else:
@@ -43,7 +43,7 @@ def _ranked(x, about, first, left, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _key_of(value, about, first, left, lane):
-    """Return the rank keys of a block: -1 where there is no element, or it is skipped; a span that ends before it starts skips the rest."""
+    """Compute the rank keys of a block: -1 for missing and skipped elements. A span with stop < start skips everything outside."""
     start, stop = tl.load(about + 5), tl.load(about + 6)
     behind, before = lane >= local(start, first, left), lane < local(stop, first, left)
     skipped = tl.where(start <= stop, behind & before, behind | before)
@@ -52,7 +52,7 @@ def _key_of(value, about, first, left, lane):
 
 @triton.jit
 def _block(about, BLOCK: tl.constexpr):
-    """Return where the region of this program is described, and where its block begins and how many elements it has; none behind."""
+    """Return the description of this program's region, and the start and number of elements of its block."""
     about += tl.program_id(1) * ROW
     first = tl.program_id(0).to(tl.int64) * BLOCK
     return about, first, tl.minimum(tl.load(about + 2) - first, BLOCK).to(tl.int32)
@@ -60,7 +60,7 @@ def _block(about, BLOCK: tl.constexpr):
 
 @triton.jit
 def _shift(size):
-    """Return by how many bits the places of `size` keys are shifted to be less than BINS."""
+    """Return the right shift that maps the places of `size` keys below BINS."""
     return tl.sum((((size - 1) >> (16 + tl.arange(0, 16))) > 0).to(tl.int32))
 
 
@@ -96,7 +96,7 @@ def guess_kernel(
     skipped = (place >= tl.load(about + 5)) & (place < tl.load(about + 6))
     key = tl.where(inside & ~skipped, rank_key(value), -1)
     low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for bit in range(31):  # the largest keys that as many reach as lie before those places
+    for bit in range(31):  # the largest keys that enough elements of the sample reach
         low_next, high_next = low | (1 << (30 - bit)), high | (1 << (30 - bit))
         low = tl.where(tl.sum((key >= low_next).to(tl.int32)) >= tl.load(about + 8), low_next, low)
         high = tl.where(tl.sum((key >= high_next).to(tl.int32)) >= tl.load(about + 9), high_next, high)
@@ -122,7 +122,7 @@ def count_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the keys of each part of the window of a region that is not narrow yet."""
+    """Count the keys by part of the window, for a region whose window has more than one key."""
     region = tl.program_id(1)
     about, first, left = _block(about, BLOCK)
     state += region * STATE
@@ -140,7 +140,7 @@ def count_kernel(
         over = tl.sum((key >= low + size).to(tl.int32))
         inside = (key >= low) & (key < low + size)
         part = (key - low) >> _shift(size)
-        # Many equal elements, such as zeros, are mostly the smallest of a window: these are added at once.
+        # Many equal elements, such as zeros, are mostly the smallest in a window: add them at once.
         least = tl.min(tl.where(inside, part, BINS))
         several = inside & (part == least)
         count = tl.sum(several.to(tl.int32))
@@ -157,7 +157,7 @@ def count_kernel(
 
 @triton.jit
 def narrow_kernel(about, state, bins, CHUNK: tl.constexpr):
-    """Make the part of the window that holds the k-th largest key the next one, or all below or above it; clear the counts."""
+    """Narrow the window to the part with the k-th largest key, or move it to all keys below or above; clear the counts."""
     region = tl.program_id(0)
     state += region * STATE
     bins += region * (BINS + 1)
@@ -187,7 +187,7 @@ def narrow_kernel(about, state, bins, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks"])
 def tally_kernel(x, about, state, tally, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count how many elements of a block are above the k-th largest key, and on it, where some were in the last wider window."""
+    """Count a block's elements above and equal to the k-th largest key, if the last wider window contained any."""
     region = tl.program_id(1)
     about, first, left = _block(about, BLOCK)
     over = tally + region * blocks + tl.program_id(0)
@@ -213,14 +213,14 @@ def choose_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write what is above the k-th largest key, and the first ones on it, in the order of their places."""
+    """Write the elements above the k-th largest key, and the first elements equal to it, in order."""
     region = tl.program_id(1)
     about, first, left = _block(about, BLOCK)
     if left > 0:
         at, apart = region * blocks + tl.program_id(0), tl.num_programs(1) * blocks
         over, on = tl.load(tally + at), tl.load(tally + apart + at)
         level = tl.load(state + region * STATE)
-        spare = (tl.load(about + 3) - tl.load(state + region * STATE + 2)).to(tl.int32)  # how many on it are chosen
+        spare = (tl.load(about + 3) - tl.load(state + region * STATE + 2)).to(tl.int32)  # selected elements equal to it
         over_before, on_before = tl.load(ends + at) - over, tl.load(ends + apart + at) - on
         if (over > 0) | ((on > 0) & (on_before < spare)):
             lane = lanes(BLOCK)
