@@ -1,4 +1,4 @@
-"""The store over which the ranks of a run find each other: `python -m sparsync_elastic --port 29400`."""
+"""The store where the ranks of a run meet: `python -m sparsync_elastic --port 29400`."""
 
 import argparse
 import signal

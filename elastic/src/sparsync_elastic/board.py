@@ -1,4 +1,4 @@
-"""The store of a run: a list of lines for each epoch, which only grows, so that one round trip reads all of it."""
+"""The store of a run: an append-only list of lines per epoch, so that one round trip reads all of it."""
 
 import json
 import math
@@ -19,30 +19,30 @@ from sparsync_elastic.world import Result, StoreSilentError, asked
 # Public, but missing from torch's __all__.
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-CALL_S = 5.0  # of a call to the store, until another connection is tried
-CONNECT_S = 2.0  # of one try to connect; within it torch makes longer and longer pauses
-_NOTHING = "-"  # the value of no key
+CALL_S = 5.0  # longest call to the store, before another connection is tried
+CONNECT_S = 2.0  # longest try to connect; torch makes longer and longer pauses within it
+_NOTHING = "-"  # no key has this value
 
 
 class Said:
-    """The lines of one epoch, in order: each has the member that wrote it, a kind, and a value.
+    """The lines of one epoch, in order. A line has the member that wrote it, a kind, and a value.
 
     - "comes", with a Note: a member is at the meeting, and all others must come too. "asks", with a Note: a process wants to join.
       "lives": a member has heard of the meeting. The first "next" has the text of the next epoch.
     - The first "stop" has the step before which all members meet.
     - "ready": a member has the weights. "done/N": a member has taken step N, the last one.
-    - "fetches", with a member: a process that is to join asks it for the state. That member "serves" or "declines", with the process.
+    - "fetches", with a member: a process that will join asks this member for the state. The member "serves" or "declines" the process.
     """
 
     def __init__(self, text: bytes | None = None) -> None:
         self._lines: list[list[Any]] = [json.loads(each) for each in (text or b"").splitlines()]  # Any: see above
 
     def of(self, kind: str) -> dict[str, Any]:  # Any: see above
-        """Return the last value of a kind, by member."""
+        """Get the last value of a kind, by member."""
         return {member: what for member, each, what in self._lines if each == kind}
 
     def has(self, *line: object) -> bool:
-        """Return whether this line was written: member, kind and value."""
+        """Tell whether this line was written: member, kind and value."""
         return list(line) in self._lines
 
     @property
@@ -68,7 +68,7 @@ class Said:
 class Board:
     """The store of a run, as one process sees it. Raises StoreSilentError if the store has not answered for `wait_s` seconds.
 
-    A store that was started again is empty, so members write the epoch into it again.
+    A restarted store is empty, so members write the epoch into it again.
     """
 
     def __init__(self, host: str, port: int, name: str, wait_s: float) -> None:
@@ -77,11 +77,11 @@ class Board:
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
         self.current = Epoch()
         self._found_before = False  # the store has answered
-        self._found_again = -math.inf  # when a store has answered that may have been started again
+        self._found_again = -math.inf  # the time of the latest reconnection: the store may have been restarted
         self._connecting = set[threading.Thread]()
 
     def round_trip_s(self) -> float:
-        """Return the shortest of five round trips to the store, in seconds."""
+        """Measure the shortest of five round trips to the store, in seconds."""
         return min(repeat(lambda: self._do(lambda store: store.add(self._key("rings"), 0)), number=1))
 
     def _write_epoch(self, store: Any) -> None:  # Any: see `_store`
@@ -92,7 +92,7 @@ class Board:
             text = store.compare_set(key, (text or b"").decode(), epoch.text)
 
     def _written_epoch(self) -> Epoch | None:
-        """Read the epoch that is written to the store."""
+        """Read the epoch from the store."""
         text = self._read(self._key("epoch"))
         return None if text is None else Epoch.read(text)
 
@@ -111,7 +111,7 @@ class Board:
         return "/".join([self._prefix, *map(str, parts)])
 
     def _do(self, call: Callable[[Any], Result]) -> Result:  # Any: see `_store`
-        """Return `call(store)`; if a connection fails, make another one and try again."""
+        """Call `call(store)`; if a connection fails, make another one and try again."""
         deadline = time.monotonic() + self._wait_s
         while True:
             try:
@@ -147,20 +147,20 @@ class Board:
         return asked(CONNECT_S + 1, connect)
 
     def _wait_for_threads(self) -> None:
-        """Wait for threads that are connecting: one that returns from C++ after the interpreter has ended is killed, with SIGABRT."""
+        """Wait for threads that are connecting: a return from C++ after the end of the interpreter kills the process with SIGABRT."""
         deadline = time.monotonic() + 3 * CALL_S  # torch tries once more after its timeout
         for each in list(self._connecting):
             each.join(max(0.0, deadline - time.monotonic()))
 
 
 def value(store: Any, key: str) -> bytes | None:  # Any: see `Board`
-    """Return the value of a key, or None, in one round trip: a comparison with what no key has changes nothing."""
-    found = store.compare_set(key, _NOTHING, _NOTHING)
-    return None if found == _NOTHING.encode() else found
+    """Read the value of a key, or None, in one round trip: a compare-and-set with a value that no key has changes nothing."""
+    read = store.compare_set(key, _NOTHING, _NOTHING)
+    return None if read == _NOTHING.encode() else read
 
 
 def store_address(address: str | None) -> tuple[str, int]:
-    """Return host and port of the store. Raises ValueError for an invalid address."""
+    """Parse host and port of the store. Raises ValueError for an invalid address."""
     if address is None:
         address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     host, _, port = address.rpartition(":")

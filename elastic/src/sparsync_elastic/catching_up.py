@@ -1,8 +1,7 @@
-"""How a rank that joins gets the state of a run while the others train.
+"""Sends the state of a run to a rank that joins, while the others train.
 
-A member, its source, copies its state between two steps, sends the copy on a thread, and keeps a journal of the moves of the weights from
-then on. The rank that joins replays them, and lacks only the last few when it asks to join. A digest shows that both then have the same
-bits.
+A member, the source, copies its state between two steps, sends the copy on a thread, and keeps a journal of the weights' moves from then
+on. The joining rank replays them, and lacks only the last few when it asks to join. A digest shows that both then have the same bits.
 """
 
 import atexit
@@ -24,28 +23,28 @@ from sparsync_elastic.trained import Trained
 from sparsync_elastic.world import Group, StoreSilentError, abort, forget_frames, is_loss, receive, send
 
 _LOG = logging.getLogger("sparsync")
-_END_S = 5.0  # for a thread to end once its connections are closed
+_END_S = 5.0  # longest wait for a thread to end once its connections are closed
 
 
 class Sources:
-    """Sends the state to ranks that join, one after the other, because each needs a copy of the state."""
+    """Sends the state to joining ranks, one after the other, because each transfer needs a copy of the state."""
 
     def __init__(self, members: Members, trained: Sequence[Trained]) -> None:
         self._members, self._trained = members, trained
-        self._servings: dict[str, Serving] = {}  # by the process that is to join
-        self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
+        self._servings: dict[str, Serving] = {}  # by the process that will join
+        self._answered: set[tuple[int, str]] = set()  # epoch and process
 
     def answer(self, willing: bool) -> None:
         """Answer processes that ask for the state; a `willing` rank serves them."""
         for each in self._members.fetching:
             asked = self._members.current.number, each
             if asked in self._answered or any(one.thread.is_alive() for one in self._servings.values()):
-                continue  # one that has to wait is answered before a later step
+                continue  # answered before a later step
             self._answered.add(asked)
             try:
                 store = self._members.answer(each, willing and all(one.done for one in self._trained))
             except StoreSilentError as error:
-                _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
+                _LOG.warning("the store does not answer, and a rank that will join waits: %s", error)
                 continue
             if store is not None:
                 if each in self._servings:
@@ -53,7 +52,7 @@ class Sources:
                 self._servings[each] = Serving(self._trained, each, store, self._members.timeout_s)
 
     def state_for(self, receiver: str, is_ahead: bool) -> list[dict[str, Any]]:  # Any: as Trained.state
-        """Return the state for a rank that is behind; only the rest for one that `is_ahead`, because it has most of it from here."""
+        """Return the state for a rank that is behind; only the rest if `is_ahead`: it has most of the state from this rank."""
         serving = self._servings.pop(receiver, None)
         rest = serving.rest() if serving is not None and is_ahead else None
         if serving is not None:
@@ -67,7 +66,7 @@ class Sources:
 
 
 class Serving:
-    """Sends the state to `member`, which is to join, over a process group of two, which meets at the store."""
+    """Sends the state to `member`, which will join, over a process group of two that meets at the store."""
 
     def __init__(self, trained: Sequence[Trained], member: str, store: Any, timeout_s: float) -> None:  # Any: a store
         self._trained, self.member, self._timeout_s = trained, member, timeout_s
@@ -79,7 +78,7 @@ class Serving:
         self._near = False  # the copy and the moves so far are sent
         self._group: Group | None = None
         self.thread = threading.Thread(target=self._send, args=(states, store), name="sparsync-serving", daemon=True)
-        atexit.register(self.end)  # the end of the interpreter kills a thread that is in C++, with SIGABRT
+        atexit.register(self.end)  # a thread in C++ at the end of the interpreter kills the process with SIGABRT
         self.thread.start()
 
     def _send(self, states: list[Any], store: Any) -> None:  # Any: as Snapshot.moved; a store
@@ -104,7 +103,7 @@ class Serving:
                     each.stop()
 
     def _send_moves(self, counts: Sequence[int]) -> None:
-        """Send this many moves of each journal, one by one, because the receiver takes time for each."""
+        """Send this many moves of each journal, one by one, because the receiver needs time for every move."""
         self._send_one(counts)
         for journal, count in zip(self._journals, counts, strict=True):
             for _ in range(count):
@@ -119,7 +118,7 @@ class Serving:
         send(what, self._group, 1, check)
 
     def rest(self) -> list[dict[str, Any]] | None:  # Any: as Trained.state
-        """Return what the rank that joins still lacks; None if it needs all."""
+        """Return the rest of the state for the joining rank; None if it needs all."""
         if not self._near or self._is_broken():
             return None
         return [each.state(journal.moves) for each, journal in zip(self._trained, self._journals, strict=True)]
@@ -150,11 +149,11 @@ class Joiner:
         self._ahead = 0, 0.0  # its bytes and seconds
 
     def get_ahead(self) -> bool:
-        """Get most of the state if anybody trains; return whether this rank's own weights were overwritten."""
+        """Get most of the state if anybody trains; return True if this rank's weights were overwritten."""
         self.source, self._ahead, begun = "", (0, 0.0), False
         try:
-            if (found := self._members.source()) is not None:
-                source, store = found
+            if (served := self._members.source()) is not None:
+                source, store = served
                 group, begun = pair(store, 1, self._members.timeout_s), True
                 self._ahead = self._fetch(group)
                 self.source = source
@@ -168,14 +167,14 @@ class Joiner:
         return begun
 
     def _fetch(self, group: Group) -> tuple[int, float]:
-        """Get near the state of a source; return the bytes and seconds. Raises RuntimeError if the source is lost."""
+        """Catch up with a source, except for the last moves; return bytes and seconds. Raises RuntimeError if the source is lost."""
         began, nbytes = time.monotonic(), 0
 
-        def next_one() -> Any:  # Any: as it was sent
+        def next_one() -> Any:  # Any: as sent
             nonlocal nbytes
-            found, more = receive(group, 0)
+            part, more = receive(group, 0)
             nbytes += more
-            return found
+            return part
 
         for each in self._trained:
             each.handle.restore(Snapshot(next_one()))
@@ -188,24 +187,24 @@ class Joiner:
         return nbytes, time.monotonic() - began
 
     def arrive(self, states: Sequence[Mapping[str, Any]], late: bool) -> None:  # Any: as Trained.load
-        """Load what this rank still lacks; `late` is that of `Trained.load`."""
+        """Load the rest of the state; `late` as in `Trained.load`."""
         self.source = ""
         for each, state in zip(self._trained, states, strict=True):
             each.load(state, late, self._members.moved)
 
     def take(self) -> tuple[int, float]:
-        """Return the bytes and seconds of what came ahead, and forget them."""
-        found, self._ahead = self._ahead, (0, 0.0)
-        return found
+        """Take the bytes and seconds of the transfer before the meeting."""
+        ahead, self._ahead = self._ahead, (0, 0.0)
+        return ahead
 
 
 def pair(store: Any, rank: int, timeout_s: float) -> Group:  # Any: a store
-    """Return a process group of two, beside the default one."""
+    """Make a process group of two, beside the default one."""
     return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=timeout_s))
 
 
 def on_processor(state: Any) -> Any:  # Any: as a part of a Snapshot
-    """Return a state with its tensors in the memory of the CPU."""
+    """Copy the tensors of a state to the CPU."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, dict):
@@ -214,5 +213,5 @@ def on_processor(state: Any) -> Any:  # Any: as a part of a Snapshot
 
 
 def _is_near(counts: Sequence[int], before: Sequence[int] | None) -> bool:
-    """Return whether no moves are left, or no fewer than `before`: then the link is no faster than the training."""
+    """Tell whether no moves are left, or as many as `before`: then the link is not faster than the training."""
     return not sum(counts) or (before is not None and sum(counts) >= sum(before))

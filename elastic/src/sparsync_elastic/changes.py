@@ -1,4 +1,4 @@
-"""What a run tells of its meetings, and what a rank tells the others of epochs that have failed."""
+"""The records that a run keeps of its meetings, and a rank's notes on failed epochs for the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from sparsync_elastic.world import brief, waited_for
 
 @dataclass(frozen=True)
 class Lost:
-    """What the weights lack for good. Everything else that ranks have not sent waits in their residuals."""
+    """An update that the weights lack for good. All other unsent updates wait in residuals."""
 
     member: str
-    step: int  # steps that were done by then
+    step: int  # number of steps done by then
     what: str
 
 
@@ -23,32 +23,32 @@ class Change:
 
     epoch: int
     ranks: int
-    step: int  # steps that were done
-    seconds: float  # until training went on; for a rank that joins, since it began to ask for the state
+    step: int  # number of steps done
+    seconds: float  # until training went on; for a joining rank since it asked for the state
     received_nbytes: int = 0  # of weights and optimizer states, if this rank lacked them
     received_s: float = 0.0
     ahead_nbytes: int = 0  # received before the meeting, while the others trained
     ahead_s: float = 0.0
-    factor: float = 1.0  # by which the residual of the first model was multiplied, because the mean is over other ranks
+    factor: float = 1.0  # multiplied into the residual of the first model, because the mean is over other ranks
 
 
 def losses(epoch: Epoch, before: Epoch) -> list[Lost]:
-    """Return what the weights lack for good after the meeting of an epoch."""
+    """List the updates that the weights lack for good after the meeting of an epoch."""
     gone = [Lost(each, epoch.step, "what this rank had not sent, unless it comes back") for each in epoch.gone]
     what = "it got the weights of others; its residual has what it had not sent in the step that it lacked"
     return gone + [Lost(each, epoch.step, what) for each in epoch.behind if each in before.members]
 
 
 class Failures:
-    """The failures of one rank: how often in a row it has met the same members without taking a step, and the last error."""
+    """The failures of one rank: the number of successive meetings with the same members without a step, and the last error."""
 
     def __init__(self) -> None:
         self._error, self._waited_for = "", ""
         self._row, self._members = 0, frozenset[str]()
-        self._began_at: list[int] | None = None  # the position of this rank when it had connected to the others
+        self._began_at: list[int] | None = None  # the position of this rank when it connected to the others
 
     def note(self, error: BaseException, epoch: Epoch) -> None:
-        """Note why an epoch has failed, for the next meeting."""
+        """Note the error of a failed epoch, for the next meeting."""
         awaited = waited_for(error)
         self._error = brief(error)
         self._waited_for = epoch.members[awaited] if awaited is not None and awaited < len(epoch.members) else ""

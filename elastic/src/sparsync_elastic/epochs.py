@@ -1,4 +1,4 @@
-"""What the members of a run agree on: an epoch, which follows from the last one and from the notes of a meeting."""
+"""The epochs that members of a run agree on: the next one follows from the last one and the notes of a meeting."""
 
 import json
 from collections import Counter
@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-TRIES = 3  # failures of the same members in a row, before the rank for which they wait is left out
-LAST_TRIES = 2 * TRIES  # before all raise, if the cause is not known
+TRIES = 3  # successive failures of the same members, before the rank that they wait for is left out
+LAST_TRIES = 2 * TRIES  # before all raise, if the cause is unknown
 
 
 @dataclass(frozen=True)
@@ -16,25 +16,25 @@ class Epoch:
 
     number: int = 0  # 0: nobody has met yet
     members: tuple[str, ...] = ()  # in the order of their ranks
-    behind: Mapping[str, str] = field(default_factory=dict)  # members that lack the last step, and who sends it to them
+    behind: Mapping[str, str] = field(default_factory=dict)  # members that lack the last step, and their sources
     leaving: Mapping[str, str] = field(
         default_factory=dict
-    )  # who leaves, and the member that takes over its unsent updates
+    )  # leaving members, and the members that take over their unsent updates
     gone: tuple[str, ...] = ()  # members of the last epoch that did not come
-    step: int = 0  # steps that are done
+    step: int = 0  # number of steps done
     ahead: tuple[str, ...] = ()  # members behind that already have most of the state from their source
-    since: Mapping[str, int] = field(default_factory=dict)  # the step since which a member, or who leaves, holds back
-    refused: Mapping[str, str] = field(default_factory=dict)  # who may not go on or not join, and why
+    since: Mapping[str, int] = field(default_factory=dict)  # step of the first residual, also for leaving members
+    refused: Mapping[str, str] = field(default_factory=dict)  # members that may not go on or join, and the reason
 
     def rank(self, member: str) -> int:
-        """Return the rank of a member."""
+        """Look up the rank of a member."""
         return self.members.index(member)
 
     def factors_after(self, last: "Epoch", full_after: int) -> "Factors":
-        """Return the factors by which a member of the epoch `last` multiplies what it holds back.
+        """Compute the factors for the residuals of a member of the epoch `last`.
 
-        It then moves the weights as far as it would have: a mean over more ranks makes less of it, one over fewer more. Lost ranks count as
-        if they had held back the mean of the others. A rank that began with nothing counts in full after `full_after` steps.
+        With them the residuals move the weights as far as before: a mean over more ranks shrinks them, a mean over fewer enlarges them.
+        Lost ranks count as if they had held back the mean of the others. A new rank counts in full after `full_after` steps.
         """
 
         def full(epoch: Epoch, members: Collection[str]) -> int:
@@ -56,13 +56,13 @@ class Epoch:
 
     @staticmethod
     def read(text: str | bytes) -> "Epoch":
-        """Return the epoch of a text."""
-        found = json.loads(text)
-        return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
+        """Read an epoch from its text."""
+        fields = json.loads(text)
+        return Epoch(**{**fields, **{key: tuple(fields[key]) for key in ("members", "gone", "ahead")}})
 
 
 class Factors(NamedTuple):
-    """The factors for what a rank has for the others when ranks have come or gone."""
+    """The factors for the unsent updates of a rank after ranks have come or gone."""
 
     held: float  # residuals
     still: float  # residuals of parameters that do not move now
@@ -71,30 +71,30 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank writes when it comes to a meeting."""
+    """The note of a rank that comes to a meeting."""
 
-    position: list[int]  # the common updates that each handle has applied; -1: it does not have the state of the run
-    step: int  # steps that it has done
+    position: list[int]  # common updates applied, by handle; -1: it does not have the state of the run
+    step: int  # number of steps done
     whole: bool  # it has lost nobody: the connections of the last epoch still work
     leaves: bool = False
-    source: str = ""  # the member from which it already has most of the state
-    since: int = -1  # the step since which it holds back; -1: it holds back nothing
-    failures: int = 0  # epochs in a row, with the same members, in which it could not take a step
+    source: str = ""  # the member that has sent it most of the state
+    since: int = -1  # step of its first residual; -1: it holds back nothing
+    failures: int = 0  # successive epochs with the same members and without a step
     error: str = ""  # of the last failure
-    waited_for: str = ""  # the member for which it then waited until the timeout
+    waited_for: str = ""  # the member that it waited for until the timeout
 
     @property
     def knows(self) -> bool:
-        """Whether it has the state of the run."""
+        """True if it has the state of the run."""
         return min(self.position) >= 0
 
 
 def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], least: int = 1) -> Epoch:
-    """Return the epoch that follows `last` after a meeting with these notes; `asking` want to join.
+    """Propose the epoch that follows `last` after a meeting with these notes; `asking` want to join.
 
-    Who has applied most sends the state to the others: its weights have what all ranks sent in the last step. Nobody leaves if connections
-    have failed, because what a leaving rank holds back travels over them; it asks again. If the same members fail again and again, the
-    cause is refused, or all are if fewer than `least` would be left.
+    The members that have applied most send the state to the others: their weights contain all that was sent in the last step. Nobody leaves
+    if connections have failed, because residuals of a leaving rank travel over them; it asks again. If the same members fail again and
+    again, the cause is refused, or all are refused if fewer than `least` would be left.
     """
     present = [each for each in last.members if each in notes]
     joining = [each for each in dict.fromkeys(asking) if each in notes and each not in last.members]
@@ -136,7 +136,7 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str], leas
 
 
 def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str, Note], step: int) -> dict[str, str]:
-    """Return who is the cause if the same members have failed too often, and why."""
+    """Find the cause if the same members have failed too often: the members to refuse, and the reason."""
     there = [*present, *joining]
     failing = [each for each in there if notes[each].failures >= TRIES]
     waits = Counter(notes[each].waited_for for each in failing if notes[each].waited_for in there).most_common(2)
@@ -155,7 +155,7 @@ def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str,
 
 
 def _told(cause: str, who: Sequence[str], step: int, notes: Mapping[str, Note]) -> str:
-    """Return the message of ranks that are refused: the cause, and the errors of those that know it."""
+    """Write the message for refused ranks: the cause, and the errors of the ranks that know it."""
     tries = max(notes[each].failures for each in who)
     errors = "; ".join(f"{each} says: {notes[each].error}" for each in dict.fromkeys(who) if notes[each].error)
     return (

@@ -1,6 +1,6 @@
-"""The moves of the common weights, bit for bit, for a rank that has a copy of older ones and catches up.
+"""The moves of the common weights, bit for bit, for a rank that catches up from an older copy.
 
-A sparse mean with values in few bits takes about as many bytes here as in the scheme's packets; any other takes those of its non-zero
+A sparse mean with values in few bits takes about as many bytes as the scheme's packets; any other mean takes the bytes of its non-zero
 elements.
 """
 
@@ -18,10 +18,10 @@ _BITS = torch.arange(8, dtype=torch.uint8)
 
 
 class Journal:
-    """The moves of a handle from now on, in order.
+    """The moves of a handle from here on, in order.
 
-    `broken`: something else than a step has changed the common weights, or the moves take more than `most_nbytes` bytes, so that a new copy
-    is smaller.
+    `broken`: something other than a step has changed the common weights, or the moves exceed `most_nbytes` bytes, and a new copy is
+    smaller.
     """
 
     def __init__(self, handle: sparsync.Handle, most_nbytes: int) -> None:
@@ -53,7 +53,7 @@ class Journal:
 
 
 def unpacked_move(move: Packed) -> dict[str, Any]:  # Any: as Snapshot.moves
-    """Return a move of a journal in the form that `Handle.restore` takes."""
+    """Unpack a move of a journal for `Handle.restore`."""
     return {**move, "means": [unpacked(each) for each in move["means"]]}
 
 
@@ -66,16 +66,16 @@ def packed(x: Tensor) -> Packed:
     index = bits.nonzero().view(-1)
     bits = bits if len(index) == len(bits) else bits[index]
     magnitudes, counts = torch.unique_consecutive(bits & 0x7FFFFFFF, return_counts=True)
-    found = {"n": x.numel(), "k": len(bits), **_packed_index(index, x.numel())}
+    common = {"n": x.numel(), "k": len(bits), **_packed_index(index, x.numel())}
     if 2 * len(counts) > len(bits):
-        return {**found, "bits": bits.clone()}  # a view would be sent with the whole memory behind it
+        return {**common, "bits": bits.clone()}  # a view would be sent with its whole storage
     different, which = torch.unique(magnitudes, return_inverse=True)
     runs = {"magnitudes": different, "which": _short(which), "counts": _short(counts)}
-    return {**found, **runs, "signs": _packed_bits(bits < 0)}
+    return {**common, **runs, "signs": _packed_bits(bits < 0)}
 
 
 def unpacked(found: Packed) -> Tensor:
-    """Return the tensor that was packed, on the CPU."""
+    """Unpack a tensor, on the CPU."""
     if "values" in found:
         return found["values"].clone()
     n, k = found["n"], found["k"]
@@ -90,7 +90,7 @@ def unpacked(found: Packed) -> Tensor:
 
 
 def nbytes_of(found: Any) -> int:  # Any: Packed, or as Handle.state_dict
-    """Return the bytes of all tensors in it."""
+    """Sum the bytes of all tensors inside."""
     if isinstance(found, Tensor):
         return found.nbytes
     inner = found.values() if isinstance(found, Mapping) else found if isinstance(found, (list, tuple)) else ()
@@ -123,13 +123,13 @@ def _low_bits(k: int, n: int) -> int:
 
 
 def _short(x: Tensor) -> Tensor:
-    """Return non-negative numbers in the shortest type that holds them."""
+    """Convert non-negative numbers to the shortest type that holds them."""
     most = int(x.max()) if len(x) else 0
     return x.to(torch.uint8 if most < 1 << 8 else torch.int16 if most < 1 << 15 else torch.int32)
 
 
 def _packed_bits(bits: Tensor) -> Tensor:
-    """Return booleans [k] as bytes, [k / 8 rounded up]."""
+    """Pack booleans [k] into bytes, [k / 8 rounded up]."""
     whole = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
     return (whole << _BITS).sum(1, dtype=torch.uint8)
 

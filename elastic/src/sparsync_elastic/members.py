@@ -1,9 +1,9 @@
-"""Who takes part in a run: its members agree on it over a store, in epochs.
+"""The members of a run, who agree over a store, in epochs, who takes part.
 
-An epoch has members, in the order of their ranks. They meet when one has lost others, wants to join or wants to leave: each writes a note,
-and the first that finds all notes, or has waited long enough, proposes the next epoch. The first proposal in the list of the present epoch
-is the next one, so two halves of a run never both continue: whoever does not reach the store stays behind. A store that was started again
-is empty, so a member that lacks others waits there for those that may have gone on without it.
+An epoch has members, in the order of their ranks. They meet when one has lost others, or a process wants to join or leave. Every member
+writes a note; the first one that sees all notes, or has waited long enough, proposes the next epoch. The first proposal in the list of the
+present epoch is the next one, so two halves of a run never both continue: a member that cannot reach the store stays behind. A restarted
+store is empty, so a member that lacks others waits there, because they may have gone on without it.
 """
 
 import atexit
@@ -29,21 +29,19 @@ from sparsync_elastic.world import StoreSilentError, asked
 
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-POLL_S = 0.02  # between two looks at the others' notes, at first
+POLL_S = 0.02  # first interval of polling the notes
 SLOWEST_POLL_S = 0.1
-ANSWER_S = 2.0  # for a process to write that it lives, whatever its main thread computes
-FIRST_S = (
-    1.0  # for members of a run to write their epoch into a store that was started again, before a first meeting ends
-)
-LOOK_S = 1.0  # between two looks at more than the lines of the present epoch
-# For others that have gone on without this process to write their epoch into a store that was started again: they find it within
-# CONNECT_S and a pause of torch's. A meeting that lacks members waits for this long.
+ANSWER_S = 2.0  # longest wait for a process to write that it lives; a busy main thread does not delay this
+FIRST_S = 1.0  # shortest first meeting: members of an older run may write their epoch into a restarted store meanwhile
+LOOK_S = 1.0  # interval of reading more than the lines of the present epoch
+# A meeting that lacks members waits this long: others that have gone on without this process may write their epoch into a restarted store.
+# They reach it within CONNECT_S and a pause of torch's.
 AGAIN_S = 4.0
-WATCH_S = 60.0  # of one wait of the watcher for the bell
+WATCH_S = 60.0  # longest single wait of the watcher for the bell
 
 
 class Members(Board):
-    """The members of a run, as one of them sees them. A member may be busy for `timeout_s`."""
+    """The members of a run, from the view of one. A member may be busy for `timeout_s`."""
 
     def __init__(
         self,
@@ -62,12 +60,12 @@ class Members(Board):
         self.timeout_s = timeout_s
         self._of_groups: Any = None  # Any: see `_store`
         self._seen = 0, Said()  # the lines of the epoch with this number
-        self._dropped_in = 0  # the epoch of others that have gone on without this process
+        self._dropped_in = 0  # the epoch in which others have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
-        """Return a store for the process group of an epoch, over a connection that all epochs share, and write the epoch to the store."""
+        """Write an epoch to the store, and return a store for its process group, over a connection that all epochs share."""
         for tries_again in (True, False):
             try:
                 self._of_groups = self._of_groups or self._connected()
@@ -77,16 +75,16 @@ class Members(Board):
                 self._of_groups = None
                 if not tries_again:
                     raise
-        # A store that was started again may have had another epoch with this number.
+        # A restarted store may have had another epoch with this number.
         prefix = f"{self._prefix}/groups/{epoch.number}/{zlib.crc32(epoch.text.encode())}"
         return PrefixStore(prefix, self._of_groups)
 
     def watch(self) -> None:
-        """On a thread, answer others that ask whether this process lives, and learn who wants to join."""
+        """On a thread, tell others that this process lives, and learn who wants to join."""
         if self._watching is None:
             self._watching = threading.Thread(target=self._watch, name="sparsync-members", daemon=True)
             self._watching.start()
-            atexit.register(self.close)  # the end of the interpreter kills a thread that is in C++, with SIGABRT
+            atexit.register(self.close)  # a thread in C++ at the end of the interpreter kills the process with SIGABRT
 
     def close(self) -> None:
         """End the threads."""
@@ -101,9 +99,9 @@ class Members(Board):
         self._wait_for_threads()
 
     def meet(self, note: Note, give_up: Callable[[], None] = lambda: None) -> Epoch:
-        """Meet the members of the present epoch and whoever wants to join, and return the next epoch, which may lack this process.
+        """Meet the members of the present epoch and processes that want to join; return the next epoch, which may lack this process.
 
-        Calls `give_up` if another member does not know of the meeting and waits for this process in a step; that ends the step.
+        Calls `give_up`, which ends the step, if another member does not know of the meeting and waits in a step for this process.
         Raises RuntimeError if fewer than the least number of ranks come within `wait_s` seconds.
         """
         last, began, pause, looked, rang = self.current, time.monotonic(), POLL_S, -math.inf, False
@@ -118,13 +116,13 @@ class Members(Board):
                 if last.members and kind == "asks":
                     self._check_running()
             found_again, said = self._found_again, self._said()
-            if (found := said.next) is not None:
-                return self._advanced(found)
+            if (proposal := said.next) is not None:
+                return self._advanced(proposal)
             if elsewhere is not None:
                 return self._advanced(elsewhere)
             waited = time.monotonic() - max(began, self._found_again)
             notes = said.notes
-            if notes.get(self.own) != note:  # it has changed, or the store was started again
+            if notes.get(self.own) != note:  # it has changed, or the store was restarted
                 self.say(kind, asdict(note))
                 continue
             if kind == "comes" or not last.members:
@@ -143,7 +141,7 @@ class Members(Board):
                     f"at {self._host}:{self._port} remembers the members {', '.join(last.members)}; if these have ended, start a new "
                     "store, or give this run another name"
                 )
-            if not rang:  # for those that have noticed nothing
+            if not rang:  # for members that have noticed nothing
                 self._do(self._ring)
                 rang = True
                 continue
@@ -154,7 +152,7 @@ class Members(Board):
     def join(self, note: Note) -> Epoch:
         """Join, and return the first epoch with this process. Raises RuntimeError if the run has ended or does not answer."""
         if self._of_groups is None:
-            with suppress(StoreSilentError):  # which tries again
+            with suppress(StoreSilentError):  # `store_of` tries again
                 self._of_groups = self._connected()  # now, because others will wait for `store_of`
         while True:
             self._find()
@@ -163,14 +161,14 @@ class Members(Board):
                 return epoch
 
     def _find(self) -> None:
-        """Take the written epoch for the present one, unless it is older: a new epoch is written a moment after it was decided."""
+        """Take the written epoch for the present one, unless it is older: a new epoch is written shortly after the decision."""
         self._check_running()
-        found = self._written_epoch()
-        if found is not None and found.number >= self.current.number:
-            self.current = found
+        written = self._written_epoch()
+        if written is not None and written.number >= self.current.number:
+            self.current = written
 
     def source(self) -> tuple[str, Any] | None:  # Any: a store
-        """Before `join`, ask a member for the state while it trains; return the member, and a store for it and this process.
+        """Ask a training member for the state, before `join`; return the member, and a store for it and this process.
 
         None if no member trains. A member that serves another process answers later. After a meeting this asks again.
         """
@@ -204,11 +202,11 @@ class Members(Board):
         return store
 
     def store_of_pair(self, source: str, member: str) -> Any:  # Any: see `_store`
-        """Return a store for a process group of these two, over another connection."""
+        """Make a store for a process group of these two, over another connection."""
         return PrefixStore(f"{self._prefix}/pairs/{self.current.number}/{source}/{member}", self._connected())
 
     def agree(self, own: str) -> None:
-        """Raise RuntimeError if the run was begun with other settings than `own`, because a step with both would fail on all ranks."""
+        """Raise RuntimeError if the run was begun with other settings than `own`: a step with both would fail on all ranks."""
         first = self._do(lambda store: store.compare_set(self._key("settings"), "", own)).decode()
         if first != own:
             theirs, ours = next(
@@ -219,7 +217,7 @@ class Members(Board):
             )
 
     def stop_before(self, step: int) -> None:
-        """Have all members meet before this step, or before the one that another member named first."""
+        """Call a meeting of all members before this step, or before the step that another member named first."""
         self.say("stop", step)
         self._note(self._said(), self.current.number)
         self._do(self._ring)
@@ -227,7 +225,7 @@ class Members(Board):
     def wait_for(self, what: str, of: Sequence[str]) -> bool:
         """Wait until all of these have written `what` in this epoch, and return True.
 
-        False if somebody calls a meeting first, or if nobody has called `moved` for the timeout.
+        Return False if a member calls a meeting first, or if nobody has called `moved` for the timeout.
         """
         looked = moved_at = time.monotonic()
         moved, key = 0, self._key("moved", self.current.number)
@@ -250,7 +248,7 @@ class Members(Board):
         self._do(lambda store: found_again in (None, self._found_again) and store.append(key, f"{line}\n"))
 
     def moved(self) -> None:
-        """Tell those in `wait_for` that this member is not stuck. Called for each part of a transfer, so it writes no line."""
+        """Tell members in `wait_for` that this one is not stuck. Called for every part of a transfer, so it writes no line."""
         key = self._key("moved", self.current.number)
         self._do(lambda store: store.add(key, 1))
 
@@ -264,12 +262,12 @@ class Members(Board):
 
     @property
     def stop_at(self) -> int | None:
-        """The step before which all members meet, if one was named."""
+        """The step before which all members meet; None if no meeting was called."""
         return self._present.stop
 
     @property
     def asked_for(self) -> bool:
-        """Whether somebody wants to join."""
+        """True if a process wants to join."""
         return bool(self._present.of("asks"))
 
     @property
@@ -279,13 +277,13 @@ class Members(Board):
 
     @property
     def _present(self) -> Said:
-        """The lines of the present epoch, as far as they were read."""
+        """The lines of the present epoch that were read so far."""
         number, said = self._seen
         return said if number == self.current.number else Said()
 
     @property
     def dropped(self) -> bool:
-        """Whether the watcher has seen that others have gone on without this process."""
+        """True if the watcher has seen that others have gone on without this process."""
         return self._dropped_in >= self.current.number > 0
 
     def look(self) -> None:
@@ -297,8 +295,8 @@ class Members(Board):
             raise RuntimeError("this run has ended: all its ranks have taken their last step; give another name")
 
     def _all_here(self, last: Epoch, notes: Mapping[str, Note], alive: Collection[str], waited: float) -> bool:
-        """Return whether the next epoch can be proposed now. Processes that are `alive` may still be busy with a step."""
-        if not last.members:  # the first meeting of all
+        """Tell whether the next epoch can be proposed now. Processes that are `alive` may still be busy with a step."""
+        if not last.members:  # the first meeting of the run
             if len(notes) < self._ranks and waited > self._wait_s:
                 raise RuntimeError(
                     f"{len(notes)} of {self._ranks} ranks have come within {self._wait_s:g} s; start the others, or pass ranks={len(notes)}"
@@ -308,12 +306,12 @@ class Members(Board):
             return False
         ended = self._presence.ended.difference(alive)
         missing = [each for each in last.members if each not in notes and each not in ended]
-        # If the store was started again, others may not have found it yet.
+        # After a restart of the store, others may not have reached it yet.
         sure = any(each in alive for each in missing) or time.monotonic() < self._found_again + 2 * self.timeout_s
         patience_s = self.timeout_s if sure else min(self.timeout_s, ANSWER_S)
         if missing and waited < patience_s:
             return False
-        # Ranks without the state wait for those that have it.
+        # Ranks without the state wait for ranks that have it.
         trained = not last.step or any(each.knows for member, each in notes.items() if member in last.members)
         if len(notes) >= self._least and trained:
             return True
@@ -328,11 +326,11 @@ class Members(Board):
         return False
 
     def _elsewhere(self, last: Epoch) -> Epoch | None:
-        """Return the written epoch if it is another one: others have gone on, maybe in a store that was started again."""
-        found = self._written_epoch()
-        if found is None or found.number < max(1, last.number) or found.text == last.text:
+        """Read the written epoch; None if it is `last` or older. A newer one means that others have gone on without this process."""
+        written = self._written_epoch()
+        if written is None or written.number < max(1, last.number) or written.text == last.text:
             return None
-        return found
+        return written
 
     def _advanced(self, epoch: Epoch) -> Epoch:
         self.current = epoch
@@ -348,7 +346,7 @@ class Members(Board):
                 if store is None:
                     store = self._connected()
                     self._write_epoch(store)
-                    if heard >= 0:  # in a store that was started again others may have begun a new run
+                    if heard >= 0:  # others may have begun a new run in a restarted store
                         self._ring(store)
                     heard = store.add(self._key("rings"), 0)
                     self._look(store)
@@ -372,8 +370,8 @@ class Members(Board):
             store.append(key, f"{json.dumps([self.own, 'lives', None])}\n")
         self._note(said, number)
         text = value(store, self._key("epoch"))
-        if text is not None and (found := Epoch.read(text)).number >= number and self.own not in found.members:
-            self._dropped_in = found.number
+        if text is not None and (written := Epoch.read(text)).number >= number and self.own not in written.members:
+            self._dropped_in = written.number
 
     def _note(self, said: Said, number: int) -> None:
         if number >= self._seen[0]:  # another thread may have seen a later epoch

@@ -1,4 +1,4 @@
-"""Detects at once whether the process of another member has ended, by asking its kernel, however busy the process is."""
+"""Detects at once that the process of another member has ended, by asking its kernel, even if processes are busy."""
 
 import os
 import socket
@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 _CONNECT_S = 5.0
-_WAITING = 128  # connections that nobody has accepted
+_WAITING = 128  # connections that wait to be accepted
 
 
 class Presence:
     """A listening socket. When this process ends, the kernel closes it and refuses connections.
 
-    A refused connection means that the member has ended only if an earlier one succeeded. A frozen process, or a fork of the member, still
-    listens, and a machine that is gone refuses nothing.
+    A refused connection means that the member has ended only if an earlier connection succeeded. A frozen process, or a fork of the member,
+    still listens, and a dead machine refuses nothing.
     """
 
     def __init__(self, host: str, port: int, member: str | None = None) -> None:
-        """Listen at the address of this machine towards a host, which is part of the member's name unless `member` is given."""
+        """Listen at this machine's address on the route to `host`. The member's name contains it, unless `member` is given."""
         family, here = _towards(host, port)
         self._socket = socket.create_server((here, 0), family=family, backlog=_WAITING)
         self._socket.setblocking(False)
@@ -35,7 +35,7 @@ class Presence:
 
     def reach(self, members: Iterable[str]) -> None:
         """Connect to members for the first time."""
-        with suppress(OSError):  # until nobody else waits
+        with suppress(OSError):  # until no connection waits
             while True:
                 self._socket.accept()[0].close()
         self._connect(each for each in members if each not in self._reached)
@@ -45,7 +45,7 @@ class Presence:
         self._connect(each for each in members if each in self._reached and each not in self.ended)
 
     def _connect(self, members: Iterable[str]) -> None:
-        """Connect to each on a thread, unless a thread is still connecting."""
+        """Connect to members, on a thread each, unless a thread is still connecting."""
         for each in members:
             if each not in self._asked or not self._asked[each].is_alive():
                 self._asked[each] = threading.Thread(
@@ -66,11 +66,11 @@ class Presence:
 
 
 def _towards(host: str, port: int) -> tuple[int, str]:
-    """Return the family and address of this machine towards a host; without a route, those of loopback."""
+    """Find the address family and address of this machine on the route to a host; loopback without a route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as towards:
-            towards.connect(address)  # which sends nothing
+            towards.connect(address)  # sends nothing
             return family, towards.getsockname()[0]
     except OSError:
         return socket.AF_INET, "127.0.0.1"

@@ -37,16 +37,16 @@ from sparsync_elastic.world import (
 )
 
 _LOG = logging.getLogger("sparsync")
-_LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the default timeout
-_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to the meeting, so that all hear of it in time
+_LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # the sum of both is the default timeout
+_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps between the call and the meeting, so that all hear of it in time
 
 
 class Run:
     """A training that continues while ranks die, freeze, leave and join, without a restart and without a checkpoint.
 
-    All ranks meet over a store, a small process: `python -m sparsync_elastic --port 29400`. Until `steps` begins, each rank is alone in a
-    process group, in which the model is wrapped and attached as always. Then the ranks meet, and those that come later get the weights, the
-    optimizer's state and the step from a member. torch's default process group is always that of the present ranks.
+    All ranks meet over a store, a small process: `python -m sparsync_elastic --port 29400`. Until `steps` begins, every rank is alone in a
+    process group; wrap and attach the model there as usual. Then the ranks meet, and ranks that come later get the weights, the
+    optimizer's state and the step from a member. torch's default process group always has the present ranks.
 
         run = elastic.Run("10.0.0.1:29400", ranks=4)
         handle = sparsync.attach(model, scheme, optimizer=optimizer)
@@ -58,22 +58,22 @@ class Run:
                 optimizer.step()
                 schedule.step()
 
-    After the loss of a rank the others take the step again, unless it was applied. What is lost for good is in `lost`.
+    After the loss of a rank the others take the step again, unless it was applied. `lost` lists the updates that are lost for good.
 
     Args:
         address: "host:port" of the store. None: from the environment variables MASTER_ADDR and MASTER_PORT.
-        ranks: how many ranks the first meeting waits for.
+        ranks: the number of ranks that the first meeting waits for.
         least: the fewest ranks that continue; fewer wait for more.
         name: of the run, if several use one store.
-        timeout_s: seconds until a rank that does not answer counts as lost; longer than a step takes, with whatever a rank does between two
-            steps. None: 10 s and 100 measured round trips to the store.
+        timeout_s: seconds until a rank that does not answer counts as lost. Must exceed the longest step, with all that a rank does between
+            two steps. None: 10 s plus 100 measured round trips to the store.
         wait_s: seconds that a rank waits for the store, for the first meeting, and to join.
-        background: whether a rank that joins gets the state while the others train, and only the last changes when it joins. Works with
-            steps and local steps, and needs twice the memory of the state on one rank. False: the others wait.
+        background: True: a joining rank gets the state while the others train, and only the last changes when it joins. Works with steps
+            and local steps, and needs twice the memory of the state on one rank. False: the others wait.
         on_change: called with the run after every meeting, on all ranks at the same step, for instance to divide the batch again.
 
     Raises:
-        ValueError: for an invalid address and for numbers out of range.
+        ValueError: if the address is invalid or a number is out of range.
         RuntimeError: if torch.distributed is initialised already.
     """
 
@@ -104,7 +104,7 @@ class Run:
         self.timeout_s = timeout_s or _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s()
         self._members.timeout_s = self.timeout_s
         self._trained: list[Trained] = []
-        self.lost: list[Lost] = []  # what the weights lack for good, as far as this rank has seen
+        self.lost: list[Lost] = []  # updates that the weights lack for good, as far as this rank has seen
         self.left = False  # this rank has left
         self._leaves = self._failed = False
         self._knows = False  # this rank has a state of the run
@@ -113,8 +113,8 @@ class Run:
         self._background = background
         self._sources = Sources(self._members, self._trained)
         self._joiner = Joiner(self._members, self._trained)
-        self._weighed = Epoch()  # what this rank holds back counts for the mean over the ranks of this epoch
-        self._factor = 1.0  # by which it was multiplied since the last meeting that succeeded
+        self._weighed = Epoch()  # the residuals of this rank suit the mean over the ranks of this epoch
+        self._factor = 1.0  # multiplied into them since the last successful meeting
         self._failures = Failures()
         self._comms = list[GroupComm]()  # of the handles
         self.changes: list[Change] = []
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """The rank of this process among the present ones, which may change from step to step."""
+        """The rank of this process among the present ranks; it may change between two steps."""
         return self.epoch.rank(self.member) if self.member in self.epoch.members else 0
 
     @property
@@ -143,14 +143,14 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of steps that are done, and so that of the next one."""
+        """The number of steps done, which is the number of the next step."""
         return self._trained[0].done if self._trained else 0
 
     def add(self, model: nn.Module, handle: Handle, optimizer: Optimizer | Sequence[Optimizer], *more: Saved) -> None:
         """Add a model, bare or wrapped by DistributedDataParallel, with the handle from `sparsync.attach`. Call it before `steps`.
 
-        `more` is what else a rank that joins needs, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot change,
-        and ValueError for local steps with a delay, for `bits="auto"`, and for gradients if `attach` was not given the optimizer.
+        `more`: other objects whose state a joining rank needs, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh
+        cannot change, and ValueError for local steps with a delay, for `bits="auto"`, and for gradients if `attach` has no optimizer.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._trained.append(Trained(model, handle, optimizers, more))
@@ -158,8 +158,8 @@ class Run:
     def steps(self, until: int) -> Iterator[int]:
         """Yield the number of each step until this many are done or this rank has left; after a loss the same number again.
 
-        Meets the other ranks first, and lets others join and leave between two steps. Put `attempt` around each step.
-        Raises RuntimeError if the others leave out this rank because the same members have failed again and again and it is the cause.
+        Meets the other ranks first, and lets others join and leave between two steps. Put `attempt` around every step.
+        Raises RuntimeError if the others leave this rank out, as the cause of repeated failures of the same members.
         """
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
@@ -182,7 +182,7 @@ class Run:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Return a context for one step. If another rank is lost, it suppresses the error, and `steps` meets the others."""
+        """Guard one step: if another rank is lost, suppress the error, so that `steps` meets the others."""
         try:
             yield
         except Exception as error:
@@ -194,11 +194,11 @@ class Run:
             forget_frames(error)
 
     def leave(self) -> None:
-        """Have this rank leave a few steps from now: it hands what it has not sent to another rank, and `steps` ends."""
+        """Leave the run in a few steps: this rank hands its unsent updates to another rank, and `steps` ends."""
         self._leaves = True
 
     def leave_on(self, *signals: int) -> None:
-        """Have this rank leave when the process gets one of these signals; without any, SIGTERM, which spot machines send."""
+        """Leave the run when the process gets one of these signals; by default SIGTERM, which spot machines send."""
         for each in signals or (signal.SIGTERM,):
             signal.signal(each, lambda *_: self.leave())
 
@@ -211,7 +211,7 @@ class Run:
         end_world()
 
     def _ask(self) -> None:
-        """Call a meeting if a rank wants to join or leave, and answer processes that ask for the state."""
+        """Call a meeting if a rank wants to join or leave; answer processes that ask for the state."""
         members = self._members
         self._sources.answer(not self._leaves and self._catches_up)
         if self._leaves and self.size == 1 and not members.asked_for:
@@ -230,7 +230,7 @@ class Run:
             self._knows = False
 
     def _all_done(self) -> bool:
-        """Return whether all have taken the last step; False if one has called a meeting instead."""
+        """Wait until all have taken the last step; return False if one has called a meeting instead."""
         done = f"done/{self.step}"  # with the number, because `steps` may be called again
         self._members.say(done)
         if self._members.wait_for(done, self.epoch.members):
@@ -240,7 +240,7 @@ class Run:
         return False
 
     def _change(self, joins: bool = False) -> None:
-        """Meet the others and continue with those that come; meet again if one of them is lost meanwhile."""
+        """Meet the others and continue with the ranks that come; meet again if one of them is lost meanwhile."""
         began, whole = time.monotonic(), not (joins or self._failed)
         if self._failed:
             for each in self._trained:
@@ -279,7 +279,7 @@ class Run:
             self._cut()
         members, before = self._members, self._members.current
         position = self._position
-        # A rank that begins from a checkpoint may hold back something, too.
+        # A rank that begins from a checkpoint may have a residual too.
         since = self._weighed.since.get(self.member, 0 if any(each.done for each in self._trained) else -1)
         if joins:
             self._get_ahead()
@@ -308,7 +308,7 @@ class Run:
         return [each.position if self._knows else -1 for each in self._trained]
 
     def _give_up(self) -> None:
-        """End a step that others have begun because they heard too late of the meeting; call the next meeting earlier."""
+        """End a step that others have begun because they heard of the meeting too late; call the next meeting earlier."""
         self._margin = min(2 * self._margin, _MOST_MARGIN)
         self._cut()
 
@@ -319,7 +319,7 @@ class Run:
         end_world()
 
     def _hand_over(self, epoch: Epoch, before: Epoch) -> None:
-        """Send what a leaving rank has not sent to its heir, over the connections of the last epoch."""
+        """Send the unsent updates of a leaving rank to its heir, over the connections of the last epoch."""
         for member, heir in epoch.leaving.items():
             try:
                 if self.member in (member, heir) and not dist.is_initialized():
@@ -335,12 +335,12 @@ class Run:
                 self.lost.append(Lost(member, epoch.step, "what it had not sent: lost on the way to another rank"))
 
     def _gather(self, epoch: Epoch) -> tuple[int, float]:
-        """Make the process group of an epoch, and send the state to ranks that lack it; return the bytes and seconds of receiving it."""
+        """Make the process group of an epoch, and send the state to ranks that lack it; return the bytes and seconds received."""
         end_world()
         store = self._members.store_of(epoch)
         self._begin_world(store, epoch.rank(self.member), len(epoch.members))
         behind = self.member in epoch.behind
-        # If it is behind, the weights of others have what it sent in the step that failed.
+        # If this rank is behind, the others' weights contain what it sent in the failed step.
         for each in self._trained if self._failed and not behind else ():
             each.take_back()
         for place, each in enumerate(self._trained):
@@ -377,7 +377,7 @@ class Run:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
     def _weigh(self, epoch: Epoch) -> None:
-        """Have what this rank holds back move the weights as far as it would have with the ranks before."""
+        """Scale the residuals of this rank so that they move the weights as far as with the ranks before."""
         if self._weighed.members:
             last = self._weighed
             first, *_ = [each.multiply(partial(epoch.factors_after, last)) for each in self._trained]

@@ -1,4 +1,4 @@
-"""What a run trains: a model with its handle, and what else a rank that joins needs."""
+"""A model that a run trains, with its handle, and everything else that a joining rank needs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ _NOTHING_LEARNT: Own = {"learnt": {}}
 
 
 class Saved(Protocol):
-    """An object whose state ranks that join need, such as a learning-rate schedule."""
+    """An object whose state joining ranks need, such as a learning-rate schedule."""
 
     def state_dict(self) -> dict[str, Any]: ...  # Any: as torch's
 
@@ -32,7 +32,7 @@ class Saved(Protocol):
 
 @dataclass(eq=False)
 class Trained:
-    """A model with its handle, and what else a rank that joins needs. Raises as `Run.add`."""
+    """A model with its handle, and the other objects whose state a joining rank needs. Raises as `Run.add`."""
 
     model: nn.Module
     handle: sparsync.Handle
@@ -65,17 +65,17 @@ class Trained:
 
     @property
     def position(self) -> int:
-        """The number of common updates that were applied."""
+        """The number of common updates applied."""
         handle: Any = self.handle  # Any: only local steps count exchanges
         return self.done if self._local is None else handle.exchanged
 
     @property
     def done(self) -> int:
-        """The number of steps that were taken."""
+        """The number of steps taken."""
         return self.handle.done or 0
 
     def last(self, step: int | None) -> int:
-        """Return the last step that was applied. Ranks may have taken different numbers of local steps, so for these it is `step` - 1."""
+        """Return the last applied step. With local steps it is `step` - 1, because ranks may have taken different numbers of them."""
         return (self.done if self._local is None or step is None else step) - 1
 
     @property
@@ -85,11 +85,11 @@ class Trained:
 
     @property
     def catches_up(self) -> bool:
-        """Whether a rank that joins can catch up by a copy of older weights and their moves since."""
+        """True if a joining rank can catch up by a copy of older weights and their moves since."""
         return self.handle.integration != "gradients"
 
     def settings_text(self) -> str:
-        """Return the settings that must be the same on all ranks, one per line."""
+        """List the settings that must be the same on all ranks, one per line."""
         wrapped, exchange = isinstance(self.model, DistributedDataParallel), self.handle.exchange
         settings = ", ".join(f"{name}={value!r}" for name, value in getattr(exchange, "described", dict)().items())
         lines = [
@@ -101,33 +101,33 @@ class Trained:
         return "\n".join(lines)
 
     def forget(self) -> None:
-        """Forget the gradients of a failed step, and that a loss scaler has unscaled them."""
+        """Drop the gradients of a failed step, and reset the loss scaler that has unscaled them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for each in self.more:
             if isinstance(each, GradScaler):
-                # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
+                # HACK: torch has no public function for this. Price: the name may change with torch; a test takes a step again.
                 each._per_optimizer_states.clear()
 
     def take_back(self) -> None:
-        """Put back what this rank held back before a failed step that is taken again.
+        """Restore the residuals from before a failed step that is taken again.
 
-        Not if other ranks have applied the step: then what was sent is in the weights, and what was not sent is in the residual.
+        Not if other ranks have applied the step: then the weights contain what was sent, and the residual the rest.
         """
         self.handle.restore(self.handle.snapshot(shared=False))
 
     def own(self) -> Own:
-        """Return what this rank holds back, for an heir."""
+        """Copy the residuals of this rank, for an heir."""
         return self.handle.snapshot(shared=False).own or {}
 
     def take_over(self, own: Own) -> None:
-        """Add what a leaving rank holds back to what this rank holds back."""
+        """Add the residuals of a leaving rank to those of this rank."""
         self.handle.restore(sparsync.Snapshot(own=_added(self.own(), own)))
 
     def multiply(self, factors: Callable[[int], Factors]) -> float:
-        """Multiply what this rank holds back, because the mean is over other ranks now; return the factor of the residual.
+        """Multiply the residuals of this rank, because the mean is over other ranks now; return the factor.
 
-        `factors` gets the number of steps after which a rank that began with nothing holds back about as much as the others.
+        `factors` gets the number of steps after which a rank that began with nothing has about as large a residual as the others.
         """
         held, still, learnt = factors(self.lag * max(FULL_AFTER, math.ceil(3 / self.handle.scheme.share_sent)))
         if (held, still, learnt) != (1.0, 1.0, 1.0):
@@ -138,22 +138,22 @@ class Trained:
         return held
 
     def state(self, moves: Sequence[Packed] | None = None) -> dict[str, Any]:
-        """Return the state for a rank that joins or has missed a step. One that lacks only `moves` gets these instead of the weights."""
-        found = self.handle.snapshot()
-        digest, without = None if moves is None else digest_of(found), {"state": {}} if self.catches_up else {}
+        """Return the state for a rank that joins or has missed a step; with `moves`, these instead of the weights."""
+        snapshot = self.handle.snapshot()
+        digest, without = None if moves is None else digest_of(snapshot), {"state": {}} if self.catches_up else {}
         return {
-            "moved": found.moved if moves is None else None,
-            "shared": found.shared,
+            "moved": snapshot.moved if moves is None else None,
+            "shared": snapshot.shared,
             "moves": list(moves or ()),
             "digest": digest,
             "model": {} if self.catches_up else _bare(self.model).state_dict(),
-            # The handle has the optimizer's state of local steps, and the moments of other steps.
+            # The handle has the optimizer's state with local steps, and the moments with other steps.
             "optimizers": [] if self._local else [{**each.state_dict(), **without} for each in self.optimizers],
             "more": [each.state_dict() for each in self.more],
         }
 
     def load(self, state: Mapping[str, Any], late: bool, moved: Callable[[], None] = lambda: None) -> None:
-        """Continue from the state of another rank; `late`: it has gone on without this one. `moved` is called after each move.
+        """Continue from the state of another rank; `late`: it has gone on without this one. `moved` is called after every move.
 
         Raises ConnectionLostError if this rank should have caught up but has other weights; then it needs the whole state.
         """
@@ -171,7 +171,7 @@ class Trained:
             optimizer.load_state_dict({**saved, "state": own})
         for each, saved in zip(self.more, state["more"], strict=True):
             each.load_state_dict(saved)
-        # The others do not have yet what a late rank has learnt by local steps.
+        # The others still lack the local steps of a late rank.
         own = None if late or self._local is None else _NOTHING_LEARNT
         self.handle.restore(sparsync.Snapshot(state["moved"], state["shared"], own))
 
@@ -181,16 +181,16 @@ class Trained:
 
 
 def digest_of(snapshot: sparsync.Snapshot) -> int:
-    """Return a digest of the common weights' bits."""
-    found = 0
+    """Compute a digest of the common weights' bits."""
+    digest = 0
     for each in (snapshot.moved or {})["common"].values():
         words = each.detach().view(-1).view(_WORDS[each.element_size()]).long()
-        found = 31 * found + int((words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum())
-    return found
+        digest = 31 * digest + int((words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum())
+    return digest
 
 
 def _added(one: Own, other: Own) -> dict[str, Any]:
-    """Return a tree with the sums of vectors in two trees; other entries are those of the first."""
+    """Add the vectors of two trees; other entries come from the first one."""
     sums = {
         key: _added(one[key], each) if isinstance(each, Mapping) else one[key] + each
         for key, each in other.items()
@@ -200,7 +200,7 @@ def _added(one: Own, other: Own) -> dict[str, Any]:
 
 
 def _multiply(tree: Own, factors: Mapping[str, float], otherwise: float) -> None:
-    """Multiply the vectors in a tree in place, each by the factor of its name."""
+    """Multiply the vectors in a tree in place by the factors of their names."""
     for name, each in tree.items():
         if isinstance(each, Tensor):
             each.mul_(factors.get(name, otherwise))

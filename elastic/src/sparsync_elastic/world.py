@@ -16,8 +16,8 @@ from sparsync import ConnectionLostError
 from sparsync.comm import GroupComm
 
 Result = TypeVar("Result")
-Group = Any  # a process group, or gloo's own, for which torch's stubs lack `send` and `recv`
-_PIECE = 1 << 22  # bytes of one message of a transfer; the process group's timeout holds for each message
+Group = Any  # a process group, or a ProcessGroupGloo; torch's stubs lack its `send` and `recv`
+_PIECE = 1 << 22  # bytes of one message of a transfer; the process group's timeout holds per message
 _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # files and texts of gloo, in errors of torch's collectives
 
 _AWAITED = re.compile(r"waiting for rank (\d+): .*Timed out", re.DOTALL)  # in errors of sparsync's exchanges
@@ -30,15 +30,15 @@ class StoreSilentError(RuntimeError):
 
 
 def asked(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return `call()`, which asks a store. Raises StoreSilentError if it takes longer than `seconds`, or if the store is gone.
+    """Call `call`, which asks a store. Raises StoreSilentError if it takes longer than `seconds`, or if the store is gone.
 
-    Whatever its timeout, a TCPStore waits forever for a server that neither answers nor closes the connection.
+    In spite of its timeout, a TCPStore waits forever for a server that neither answers nor closes the connection.
     """
-    found, failed = list[Result](), list[BaseException]()
+    results, failed = list[Result](), list[BaseException]()
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:  # raised again by the caller's thread
             failed.append(error)
 
@@ -47,20 +47,20 @@ def asked(seconds: float, call: Callable[[], Result]) -> Result:
     thread.join(seconds)
     if failed and not isinstance(failed[0], RuntimeError):
         raise failed.pop()
-    if failed or not found:
+    if failed or not results:
         why = f"is gone: {failed[0]}" if failed else f"has not answered for {seconds:g} s"
         raise StoreSilentError(f"the store of this run {why}") from (failed.pop() if failed else None)
-    return found.pop()
+    return results.pop()
 
 
 def abort(group: Group) -> None:
-    """Close the connections of a group, so that whatever waits on them fails, on any thread."""
+    """Close the connections of a group, so that all waits on them fail, on any thread."""
     with suppress(RuntimeError):
         group.abort()
         own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
         if own.name() == "gloo":
             # HACK: gloo's abort does not wake threads that already wait. A receive that times out closes all connections of its group,
-            # which wakes them; one from a rank that is gone raises at once and closes nothing, so try each rank. Price: it relies on
+            # which wakes them. A receive from a dead rank raises at once and closes nothing, so try every rank. Price: it relies on
             # gloo's behaviour after a timeout, and on a tag without other users.
             for other in (rank for rank in range(group.size()) if rank != group.rank()):
                 with suppress(RuntimeError):
@@ -68,7 +68,7 @@ def abort(group: Group) -> None:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, says that another rank cannot be reached."""
+    """Tell whether an error, or one of its causes, means that another rank cannot be reached."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, StoreSilentError):
@@ -82,18 +82,18 @@ def is_loss(error: BaseException) -> bool:
 
 
 def waited_for(error: BaseException) -> int | None:
-    """Return the rank for which this one waited until the timeout, or None if the error does not name one."""
-    found = _AWAITED.search(str(error))
-    return int(found[1]) if found else None
+    """Read from an error which rank this one waited for until the timeout; None if it does not name one."""
+    match = _AWAITED.search(str(error))
+    return int(match[1]) if match else None
 
 
 def brief(error: BaseException) -> str:
-    """Return the first line of an error, shortened."""
+    """Shorten an error to its first line."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST]
 
 
 def forget_frames(error: BaseException) -> None:
-    """Forget the variables of the functions that an error has ended, because process groups are among them."""
+    """Clear the local variables in an error's traceback, because process groups are among them."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -106,7 +106,7 @@ def end_world() -> None:
         with suppress(RuntimeError):
             abort(world())
         dist.destroy_process_group()
-    # HACK: torch names groups by a counter, which also counts a group that could not be made; ranks with different counts never find each
+    # HACK: torch names groups by a counter, which also counts groups that could not be made; ranks with different counts never find each
     # other. Price: a private name, which may change with torch.
     dist.distributed_c10d._world.group_count = 0
 
@@ -119,7 +119,7 @@ def world() -> dist.ProcessGroup:
 
 
 def comm_of(name: str, timeout_s: float) -> GroupComm:
-    """Return a communicator of the default process group. Ranks report no causes, because a meeting shows who is lost."""
+    """Make a communicator of the default process group. Ranks report no causes, because a meeting shows who is lost."""
     try:
         comm = GroupComm.private(timeout_s=timeout_s, agreed=name)
     except RuntimeError as error:
