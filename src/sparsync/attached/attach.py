@@ -53,17 +53,16 @@ def attach(
     next step works, unless only some ranks had finished the failed one: then all ranks raise until a checkpoint is loaded on all of them.
 
     Args:
-        model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a
-            bare one gradients are reduced when `handle.reduce()` is called, before clipping and the optimizer's step; see GradientReducer.
-            With steps and local steps also several, DistributedDataParallel's or bare, that the same optimizer trains together.
+        model: wrapped by DistributedDataParallel or fully_shard, also inside torch.compile or Lightning's Fabric; or bare. Gradients of a
+            bare model are reduced by `handle.reduce()`, before clipping and the optimizer's step; see GradientReducer. With steps and
+            local steps also several models, under DistributedDataParallel or bare, that the same optimizer trains together.
         scheme: reduces what is exchanged. None: the recipe, or what the environment variable SPARSYNC_SCHEME says: "bits=0.8", a
             scheme, or one with steps around it.
-        bits: the most that a rank may send per parameter per step, counted with 4 ranks, of which P send (P-1)/P / 0.75: takes the recipe
-            with the most bits that is not above it. None: the default recipe, whose quality is dense's. "auto": 20 steps at the default
-            measure computing and the exchange, and then all ranks take the most bits for which a step waits at most a tenth of its time, or
-            is at most a tenth longer than with the fewest bits; no fewer than the default's, or, with ("auto", 0.8), than 0.8.
-            Below 4 bits of steps each rank trains weights that differ a little from those of the others. `handle.recipe` says which recipe
-            was taken.
+        bits: the most bits that a rank may send per parameter per step, counted with 4 ranks (P ranks send (P-1)/P / 0.75 of it). Takes
+            the recipe with the most bits up to this. None: the default recipe, with the quality of dense. "auto": time 20 steps of the
+            default recipe, then take the most bits with which a step waits at most a tenth of its time, or is at most a tenth longer than
+            with the fewest bits; never fewer bits than the default, or than 0.8 with ("auto", 0.8).
+            Steps below 4 bits train slightly different weights on every rank. `handle.recipe` is the recipe taken.
         optimizer: the one that trains the model, or several, such as a Muon for matrices and an AdamW for the rest. With steps its `step`
             exchanges them until `close()`; of several, the first to step does it for all. With local steps a step counts when all have
             stepped. With gradients residuals follow the clipping of each optimizer, and ranks compare their settings before each bucket.

@@ -89,7 +89,7 @@ class DdpHandle(AttachedHandle):
         return self._shapes
 
     def detach(self) -> None:
-        """Have DDP average each bucket by one all-reduce from now on. Call it on all ranks, between two steps; safe to call again.
+        """Average each bucket by one all-reduce from here on. Call it on all ranks, between two steps; safe to call again.
 
         Reports, summary and state stay readable; `set` and assigning a scheme raise RuntimeError. To continue with the residual,
         attach again, and give the new handle this one's `state_dict()`.

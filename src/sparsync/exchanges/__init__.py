@@ -1,1 +1,1 @@
-"""What is exchanged in place of gradients, and when: the steps of an optimizer, and the changes of several local steps."""
+"""Exchanges in place of gradients: the steps of an optimizer, or the weight changes of several local steps."""

@@ -66,7 +66,7 @@ class Skip:
 
     @property
     def seen(self) -> bool:
-        """Whether the step was skipped, as copied to the host."""
+        """True if the step was skipped, as copied to the host."""
         return bool(self._arriving)
 
 
@@ -180,7 +180,7 @@ class BlockRatios:
                 mean.copy_(expected + (own - expected) / exact_divisor(own, ranks))
 
     def clip_factor(self, P: int, latest: bool = False) -> float:
-        """Return the norm of the local over that of the mean gradient, in [1, sqrt(P)]; 1 before the first measurement.
+        """Compute the norm of the local gradient over the norm of the mean one, in [1, sqrt(P)]; 1 before the first measurement.
 
         The host learns of a device's last measurement in `settle`; `latest`: wait for the device instead.
         """

@@ -63,7 +63,7 @@ class ShownWeights:
 
     @property
     def common(self) -> bool:
-        """Whether the common weights are in the model."""
+        """True while the common weights are in the model."""
         return self._own is not None
 
     def check(self) -> None:

@@ -106,7 +106,7 @@ class Turns:
 
     @contextmanager
     def taken(self, number: int) -> Iterator[None]:
-        """Have the turn inside, after `want`."""
+        """Take the turn inside, after `want`."""
         self._take(number)
         try:
             yield
