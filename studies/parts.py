@@ -15,9 +15,7 @@ def options(name: str, about: str | None, writes: bool = True) -> argparse.Argum
         prog=f"python -m studies {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if writes:
-        parser.add_argument(
-            "--print", action="store_true", help="print the part of the page instead of writing it"
-        )
+        parser.add_argument("--print", action="store_true", help="print the part of the page instead of writing it")
     return parser
 
 

@@ -329,7 +329,9 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
         stream = Synthetic(options.ranks, options.elements or 100_000, options.seed)
         source = f"drawn gradients, seed {options.seed}"
     elif options.elements is not None:
-        raise ValueError(f"--elements applies only to drawn gradients, got it with --workload {options.workload}; leave it out")
+        raise ValueError(
+            f"--elements applies only to drawn gradients, got it with --workload {options.workload}; leave it out"
+        )
     else:
         stream = OfJob(workloads.get(options.workload, **chosen), options.ranks, options.seed, options.steps)
         source = f"gradients of {options.workload}, seed {options.seed}"

@@ -42,9 +42,7 @@ class Study:
         check_labels(self.schemes)
         for choice in self.schemes:
             if choice.local is not None:
-                raise ValueError(
-                    f"schemes reduce gradients here, got {choice.label!r}; leave out the part before /"
-                )
+                raise ValueError(f"schemes reduce gradients here, got {choice.label!r}; leave out the part before /")
             try_out(choice, self.stream.ranks)
 
     @property
