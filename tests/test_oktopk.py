@@ -16,6 +16,7 @@ from sparsync.base.state import State
 from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import generator
 from sparsync.runtime.rescaling import ResidualRescaler
+from sparsync.schemes import ExDyna, MiCRO
 from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.oktopk import OkTopk
 
@@ -164,7 +165,7 @@ def test_a_rank_clears_what_it_contributed_to_a_survivor_and_nothing_else(
         before = residuals
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("make", [*MAKES.values(), MiCRO, ExDyna])
 def test_the_learning_rate_outside_moves_weights_as_the_papers_inside(
     make: Callable[[float], ErrorFeedbackScheme],
 ) -> None:

@@ -10,7 +10,7 @@ not 8; the threshold falls where the union is up to 9 % too small, while theirs 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,10 @@ class MiCRO(ErrorFeedbackScheme):
         # 6: what was sent leaves the residual
         details = {"threshold": threshold, "padding": padding(counts), **partition_lengths(partitions)}
         return Update(mean, cleared=mean.index, selected=counts[comm.rank], details=details, commit=commit)
+
+    def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
+        for names, scaling in state.all_of("scaling", ThresholdScaling):
+            scaling.threshold *= max(factors.get(name, 1.0) for name in names)  # too few are sent rather than too many
 
     def partitions(self, state: State, bucket: Bucket, P: int) -> Sequence[Span]:
         """Return the spans of the P partitions at this step: here, always the same spans of equal lengths."""
