@@ -41,9 +41,8 @@ LEAVE_S = 20.0  # for processes to leave their group before the next call
 MOST_LIVE = 4  # ranks; larger worlds are rare
 FRESH = "test_adapter_"  # whose trainers keep much for the lifetime of their process
 TOLD = 5  # functions to list that ran before the failed one
-LINGER_S = (
-    2.0  # a finished rank keeps its sockets open: gloo may be connected here before the peer knows that it is, too
-)
+# A finished rank keeps its sockets open: gloo may be connected here before the peer knows that it is, too.
+LINGER_S = 2.0
 
 
 def run(
