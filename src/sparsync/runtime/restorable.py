@@ -207,7 +207,7 @@ class Restorable(StepBoundary):
         if place != self._place or state["part"] != self.part:
             raise ValueError(
                 f"this is the state of {_described(place, state['part'])}, and this is {_described(self._place, self.part)}; "
-                "load the state of this rank. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks; "
+                "load each rank's own. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks; "
                 "in a torch.distributed.checkpoint, save sparsync.checkpoint.entries(handle), not the handle"
             )
 
@@ -244,7 +244,7 @@ def _difference(state: SavedState, own: SavedState) -> str:
     """Describe the first difference in integration, scheme and model between `state` and `own`; "" if there is none."""
     if state["integration"] != own["integration"]:
         named, here = (_SAVED_WITH.get(each["integration"], repr(each["integration"])) for each in (state, own))
-        return f"it was saved with {named}, whose residuals have other units than those of {here}"
+        return f"it was saved with {named}, whose residuals are in other units than those of {here}"
     if state["scheme_name"] != own.get("scheme_name", state["scheme_name"]):
         return f"its scheme is {state['scheme_name']!r}, and this one is {own['scheme_name']!r}"
     saved, layout = state["layout"], own["layout"]
