@@ -14,16 +14,16 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src" / "sparsync"
 SOURCES = {path: path.read_text() for path in sorted(LIBRARY.rglob("*.py"))}
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
-    "src": 22_960,
-    "elastic": 2_095,
-    "lab": 15_730,
-    "studies": 6_815,
-    "tests": 38_220,
+    "src": 22_584,
+    "elastic": 2_002,
+    "lab": 14_229,
+    "studies": 6_452,
+    "tests": 33_300,
 }
-LONGER_FILES = 8  # of more than 400 lines; goal 0
-LONGER_SCHEMES = 4  # of more than 200 lines; goal 0
-LARGER_CLASSES = 7  # of more than 20 methods; goal 0
-HACKS = 16  # goal 10
+LONGER_FILES = 1  # of more than 400 lines; goal 0
+LONGER_SCHEMES = 0  # of more than 200 lines
+LARGER_CLASSES = 5  # of more than 20 methods; goal 0
+HACKS = 15  # goal 10
 PUBLIC_NAMES = 22
 
 

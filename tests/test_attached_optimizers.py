@@ -182,9 +182,7 @@ def optimizers_apart() -> None:
     backward()
     first.step()
     backward()
-    with pytest.raises(
-        RuntimeError, match=r"^the gradients of this Adam have changed since .* with its own optimizer$"
-    ):
+    with pytest.raises(RuntimeError, match=r"^the gradients of this Adam have changed since .* with its optimizer$"):
         second.step()
     first.step()
     torch.autograd.grad(model(batch(0, 0)[0]).sum(), parameters)  # for a log

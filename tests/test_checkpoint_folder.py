@@ -69,7 +69,7 @@ def test_two_models_in_one_folder_need_names_and_then_each_gets_its_own(tmp_path
 def test_a_state_of_another_model_or_scheme_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     _, file = saved(tmp_path)
     for options, message in (
-        ({"shapes": OTHER}, "it has a parameter 'bias', which this model has not"),
+        ({"shapes": OTHER}, "it has a parameter 'bias', which this model lacks"),
         ({"shapes": {**SHAPES, "more": (1,)}}, "it has no parameter 'more', which this model has"),
         ({"shapes": {**SHAPES, "bias": (6,)}}, r"its parameter 'bias' has the shape \(5,\), and here \(6,\)"),
         ({"scheme": ExactMiCRO(0.1)}, "its scheme is 'topk', and this one is 'exact_micro'"),

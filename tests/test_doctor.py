@@ -138,7 +138,7 @@ def twice() -> None:
         optimizer = kind(model.parameters(), lr=0.1)
         handle: Any = sparsync.attach(model, TopK(0.1), optimizer=optimizer)  # Any: of either exchange
         with pytest.raises(
-            RuntimeError, match=r"only one communication hook; .*call handle\.detach\(\) before"
+            RuntimeError, match=r"only one communication hook; .*call handle\.detach\(\) first"
         ) as error:
             sparsync.attach(model, TopK(0.2), optimizer=optimizer)
         assert ("handle.scheme = ..." in str(error.value)) == switches

@@ -314,7 +314,7 @@ def test_a_state_of_another_model_or_other_fragments_changes_nothing() -> None:
         small = LocalTraining(
             made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.25), every=2, comm=comm, fragments=2
         )
-        with pytest.raises(ValueError, match=r"it has a parameter '0.weight', which this model has not"):
+        with pytest.raises(ValueError, match=r"it has a parameter '0.weight', which this model lacks"):
             small.load_state_dict(state)
 
     LocalWorld(1).run(body)

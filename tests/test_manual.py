@@ -147,7 +147,7 @@ def compiled() -> None:
     loss = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
     loss(torch.ones(3, 8)).backward()
     reducer.reduce()
-    assert torch.equal(model.bias.grad, torch.full((2,), 3.0))
+    assert model.bias.grad is not None and torch.equal(model.bias.grad, torch.full((2,), 3.0))
     reducer.close()
 
 

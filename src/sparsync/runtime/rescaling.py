@@ -377,8 +377,7 @@ class Clipping:
         if self.passes is not None:
             self.passes.stepped()
         names, gradients = self._names, {}
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for parameter in parameters:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             name, grad = names.get(id(parameter)), parameter.grad
             if grad is not None and name in self._written and grad.layout == torch.strided:
                 gradients[name] = grad.to_local() if hasattr(grad, "to_local") else grad
