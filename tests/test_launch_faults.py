@@ -102,14 +102,14 @@ def test_a_rank_that_fails_without_a_fault_ends_the_others_as_ever(tmp_path: Pat
 @pytest.mark.slow
 @builds
 def test_a_training_goes_on_while_a_rank_is_killed_another_joins_and_a_link_is_cut() -> None:
-    faults = [f"--fault={each}" for each in ("kill:1@15s", "join@20s", "partition:0@22s+1s", "store@30s+1s")]
+    faults = [f"--fault={each}" for each in ("kill:1@40s", "join@45s", "partition:0@47s+1s", "store@55s+1s")]
     command = [sys.executable, str(EXAMPLE), "--steps", "400"]
     with launched("--ranks", "3", "--link", "1mbit", "--delay", "5ms", *faults, "--", *command) as run:
         status, out, err = run.finish()
     assert status == 0, err
     ended = re.findall(r"\[rank (\d)\] done after (\d+) steps", out)
     assert sorted(ended) == [("0", "400"), ("2", "400"), ("3", "400")]
-    assert re.search(r"\[rank 3\] goes on at step \d+ as rank \d of 3", out)
+    assert re.search(r"\[rank 3\] goes on at step [1-9]\d* as rank \d of 3", out)
     steps = [int(step) for step in re.findall(r"\] step (\d+): loss", out)]
     assert steps == sorted(steps)
     assert max(steps) == 400
