@@ -20,6 +20,7 @@ PARTS = {
     "gpu": "what the library costs on a GPU, and launches counted on a CPU: tables of docs/gpu.md",
     "integrations": "what works where: docs/what_works.md",
     "mutations": "faults put into the library, and the tests that must find them",
+    "papers": "what the abstracts of the five papers claim, measured: docs/papers.md",
     "predictions": "predicted steps beside measured ones: a table of docs/advise.md",
     "published": "published figures beside what the model of `sparsync simulate` says of them: docs/published.md",
     "records": "checks the runs that docs/records.jsonl has, and writes the tables of docs/compare.md",

@@ -1,0 +1,68 @@
+"""Measure what the abstracts of the five papers claim, claim by claim: docs/papers.md.
+
+    .venv/bin/python -m studies papers skip_reduce,thesis,micro,exdyna,oktopk [--out FOLDER] [--print]
+
+Finished measurements are kept in FOLDER, so an interrupted study resumes. Each system is a module here, with a function `claims`.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sparsync_lab.workloads.store import written
+from studies import parts
+
+PAGE = "docs/papers.md"
+SYSTEMS = ("skip_reduce", "thesis", "micro", "exdyna", "oktopk")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of an abstract, and the measurement beside it."""
+
+    text: str  # in few words
+    paper: str  # the paper's figure, or "-"
+    ours: str  # measured
+    verdict: str  # "reproduced", "here it is X, because ...", or "needs ..."
+
+
+@dataclass(frozen=True)
+class Section:
+    """The part of the page about one system: its claims, and the tables and remarks below."""
+
+    claims: Sequence[Claim]
+    below: str = ""
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = parts.options("papers", __doc__)
+    parser.add_argument("systems", metavar="SYSTEM,...", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/papers"), metavar="FOLDER", help="(default: build/papers)"
+    )
+    options = parser.parse_args(argv)
+    systems = options.systems.split(",")
+    if unknown := [each for each in systems if each not in SYSTEMS]:
+        parser.error(f"unknown system {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
+    for system in systems:
+        section = import_module(f"studies.papers.{system}").section(options.out)
+        parts.put(PAGE, system, page_part(system, section), options.print)
+
+
+def page_part(system: str, section: Section) -> str:
+    """Format a section of the page."""
+    rows = [(each.text, each.paper, each.ours, each.verdict) for each in section.claims]
+    table = parts.table(("claim", "paper", "here", "verdict"), rows)
+    command = f"`python -m studies papers {system}`:"
+    return "\n\n".join(part for part in (command, table, section.below) if part)
+
+
+def kept(folder: Path, name: str, measure: Callable[[], Any]) -> Any:  # Any: JSON
+    """Return the finished measurement in `folder`, or measure and keep it there."""
+    file = folder / f"{name}.json"
+    if not file.is_file():
+        written(file, [(json.dumps(measure(), indent=1) + "\n").encode()])
+    return json.loads(file.read_text("utf-8"))
