@@ -35,8 +35,8 @@ from studies.papers import Claim, kept
 
 TITLES = ["alls_well_that_ends_well", "coriolanus", "hamlet", "henry_v", "lear", "macbeth", "othello", "tempest"]
 LENGTH, TESTED, VOCABULARY = 40, 250, 500  # words per passage, passages of each play for the test, words that count
-P, STEPS, RATES = 8, 300, (0.5, 1.0, 2.0)
-SEEDS, MANY_SEEDS, RATE_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4, 5), (0, 1)
+P, STEPS, RATES = 8, 150, (0.5, 1.0, 2.0)
+SEEDS, MANY_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
 
 Shards = Literal["none", "mixed", "by play"]
 KINDS: dict[Shards, str] = {"none": "all passages", "mixed": "its eighth of every play", "by play": "one play"}
@@ -136,7 +136,7 @@ class Learned:
 
 
 def learned(folder: Path, job: Plays, label: str, seeds: Sequence[int], rate: float | None = None) -> Learned:
-    """Train `job` with the scheme; without a rate, at the one that is best at its best evaluation, over the first two seeds."""
+    """Train `job` with the scheme; without a rate, at the one that is best at its best evaluation, with the first seed."""
 
     def once(rate: float, seed: int) -> dict[str, Any]:  # Any: JSON
         def train() -> dict[str, Any]:
@@ -158,7 +158,7 @@ def learned(folder: Path, job: Plays, label: str, seeds: Sequence[int], rate: fl
 
     rates = list(RATES)
     while rate is None:
-        tried = {each: fmean(min(once(each, seed)["loss"]) for seed in RATE_SEEDS) for each in rates}
+        tried = {each: min(once(each, SEEDS[0])["loss"]) for each in rates}
         best = min(rates, key=lambda each: tried[each])
         if best in (rates[0], rates[-1]):
             rates = sorted([*rates, best / 2 if best == rates[0] else 2 * best])
@@ -193,9 +193,7 @@ def regularisation(folder: Path) -> dict[str, Learned]:
 def bias(folder: Path) -> dict[tuple[str, str], Learned]:
     """Train with ranks that draw from the same passages, from a fixed eighth of every play, and from one play."""
     labels = {"dense": "dense"}
-    labels |= {
-        f"{mode}, s = {s}": f"skip_reduce:skip={s}:mode={mode}" for s in (2, 4, 6) for mode in ("random", "naive")
-    }
+    labels |= {f"{mode}, s = {s}": f"skip_reduce:skip={s}:mode={mode}" for s in (P // 2,) for mode in ("random", "naive")}
     return {
         (shown, shards): learned(folder, Plays(passages=96, shards=shards), label, SEEDS)
         for shown, label in labels.items()

@@ -54,16 +54,16 @@ class Job:
 
 
 JOBS = {
-    "SGD": Job("shakespeare-small", {"vocabulary": 1000, "width": 64, "length": 12, "windows": 200}, (0.5, 1, 2)),
+    "SGD": Job("shakespeare-small", {"vocabulary": 500, "width": 48, "length": 12, "windows": 200}, (2, 4, 8)),
     "AdamW": Job("gpt-tiny", {"width": 48, "layers": 1, "heads": 2}, (1, 2, 4)),
 }
 METHODS = {
     "dense": "dense",
     **{f"random, s = {s}": f"skip_reduce:skip={s}" for s in range(1, P)},
-    **{f"naive, s = {s}": f"skip_reduce:skip={s}:mode=naive" for s in (2, 4, 6)},
-    **{f"selective, s = {s}": f"skip_reduce:skip={s}:protect=embedding.*" for s in (4, 6)},
-    **{f"`auto_protect`, s = {s}": f"auto_protect:skip={s}" for s in (4, 6)},
-    **{f"`ring_pruning`, s = {s}": f"ring_pruning:skip={s}" for s in (2, 4)},
+    **{f"naive, s = {s}": f"skip_reduce:skip={s}:mode=naive" for s in (4, 6)},
+    f"selective, {MIDDLE}": f"skip_reduce:skip={P // 2}:protect=embedding.*",
+    f"`auto_protect`, {MIDDLE}": f"auto_protect:skip={P // 2}",
+    f"`ring_pruning`, {MIDDLE}": f"ring_pruning:skip={P // 2}",
     "no skipping: `two_shot`, int4": "two_shot:density=1.0:values=int4",
 }
 
