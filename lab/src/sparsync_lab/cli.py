@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -285,7 +286,8 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
         device=options.device,
     )
     where = Outputs(options.out, options.page, options.part, options.csv)
-    frontier(study, where, options.jobs, ["sparsync", *arguments])
+    beside = {text: replace(study, workload=name, options=own) for text, name, own in options.beside}
+    frontier(study, where, options.jobs, ["sparsync", *arguments], beside)
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
