@@ -267,7 +267,8 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
         family = family_of_job(workload)
         advise.check_model(workload, probe.backward)
     if options.schemes is None:
-        options.schemes = advise.advised_schemes(family, probe.group.ranks)
+        elements = sum(each.elements for each in probe.backward.bucket)
+        options.schemes = advise.advised_schemes(family, probe.group.ranks, elements)
     choices = _choices(options, (probe.group.ranks,))
     found = advise.advise(probe, probe.backward, choices, family)
     print(advise.text(found, probe, probe.backward, *terminal.manner()))
