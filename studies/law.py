@@ -273,16 +273,19 @@ def page(points: Sequence[Point]) -> str:
     law = law_of(points)
     formula = " * ".join(f"({name})^{letter}" for name, letter in zip(LAW, "bcde", strict=True))
     sections = [
-        f"Nats per token behind dense = offset + a * {formula}, fitted to {len(fitted)} points of up to {LARGEST / 1e6:.0f} million "
-        f"parameters and {SHORTEST} steps or more. Bits are those of the recipe's name.",
+        f"Nats per token behind dense = offset + a * {formula}, with the bits of the recipe's name, fitted to {len(fitted)} points: "
+        f"{_span(each.parameters / 1e6 for each in fitted)} million parameters, {_span(each.tokens_per_step for each in fitted)} tokens a "
+        f"step, {_span(each.steps for each in fitted)} steps, {_span(each.ranks for each in fitted)} ranks.",
         f"**Predicted for {SIZE / 1e6:.0f} million parameters** on 4 ranks, {TOKENS_PER_STEP:,} tokens a step, mean of three seeds, each "
         "method at its best rate, in % of perplexity (95 % interval):",
         _predictions(law),
-        "The chance of the goal is for the longer training. The last column is older than the law: one training at one rate, not fitted.",
+        "The chance of the goal is for the longer training. The last column is older than the law: one training at one rate, "
+        f"not fitted. Trainings of fewer than {SHORTEST} steps are outside the law.",
         "The constants. One is identified if its interval is less than half as wide as what was assumed of it:",
         _constants(law),
         "Errors in nats on a size left out of the fit (root of the mean square over points with 4 ranks), and what simpler laws predict "
-        f"for {SIZE / 1e6:.0f} M after {LENGTHS[0]} steps:",
+        f"for {SIZE / 1e6:.0f} M after {LENGTHS[0]} steps. The last row is the law above, "
+        "whose intervals contain the doubt about every exponent:",
         _left_out(fitted),
         "The points. With 16 ranks, `bits=0.2` is another recipe, and the exponent of the ranks takes in the difference. Shorter trainings "
         "are not fitted: after 300 steps, the smallest model is still on its first plateau with dense, and has left it with the recipes.",
@@ -304,7 +307,8 @@ def _predictions(law: Law) -> str:
             goal = f"at most +{100 * GOALS[each.bits]:.0f} %"
             chance = f"{100 * within.double().mean().item():.0f} %"
         if each.bits in ONCE:
-            once = _signed(ONCE[each.bits])
+            _, low, high = quantiles(drawn[-1])
+            once = f"{_signed(ONCE[each.bits])}, {_side(ONCE[each.bits], low, high)}"
         cells.append([f"`{each.name}`", goal, *texts, chance, before, once])
     return parts.table(heads, cells)
 
@@ -327,7 +331,7 @@ def _left_out(points: Sequence[Point]) -> str:
     heads = [
         "law of",
         *(f"error at {significant(size / 1e6)} M" for size in sizes),
-        *(f"`bits={each:g}`" for each in bits),
+        *(f"`bits={each:g}`, %" for each in bits),
     ]
     cells: list[list[str]] = []
     for factors in (*SIMPLER, LAW):
@@ -351,38 +355,37 @@ def _table_of(points: Sequence[Point], law: Law) -> str:
         middle, low, high = quantiles(law.measured(point))
         use = "fitted" if point.fitted else "not fitted"
         if point.parameters > LARGEST:
-            use = "**predicted**: " + (
-                "within" if low <= point.gap <= high else "below" if point.gap < low else "above"
-            )
+            use = f"**predicted**: {_side(point.gap, low, high)}"
         if not point.interior:
             use += ", best rate at the edge"
         half = interval(range(point.seeds)).half  # of seeds whose gaps differ by 1
         if half is not None and point.deviation is not None:
             half *= point.deviation / statistics.stdev(range(point.seeds))
-        size = f"{significant(point.parameters / 1e6)} M"
         about = [
             point.job,
-            size,
+            f"{significant(point.parameters / 1e6)} M",
             f"{point.tokens_per_step:,}",
             f"{point.steps:,}",
+        ]
+        about += [
             str(point.ranks),
             f"`bits={point.recipe:g}`",
+            str(point.seeds),
+            interval_text(Interval(point.gap, half)),
         ]
-        measured = interval_text(Interval(point.gap, half))
-        cells.append([*about, str(point.seeds), measured, f"{middle:+.3f} ({low:+.3f} to {high:+.3f})", use])
-    heads = (
-        "job",
-        "size",
-        "tokens a step",
-        "steps",
-        "ranks",
-        "recipe",
-        "seeds",
-        "nats behind dense",
-        "law (95 %)",
-        "use",
-    )
-    return parts.table(heads, cells)
+        cells.append([*about, f"{middle:+.3f} ({low:+.3f} to {high:+.3f})", use])
+    heads = "job, size, tokens a step, steps, ranks, recipe, seeds, nats behind dense, law (95 %), use"
+    return parts.table(heads.split(", "), cells)
+
+
+def _side(gap: float, low: float, high: float) -> str:
+    return f"{'below' if gap < low else 'above' if gap > high else 'within'} the interval"
+
+
+def _span(values: Iterable[float]) -> str:
+    there = sorted(values)
+    low, high = (f"{each:,}" if isinstance(each, int) else significant(each) for each in (there[0], there[-1]))
+    return low if low == high else f"{low} to {high}"
 
 
 def _percent(gaps: Float[Tensor, " draws"]) -> str:
