@@ -3,7 +3,7 @@
     python -m studies law [--fit FOLDER ...] [--check FOLDER ...] [--print]
 
 Folders are those of `sparsync frontier`. The page is made from the points in law.jsonl. `--fit` adds points, and is refused once larger
-models have been measured: their prediction stands. `--check` adds points of larger models, which are compared and never fitted.
+models have been measured: their prediction stands. `--check` adds points of larger models or other jobs to compare, never to fit.
 """
 
 import json
@@ -61,6 +61,7 @@ class Point:
     deviation: float | None = None  # standard deviation over seeds
     seeds: int = 0
     interior: bool = True  # both best rates lie between others that were tried
+    compared: bool = False  # with the law, and never fitted
 
     @property
     def where(self) -> Where:
@@ -68,7 +69,7 @@ class Point:
 
     @property
     def fitted(self) -> bool:
-        return self.interior and self.parameters <= LARGEST and self.steps >= SHORTEST
+        return self.interior and not self.compared and self.steps >= SHORTEST
 
 
 TARGET = Point("", int(SIZE), TOKENS_PER_STEP, LENGTHS[0], 4, 0.0, seeds=3)
@@ -105,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     parser = parts.options("law", __doc__)
     parser.add_argument("--fit", nargs="+", type=Path, default=[], metavar="FOLDER", help="of trainings to fit")
-    parser.add_argument("--check", nargs="+", type=Path, default=[], metavar="FOLDER", help="of larger models")
+    parser.add_argument("--check", nargs="+", type=Path, default=[], metavar="FOLDER", help="to compare")
     options = parser.parse_args(argv)
     known = json_lines.read(FILE, lambda content: checked(Point, content), "point")
     points = updated(known, points_of(options.fit), points_of(options.check))
@@ -114,8 +115,8 @@ def main(argv: Sequence[str]) -> None:
     parts.put(PAGE, PART, page(points), options.print)
 
 
-def updated(known: Sequence[Point], fitted: Sequence[Point], larger: Sequence[Point]) -> list[Point]:
-    """Add points to fit and points of larger models; they replace known ones that have no more seeds.
+def updated(known: Sequence[Point], fitted: Sequence[Point], compared: Sequence[Point]) -> list[Point]:
+    """Add points to fit, if their models are not too large, and points to compare. They replace known ones that have no more seeds.
 
     Raises ValueError if the fit would change after larger models were measured.
     """
@@ -125,8 +126,9 @@ def updated(known: Sequence[Point], fitted: Sequence[Point], larger: Sequence[Po
             f"--fit would change a prediction: {FILE.name} has points of larger models; use --check alone, or delete their lines"
         )
     points = {point.where: point for point in known}
-    for point in [*small, *(point for point in larger if point.parameters > LARGEST)]:
-        if point.where not in points or point.seeds >= points[point.where].seeds:
+    for point in [*small, *(replace(point, compared=True) for point in compared)]:
+        there = points.get(point.where, point)
+        if point.compared == there.compared and point.seeds >= there.seeds:
             points[point.where] = point
     return sorted(points.values(), key=lambda point: point.where)
 
@@ -354,7 +356,7 @@ def _table_of(points: Sequence[Point], law: Law) -> str:
     for point in points:
         middle, low, high = quantiles(law.measured(point))
         use = "fitted" if point.fitted else "not fitted"
-        if point.parameters > LARGEST:
+        if point.compared:
             use = f"**predicted**: {_side(point.gap, low, high)}"
         if not point.interior:
             use += ", best rate at the edge"

@@ -39,10 +39,11 @@ def test_a_law_without_scatter_is_recovered_and_extended_to_a_larger_size() -> N
     assert [round(each, 2) for each in (middle, low, high)] == [round(exact(target), 2)] * 3
 
 
-def test_points_of_larger_models_change_neither_the_law_nor_its_points() -> None:
+def test_points_to_compare_do_not_change_the_law_and_larger_models_end_the_fit() -> None:
     small = points()
-    larger = replace(TINY, parameters=111_000_000, gap=0.5)
-    together = law.updated(small, [], [larger])
+    others = [replace(TINY, parameters=111_000_000, gap=0.5), replace(TINY, job="other", gap=0.5)]
+    together = law.updated(small, [], [*others, replace(small[0], gap=0.5)])
+    assert len(together) == len(small) + 2
     assert torch.equal(law.law_of(together).draws, law.law_of(small).draws)
     with pytest.raises(ValueError, match="--fit would change a prediction"):
         _ = law.updated(together, [replace(TINY, gap=0.0)], [])
