@@ -282,7 +282,8 @@ def page(points: Sequence[Point]) -> str:
         "method at its best rate, in % of perplexity (95 % interval):",
         _predictions(law),
         "The chance of the goal is for the longer training. The last column is older than the law: one training at one rate, "
-        f"not fitted. Trainings of fewer than {SHORTEST} steps are outside the law.",
+        f"not fitted. Trainings of fewer than {SHORTEST} steps are outside the law. The points are of the jobs "
+        f"{' and '.join(sorted({each.job for each in fitted}))}; how jobs differ is not in the intervals.",
         "The constants. One is identified if its interval is less than half as wide as what was assumed of it:",
         _constants(law),
         "Errors in nats on a size left out of the fit (root of the mean square over points with 4 ranks), and what simpler laws predict "
