@@ -59,12 +59,10 @@ JOBS = {
 }
 METHODS = {
     "dense": "dense",
-    **{f"random, s = {s}": f"skip_reduce:skip={s}" for s in range(1, P)},
-    **{f"naive, s = {s}": f"skip_reduce:skip={s}:mode=naive" for s in (4, 6)},
-    f"selective, {MIDDLE}": f"skip_reduce:skip={P // 2}:protect=embedding.*",
+    **{f"random, s = {s}": f"skip_reduce:skip={s}" for s in (2, 4, 6)},
+    **{f"naive, s = {s}": f"skip_reduce:skip={s}:mode=naive" for s in (P // 2,)},
     f"`auto_protect`, {MIDDLE}": f"auto_protect:skip={P // 2}",
     f"`ring_pruning`, {MIDDLE}": f"ring_pruning:skip={P // 2}",
-    "no skipping: `two_shot`, int4": "two_shot:density=1.0:values=int4",
 }
 
 
@@ -280,7 +278,7 @@ def claims(found: Mapping[str, Found]) -> list[Claim]:
     selective = (
         f"{name}: {kind} {over(kind, name)}, {bytes_share(found[name], f'{kind}, {MIDDLE}'):.0%} of the bytes"
         for name in found
-        for kind in ("random", "selective", "`auto_protect`")
+        for kind in ("random", "`auto_protect`")
     )
     random, most = {name: over("random", name) for name in found}, max(best)[0]
     return [

@@ -19,7 +19,7 @@ from studies import parts
 from studies.papers import Claim, Section, kept, skip_reduce
 
 RANKS, COUNT = (2, 3, 5, 8, 16), 720_720  # divisible by all of RANKS
-PAIRS = 31
+PAIRS = 15
 P = skip_reduce.P
 
 
