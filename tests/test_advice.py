@@ -148,11 +148,6 @@ def test_buckets_are_joined_as_the_integration_joins_them(sizes: list[int]) -> N
     assert [sum(sizes[place] for place in group) for group in advice.joined(sizes, 4, 4.0)] == seen
 
 
-def test_a_missing_kernel_of_the_probe_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no \[\[kernel\]\] of kind select"):
-        advice.step("topk", TopK(), replace(PROBE, kernel=PROBE.kernel[:1] + PROBE.kernel[2:]), TWO_BUCKETS)
-
-
 def _steps(**seconds: float) -> dict[str, PredictedStep]:
     return {label: PredictedStep(label, step_s, 1.0, 0.0, 1.0, 0.0, True) for label, step_s in seconds.items()}
 
@@ -266,30 +261,6 @@ def test_a_prediction_far_beyond_the_probe_is_said_to_be_a_guess() -> None:
         assert ("dense, bf16: far beyond the probe's largest exchange" in said) == bool(far)
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["--option", "width=3"], "--option and --data need a workload; name one with --workload"),
-        (["--schemes", "dense,bf16,dense"], "names one twice"),
-        (["--schemes", "topk"], "needs dense and bf16"),
-        (["--workload", "gpt-tiny"], "the model of the probe has 2000 parameters, the job of --workload has"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    more: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "probe.toml"
-    for probe, words, said in (
-        (PROBE, [], "says nothing of a model"),
-        (replace(PROBE, backward=TWO_BUCKETS), more, expected),
-    ):
-        probe_file.write(probe, path)
-        with pytest.raises(SystemExit) as ended:
-            main(["advise", "--probe", str(path), *words])
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
-
-
 def test_probes_of_jobs_have_the_buckets_of_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
@@ -305,31 +276,6 @@ def test_probes_of_jobs_have_the_buckets_of_compare(tmp_path: Path, monkeypatch:
         assert options.bucket_mb == (None if options.workload is None else _parser().parse_args(["compare"]).bucket_mb)
     predictions.probe_all(tmp_path)
     assert len(asked) == len(list(tmp_path.iterdir()))  # all are there
-
-
-def test_a_comparison_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted: list[str] = []
-
-    def sparsync(command: str, *arguments: str) -> None:
-        out = Path(arguments[-1])
-        if command != "compare":
-            out.touch()
-            return
-        out.mkdir(exist_ok=True)
-        assert not list(out.iterdir())
-        if not interrupted:
-            (out / "half").touch()
-            interrupted.append(str(out))
-            raise KeyboardInterrupt
-        (out / "whole").touch()
-
-    monkeypatch.setattr(predictions, "_command", sparsync)
-    with pytest.raises(KeyboardInterrupt):
-        predictions.measure_all(tmp_path)
-    predictions.measure_all(tmp_path)
-    folders = [each for each in tmp_path.iterdir() if each.is_dir()]
-    assert len(folders) == len(predictions.JOBS) * len(predictions.JOB_LINKS)
-    assert all([each.name for each in folder.iterdir()] == ["whole"] for folder in folders)
 
 
 def test_predictions_count_errors_pairs_in_order_and_what_the_chosen_method_loses(

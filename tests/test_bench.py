@@ -42,16 +42,6 @@ def test_the_bound_is_that_of_a_line_of_two_machines(backward: float, reduction:
     assert (at_best.bound_s(8), at_best.hidden) == (reduced, 1 - 1 / 8)
 
 
-def test_what_cannot_run_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="names one twice"):
-        overlap.main(["--schemes", "dense,dense"])
-    with pytest.raises(ValueError, match="cannot run on 4 ranks"):
-        overlap.main(["--schemes", "skip_reduce:skip=9"])
-    with pytest.raises(SystemExit):
-        overlap.main(["--ranks", "1"])
-    assert "--ranks must be in [2, 64], got 1" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_over_loopback_has_a_row_for_each_case_and_says_that_its_times_prove_nothing(

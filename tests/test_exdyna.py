@@ -119,11 +119,6 @@ def test_apportioned_quotas_sum_up_and_fit(shares: list[tuple[int, int]], part: 
     assert all(0 <= count <= places for count, places in zip(given_out, free, strict=True))
 
 
-def test_more_than_the_free_places_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit"):
-        apportion([1, 1], [3, 4], 8)
-
-
 def test_quotas_are_the_counts_above_one_common_level() -> None:
     """Against the exact selection of the largest 400 of all partitions."""
     draw = torch.Generator().manual_seed(2)

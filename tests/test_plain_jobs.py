@@ -144,35 +144,6 @@ def test_an_evaluation_that_knows_no_rank_is_made_by_rank_0() -> None:
 # What is refused
 
 
-class NoRank(Least):
-    def batch(self, step: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.zeros(step)
-
-
-class Accuracy(Least):
-    metric = "accuracy"
-
-
-class Upward(Normalised):
-    better = "up"
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (NoRank, r"class NoRank has a 'batch' without step or rank; write it as: def batch\(self, step, rank, ranks\)"),
-        (
-            Accuracy,
-            r"class Accuracy names a quality and has no method 'evaluate'; write it as: def evaluate",
-        ),
-        (Upward, r"class Upward has better 'up'; write one of lower, higher"),
-    ],
-)
-def test_a_class_that_could_not_run_is_refused(kind: type, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        job(kind)
-
-
 class NoMean(Least):
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch)

@@ -83,14 +83,6 @@ def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path: Path, lin
         read(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"<html>\n</html>\n", b'{"kind": "run', b'{"kind": "x"}\n'])
-def test_a_file_without_a_run_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / FILE_NAME).write_bytes(content)
-    with pytest.raises(ValueError, match=r"results\.jsonl"):
-        read(tmp_path)
-
-
 def test_a_delay_is_kept_and_shown_with_what_it_cost(tmp_path: Path) -> None:
     links = links_text(1e8, 1e8, Delay(0.025, 0.005))
     delayed = replace(RUN, config={**RUN.config, "delay_s": 0.025, "jitter_s": 0.005, "links": links})

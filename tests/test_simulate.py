@@ -4,12 +4,10 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from sparsync_lab.cli import main
-from sparsync_lab.predict.exchanges import Kind
 from sparsync_lab.predict.network import Link
 from sparsync_lab.simulate import model, setup
 from sparsync_lab.simulate.model import predict
@@ -91,49 +89,6 @@ def test_every_preset_names_its_sources_and_is_predicted(name: str) -> None:
     steps = [predict(chosen, entry, ranks).step_s for entry in chosen.scheme for ranks in (None, 8)]
     assert min(steps) >= chosen.job.compute_s
     assert len(chosen.scheme) >= 2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("elements = 1048576", "elemnts = 1048576"), r"job\.elemnts: Unexpected"),
-        (("elements = 1048576\n", ""), r"set-up 'own': job\.elements: "),
-        (('"job.ranks" = "made up"\n', ""), r"\[sources\] must say where job.ranks is from"),
-        (('"job.ranks" =', '"job.rnks" ='), "must say where job.ranks is from"),
-        (("[sources]", '[sources]\n"job.unit" = "x"'), "names job.unit, which is not there"),
-        (("[network]", "[network]\nranks_per_node = 2"), "2 ranks on a node; give inside_gbit_per_s"),
-        (("[job]", "[job"), "is not TOML"),
-        (('title = "one of my own"', "title = 2020-01-01"), "title: "),
-        (("[job]", 'name = "q"\n[job]'), "has no section 'name'"),
-        (("bucket_mb = 0", "bucket_mb = 1e-9"), "bucket_mb = 1e-09 makes over 100,000 buckets"),
-        (("samples = 8", "itemsize = 3"), r"job\.itemsize: .* got 3"),
-        (("every = 10", "delay = 1"), "fragments and delay need exchanges every few steps"),
-        (("every = 10", "every = 10\nfragments = 5\ndelay = 3"), r"delay must be in \[0, 2\].*, got 3"),
-        (('label = "every 10"', 'label = "dense"'), "set-up 'own': .*'dense' is there 2 times"),
-    ],
-)
-def test_a_set_up_that_cannot_be_says_what_is_wrong(change: tuple[str, str], message: str) -> None:
-    assert OWN.count(change[0]) == 1 or change[0].startswith(("[", '"'))
-    with pytest.raises(ValueError, match=message):
-        setup.parse(OWN.replace(*change, 1), "own")
-
-
-def test_what_a_command_cannot_take_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    text = OWN.replace('name = "dense"\nevery = 10', 'name = "topk"\nsettings = { density = 2 }')
-    own = setup.parse(f'{text}"every 10.density" = "made up"\n', "own")
-    with pytest.raises(ValueError, match=r"scheme 'topk:density=2' cannot be made: density must be"):
-        predict(own, own.scheme[1])
-    with pytest.raises(ValueError, match=r"there are .*oktopk-bert-256.*did you mean '2x6-10gbe'\?"):
-        setup.read("2x6-10gb")
-    with pytest.raises(ValueError, match=r"nowhere\.toml"):
-        setup.read("nowhere.toml")
-    with pytest.raises(SystemExit):
-        main(["simulate", "--preset", "2x6-10gbe", "--gbit", "nan"])
-    assert "--gbit: takes a finite number above 0, got 'nan'" in capsys.readouterr().err
-
-
-def test_rings_are_all_kinds_of_exchange_but_the_all_reduce() -> None:
-    assert {*get_args(setup.Ring), "all_reduce"} == set(get_args(Kind))
 
 
 def test_nodes_of_a_set_up_have_their_links() -> None:
