@@ -12,7 +12,7 @@ from sparsync import Bucket
 from sparsync.attached.joining import Joining
 from sparsync.schemes import Dense, TopK
 from sparsync_lab import advise
-from sparsync_lab.cli import _parser, main
+from sparsync_lab.cli import main
 from sparsync_lab.predict import advice, probe_file
 from sparsync_lab.predict.advice import PredictedStep
 from sparsync_lab.predict.probe_file import (
@@ -182,39 +182,6 @@ def test_of_methods_within_a_tenth_of_the_fastest_the_one_with_the_most_bits_is_
     assert re.search(said, why)
 
 
-def test_a_verdict_says_that_the_time_of_its_method_was_not_probed() -> None:
-    steps, known = _steps(bf16=2.0, topk=1.0), {"topk": "", "bf16": ""}
-    assert "no buckets of it" not in advice.verdict(steps, known)[1]
-    assert "no buckets of it" in advice.verdict(steps | {"topk": replace(steps["topk"], probed=False)}, known)[1]
-
-
-@pytest.mark.parametrize(
-    ("link_s", "fixed_s", "expected"),
-    [
-        (
-            0.25,
-            0.0,
-            "With dense bf16 a step takes 250 ms, 250 of them beyond computing. Its all-reduces take 250 ms, 0",
-        ),
-        (0.25, 1.0, "1000 of them for any number of bytes: fewer exchanges help"),
-        (0.001, 0.0, "there is little to gain"),
-    ],
-)
-def test_the_answer_begins_with_what_the_plain_all_reduce_waits_for(
-    link_s: float, fixed_s: float, expected: str
-) -> None:
-    operations = tuple(
-        Operation(each.kind, nbytes, seconds, seconds, seconds)
-        for each in PROBE.operation[::2]
-        for nbytes, seconds in ((12, fixed_s), (SENT // 2, fixed_s + link_s))
-    )
-    probe = replace(PROBE, operation=operations, latency=replace(PROBE.latency, announce_s=0.0))
-    backward = Backward("made", 0.0, 0.1 if link_s < 0.01 else 0.0, 0.0, (ReadyBucket(N, 0.0),))
-    choices = parse_schemes("dense,bf16", 0.01)
-    found = advise.advise(probe, backward, choices)
-    assert expected in " ".join(advise.text(found, probe, backward).split())
-
-
 ONE_BUCKET = Backward("made", 0.001, 0.002, 0.0, (ReadyBucket(2000, 0.002),))
 
 
@@ -259,23 +226,6 @@ def test_a_prediction_far_beyond_the_probe_is_said_to_be_a_guess() -> None:
         assert [label for label, each in found.steps.items() if each.far] == far
         said = " ".join(advise.text(found, probe, backward).split())
         assert ("dense, bf16: far beyond the probe's largest exchange" in said) == bool(far)
-
-
-def test_probes_of_jobs_have_the_buckets_of_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def sparsync(*arguments: str) -> None:
-        asked.append(arguments)
-        Path(arguments[-1]).touch()
-
-    monkeypatch.setattr(predictions, "_command", sparsync)
-    predictions.probe_all(tmp_path)
-    assert len(asked) == len(list(tmp_path.iterdir()))
-    for arguments in asked:
-        options = _parser().parse_args(arguments)
-        assert options.bucket_mb == (None if options.workload is None else _parser().parse_args(["compare"]).bucket_mb)
-    predictions.probe_all(tmp_path)
-    assert len(asked) == len(list(tmp_path.iterdir()))  # all are there
 
 
 def test_predictions_count_errors_pairs_in_order_and_what_the_chosen_method_loses(

@@ -60,27 +60,6 @@ def test_send_recv_passes_round_a_ring_to_any_distance(P: int) -> None:
         assert received == [(rank - distance) % P for distance in range(P)]
 
 
-def test_ranks_run_one_at_a_time_in_the_same_order_each_time() -> None:
-    world = LocalWorld(5)
-
-    def order() -> list[tuple[int, int]]:
-        seen: list[tuple[int, int]] = []
-
-        def body(comm: LocalComm) -> None:
-            for turn in range(3):
-                seen.append((turn, comm.rank))
-                comm.all_gather(filled(0))
-                into = torch.empty(2)
-                comm.send_recv(filled(1), (comm.rank + 1) % comm.size, into, (comm.rank - 1) % comm.size)
-
-        world.run(body)
-        return seen
-
-    first = order()
-    assert sorted(first) == [(turn, rank) for turn in range(3) for rank in range(5)]
-    assert all(order() == first for _ in range(3))
-
-
 def wait_in_a_ring(comm: LocalComm) -> None:
     comm.send_recv(torch.empty(0), comm.rank, torch.empty(1), (comm.rank + 1) % comm.size)
 

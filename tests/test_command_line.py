@@ -119,34 +119,6 @@ def test_doctor_of_a_sound_machine_has_nothing_to_do(capsys: pytest.CaptureFixtu
         assert re.search(rf"^  {name}  ", said, re.MULTILINE)
 
 
-@pytest.mark.usefixtures("sound")
-@pytest.mark.parametrize(
-    ("change", "value", "said"),
-    [
-        ("sparsync_lab.doctor.command.NEEDED", ("no_such_package",), "packages: install what is missing: "),
-        (
-            "sparsync.kernels.dispatch.why_missing",
-            lambda: "No module",
-            r"kernels: install a C\+\+ compiler such as g\+\+",
-        ),
-        (
-            "sparsync_lab.doctor.command._version",
-            lambda name: None if name == "torch" else "1",
-            "torch: .* -m pip install torch",
-        ),
-        ("sparsync_lab.doctor.command._version", lambda name: "2.7.1+cpu", "torch: install torch 2.8 or later"),
-    ],
-)
-def test_doctor_ends_with_what_to_do(
-    change: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(change, value)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor"])
-    assert ended.value.code == 1
-    assert re.search(rf"To do:\n1\. +{said}", capsys.readouterr().out)
-
-
 def test_the_kernels_of_a_machine_without_the_compiled_ones_are_the_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.kernels() == dispatch.backends()[0]
     monkeypatch.setattr(dispatch, "_cpu", None)
@@ -221,3 +193,31 @@ def test_frontier_rows_are_those_of_its_file(tmp_path: Path) -> None:
     assert row["quality_error"] == 0.25
     assert (row["workload"], row["scheme"], row["rate"], row["quality"]) == ("gpt", "topk", 0.5, math.inf)
     assert (row["bits"], row["exchanges"], row["seed"]) == (2.0, 3, 0)
+
+
+@pytest.mark.usefixtures("sound")
+@pytest.mark.parametrize(
+    ("change", "value", "said"),
+    [
+        ("sparsync_lab.doctor.command.NEEDED", ("no_such_package",), "packages: install what is missing: "),
+        (
+            "sparsync.kernels.dispatch.why_missing",
+            lambda: "No module",
+            r"kernels: install a C\+\+ compiler such as g\+\+",
+        ),
+        (
+            "sparsync_lab.doctor.command._version",
+            lambda name: None if name == "torch" else "1",
+            "torch: .* -m pip install torch",
+        ),
+        ("sparsync_lab.doctor.command._version", lambda name: "2.7.1+cpu", "torch: install torch 2.8 or later"),
+    ],
+)
+def test_doctor_ends_with_what_to_do(
+    change: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(change, value)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor"])
+    assert ended.value.code == 1
+    assert re.search(rf"To do:\n1\. +{said}", capsys.readouterr().out)

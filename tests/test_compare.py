@@ -284,19 +284,3 @@ def test_a_job_whose_loss_is_nan_from_the_first_step_on_ends_with_an_error_and_a
     assert "topk (seed 0): its training loss or quality is NaN or infinite, first at step 1." in said
     assert re.findall(r"(?<![\w-])[+-]?(?:nan|inf)(?!\w)", done.stdout) == []
     assert (tmp_path / "report.html").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("job", "said"),
-    [
-        ("Unused", None),
-        ("Inside", "no attribute 'halves'"),
-    ],
-)
-def test_a_job_may_leave_parameters_out_but_not_reach_into_the_model(
-    tmp_path: Path, job: str, said: str | None
-) -> None:
-    done = run(compare_job(f"{PLAIN_JOBS}:{job}", tmp_path))
-    assert done.returncode == (1 if said else 0), done.stderr
-    assert (said or "") in done.stderr

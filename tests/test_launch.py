@@ -258,34 +258,6 @@ def test_a_direction_has_the_rate_of_the_link_where_it_has_no_other(
     assert links_text(*expected) == shown
 
 
-READS = """
-import os, sys
-if os.environ["RANK"] == "1":
-    sys.path[:0] = {path!r}
-    from sparsync.base.scheme_text import text_of_environment
-    text_of_environment()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "shown", "told"),
-    [
-        (READS.format(path=sys.path), "scheme topk on rank 1 only", False),
-        ("", "scheme topk on no rank", True),
-    ],
-    ids=["rank 1", "no rank"],
-)
-def test_the_end_says_which_ranks_took_the_scheme(code: str, shown: str, told: bool) -> None:
-    python = [sys.executable, "-c", code]
-    with launched("--ranks", "2", "--link", "none", "--scheme", "topk", "--", *python) as run:
-        status, _, err = run.finish()
-    assert status == 0
-    assert f"2 ranks, loopback, without limits, {shown}, " in err
-    said = "no rank read SPARSYNC_SCHEME, so nothing was reduced with topk; call sparsync.attach(model, optimizer=optimizer)"
-    assert (said in err) == told
-
-
 @pytest.mark.usefixtures("signal_handlers_are_put_back")
 @pytest.mark.parametrize("by", ["--scheme", "environment"])
 def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(

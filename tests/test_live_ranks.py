@@ -76,21 +76,6 @@ def test_what_is_left_behind_is_told_and_ends_the_processes(live: LiveRanks) -> 
     assert run(seen, 1)[0][0] != before
 
 
-def failing() -> None:
-    raise ValueError("lost")
-
-
-def test_a_failure_says_what_ran_there_before_and_ends_the_processes(live: LiveRanks) -> None:
-    before = run(seen, 1)[0][0]
-    with pytest.raises(AssertionError, match="ValueError: lost") as raised:
-        run(failing, 1)
-    assert getattr(raised.value, "__notes__", None) == [
-        "The last that these processes had run before: test_live_ranks.seen on 1"
-    ]
-    assert live.thrown_away == ["test_live_ranks.failing failed"]
-    assert run(seen, 1)[0][0] != before
-
-
 def test_a_slice_is_that_of_its_seed_and_has_failed_without_time_or_tests() -> None:
     def ordered(seed: str, within_s: float = 1000.0) -> tuple[Slice, list[Any]]:
         items = [SimpleNamespace(path=path, number=number) for path in "abc" for number in range(100)]

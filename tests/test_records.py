@@ -85,25 +85,6 @@ def test_three_runs_well_below_the_target_are_an_entry(tmp_path: Path, target: N
     assert second == ["| AdamW, `dense`, rate 1.4", "float32", "4", "10", "48", "6.455", "2.0000", "3", "0.001"]
 
 
-def test_entries_are_listed_by_ranks_and_what_is_not_alike_is_another_entry(tmp_path: Path, target: None) -> None:
-    ring_of_two = {"bytes": RING / 1.5 * 10, "bits": 32.0}
-    two = [row(seed, loss, ranks=2, **ring_of_two) for seed, loss in enumerate((2.0, 2.01, 1.99))]
-    for each in two:
-        each["curve"] = [[10, each["loss"], each["bytes"]]]
-    faster = JOB | {"options": JOB["options"] | {"learning_rate": 0.004}}
-    others = [
-        sparse(seed, **change) for change in ({"precision": "bfloat16 autocast"}, {"job": faster}) for seed in range(3)
-    ]
-    text = records.tables(read(tmp_path, [*map(sparse, range(3)), *others, *two]))
-    entries = [line.split(" | ")[1:5] for line in text.splitlines() if line.startswith("| AdamW")]
-    assert entries == [
-        ["float32", "2", "10", "32"],
-        ["float32", "4", "10", "1.6"],
-        ["bfloat16 autocast", "4", "10", "1.6"],
-        ["float32", "4", "10", "1.6"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -14,7 +14,6 @@ from helpers import distributed
 from sparsync.base.registry import check_names_no_code
 from sparsync.base.scheme_text import COMMAND_LINE, NOTE, VARIABLE, text_of_environment
 from sparsync.exchanges.choice import choose
-from sparsync_lab import workloads
 from sparsync_lab.launch.settings import LaunchSettings, environment
 
 
@@ -71,16 +70,6 @@ def test_a_module_or_file_may_be_called_as_a_scheme_is(tmp_path: Path, monkeypat
         assert sparsync.schemes.from_text(f"{name}:density=0.5") == sparsync.schemes.TopK(density=0.5)
     assert sparsync.schemes.from_text("topk_dsa:density=0.5").name == "topk_dsa"
     monkeypatch.delitem(sys.modules, "topk_dsa")
-
-
-def test_a_file_without_a_class_lists_its_classes(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("class Second: ...\nclass First: ...\n")
-    for make in (sparsync.schemes.from_text, workloads.get):
-        with pytest.raises(ValueError, match=r"mine\.py:CLASS; classes defined there are: First, Second"):
-            make(str(file))
-    with pytest.raises(ValueError, match=r"no file .*none\.py"):
-        workloads.get(str(tmp_path / "none.py"))
 
 
 @pytest.mark.parametrize("density", ["0.1", None, True, [0.1]])
