@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.partitions import elements_of
 from helpers.reducing import reduced
 from sparsync.core import generator, spans
 from sparsync.schemes import InTurn, TwoShot
@@ -59,7 +58,9 @@ def test_each_element_has_one_turn_with_one_owner(n: int, P: int, every: int) ->
         assert (found[taken] == -1).all()
         turn.put_(found, taken)
         for p, part in enumerate(spans(taken.numel(), P)):
-            assert torch.isin(part.of(taken), elements_of(turns.regions, position, p)).all()
+            assert torch.isin(
+                part.of(taken), turns.regions.positions(p, torch.arange(turns.regions.lengths()[p]))
+            ).all()
     assert torch.equal(found, position)
     assert torch.equal(turns.at(turns.count, CPU).of(position), turns.at(0, CPU).of(position))
 

@@ -212,7 +212,6 @@ def test_steps_packets_and_bits_that_do_not_fit_are_refused() -> None:
     outside: dict[str, Any] = {"gradients": [torch.ones(2)], "starts": [299], "factors": [1.0]}
     few: dict[str, Any] = {"ratio": torch.ones(1)}
     x, packet = torch.ones(300), values_encode(torch.ones(300), 4)
-    none: list[Any] = [[], [], [], None, None, 1, [], [], 0]
     for call, message in (
         (
             lambda: operations.make_steps_(torch.zeros(300), **steps_of(torch.float32) | outside),
@@ -226,17 +225,12 @@ def test_steps_packets_and_bits_that_do_not_fit_are_refused() -> None:
             lambda: operations.apply_steps_([], [], torch.zeros(300), [packet[:39]] * 3, 3, [], []),
             "100 values of 3 bits take 40 bytes with their scales, the packet has 39",
         ),
-        (
-            lambda: operations.reduce_shares_(x, [packet[1:]], 4, 2, 4),
-            "300 values of 4 bits take 154 bytes with their scales, the packet has 153",
-        ),
+        (lambda: operations.reduce_shares_(x, [packet[1:]], 4, 2, 4), "300 values of 4 bits take 154 bytes"),
         (lambda: operations.write_mean_(x, None, None, [packet], 8, 0), "300 values of 8 bits take 304 bytes"),
         (
             lambda: taken("write_mean_", x, x, x[1:].clone(), [packet], 4, 0, None),
             "gradient and residual must have one length, got 299 and 300",
         ),
-        (lambda: operations.encode_steps_(x, *none, P=2, bits=5), "values are rounded to 8, 4, 3 or 1 bits, or five"),
-        (lambda: operations.encode_steps_(x, *none, P=0, bits=4), "a mean is over 1 rank or more, got 0"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             call()

@@ -94,10 +94,7 @@ def test_what_was_measured_is_in_its_file_before_a_table_of_it_is_made(
     ("before", "after", "said"),
     [
         ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; measure again"),
-        ("[latency]", "[latency", "not TOML: .*line"),
-        ("ranks = 4\n", "", r"group\.ranks: .*; edit it, or measure again"),
         ("ranks = 4", "ranks = 1", r"group\.ranks: .* got 1"),
-        ("seconds = 0.5", 'seconds = "fast"', r"operation\[2\]\.seconds: .* got 'fast'"),
         ("seconds = 0.5", "seconds = nan", r"operation\[2\]\.seconds: .* got nan"),
         ("[memory]", "[memorie]", r"memory: .*required"),
     ],
