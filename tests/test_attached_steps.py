@@ -154,13 +154,6 @@ def refused() -> None:
         model = DistributedDataParallel(bare)
         with pytest.raises(ValueError, match=r"DDP ignores 0\.weight"):
             sparsync.attach(model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()))
-    with case("gradients as ever"):
-        model = DistributedDataParallel(bare_model())
-        with pytest.warns(UserWarning, match=r"leave the scheme out, .*; or use TwoShot"):
-            handle: Any = sparsync.attach(
-                model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()), exchange=Gradients()
-            )
-        assert handle.exchange == Gradients()
 
 
 def test_what_steps_cannot_do_is_refused_with_what_can_be_done() -> None:

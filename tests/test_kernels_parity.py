@@ -144,13 +144,6 @@ def test_a_sample_that_misleads_does_not_change_what_is_selected(n: int) -> None
             same(kernels.accumulate_top_k(torch.zeros(n), x, k, torch.empty(n))[0], reference.top_k(x, k))
 
 
-def test_set_backend_restores_the_backend_in_use_before(backend: str) -> None:
-    assert kernels.backend() == backend
-    with kernels.set_backend("reference"):
-        assert kernels.backend() == "reference"
-    assert kernels.backend() == backend
-
-
 @pytest.mark.parametrize("width", [8, 4, 3])
 def test_values_next_to_the_middle_between_two_codes_are_rounded_as_the_reference_does(width: int) -> None:
     lowest = -4 if width == 3 else -MAX_CODE[width]

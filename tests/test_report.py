@@ -1,7 +1,6 @@
 """Invariants of the report: the same numbers in table, page and pictures, every warning in all of them, nothing loaded from outside."""
 
 import io
-import os
 import re
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -23,12 +22,6 @@ PICTURES = [f"{name}.png" for name in DRAWN]
 UNDRAWN = dict.fromkeys(DRAWN, b"")
 LOUD = "THE LINKS HAD NO LIMIT: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK."
 WARNING_COLOUR = (0xB0, 0x00, 0x20)
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the pictures empty, where a test is about the rest: they take most of the time."""
-    monkeypatch.setattr("sparsync_lab.report.plots.pictures", lambda *_: UNDRAWN)
 
 
 def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
@@ -89,24 +82,6 @@ def test_a_target_that_was_missed_says_so(tmp_path: Path) -> None:
     assert columns(text, "topk")[0][5:] == ["2.50", ">", "1.6x", "90.00", "-33.3"]
 
 
-def test_a_terminal_gets_colours_and_no_line_longer_than_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    found = summary(tmp_path, DENSE, SPARSE, run=UNLIMITED)
-    text = as_text(found, width=80, colour=True)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert plain != text
-    assert max(map(len, plain.splitlines())) <= 80
-    reached, spent = columns(as_text(found), "dense")
-    # What is named below each table is left out.
-    assert columns(plain, "dense") == [[*reached[2:4], *reached[5:]], spent]
-    assert [line.strip() for line in plain.splitlines() if "no room for" in line] == [
-        "no room for: sent in a step, step time, ms"
-    ]
-
-
 @pytest.mark.slow
 def test_links_without_limit_give_a_warning_in_every_output(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE, run=UNLIMITED))
@@ -154,21 +129,10 @@ def test_text_of_a_record_never_becomes_markup(tmp_path: Path) -> None:
     assert html.count("&lt;script&gt;") > 5
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_training_without_an_end_is_told_in_table_and_page(tmp_path: Path) -> None:
+def test_a_training_without_an_end_is_told_in_table_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsync_lab.report.plots.pictures", lambda *_: UNDRAWN)
     path = write(tmp_path, DENSE, SPARSE) / FILE_NAME
     path.write_bytes(path.read_bytes()[:-20])
     text = printed(tmp_path)
     for output in (" ".join(text.split()), (tmp_path / "report.html").read_text()):
         assert "topk DID NOT FINISH: ITS ROW IS NO RESULT. With seed 0 it ended after 4 steps: interrupted" in output
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_files_are_there_when_the_reader_of_the_output_has_closed_it(tmp_path: Path) -> None:
-    write(tmp_path, DENSE, SPARSE)
-    reader, writer = os.pipe()
-    os.close(reader)
-    with pytest.raises(BrokenPipeError), os.fdopen(writer, "w") as closed, redirect_stdout(closed):
-        report(tmp_path)
-        closed.flush()
-    assert all((tmp_path / name).exists() for name in [*PICTURES, "report.html"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits, started
+from invariants.world import COUNT, assert_mass, integers, layout, marks, run, same_bits, started
 from sparsync import Bucket, Report, schemes
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
@@ -17,22 +17,9 @@ from sparsync.schemes import Dense, PerParameter, SkipReduce, Span, State, TopK
 # ---- the registry
 
 
-@pytest.mark.slow
-def test_every_name_makes_a_scheme_that_reduces() -> None:
-    assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning"} <= set(schemes.names())
-    for name in schemes.names():
-        step = run(started(schemes.get(name), 2), reals(2, COUNT, 1))[0]
-        assert same_bits(step.written[0], step.written[1])
-
-
 def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
     for name in schemes.names():
-        assert schemes.describe(name)
-        assert "\n" not in schemes.describe(name)
-    assert (
-        schemes.describe("gtopk")
-        == "Merge selections pairwise in a tree, k elements in the end: gTop-k (arXiv 1901.04359)"
-    )
+        assert schemes.describe(name) and "\n" not in schemes.describe(name)
     assert schemes.settings("topk") == {"density": 0.01, "values": "float32", "residuals": "float32"}
     assert "mode" in schemes.settings("skip_reduce")
     assert schemes.settings("ring_pruning") == {"skip": 0.5}

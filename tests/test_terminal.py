@@ -21,14 +21,3 @@ def test_no_line_is_longer_than_the_screen_and_no_name_or_number_is_broken(width
     words = text.split()
     assert {"adamw_steps/two_shot", "sign", "dense", "1.25", "10"} <= set(words)
     assert not re.search(r"adamw_steps/two_shot\S", text)
-
-
-def test_the_least_important_columns_go_first_and_are_named() -> None:
-    def left_out(width: int) -> list[str]:
-        found = re.findall(r"no room for: (.*)", " ".join(lines_of([LONG], width=width).split()))
-        return found[0].split(", ") if found else []
-
-    assert left_out(120) == []
-    assert left_out(50) == ["second"]
-    assert left_out(42) == ["second", "last"]  # and the name stands in two lines
-    assert left_out(38) == ["second", "third of them", "last"]
