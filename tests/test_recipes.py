@@ -106,6 +106,27 @@ def test_the_row_with_the_most_bits_that_is_not_above_those_asked_for_is_taken(
     assert recipe(family, ranks, bits).text == text
 
 
+def test_a_row_that_fails_on_large_models_is_for_small_ones_and_the_error_says_why() -> None:
+    assert recipe("steps", 4, 0.2, parameters=21_000_000).bits == 0.2
+    assert [each.bits for each in rows("steps", 4, parameters=111_000_000)] == [4.6, 3.1, 1.6, 0.8]
+    with pytest.raises(
+        ValueError, match=r"bits=0\.2 is for models of up to 21\.6 million .* this one has 111: 42 % behind"
+    ):
+        recipe("steps", 4, 0.2, parameters=111_000_000)
+
+
+@pytest.mark.parametrize(("parameters", "warned"), [(10_800_000, False), (111_000_000, True)])
+def test_a_larger_model_than_a_rows_quality_was_shown_for_is_warned_of(parameters: int, warned: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(parameters, 1, bias=False)
+    optimizer = AdamW(model.parameters())
+    found = [
+        each for each in sparsync.doctor(model, bits=0.8, optimizer=optimizer) if "million parameters" in each.what
+    ]
+    assert [each.refused for each in found] == [None] * warned
+    assert ("7 % behind" in recipe("steps", 4, 0.8).quality_at(parameters)) == warned
+
+
 def test_gradients_alone_take_a_recipe_for_these_and_steps_alone_need_a_scheme() -> None:
     adamw = AdamW(weights())
     assert choose(None, None, Gradients(), adamw) == Choice(
