@@ -11,6 +11,7 @@ import pytest
 
 from sparsync_lab.netlab import routes
 from sparsync_lab.predict import probe_file
+from sparsync_lab.workers import hosts
 
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
