@@ -313,7 +313,7 @@ def refusals(port: int) -> None:
         (True, sparsync.Gradients(), ""),
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        given = {"optimizer": optimizer} if counted else {}
+        given: dict[str, Any] = {"optimizer": optimizer} if counted else {}
         handle: Any = sparsync.attach(model, sparsync.schemes.Dense(), exchange=exchange, **given)
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             run.add(model, handle, optimizer)

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,6 +92,6 @@ def test_a_rank_that_fails_says_so_and_ends_all(tmp_path: Path) -> None:
         ([{"a": "1"}, {"a": "1"}, {"a": "1", "b": "2"}], "ranks differ in b: rank 0 has nothing, rank 2 has 2"),
     ],
 )
-def test_the_first_difference_between_ranks_is_named(found: list[Any], problem: str | None) -> None:
+def test_the_first_difference_between_ranks_is_named(found: list[dict[str, str]], problem: str | None) -> None:
     said = hosts._disagreement(found)
     assert said == problem if problem is None else said is not None and said.startswith(problem)

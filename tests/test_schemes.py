@@ -32,12 +32,6 @@ def test_settings_reach_the_scheme() -> None:
     assert schemes.get("bf16", form="ring") == Dense.bf16("ring")
 
 
-# ---- what a constructor refuses
-
-
-# ---- what a world refuses
-
-
 # ---- SkipReduce
 
 
