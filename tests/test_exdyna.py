@@ -20,7 +20,7 @@ from sparsync.testing import world
 
 
 @pytest.mark.parametrize("bug_compatible", [False, True])
-@pytest.mark.parametrize("P", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("P", [4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 8))])
 def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P: int) -> None:
     n, density = 33_000, 0.01
     scale = 1 / (2 * math.sqrt(density * n)) / 8

@@ -47,8 +47,8 @@ def test_an_operation_is_its_specification(operation: str, kind: str) -> None:
     if (operation in SIGNS and kind == "mostly-nan") or (operation == "reduce_shares_" and kind == "special"):
         pytest.skip("the signs of NaN are not compared")
     cases = list(TABLE[operation](kind, 300))
-    few = [next(iter(TABLE[operation](kind, 1))), *list(TABLE[operation]("few-values", 40))[:2]]  # with zeros
-    taken = [compare(cuda, operation, on(DEVICE, each)) for each in (*few, *cases[:: 1 + len(cases) // 4])]
+    few = [next(iter(TABLE[operation](kind, 1))), list(TABLE[operation]("few-values", 40))[-1]]  # with zeros
+    taken = [compare(cuda, operation, on(DEVICE, each)) for each in (*few, *cases[:: 1 + len(cases) // 3])]
     assert any(taken)
 
 
@@ -70,9 +70,8 @@ def test_a_sample_that_misleads_does_not_change_what_is_selected(monkeypatch: py
         x = made(kind, n).to(DEVICE)
         low, high = x.clone(), x.clone()
         low[::stride], high[::stride] = 1e-40, 1e30
-        for each in (low, high):
-            for k in (1, n // 5):
-                same(kernels.top_k(each, k), reference.top_k(each, k))
+        for each, k in ((low, 1), (high, n // 5)):
+            same(kernels.top_k(each, k), reference.top_k(each, k))
 
 
 @pytest.mark.parametrize("position", [-1, 4, 2**31 - 1, -(2**31)])

@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.mark.parametrize("kind", one_in(4, KINDS))
+@pytest.mark.parametrize("kind", one_in(8, KINDS))
 @pytest.mark.parametrize("operation", COMPILED)
 def test_an_operation_is_its_specification(operation: str, kind: str) -> None:
     for n in SIZES if kind == "normal" else SIZES[::3]:

@@ -98,7 +98,7 @@ FEEDBACK: dict[str, Callable[[], Scheme]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", one_in(2, (torch.float16, torch.bfloat16)))
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_what_a_16_bit_gradient_drops_of_the_mean_stays_in_the_residuals(name: str, dtype: torch.dtype) -> None:
     """Over three steps all that came in is written or kept, up to what float32 rounds."""
