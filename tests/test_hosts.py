@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sparsync_lab.netlab import routes
-from sparsync_lab.predict import probe_file
 from sparsync_lab.workers import hosts
 
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
@@ -56,19 +55,6 @@ def test_torchrun_compares_and_rank_0_alone_writes(tmp_path: Path) -> None:
     assert all(line["interface_bytes"] is None for line in lines if line["kind"] == "step")
     assert done.stdout.count("Report: ") == 1
     assert (tmp_path / "report.html").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_torchrun_probes_and_the_file_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "probe.toml"
-    job = ["--workload", f"{THIRD_PARTY}:LineFit", "--seconds", "1", "--schemes", "topk", "--out", str(path)]
-    done = torchrun("probe", *job)
-    assert done.returncode == 0, done.stderr
-    found = probe_file.read(path)
-    assert (found.group.ranks, found.group.hosts, found.group.backend) == (2, 1, "gloo")
-    assert found.backward is not None
-    assert sum(bucket.elements for bucket in found.backward.bucket) == 9
 
 
 @pytest.mark.slow

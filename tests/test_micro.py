@@ -9,6 +9,7 @@ import torch
 from helpers import exclusive_invariants as streams
 from helpers.exclusive_invariants import run, whole_numbers
 from helpers.plain_micro import Restated
+from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.schemes.exact_exdyna import ExactExDyna
@@ -22,6 +23,16 @@ PLAIN = {"exact_micro": ExactMiCRO, "exact_exdyna": ExactExDyna}
 def known_up_to(density: float, n: int, step: int) -> int:
     """The elements that `density` of n allows in steps 0..step-1, in whole elements."""
     return int(density * n * step + 1e-6)
+
+
+@pytest.mark.parametrize("kind", [ExactMiCRO, MiCRO, ExactExDyna, ExDyna])
+def test_nan_that_its_rank_does_not_examine_shows_on_all_ranks_and_changes_no_residual(kind: type[Scheme]) -> None:
+    P, steps = 4, [whole_numbers(97, 4, step) for step in range(3)]
+    steps[1][2][40] = math.nan  # rank 2 examines the end of the vector, or other rows
+    for first, dirty, last in run(lambda: kind(density=0.1), P, steps):  # pyright: ignore[reportCallIssue]
+        assert dirty.report.details["overflow"] and bool(dirty.grad.isnan().all())
+        assert torch.equal(dirty.residual, first.residual)
+        assert bool(last.grad.isfinite().all())
 
 
 def test_a_state_of_other_settings_brings_its_residual_and_the_rest_starts_again() -> None:
