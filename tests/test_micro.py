@@ -14,6 +14,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.schemes.exact_exdyna import ExactExDyna
 from sparsync.schemes.exact_micro import ROW, ExactMiCRO
+from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO, ThresholdScaling
 from sparsync.selection.exclusive import BlockCyclic
 
