@@ -32,12 +32,11 @@ from sparsync.core import ParameterSpan, Span, generator
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.netlab import Delay, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.predict import plan
-from sparsync_lab.predict.plans import agreement
+from sparsync_lab.predict.schemes import agreement
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import parse_schemes
-from sparsync_lab.simulate.command import write
 from sparsync_lab.workers.process import Emit, Place
-from sparsync_lab.writable import check_file
+from sparsync_lab.writable import check_file, write
 from studies import parts
 from studies.bench import frame
 from studies.bench.frame import TIMEOUT_S, Row

@@ -69,9 +69,7 @@ def _compared(half: Half, found: RunSummary) -> str:
         "step / limit",
     )
     rows = [_row(each, delay_s, rate) for each in found.schemes]
-    # The delaying program competes with the ranks for processors, and more so the more bytes it carries.
-    said = [*(f"{each.text.capitalize()} {each.why}" for each in found.banners), *found.notes]
-    told = "\n\n".join(each for each in said if "carried" in each or "busy" in each)
+    told = "\n\n".join(f"{each.text.capitalize()} {each.why}" for each in found.banners if each.kind == "disturbed")
     return f"{half.title}:\n\n{parts.table(heads, rows)}\n\n`sparsync compare {half.arguments}`. {told}"
 
 
@@ -82,7 +80,7 @@ def _row(scheme: SchemeFigures, delay_s: float, rate: float) -> list[str]:
     assert bits is not None and step_s is not None and compute_s is not None and nbytes is not None
     limit_s = compute_s.median + 8 * nbytes.median / rate + LEAST_DELAYS * delay_s
     reached = "not reached" if scheme.target_s is None else significant(scheme.target_s.median)
-    name = scheme.name.removeprefix("sparsync_lab.rivals.torch_ddp:")
+    name = scheme.label.removeprefix("sparsync_lab.rivals.torch_ddp:")
     shown = (bits.median, 1e3 * step_s.median, 1e3 * limit_s, step_s.median / limit_s)
     return [f"`{name}`", significant(shown[0]), reached, *map(significant, shown[1:])]
 

@@ -15,8 +15,8 @@ from typing import Any
 from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.network import AllReduce, Link, Nodes
 from sparsync_lab.predict.step_time import even_backward, overlapped, periodic, serial
-from sparsync_lab.simulate.command import write
 from sparsync_lab.toml import tomllib
+from sparsync_lab.writable import write
 from studies import parts
 
 GOAL = 0.15  # largest acceptable error, relative to the published figure

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsync_lab.checked import Checked, checked
+from sparsync_lab.frontier.figures import within
 from studies import parts
 
 PAGE, PART, ROWS = "docs/compare.md", "records", "docs/records.jsonl"
@@ -153,18 +154,7 @@ def p_value(losses: Sequence[float], target: float) -> float:
     mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
     if deviation == 0:
         return 1.0
-    return (1 - _within((target - mean) / (deviation / math.sqrt(len(losses))), len(losses) - 1)) / 2
-
-
-def _within(t: float, freedom: int) -> float:
-    """Compute the probability that |T| < t, negative for t < 0, for Student's T: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    total, term = 0.0, math.cos(angle) if odd else 1.0
-    for power in range(odd, freedom - 1, 2):  # of the cosine
-        total += term
-        term *= (power + 1) / (power + 2) * math.cos(angle) ** 2
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return (1 - within((target - mean) / (deviation / math.sqrt(len(losses))), len(losses) - 1)) / 2
 
 
 def _check(run: Run, first: Run) -> None:

@@ -33,7 +33,7 @@ class CompareSettings:
 
     @property
     def rates_bits_per_s(self) -> tuple[float | None, float | None]:
-        """The upload and download rates of every link; None without limits, infinite if only the other direction is limited."""
+        """The upload and download rates of every link; None without limits."""
         return rates(self.link, self.up, self.down)
 
     @property

@@ -98,8 +98,7 @@ def links_text(up_bits_per_s: float | None, down_bits_per_s: float | None, delay
         return ""
     if up_bits_per_s == down_bits_per_s:
         return f"{rate_text(up_bits_per_s)} links"
-    up, down = ("no limit" if math.isinf(rate) else rate_text(rate) for rate in (up_bits_per_s, down_bits_per_s))
-    return f"links of {up} up and {down} down"
+    return f"links of {rate_text(up_bits_per_s)} up and {rate_text(down_bits_per_s)} down"
 
 
 def place_text(run: "Run") -> str:
