@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -178,19 +177,6 @@ def _check(run: Run, first: Run) -> None:
     for name, value in expected.items():
         if not math.isclose(getattr(run, name), value, rel_tol=1e-6):
             raise ValueError(f"{name} must be {value:g} after {run.steps} steps, got {getattr(run, name):g}")
-    _check_curve(run)
-    try:
-        if date.fromisoformat(run.date).isoformat() != run.date:
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"date must be as 2026-01-31, got {run.date!r}") from None
-
-
-def _check_curve(run: Run) -> None:
-    steps, sent = [each for each, *_ in run.curve], [each for *_, each in run.curve]
-    ascend = steps == sorted(set(steps)) and sent == sorted(sent) and min((*steps, *sent), default=-1) >= 0
-    if not ascend or run.curve[-1] != (run.steps, run.loss, run.bytes):
-        raise ValueError(f"curve must ascend, and end with {[run.steps, run.loss, run.bytes]}, got {run.curve[-1:]}")
 
 
 def _different(job: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "job") -> str:  # Any: JSON
@@ -211,10 +197,6 @@ def _check_entry(runs: Sequence[Run]) -> None:
     what = f"{first.track}, {first.scheme}, {first.steps} steps"
     if len(runs) < FEWEST_SEEDS:
         raise ValueError(f"{what}: at least {FEWEST_SEEDS} seeds are needed, got {len(runs)}")
-    if len(set(losses)) < len(losses):
-        raise ValueError(
-            f"{what}: two runs have the same loss to the last digit, so one is a copy; train with each seed"
-        )
     assert target is not None  # checked by `read`
     mean, p = statistics.fmean(losses), p_value(losses, target)
     if not p < LEVEL:

@@ -293,9 +293,9 @@ def test_wrong_arguments_are_refused(
 def test_probes_of_jobs_have_the_buckets_of_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def sparsync(*arguments: str) -> None:
+    def sparsync(out: Path, *arguments: str) -> None:
         asked.append(arguments)
-        Path(arguments[-1]).touch()
+        out.touch()
 
     monkeypatch.setattr(predictions, "_command", sparsync)
     predictions.probe_all(tmp_path)
@@ -310,8 +310,7 @@ def test_probes_of_jobs_have_the_buckets_of_compare(tmp_path: Path, monkeypatch:
 def test_a_comparison_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted: list[str] = []
 
-    def sparsync(command: str, *arguments: str) -> None:
-        out = Path(arguments[-1])
+    def sparsync(out: Path, command: str, *arguments: str) -> None:
         if command != "compare":
             out.touch()
             return

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparsync_lab import workloads
 from sparsync_lab.frontier import runs
@@ -202,7 +203,7 @@ def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: 
     points = {round(key.steps * (point + 1) / POINTS) for point in range(POINTS)} - {0}
     failed = ""
     try:
-        trained = _train(job, choice, key, points)
+        trained = train_method(job, choice, key.seed, key.steps, key.ranks, points, device=key.device)
     except JobError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -214,16 +215,27 @@ def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: 
     return Finished(key, elements, round(time.perf_counter() - began, 1), trained, failed)
 
 
-def _train(job: Workload, choice: SchemeChoice, key: Key, points: Collection[int]) -> one_process.Trained:
-    about = (key.seed, key.steps, key.ranks, points)
+def train_method(
+    job: Workload,
+    choice: SchemeChoice,
+    seed: int,
+    steps: int,
+    ranks: int,
+    points: Collection[int],
+    finished: Callable[[nn.Module], object] = lambda model: None,
+    device: str = "cpu",
+) -> one_process.Trained:
+    """Train with a scheme, or with the steps around it; see `one_process.train_with_scheme` and `train_locally`."""
+    about = (seed, steps, ranks, points)
     if choice.local is None:
-        return one_process.train_with_scheme(job, choice.make, *about, device=key.device)
+        return one_process.train_with_scheme(job, choice.make, *about, finished, device)
     trained = one_process.train_locally(
         job,
         lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
         *about,
-        choice.leaves_rest(key.steps),
-        device=key.device,
+        choice.leaves_rest(steps),
+        finished,
+        device,
     )
     # The lab makes the exchange at the end.
-    return replace(trained, exchanges=0) if choice.never_due(key.steps) else trained
+    return replace(trained, exchanges=0) if choice.never_due(steps) else trained
