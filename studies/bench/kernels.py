@@ -111,7 +111,7 @@ def _cells(backend: str, n: int, options: argparse.Namespace) -> list[tuple[str,
                 raise RuntimeError(f"{case.name!r} gives another result than the reference on {backend}")
             return taken
 
-        found = frame.interleaved(cases, measure, options.rounds, 1, shown.measured)
+        found = frame.interleaved(cases, measure, options.rounds, 1, lambda done, total: shown.at(done, total=total))
     plain = next(seconds for case, seconds in zip(cases, found, strict=True) if case.name == CEILING)
     cells = list[tuple[str, str]]()
     for case, seconds in zip(cases, found, strict=True):

@@ -48,10 +48,8 @@ def lines_of(
             console.print(text, style=style, width=min(width, WIDTH))
         for table in tables:
             made = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-            word = max((len(word) for row in table.rows for word in row[0].split()), default=1)
             for place, head in enumerate(table.heads):
-                least = None if place else min(word, width // 2)
-                made.add_column(head, justify="right" if place else "left", overflow="fold", min_width=least)
+                made.add_column(head, justify="right" if place else "left", overflow="fold")
             for row in table.rows:
                 made.add_row(*map(Text, row))
             if table.title:

@@ -120,9 +120,4 @@ def _of_script(result: trial.Result) -> Iterator[Check]:
 
 def _version(package: str) -> str | None:
     """Look up the version of an installed package; None if it cannot be imported."""
-    if find_spec(package) is None:
-        return None
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of no known version"
+    return importlib.metadata.version(package) if find_spec(package) else None

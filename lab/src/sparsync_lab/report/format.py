@@ -1,7 +1,6 @@
 """Format numbers as text: units, names of places and targets."""
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,14 +26,10 @@ def seconds_text(seconds: float) -> str:
     return f"{significant(seconds / 3600)} h"
 
 
-def byte_unit(values: Iterable[float | None]) -> tuple[str, float]:
-    """Choose the unit, and its size, that suits the largest value; decimal, as link rates are."""
-    largest = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
-    return next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= size), ("B", 1.0))
-
-
 def bytes_text(nbytes: int | float) -> str:
-    unit, size = byte_unit([float(nbytes)])
+    """Format bytes in decimal units, as link rates are: 679 kB, 34.0 MB."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, size = next(((unit, size) for unit, size in units if nbytes >= size), ("B", 1.0))
     return f"{significant(nbytes / size)} {unit}"
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from sparsync_lab.report.choice import failure
-from sparsync_lab.report.results import Results, read
-from sparsync_lab.report.summary import RunSummary, summarise
+from sparsync_lab.report.results import read
+from sparsync_lab.report.summary import summarise
 from sparsync_lab.report.tables import as_text
 from sparsync_lab.writable import write
 
@@ -17,7 +17,7 @@ def report(folder: Path) -> None:
     Shows the newest run; runs are not mixed. Raises ValueError if the folder holds no such results, RuntimeError if
     writing fails.
     """
-    summary, path = _newest(read(folder)), Path(folder) / PICTURE
+    summary, path = summarise(read(folder).runs[-1]), Path(folder) / PICTURE
     from sparsync_lab.report.plots import picture  # loads matplotlib
 
     try:
@@ -29,9 +29,5 @@ def report(folder: Path) -> None:
 
 def check(folder: Path) -> None:
     """Raise RuntimeError if the folder's newest run failed: see `choice.failure`."""
-    if wrong := failure(_newest(read(folder))):
+    if wrong := failure(summarise(read(folder).runs[-1])):
         raise RuntimeError(wrong)
-
-
-def _newest(results: Results) -> RunSummary:
-    return summarise(results.runs[-1])
