@@ -16,8 +16,8 @@ SOURCES = {path: path.read_text() for path in sorted(LIBRARY.rglob("*.py"))}
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
     "src": 22_584,
     "elastic": 2_002,
-    "lab": 13_571,
-    "studies": 6_386,
+    "lab": 13_570,
+    "studies": 6_787,
     "tests": 33_300,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0

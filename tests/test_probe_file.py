@@ -92,7 +92,7 @@ def test_what_was_measured_is_in_its_file_before_a_table_of_it_is_made(
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; measure again"),
+        ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; edit it"),
         ("[latency]", "[latency", r"probe\.toml: .*line"),
         ("ranks = 4\n", "", r"group\.ranks: .*; edit it, or measure again"),
         ("ranks = 4", "ranks = 1", r"group\.ranks: .* got 1"),

@@ -127,7 +127,6 @@ def test_a_block_without_a_step_and_a_model_without_parameters_are_errors() -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--bucket-mb", "1"], "--bucket-mb 1 is for the buckets of a job; name it with --workload, or leave it out"),
         (["--option", "width=3"], "--option and --data need a workload; name one with --workload"),
         (["--ranks", "1"], "a probe measures what travels between ranks, got 1"),
         (["--schemes", "steps/topk,dense"], "a probe measures schemes without steps, got steps/topk; give topk"),

@@ -112,7 +112,8 @@ def _hosts(rank: int, ranks: int, interface: str, timeout_s: float) -> Hosts:
     stacks, interfaces, gpus = zip(*found, strict=True)
     backend: Backend = "nccl" if all(gpus) else "gloo"
     # Ranks of one host use loopback, whatever their interface; NCCL's choice is unknown.
-    own = backend == "gloo" and len(set(stacks)) == ranks and LOOPBACK not in interfaces and bool(interface)
+    counted = bool(interface) and Path("/sys/class/net", interface).exists()  # no list of interfaces
+    own = backend == "gloo" and len(set(stacks)) == ranks and LOOPBACK not in interfaces and counted
     owners = torch.tensor([own], dtype=torch.uint8)
     dist.all_reduce(owners, dist.ReduceOp.MIN)
     device, group = "cpu", None
