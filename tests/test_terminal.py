@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsync_lab.terminal import Table, lines_of, markdown
+from sparsync_lab.terminal import Table, lines_of
 
 LONG = Table(
     "A title that is longer than a narrow screen is wide, and so it goes on in another line",
@@ -19,12 +19,3 @@ def test_no_line_is_longer_than_the_screen_and_nothing_is_left_out(width: int) -
     assert all(cell in shown for cell in ("dense", "1.25", "10")), text
     if width == 120:
         assert {"adamw_steps/two_shot", "x" * 9, "1..5"} <= set(text.split())
-
-
-def test_a_table_in_markdown_has_each_cell_in_one_line() -> None:
-    assert markdown(LONG).splitlines() == [
-        "| method | first number | second | third of them | last |",
-        "| --- | --- | --- | --- | --- |",
-        f"| `adamw_steps/two_shot 7 % sign` | 1.25 | {'x' * 9} | 2 | 3 1..5 |",
-        "| `dense` | 10 | - | 4 | 5 |",
-    ]
