@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparsync_lab.report.format import significant
-from studies import parts
 from studies.papers import Claim, Section
 from studies.papers import thresholds as measured
 from studies.papers.thresholds import (
@@ -23,6 +22,7 @@ from studies.papers.thresholds import (
     label,
     low_to_high,
     percent,
+    titled,
 )
 
 PRESET = "micro-lstm-16"  # the authors' cluster
@@ -124,10 +124,10 @@ def density_table(courses: dict[int, dict[str, Course]], exact: dict[str, Course
         f"Density held on drawn gradients, {MOST_SEEDS} ranks, {measured.ELEMENTS:,} elements, target "
         f"{percent(measured.DENSITY)}: means over seeds (lowest to highest). Settled: within {percent(measured.CLOSE)} on "
         f"average over {measured.STRETCH} steps, counted from the start or the jump. All gradients change by the factor "
-        f"after step {STEPS}. `bug_compatible` has the threshold of the authors' program. The exact forms ran\n"
+        f"after step {STEPS}. `bug_compatible` has the threshold of the authors' program. The exact forms ran "
         f"{measured.SHORT} steps before and after the jump."
     )
-    return f"{under}\n\n{parts.table(heads, rows)}"
+    return titled(under, heads, rows)
 
 
 def build_up_table(published: dict[int, dict[str, Course]], exact: dict[int, dict[str, Course]]) -> str:
@@ -138,7 +138,7 @@ def build_up_table(published: dict[int, dict[str, Course]], exact: dict[int, dic
     ]
     rows += [[f"`{name}`", *(significant(exact[P][name].ratio()) for P in RANKS)] for name in EXACT]
     under = "Union / target by number of ranks, seed 0. Every rank of `topk` selects as many elements as the others' union has."
-    return f"{under}\n\n{parts.table(['scheme', *(f'P = {P}' for P in RANKS)], rows)}"
+    return titled(under, ["scheme", *(f"P = {P}" for P in RANKS)], rows)
 
 
 def cost_table(costs: dict[str, dict[str, float]]) -> str:
@@ -147,10 +147,10 @@ def cost_table(costs: dict[str, dict[str, float]]) -> str:
     rows += [[shown, *[_cost(costs[key])] * len(measured.SELECT_RANKS)] for key, shown in _WHOLE.items()]
     under = (
         f"Selection of {percent(measured.DENSITY)} of {measured.SELECTED:,} elements on one rank: processor time (ms) on one "
-        f"core, medians of {measured.REPEATS} interleaved runs, and the share of the elements read. `exdyna` selects as\n"
+        f"core, medians of {measured.REPEATS} interleaved runs, and the share of the elements read. `exdyna` selects as "
         "`micro` does. Every scheme with a residual adds it to the gradient first."
     )
-    return f"{under}\n\n{parts.table(['', *(f'P = {P}' for P in measured.SELECT_RANKS)], rows)}"
+    return titled(under, ["", *(f"P = {P}" for P in measured.SELECT_RANKS)], rows)
 
 
 _WHOLE = {"topk": "`topk`", "torch.topk": "`torch.topk`", "accumulate": "adding the residual"}
@@ -171,11 +171,11 @@ def convergence_table(trained: dict[str, measured.MethodRow]) -> str:
     ]
     heads = ["method", "rate", "mean union", "bits per parameter per step", "perplexity", "% behind dense"]
     under = (
-        "Convergence: `shakespeare-small`, SGD with momentum, 4 ranks, 300 steps, each at its best of three or more\n"
+        "Convergence: `shakespeare-small`, SGD with momentum, 4 ranks, 300 steps, each at its best of three or more "
         f"multiples of the job's rate ({'some' if any(row.edge for row in trained.values()) else 'none'} at an edge), "
         f"chosen with seed 0; means over {len(SEEDS)} seeds (lowest to highest)."
     )
-    return f"{under}\n\n{parts.table(heads, rows)}"
+    return titled(under, heads, rows)
 
 
 def convergence_verdict(method: measured.MethodRow, others: Sequence[measured.MethodRow]) -> str:
@@ -204,11 +204,11 @@ def times_table(times: dict[str, list[float]]) -> str:
         [f"`{name}`", *(significant(each, 4) for each in times[name])] for name in ("dense", "topk", *PUBLISHED, *EXACT)
     ]
     under = (
-        "Predicted step (ms) on the authors' cluster (an LSTM of 28.9 M parameters on WikiText-2, 4 V100 a node, density\n"
-        "0.1 %), from the bytes sent and the measured imbalance. Links (10 Gbit/s between nodes) and 45 ms of computing\n"
+        "Predicted step (ms) on the authors' cluster (an LSTM of 28.9 M parameters on WikiText-2, 4 V100 a node, density "
+        "0.1 %), from the bytes sent and the measured imbalance. Links (10 Gbit/s between nodes) and 45 ms of computing "
         f"are assumed (`sparsync simulate {PRESET}`). A selection costs one pass over memory here; a sort takes longer."
     )
-    return f"{under}\n\n{parts.table(['scheme', *(f'P = {P}' for P in STEP_RANKS)], rows)}"
+    return titled(under, ["scheme", *(f"P = {P}" for P in STEP_RANKS)], rows)
 
 
 def _after_jumps(jumped: Sequence[dict[float, Course]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.simulate import setup as setups
 from sparsync_lab.traffic.observe import Observed
 from sparsync_lab.traffic.stream import OfJob, Stream, Synthetic
+from studies import parts
 from studies.papers import kept
 
 DENSITY = 0.01
@@ -249,6 +251,11 @@ def step_ms(preset: str, name: str, P: int, imbalance: float | None = None) -> f
 def percent(value: float) -> str:
     """Format a share in percent."""
     return f"{significant(100 * value, 2)} %"
+
+
+def titled(text: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table below a text in lines of the page's width."""
+    return f"{textwrap.fill(text, 150)}\n\n{parts.table(heads, rows)}"
 
 
 def low_to_high(values: Iterable[float], form: Callable[[float], str] = lambda value: significant(value, 3)) -> str:
