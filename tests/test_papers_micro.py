@@ -9,7 +9,7 @@ from studies.papers.thresholds import STRETCH, Course, followed, step_ms
 
 
 def test_a_union_has_settled_where_it_stays_close_to_its_target_for_a_stretch():
-    course = Course(100, 1000, [400, 20, 100, *[104] * STRETCH, 300], [[3, 1]] * (STRETCH + 4))
+    course = Course(100, 1000, [400, 300, 100, *[104] * STRETCH, 20], [[3, 1]] * (STRETCH + 4))
     assert course.settled_after() == 2
     assert (course.worst(), course.ratio(3, 3 + STRETCH), course.imbalance()) == (0.2, 1.04, 1.5)
     assert Course(100, 1000, [100] * (STRETCH - 1), []).settled_after() is None

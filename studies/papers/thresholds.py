@@ -255,13 +255,14 @@ def percent(value: float) -> str:
 
 def titled(text: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format a table below a text in lines of the page's width."""
-    return f"{textwrap.fill(text, 150)}\n\n{parts.table(heads, rows)}"
+    return f"{textwrap.fill(text, 150, break_on_hyphens=False)}\n\n{parts.table(heads, rows)}"
 
 
 def low_to_high(values: Iterable[float], form: Callable[[float], str] = lambda value: significant(value, 3)) -> str:
-    """Format the mean over seeds, and the lowest and highest."""
+    """Format the mean over seeds, and the lowest and highest of several."""
     found = list(values)
-    return f"{form(statistics.fmean(found))} ({form(min(found))} to {form(max(found))})"
+    extremes = f" ({form(min(found))} to {form(max(found))})" if len(found) > 1 else ""
+    return form(statistics.fmean(found)) + extremes
 
 
 def build_up_of_topk(exact: Mapping[int, Mapping[str, Course]], P: int) -> str:
