@@ -14,27 +14,31 @@ from sparsync_lab.workloads.gpt import Gpt
 from studies import downstream
 
 PLAY = "Who's there? Nay, answer me: stand, and unfold yourself. " * 40
-OPTIONS = argparse.Namespace(steps=2, tuned=1, seeds=2, again=2)
+SIZE = downstream.Size("part", 64, 2, 4, 2.0, 2e-3, ("dense", "local_steps(every=2)/dense"))
 
 
 @pytest.mark.slow
 def test_each_pre_training_gives_a_row_and_none_reads_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downstream, "METHODS", ("dense", "local_steps(every=2)/dense"))
     monkeypatch.setattr(downstream, "TESTED", 8)
     works = {
         "hamlet_gut.txt": PLAY + "@" * (len(PLAY) // 4),
         "sonnets_gut.txt": "From fairest creatures we desire increase\n",
     }
-    none, dense, local = downstream.study(
-        works, ["Of Man's first disobedience, and the fruit " * 20], tmp_path, OPTIONS
-    )
+    options = argparse.Namespace(out=tmp_path, steps=2, tuned=1, seeds=2, again=2)
+    milton = ["Of Man's first disobedience, and the fruit " * 20]
+    rows = downstream.study(works, milton, SIZE, options)
+    none, dense, local = rows
     assert (none[:3], dense[:2], local[:2]) == (
         ["none", "-", "-"],
         ["`dense`", "48"],
         ["`local_steps(every=2)/dense`", "24"],
     )
-    learnt = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    learnt = {file.name: file.read_text() for file in (tmp_path / "texts").iterdir()}
     assert learnt == {"hamlet_gut.txt": PLAY, "sonnets_gut.txt": works["sonnets_gut.txt"]}
+    # What is finished is not done again.
+    monkeypatch.setattr(one_process, "train", None)
+    monkeypatch.setattr(downstream, "_tuned", None)
+    assert downstream.study(works, milton, SIZE, options) == rows
 
 
 def test_accuracy_and_macro_f1_are_those_of_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:

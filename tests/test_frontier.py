@@ -273,6 +273,27 @@ def test_local_steps_that_end_before_an_exchange_is_due_exchanged_nothing(every:
     assert choice.never_due(4) == (not exchanges)
 
 
+@pytest.mark.usefixtures("signal_handlers_are_put_back")
+def test_a_job_beside_has_a_column_with_each_method_at_its_best_rate_there(
+    tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quality(choice: SchemeChoice, key: Key) -> float:
+        best = 2 if '"width": 8' in key.job else 1
+        return 10.0 + (choice.label != "dense") * best + abs(key.rate - best)
+
+    monkeypatch.setattr(study, "train", pretended(quality))
+    other = f"gpt-tiny(width=8:layers=1:windows=4:data={play})"
+    cli.main(
+        f"frontier --workload gpt-tiny --data {play} --schemes dense,topk --beside {other} --out {tmp_path}".split()
+    )
+    rows = [
+        line for line in (tmp_path / "frontier.md").read_text().splitlines() if line.startswith(("| `", "| method"))
+    ]
+    assert rows[0].endswith(f"| % behind dense, {other} |")
+    assert rows[1].endswith("| +10.0 | +20.0 |")
+    assert rows[2].endswith("| 0 | 0 |")
+
+
 def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- begin a -->\nold\n<!-- end a -->\nbetween\n<!-- begin b -->\n<!-- end b -->\n")

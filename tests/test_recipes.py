@@ -127,6 +127,27 @@ def test_bits_that_no_row_has_are_an_error_that_lists_those_there_are(
         recipe("steps", 8, bits)
 
 
+def test_a_row_that_fails_on_large_models_is_for_small_ones_and_the_error_says_why() -> None:
+    assert recipe("steps", 4, 0.2, parameters=21_000_000).bits == 0.2
+    assert [each.bits for each in rows("steps", 4, parameters=111_000_000)] == [4.6, 3.1, 1.6, 0.8]
+    with pytest.raises(
+        ValueError, match=r"bits=0\.2 is for models of up to 21\.6 million .* this one has 111: 42 % behind"
+    ):
+        recipe("steps", 4, 0.2, parameters=111_000_000)
+
+
+@pytest.mark.parametrize(("parameters", "warned"), [(10_800_000, False), (111_000_000, True)])
+def test_a_larger_model_than_a_rows_quality_was_shown_for_is_warned_of(parameters: int, warned: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(parameters, 1, bias=False)
+    optimizer = AdamW(model.parameters())
+    found = [
+        each for each in sparsync.doctor(model, bits=0.8, optimizer=optimizer) if "million parameters" in each.what
+    ]
+    assert [each.refused for each in found] == [None] * warned
+    assert ("7 % behind" in recipe("steps", 4, 0.8).quality_at(parameters)) == warned
+
+
 def test_bits_exclude_a_scheme_and_an_exchange() -> None:
     for scheme, exchange, named in ((TopK(0.1), None, "a scheme"), (None, Gradients(), "exchange=")):
         with pytest.raises(ValueError, match=f"bits=0.8 stands for .*; leave bits or {named} out"):

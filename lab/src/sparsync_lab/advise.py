@@ -45,9 +45,9 @@ class Advice:
     attach: str = ""  # the `sparsync.attach` call for the recommended recipe
 
 
-def advised_schemes(family: Family, ranks: int) -> str:
+def advised_schemes(family: Family, ranks: int, parameters: int) -> str:
     """List the methods predicted by default: the plain all-reduces, the recipes, local steps and published schemes."""
-    recipes = ("default", *(each.name for each in rows(family, ranks)[1:]))
+    recipes = ("default", *(each.name for each in rows(family, ranks, parameters)[1:]))
     return ",".join(("dense", "bf16", *recipes, *OTHERS))
 
 
@@ -73,16 +73,21 @@ def advise(probe: Probe, backward: Backward, choices: Sequence[SchemeChoice], fa
     if missing:
         raise ValueError(f"--schemes needs {' and '.join(missing)} to compare with, got {', '.join(have)}")
     steps = {choice.label: step(choice, probe, backward) for choice in choices}
+    elements = sum(each.elements for each in backward.bucket)
     found = {label: _recipe_of(label, family, probe.group.ranks) for label in have}
-    quality = {label: each.quality for label, each in found.items() if each} | dict.fromkeys(BASELINES, "as dense")
-    best, why = advice.verdict({label: each for label, each in steps.items() if label in quality}, quality)
+    quality = {label: each.quality_at(elements) for label, each in found.items() if each}
+    quality |= dict.fromkeys(BASELINES, "as dense")
+    # Not one of fewer bits than the default whose quality was not shown at this size.
+    default = rows(family, probe.group.ranks)[0]
+    sure = [label for label, each in found.items() if each and (each.shows(elements) or each == default)]
+    best, why = advice.verdict({label: steps[label] for label in steps if label in (*BASELINES, *sure)}, quality)
     if probe.group.kernels == SLOW_KERNELS:
         best, why = "", "The probe ran on the slow reference kernels, so it does not show which method to use."
     [bf16] = (choice for choice in choices if choice.label == "bf16")
     tiny = tuple(replace(each, elements=min(each.elements, probe.group.ranks)) for each in backward.bucket)
     fixed_s = min(steps["bf16"].reduce_s, step(bf16, probe, replace(backward, bucket=tiny)).reduce_s)
     line = attach_line(best, family, probe.group.ranks)
-    return Advice(sum(each.elements for each in backward.bucket), steps, quality, why, fixed_s, line)
+    return Advice(elements, steps, quality, why, fixed_s, line)
 
 
 def _recipe_of(label: str, family: Family, ranks: int) -> Recipe | None:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,7 +267,8 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
         family = family_of_job(workload)
         advise.check_model(workload, probe.backward)
     if options.schemes is None:
-        options.schemes = advise.advised_schemes(family, probe.group.ranks)
+        elements = sum(each.elements for each in probe.backward.bucket)
+        options.schemes = advise.advised_schemes(family, probe.group.ranks, elements)
     choices = _choices(options, (probe.group.ranks,))
     found = advise.advise(probe, probe.backward, choices, family)
     print(advise.text(found, probe, probe.backward, *terminal.manner()))
@@ -285,7 +287,8 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
         device=options.device,
     )
     where = Outputs(options.out, options.page, options.part, options.csv)
-    frontier(study, where, options.jobs, ["sparsync", *arguments])
+    beside = {text: replace(study, workload=name, options=own) for text, name, own in options.beside}
+    frontier(study, where, options.jobs, ["sparsync", *arguments], beside)
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:

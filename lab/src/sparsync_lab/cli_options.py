@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from functools import partial
@@ -67,6 +68,15 @@ def _seed(text: str) -> int:
     if not text.isdecimal():
         raise ArgumentTypeError(f"takes whole numbers, with commas between several, such as 0,1,2, got {text!r}")
     return int(text)
+
+
+def _job(text: str) -> tuple[str, str, dict[str, str]]:
+    """Parse "NAME" or "NAME(KEY=VALUE:KEY=VALUE)" into the text, the workload and its options."""
+    match = re.fullmatch(r"([^()]+)(?:\((.*)\))?", text)
+    options = [each.partition("=") for each in (match[2] or "").split(":") if each] if match else []
+    if match is None or not all(key and equals for key, equals, _ in options):
+        raise ArgumentTypeError(f"takes a workload, such as sympy or sympy(width=64:layers=6), got {text!r}")
+    return text, match[1], {key: value for key, _, value in options}
 
 
 _finite = partial(_number, wanted="a finite number", least=-math.inf)
@@ -154,6 +164,13 @@ _SAID: dict[str, Changes] = {
         "help": "factors of the job's rate; if the lowest or the highest is best, more are tried",
     },
     "--rates-seed": {"type": _seed, "metavar": "SEED", "help": "try the rates with this seed only"},
+    "--beside": {
+        "action": "append",
+        "type": _job,
+        "default": [],
+        "metavar": "JOB(KEY=VALUE)",
+        "help": "train the methods on this job, too, for a column of the table; again for more",
+    },
     "--jobs": {"type": count, "default": 1, "metavar": "N", "help": "trainings at a time, each on one core"},
     "--device": {
         "choices": ("cpu", "cuda"),
@@ -201,7 +218,7 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
     "advise": (f"{_JOB} --probe --schemes --density", {}),
     "demo": ("--out --steps", {"--out": {"default": Path("demo")}, "--steps": {"default": None}}),
     "frontier": (
-        f"{_JOB} --schemes --density --ranks --steps --seeds --rates --rates-seed --jobs --device --page --part "
+        f"{_JOB} --schemes --density --ranks --steps --seeds --rates --rates-seed --beside --jobs --device --page --part "
         "--out --csv",
         {
             "--workload": {"default": "gpt-tiny"},

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from sparsync_lab.frontier.figures import LOSSES, Interval, MethodRow, Panel
 from sparsync_lab.report.format import behind_text, significant
@@ -11,8 +12,13 @@ from sparsync_lab.terminal import NOTHING, Table
 Column = tuple[str, Callable[[MethodRow], str], bool, bool]
 
 
-def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
-    """Tabulate one panel, fewest bits first; `names` maps labels to the names shown."""
+def table(
+    panel: Panel, metric: str, names: Mapping[str, str], beside: Mapping[str, Panel] = MappingProxyType({})
+) -> Table:
+    """Tabulate one panel, fewest bits first; `names` maps labels to the names shown.
+
+    `beside`: the same methods on other jobs, by name, with a column each.
+    """
     unit = LOSSES.get(metric, "")
     columns: list[Column] = [
         ("method", lambda row: names[row.label], False, True),
@@ -33,6 +39,7 @@ def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
     columns.append(("% behind\ndense", _range, True, True))
     if panel.rows[0].behind_best is not None:
         columns.append(("% behind\ndense or laprop", lambda row: behind_text(row.behind_best or 0.0), True, True))
+    columns += [(f"% behind\ndense,\n{name}", _range_in(other), True, True) for name, other in beside.items()]
     rows = tuple(
         tuple(NOTHING if row.broken and result else cell(row) for _, cell, result, _ in columns) for row in panel.rows
     )
@@ -120,6 +127,12 @@ def interval_text(found: Interval | None) -> str:
 
 def _end(row: MethodRow) -> str:
     return row.broken.partition(":")[0].replace(" ", "\n") or significant(row.end.mean, 4)
+
+
+def _range_in(other: Panel) -> Callable[[MethodRow], str]:
+    """Make the cell of a method's row in another panel."""
+    rows = {each.label: each for each in other.rows}
+    return lambda row: NOTHING if rows[row.label].broken else _range(rows[row.label])
 
 
 def _range(row: MethodRow) -> str:

@@ -48,6 +48,7 @@ class Workload(ABC):
     better: ClassVar[Better]  # which quality is better
     unit: ClassVar[str]  # the quality with its unit, to label an axis
     repeats_passes: ClassVar[bool] = False  # a loss calls the model once, with `batch.input` of a fixed shape
+    held_out: ClassVar[bool] = False  # set apart to check claims: no setting of the library may be chosen on this job
     find_unused_parameters: ClassVar[bool] = False  # of DistributedDataParallel: a step may leave some parameters out
 
     def job_class(self) -> type:

@@ -112,11 +112,12 @@ class Gpt(LanguageJob):
     def window(self) -> int:
         return self.context
 
-    def model(self, seed: int) -> Decoder:
-        vocabulary = self.text().vocabulary
-        built = seeded(lambda: Decoder(vocabulary, self.context, self.width, self.layers, self.heads), seed)
-        assert isinstance(built, Decoder)
-        return built
+    def model(self, seed: int) -> nn.Module:
+        return seeded(self.new_model, seed)
+
+    def new_model(self) -> nn.Module:
+        """Draw a model; its `blocks` have the matrices for Muon."""
+        return Decoder(self.text().vocabulary, self.context, self.width, self.layers, self.heads)
 
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
         require_positive(steps=steps)
