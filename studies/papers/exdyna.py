@@ -44,8 +44,8 @@ def section(folder: Path) -> Section:
         Claim(
             "Build-up never occurs",
             "-",
-            f"union / target {significant(min(ratios))} to {significant(max(ratios))} for P = 2 to 16; "
-            f"`topk` {build_up_of_topk(exact, 2)} to {build_up_of_topk(exact, RANKS[-1])}",
+            f"union / target {significant(min(ratios))} to {significant(max(ratios))} for P = {RANKS[0]} to {RANKS[-1]}; "
+            f"`topk` {build_up_of_topk(exact, RANKS[0])} to {build_up_of_topk(exact, RANKS[-1])}",
             "reproduced",
         ),
         Claim(
