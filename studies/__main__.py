@@ -19,6 +19,7 @@ PARTS = {
     "goodput": "what kills and joins cost a training that goes on: tables of docs/elastic.md",
     "gpu": "what the library costs on a GPU, and launches counted on a CPU: tables of docs/gpu.md",
     "integrations": "what works where: docs/what_works.md",
+    "law": "the gap to dense over bits, parameters, tokens and ranks, and predictions from it: a part of docs/frontier.md",
     "mutations": "faults put into the library, and the tests that must find them",
     "papers": "what the abstracts of the five papers claim, measured: docs/papers.md",
     "predictions": "predicted steps beside measured ones: a table of docs/advise.md",

@@ -1,35 +1,13 @@
 """Benchmarks: the loop and the JSON lines that all share, the figures of `overlap`, and a small run of two of them."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from sparsync.comm.announcement import announcement_cost
 from studies.bench import overlap, reductions
-from studies.bench.frame import interleaved, percentiles, write
 from studies.bench.overlap import Round
-
-
-def test_every_case_is_measured_once_per_round_in_an_order_that_changes() -> None:
-    calls: list[tuple[str, int]] = []
-
-    def measure(case: str, number: int) -> str:
-        calls.append((case, number))
-        return f"{case}{number}"
-
-    assert interleaved("abc", measure, rounds=4, warmup=2) == [[f"{case}{n}" for n in range(2, 6)] for case in "abc"]
-    rounds = [[case for case, number in calls if number == each] for each in range(6)]
-    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
-    assert {after for each in rounds for case, after in pairwise(each) if case == "a"} == {"b", "c"}
-
-
-def test_numbers_are_written_with_six_digits_and_bytes_exactly(capsys: pytest.CaptureFixture[str]) -> None:
-    assert percentiles([1.0, 2.0, 3.0, 4.0]) == {"p20": 1.0, "p50": 2.5, "p80": 4.0}
-    write([{"seconds": 0.123456789, "ratios": [1 / 3, 2.0], "p50": {"low": 1234567.8, "bytes": 1234567.0}}], "-")
-    found = json.loads(capsys.readouterr().out)
-    assert found == {"seconds": 0.123457, "ratios": [0.333333, 2.0], "p50": {"low": 1234570.0, "bytes": 1234567.0}}
 
 
 @pytest.mark.parametrize(("backward", "reduction"), [(4.0, 2.0), (2.0, 4.0), (8.0, 8.0)])
@@ -40,16 +18,6 @@ def test_the_bound_is_that_of_a_line_of_two_machines(backward: float, reduction:
         reduced = max(done, reduced) + reduction / 8
     at_best = Round(backward, reduction, reduced, 0.0)
     assert (at_best.bound_s(8), at_best.hidden) == (reduced, 1 - 1 / 8)
-
-
-def test_what_cannot_run_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="names one twice"):
-        overlap.main(["--schemes", "dense,dense"])
-    with pytest.raises(ValueError, match="cannot run on 4 ranks"):
-        overlap.main(["--schemes", "skip_reduce:skip=9"])
-    with pytest.raises(SystemExit):
-        overlap.main(["--ranks", "1"])
-    assert "--ranks must be in [2, 64], got 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

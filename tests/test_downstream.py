@@ -55,17 +55,6 @@ class FirstCharacter(torch.nn.Module):
         return x[:, 0]
 
 
-def test_the_text_is_numbered_as_for_the_pre_training_without_speakers_and_line_breaks(tmp_path: Path) -> None:
-    (tmp_path / "hamlet.txt").write_text("BERNARDO.\nWho's there?\n[Exit]\n" * 20)
-    job = Gpt(data=str(tmp_path))
-    number = downstream._numbers(tmp_path)
-    text = next(iter(tmp_path.iterdir())).read_text()
-    assert [number[each] for each in text[:64]] == job.text().training[:64].tolist()
-    assert downstream._numbered(["BERNARDO.\nWho's\n  there?\n[Exit]\n"], number).tolist() == [
-        number[each] for each in "Who's there?"
-    ]
-
-
 def test_a_finished_training_in_one_process_hands_over_the_common_weights(tmp_path: Path) -> None:
     (tmp_path / "hamlet.txt").write_text(PLAY)
     job, kept = Gpt(width=8, layers=1, heads=1, context=8, batch_size=4, windows=4, data=str(tmp_path)), []

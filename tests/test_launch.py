@@ -20,14 +20,13 @@ from helpers.rights import ORDINARY, builds
 from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab import cli
 from sparsync_lab.launch.output import LONGEST_LINE, Lines
-from sparsync_lab.launch.settings import LaunchSettings, checked_command, environment
+from sparsync_lab.launch.settings import LaunchSettings, environment
 from sparsync_lab.netlab import rates
 from sparsync_lab.report.format import links_text
 
 PATIENCE_S = 300.0
 TOKEN = "SPARSYNC_TEST_TOKEN"
 PYTHON = [sys.executable, "-S", "-u", "-c"]
-PID_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 # Every rank leaves a process in a session of its own, whose parent has ended, and then waits.
 WAITS = """
 import os, subprocess, sys, time
@@ -259,34 +258,6 @@ def test_a_direction_has_the_rate_of_the_link_where_it_has_no_other(
     assert links_text(*expected) == shown
 
 
-READS = """
-import os, sys
-if os.environ["RANK"] == "1":
-    sys.path[:0] = {path!r}
-    from sparsync.base.scheme_text import text_of_environment
-    text_of_environment()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "shown", "told"),
-    [
-        (READS.format(path=sys.path), "scheme topk on rank 1 only", False),
-        ("", "scheme topk on no rank", True),
-    ],
-    ids=["rank 1", "no rank"],
-)
-def test_the_end_says_which_ranks_took_the_scheme(code: str, shown: str, told: bool) -> None:
-    python = [sys.executable, "-c", code]
-    with launched("--ranks", "2", "--link", "none", "--scheme", "topk", "--", *python) as run:
-        status, _, err = run.finish()
-    assert status == 0
-    assert f"2 ranks, loopback, without limits, {shown}, " in err
-    said = "no rank read SPARSYNC_SCHEME, so nothing was reduced with topk; call sparsync.attach(model, optimizer=optimizer)"
-    assert (said in err) == told
-
-
 @pytest.mark.usefixtures("signal_handlers_are_put_back")
 @pytest.mark.parametrize("by", ["--scheme", "environment"])
 def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
@@ -299,14 +270,3 @@ def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
         cli.main(["launch", "--link", "none", *chosen, "--", "true"])
     assert ended.value.code == 2
     assert re.search(r"sparsync: error: .*unknown scheme 'tpok'.*did you mean 'topk'", capsys.readouterr().err)
-
-
-def test_a_command_or_a_number_of_ranks_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    for words, message in (([], "no command was given"), (["--"], "no command"), (["no-such"], "no program 'no-such'")):
-        with pytest.raises(ValueError, match=message):
-            checked_command(words)
-    for ranks in (0, 65):
-        with pytest.raises(ValueError, match=rf"--ranks must be in \[1, 64\], got {ranks}"):
-            LaunchSettings(("x",), ranks, None, None)
-    script = str(tmp_path / "train.py")
-    assert checked_command(["--", script, "--", "-x"]) == (sys.executable, script, "--", "-x")

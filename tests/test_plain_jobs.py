@@ -17,7 +17,7 @@ from sparsync.schemes import Dense
 from sparsync_lab import workloads
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, loss_of
-from sparsync_lab.workloads.job_errors import JobError, naming
+from sparsync_lab.workloads.job_errors import JobError
 from sparsync_lab.workloads.plain import HELD_OUT, METHODS
 
 FILE = Path(plain_jobs.__file__)
@@ -144,35 +144,6 @@ def test_an_evaluation_that_knows_no_rank_is_made_by_rank_0() -> None:
 # What is refused
 
 
-class NoRank(Least):
-    def batch(self, step: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.zeros(step)
-
-
-class Accuracy(Least):
-    metric = "accuracy"
-
-
-class Upward(Normalised):
-    better = "up"
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (NoRank, r"class NoRank has a 'batch' without step or rank; write it as: def batch\(self, step, rank, ranks\)"),
-        (
-            Accuracy,
-            r"class Accuracy names a quality and has no method 'evaluate'; write it as: def evaluate",
-        ),
-        (Upward, r"class Upward has better 'up'; write one of lower, higher"),
-    ],
-)
-def test_a_class_that_could_not_run_is_refused(kind: type, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        job(kind)
-
-
 class NoMean(Least):
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch)
@@ -210,15 +181,6 @@ def test_an_error_of_a_method_is_told_with_class_method_step_rank_and_line() -> 
     assert str(error.value) == (
         f"Unreadable.batch failed (step 5, rank 1 of 2): OSError: no sample 5 ({FILE}, line {line})"
     )
-
-
-@pytest.mark.parametrize("error", [StopIteration("7"), SystemExit("7"), KeyError(7)])
-def test_the_end_of_an_iterator_and_of_the_program_are_errors_of_a_method_like_others(error: BaseException) -> None:
-    with pytest.raises(JobError) as told, naming(Strange, "batch", 3, 1, 2):
-        raise error
-    assert error.__traceback__ is not None
-    place = f"({__file__}, line {error.__traceback__.tb_lineno})"
-    assert str(told.value) == f"Strange.batch failed (step 3, rank 1 of 2): {type(error).__name__}: 7 {place}"
 
 
 # Training in one process

@@ -79,25 +79,6 @@ def test_a_file_may_be_called_as_steps_are(tmp_path: Path, monkeypatch: pytest.M
     assert one("steps.py:TopK").make() == TopK(0.25)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *[
-            (text, ".")
-            for text in ("local_steps(every=4", "local_steps(every=4)", "local_steps/", "local_steps(a)(b)/topk")
-        ],
-        ("steps", "steps are written as"),
-        ("steps(kept=1)/topk", "^steps have no setting 'kept'"),
-        ("local_steps/topk", "need every=STEPS"),
-        ("local_steps(every=4)/topq", "unknown scheme 'topq'"),
-        ("local_steps(every=4:keep=2.5)/topk", r"cannot be made: .*keep must be in \[0, 1\]"),
-    ],
-)
-def test_steps_that_cannot_be_are_refused_before_anything_is_trained(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        one(text)
-
-
 def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:
     choice = one("local_steps(every=1:outer_rate=0.5:outer_momentum=0)/dense")
 

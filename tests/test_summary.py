@@ -10,7 +10,7 @@ import pytest
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, Made, run, write
 from sparsync_lab.report.results import Quality, Run, RunRecords, SchemeStart, StepRecord, Trace, read
-from sparsync_lab.report.summary import Ratio, RunSummary, SchemeFigures, Spread, behind, reaching, summarise
+from sparsync_lab.report.summary import Ratio, RunSummary, SchemeFigures, Spread, reaching, summarise
 
 
 def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
@@ -192,12 +192,6 @@ def test_behind_dense_is_the_worse_quality_in_percent_at_the_last_step_that_both
     assert scheme(tmp_path / "c", worse, DENSE, *seeds).behind_dense == Spread(17.5, 10.0, 25.0)
     higher = run(target=None, workload={**RUN.workload, "better": "higher"})
     assert scheme(tmp_path / "d", worse, DENSE, run=higher).behind_dense == Spread(-10.0, -10.0, -10.0)
-
-
-def test_a_training_that_diverged_is_infinitely_far_behind() -> None:
-    assert behind(math.inf, 2.0, True) == behind(math.nan, 2.0, False) == math.inf
-    assert math.isnan(behind(2.0, math.inf, True))
-    assert (behind(3.0, 2.0, True), behind(1.0, 2.0, False), behind(2.0, 2.0, True)) == (50.0, 50.0, 0.0)
 
 
 def test_a_step_of_local_steps_is_a_mean_over_the_steps_of_a_round() -> None:

@@ -132,25 +132,6 @@ def test_gradients_of_a_job_in_a_file_are_reduced_by_a_scheme_in_a_file(capsys: 
     assert all(each["error"] == pytest.approx(0.5) for each in found[1:-2:2])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--elements", "9", "--workload", "gpt-tiny"], "--elements applies only to drawn gradients"),
-        (["--workload", "gpt-tiny", "--ranks", "3"], "cannot be split evenly over 3 ranks"),
-        (["--scheme", "topk,topk"], "names one twice"),
-        (["--scheme", "skip_reduce:skip=9"], "cannot run on 4 ranks"),
-        (["--scheme", "local_steps(every=4)/topk"], "schemes reduce gradients here"),
-    ],
-)
-def test_bad_input_is_refused_with_the_fix(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["traffic", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_step_without_any_gradient_has_no_shares() -> None:
     record = Observed(choice("topk"), 2, Synthetic(2, 20).layout).reduce(0, [torch.zeros(20), torch.zeros(20)])
     assert (record["error"], record["captured"], record["residual_norm"]) == (None, None, 0.0)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -159,7 +160,6 @@ def _where(
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
-    from sparsync.exchanges.choice import check_text
     from sparsync_lab.launch.faults import parse_fault
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
     from sparsync_lab.launch.supervisor import launch
@@ -168,12 +168,12 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     up, down = rates(options.link, options.up, options.down)
     delay = delay_of(options.delay, options.jitter)
     command = checked_command(options.command)
-    scheme = options.scheme
+    scheme = options.scheme or scheme_text.text_of_environment() or None
     if scheme is not None:
-        check_text(scheme)  # before any rank starts
-    elif scheme := scheme_text.text_of_environment() or None:
-        with scheme_text.of_variable(scheme):
-            check_text(scheme)
+        from sparsync.exchanges.choice import check_text  # with torch, which takes seconds
+
+        with nullcontext() if options.scheme else scheme_text.of_variable(scheme):
+            check_text(scheme)  # before any rank starts
     faults = tuple(map(parse_fault, options.fault))
     settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace, delay, faults)
     if settings.limited:
