@@ -50,11 +50,11 @@ class Recipe:
         """Compute the bits per parameter per step that a rank of `ranks` sends."""
         return self.bits * (ranks - 1) / ranks / 0.75
 
-    def shows(self, parameters: float) -> bool:
+    def shows(self, parameters: int) -> bool:
         """Tell whether the quality was shown for a model of about this size; twice the size still counts."""
         return parameters <= 2 * self.shown_to
 
-    def quality_at(self, parameters: float) -> str:
+    def quality_at(self, parameters: int) -> str:
         """Say how far training ends behind dense for a model with this many parameters, or that nobody knows."""
         if self.shows(parameters):
             return self.quality
@@ -136,7 +136,7 @@ PUBLISHED = {
 }
 
 
-def rows(family: Family, ranks: int, parameters: float = 0.0) -> list[Recipe]:
+def rows(family: Family, ranks: int, parameters: int = 0) -> list[Recipe]:
     """List the recipes of a family for this number of ranks and of parameters, its default first."""
     by_bits: dict[float, Recipe] = {}
     for each in TABLE:
@@ -147,7 +147,7 @@ def rows(family: Family, ranks: int, parameters: float = 0.0) -> list[Recipe]:
     return list(by_bits.values())
 
 
-def candidates(family: Family, ranks: int, bits: Bits | None, parameters: float = 0.0) -> list[Recipe]:
+def candidates(family: Family, ranks: int, bits: Bits | None, parameters: int = 0) -> list[Recipe]:
     """List the recipes among which `bits`, "auto" or ("auto", floor), chooses: with at least the bits of the default or the floor.
 
     The default comes first; the list is empty if `bits` is a number. Raises ValueError for a family whose exchange is not measured.
@@ -169,7 +169,7 @@ def candidates(family: Family, ranks: int, bits: Bits | None, parameters: float 
     return [each for each in known if each.bits >= (known[0].bits if floor is None else floor) or each is known[0]]
 
 
-def recipe(family: Family, ranks: int, bits: Bits | None = None, parameters: float = 0.0) -> Recipe:
+def recipe(family: Family, ranks: int, bits: Bits | None = None, parameters: int = 0) -> Recipe:
     """Choose the row with the most bits up to `bits`; None and "auto": the default. Raises ValueError below the fewest bits."""
     known = rows(family, ranks, parameters)
     if bits is None or candidates(family, ranks, bits, parameters):
@@ -187,7 +187,7 @@ def recipe(family: Family, ranks: int, bits: Bits | None = None, parameters: flo
     return max(below, key=lambda each: each.bits)
 
 
-def _left_out(family: Family, ranks: int, bits: float, parameters: float) -> str:
+def _left_out(family: Family, ranks: int, bits: float, parameters: int) -> str:
     """Say which rows with so few bits are for smaller models."""
     small = [each for each in rows(family, ranks) if each.bits <= bits and each.most_parameters < parameters]
     return "".join(
