@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsync.core import generator
+from sparsync_lab.frontier.study import train_method
 from sparsync_lab.scheme_choice import parse_schemes
-from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import evaluating, parameter_count, seeded
 from sparsync_lab.workloads.gpt import Decoder, Gpt
 from sparsync_lab.workloads.language import windows
@@ -206,22 +206,12 @@ def _pre_trained(job: Gpt, decoder: nn.Module, label: str, seed: int, steps: int
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         (choice,) = parse_schemes(label, 0.01)
-        about = (seed, steps, RANKS, {steps})
         weights: dict[str, Tensor] = {}
 
         def keep(model: nn.Module) -> None:
             weights.update(copy.deepcopy(model.state_dict()))
 
-        if choice.local is None:
-            trained = one_process.train_with_scheme(job, choice.make, *about, finished=keep)
-        else:
-            trained = one_process.train_locally(
-                job,
-                lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
-                *about,
-                choice.leaves_rest(steps),
-                finished=keep,
-            )
+        trained = train_method(job, choice, seed, steps, RANKS, {steps}, finished=keep)
         bits = 8 * trained.nbytes / parameter_count(decoder)
         torch.save({"weights": weights, "bits": bits, "perplexity": trained.quality[-1][1]}, folder / "partial.pt")
         (folder / "partial.pt").replace(file)

@@ -196,7 +196,7 @@ def test_the_command_prints_a_table_with_what_is_known_of_quality_and_a_verdict(
     for row, quality in (
         ("default", r"1.6 % ahead of dense \(gpt-default\)"),
         ("bf16", "as dense"),
-        ("exact_oktopk", "-"),
+        ("exact_oktopk:density=0.01:values=int8", "-"),
     ):
         assert re.search(rf"^ {row} .*  {quality} *$", said, re.MULTILINE)
     assert "~: the probe has no buckets of dense, bf16, default" in said

@@ -1,7 +1,6 @@
 """Benchmarks: the loop and the JSON lines that all share, the figures of `overlap`, and a small run of two of them."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -23,22 +22,23 @@ def test_the_bound_is_that_of_a_line_of_two_machines(backward: float, reduction:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_over_loopback_has_a_row_for_each_case_and_says_that_its_times_prove_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = tmp_path / "overlap.jsonl"
     size = "--ranks 2 --link none --schemes dense,topk --mbytes 0.1 --buckets 3 --backward-s 0.03 --rounds 4"
-    overlap.main([*size.split(), "--json", str(lines)])
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    overlap.main(size.split())
+    printed = capsys.readouterr()
+    rows = [json.loads(line) for line in printed.out.splitlines()]
     assert [row["case"] for row in rows] == ["DDP's own", "dense", "topk"]
-    assert "says nothing about a network" in capsys.readouterr().err
+    assert "says nothing about a network" in printed.err
     announced = 3 * announcement_cost(2).nbytes  # one for each bucket
     assert rows[0]["payload_bytes"] == rows[1]["payload_bytes"] - announced > 10 * rows[2]["payload_bytes"]
 
 
-def test_reductions_have_a_row_for_each_scheme_the_hook_and_each_number_of_ranks(tmp_path: Path) -> None:
-    found = tmp_path / "rows.json"
-    reductions.main(["--n", "3000", "--ranks", "1,3", "--rounds", "1", "--json", str(found)])
-    rows = [json.loads(line) for line in found.read_text().splitlines()]
+def test_reductions_have_a_row_for_each_scheme_the_hook_and_each_number_of_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reductions.main(["--n", "3000", "--ranks", "1,3", "--rounds", "1"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for ranks in (1, 3):
         cases = [row["case"] for row in rows if row["ranks"] == ranks]
         assert {reductions.HOOK, "bf16", "quantized:values=sign"} <= set(cases)

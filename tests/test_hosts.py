@@ -53,8 +53,8 @@ def test_torchrun_compares_and_rank_0_alone_writes(tmp_path: Path) -> None:
     assert [end["status"] for end in ends] == ["finished"] * 2
     assert all(end["replicas_identical"] for end in ends)
     assert all(line["interface_bytes"] is None for line in lines if line["kind"] == "step")
-    assert done.stdout.count("Report: ") == 1
-    assert (tmp_path / "report.html").exists()
+    assert done.stdout.count("Picture: ") == 1
+    assert (tmp_path / "quality_over_time.png").exists()
 
 
 @pytest.mark.slow

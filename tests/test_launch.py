@@ -1,6 +1,5 @@
 """`sparsync launch`: what a rank finds in its environment, what is shown of it, and that nothing is left, whatever ends the run."""
 
-import math
 import os
 import re
 import shutil
@@ -19,8 +18,8 @@ import pytest
 from helpers.rights import ORDINARY, builds
 from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab import cli
-from sparsync_lab.launch.output import LONGEST_LINE, Lines
 from sparsync_lab.launch.settings import LaunchSettings, environment
+from sparsync_lab.launch.supervisor import LONGEST_LINE, Lines
 from sparsync_lab.netlab import rates
 from sparsync_lab.report.format import links_text
 
@@ -205,12 +204,11 @@ else:
     with launched("--ranks", "2", "--link", "10mbit", *both(code), before=tuple(ORDINARY)) as run:
         status, out, err = run.finish()
     assert (status, out) == (0, "")
-    sent = re.search(r"^ 1 +exit status 0 +(\S+) kB +\S+ +(\d+)% ", err, re.MULTILINE)
-    received = re.search(r"^ 0 +exit status 0 +\S+ kB +\S+ +\d+% +(\S+) kB ", err, re.MULTILINE)
+    sent = re.search(r"^ 1 +exit status 0 +(\S+) kB ", err, re.MULTILINE)
+    received = re.search(r"^ 0 +exit status 0 +\S+ kB +(\S+) kB$", err, re.MULTILINE)
     assert sent and received
     assert sent[1] == received[1]
     assert 500 * 1.04 <= float(sent[1]) <= 500 * 1.08
-    assert int(sent[2]) <= 102
 
 
 def test_a_rank_finds_what_torchrun_sets(tmp_path: Path) -> None:
@@ -220,10 +218,8 @@ def test_a_rank_finds_what_torchrun_sets(tmp_path: Path) -> None:
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", VARIABLE)
     assert found(LaunchSettings(("x",), 4, 1e8, 1e8, scheme="topk"), *names) == ["2", "4", "2", "4", "0", "2", "topk"]
-    nodes = LaunchSettings(("x",), 4, 1e8, 1e8, nodes=True)
-    assert found(nodes, *names) == ["2", "4", "0", "1", "2", "2", None]
     where = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
-    assert found(nodes, *where) == ["10.77.0.1", "29500", "eth0", "eth0", "False"]
+    assert found(LaunchSettings(("x",), 4, 1e8, 1e8), *where) == ["10.77.0.1", "29500", "eth0", "eth0", "False"]
 
 
 def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_last_state() -> None:
@@ -246,8 +242,6 @@ def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_l
     [
         (("100mbit", None, None), (1e8, 1e8), "100 Mbit/s links"),
         (("100mbit", "10mbit", "1gbit"), (1e7, 1e9), "links of 10 Mbit/s up and 1 Gbit/s down"),
-        (("100mbit", "none", None), (math.inf, 1e8), "links of no limit up and 100 Mbit/s down"),
-        (("none", None, "1gbit"), (math.inf, 1e9), "links of no limit up and 1 Gbit/s down"),
         (("100mbit", "none", "none"), (None, None), ""),
     ],
 )

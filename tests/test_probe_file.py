@@ -17,12 +17,11 @@ from sparsync_lab.predict.probe_file import (
     Operation,
     Probe,
     ProbedGroup,
-    ProbeFileError,
+    ProbedNetwork,
     ReadyBucket,
     ReducedBucket,
     SchemeTimes,
 )
-from sparsync_lab.predict.probed import ProbedNetwork
 from sparsync_lab.probe import command
 
 GROUP = ProbedGroup(4, "gloo", 2, "10 Gbit/s", "cpu", 8, "2.13.0", "2026-11-22T15:00:00+00:00")
@@ -93,7 +92,7 @@ def test_what_was_measured_is_in_its_file_before_a_table_of_it_is_made(
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; measure again"),
+        ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; edit it"),
         ("ranks = 4", "ranks = 1", r"group\.ranks: .* got 1"),
         ("seconds = 0.5", "seconds = nan", r"operation\[2\]\.seconds: .* got nan"),
         ("[memory]", "[memorie]", r"memory: .*required"),
@@ -104,7 +103,7 @@ def test_a_wrong_file_says_where_it_is_wrong(tmp_path: Path, before: str, after:
     content = probe_file.text(PROBE)
     assert before in content
     path.write_text(content.replace(before, after, 1))
-    with pytest.raises(ProbeFileError, match=said):
+    with pytest.raises(ValueError, match=said):
         probe_file.read(path)
 
 

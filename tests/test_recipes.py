@@ -21,7 +21,7 @@ from sparsync.exchanges.choice import Choice, choose, family_of, method_of
 from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
 from sparsync.schemes import Dense, TopK, TwoShot
 from sparsync_lab import advise, cli
-from sparsync_lab.predict import plans
+from sparsync_lab.predict import schemes as plans
 from sparsync_lab.scheme_choice import parse_schemes
 
 STEPS_ROW = "steps(keep=0.0)/two_shot:density=1.0:values=int3"

@@ -1,25 +1,20 @@
-"""Invariants of the report: the same numbers in table, page and pictures, every warning in all of them, nothing loaded from outside."""
+"""Invariants of the report: the same numbers in table and picture, and every warning in both."""
 
 import io
-import re
 from contextlib import redirect_stdout
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 
-from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
-from sparsync_lab.report.page import render, report
+from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, write
+from sparsync_lab.report.page import PICTURE, report
 from sparsync_lab.report.results import FILE_NAME, Run, read
 from sparsync_lab.report.summary import RunSummary, summarise
 from sparsync_lab.report.tables import as_text
 
-DRAWN = ["quality_over_time", "quality_over_steps"]
-PICTURES = [f"{name}.png" for name in DRAWN]
-UNDRAWN = dict.fromkeys(DRAWN, b"")
 LOUD = "THE LINKS HAD NO LIMIT: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK."
 WARNING_COLOUR = (0xB0, 0x00, 0x20)
 
@@ -29,24 +24,12 @@ def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
     return summarise(results.runs[-1])
 
 
-def page(found: RunSummary) -> str:
-    """Return the page with empty pictures, which take a second to draw."""
-    return render(found, UNDRAWN)
-
-
 def printed(folder: Path) -> str:
     """Make the whole report; return its output for a file or a pipe."""
     output = io.StringIO()
     with redirect_stdout(output):
         report(folder)
     return output.getvalue()
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with a whole report of a run over limited links, and what was printed: the pictures take most of the time."""
-    folder = write(tmp_path_factory.mktemp("drawn"), DENSE, BF16, SPARSE)
-    return folder, printed(folder)
 
 
 def columns(text: str, scheme: str) -> list[list[str]]:
@@ -72,7 +55,6 @@ def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
         ["1000", "250", "125", "500", "0", "125", "1.00", "4.0x"],
     ]
     assert "What each scheme reached: shakespeare, 4 ranks, 8 Mbit/s links" in text
-    assert "No dense float32 all-reduce can take less than 3.00 s a step" in text
 
 
 def test_a_target_that_was_missed_says_so(tmp_path: Path) -> None:
@@ -86,53 +68,14 @@ def test_a_target_that_was_missed_says_so(tmp_path: Path) -> None:
 def test_links_without_limit_give_a_warning_in_every_output(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE, run=UNLIMITED))
     assert text.count(LOUD) == 2
-    assert LOUD in (tmp_path / "report.html").read_text()
     # A strip across the picture, not a stray pixel.
-    assert all(warning_pixels(tmp_path / name) > 20_000 for name in PICTURES)
+    assert warning_pixels(tmp_path / PICTURE) > 20_000
 
 
-class Loaded(HTMLParser):
-    """Everything in a page that a browser would fetch or run, and its images."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.images = 0
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "link", "iframe", "object", "embed", "base", "form", "a"):
-            self.found.append(tag)
-        for name, value in attrs:
-            if name == "src" and (value or "").startswith("data:image/png;base64,"):
-                self.images += 1
-            elif name in ("src", "href", "srcset", "action", "background", "poster", "data") or name.startswith("on"):
-                self.found.append(f"{tag} {name}")
-
-
-@pytest.mark.slow
-def test_the_page_loads_nothing_and_holds_the_pictures(drawn: tuple[Path, str]) -> None:
-    folder, _ = drawn
-    html = (folder / "report.html").read_text()
-    loaded = Loaded(html)
-    assert (loaded.found, loaded.images) == ([], len(PICTURES))
-    assert not re.search(r"https?:|url\([^#]|@import", html)
-    assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in PICTURES)
-
-
-def test_text_of_a_record_never_becomes_markup(tmp_path: Path) -> None:
-    evil = "<script>run(1)</script>"
-    made = replace(SPARSE, scheme=evil, status=f"failed: {evil}")
-    changed = run(machine={evil: evil}, command=(evil,), workload={**RUN.workload, "metric": evil})
-    html = page(summary(tmp_path, made, run=changed))
-    assert Loaded(html).found == []
-    assert html.count("&lt;script&gt;") > 5
-
-
-def test_a_training_without_an_end_is_told_in_table_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsync_lab.report.plots.pictures", lambda *_: UNDRAWN)
+def test_a_training_without_an_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsync_lab.report.plots.picture", lambda *_: b"")
     path = write(tmp_path, DENSE, SPARSE) / FILE_NAME
     path.write_bytes(path.read_bytes()[:-20])
     text = printed(tmp_path)
-    for output in (" ".join(text.split()), (tmp_path / "report.html").read_text()):
-        assert "topk DID NOT FINISH: ITS ROW IS NO RESULT. With seed 0 it ended after 4 steps: interrupted" in output
+    said = "topk DID NOT FINISH: ITS ROW IS NO RESULT. With seed 0 it ended after 4 steps: interrupted"
+    assert said in " ".join(text.split())

@@ -10,9 +10,8 @@ from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.core import Sparse
 from sparsync.schemes.topk_allgather import TopK
 from sparsync.wire import Raw
-from sparsync_lab.rivals.gtopk import GTopK
+from sparsync_lab.rivals.gtopk import GTopK, rounds, tree_top_k
 from sparsync_lab.rivals.topk_dsa import TopKDSA
-from sparsync_lab.rivals.tree_top_k import rounds, tree_top_k
 
 # ---- TopkDSA
 

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sparsync.recipes import Family, Recipe, bits_of, recipe, rows
-from sparsync_lab.labels import short_labels
 from sparsync_lab.predict import advice
 from sparsync_lab.predict.advice import BASELINES, PredictedStep
 from sparsync_lab.predict.probe_file import Backward, Probe
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
-from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
+from sparsync_lab.terminal import NOTHING, Table, lines_of
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload
 
@@ -118,12 +117,12 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward) -> PredictedSte
     return advice.step_around(steps, choice.label, scheme, probe, backward, choice.local)
 
 
-def table(found: Advice, names: Mapping[str, str] | None = None) -> Table:
-    """Tabulate the predictions, fastest first; `names` maps labels to the names shown."""
+def table(found: Advice) -> Table:
+    """Tabulate the predictions, fastest first."""
     dense, bf16 = (found.steps[label].step_s for label in BASELINES)
     rows = tuple(
         (
-            label if names is None else names[label],
+            label,
             f"{'' if each.probed else '~'}{significant(1e3 * each.step_s)}",
             f"{100 * each.hidden:.0f} %",
             f"{dense / each.step_s:.2f}",
@@ -134,19 +133,11 @@ def table(found: Advice, names: Mapping[str, str] | None = None) -> Table:
         )
         for label, each in sorted(found.steps.items(), key=lambda item: item[1].step_s)
     )
-    return Table("", HEADS, rows, less=("state\nMB", "\nhidden", "x\ndense", "bits\nsent"))
+    return Table("", HEADS, rows)
 
 
-def text(
-    found: Advice,
-    probe: Probe,
-    backward: Backward,
-    width: int = WIDTH,
-    colour: bool = False,
-    ascii_only: bool = False,
-) -> str:
-    """Format the complete answer of `advise` as lines of at most `width` columns."""
-    names = short_labels(list(found.steps))
+def text(found: Advice, probe: Probe, backward: Backward) -> str:
+    """Format the complete answer of `advise` for standard output."""
     group = probe.group
     buckets = len(backward.bucket)
     head = (
@@ -174,7 +165,7 @@ def text(
     above = [*loud, (head, ""), (_bottleneck(found, backward), "")]
     below = [*((note, "dim") for note in notes), *loud, (f"\n{found.why}", "bold")]
     below += [(found.attach, "bold")] if found.attach else []
-    return lines_of([table(found, names)], above, below, width, colour, ascii_only)
+    return lines_of([table(found)], above, below)
 
 
 def _bottleneck(found: Advice, backward: Backward) -> str:

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from sparsync_lab.workloads.fetching import Package
 from sparsync_lab.workloads.gpt import DEVIATION, Gpt
 from sparsync_lab.workloads.shakespeare_text import Corpus, folder_texts, in_words
+from sparsync_lab.workloads.store import Package
 
 PACKAGE = Package(
     "the World English Bible",
@@ -106,13 +106,6 @@ class Bible(Gpt):
     unit: ClassVar[str] = "validation perplexity per word"
     items: ClassVar[str] = "words"
     held_out: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.vocabulary < 2:
-            raise ValueError(f"vocabulary must be at least 2, a word and the unknown one, got {self.vocabulary}")
-        if self.width // self.heads % 2:
-            raise ValueError(f"width must be a multiple of 2 heads, {2 * self.heads}, got {self.width}")
 
     def new_model(self) -> nn.Module:
         return Llama(self.vocabulary, self.width, self.layers, self.heads)

