@@ -276,8 +276,7 @@ def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  #
     cases = ((heavy, 40, 0), (waning, 40, 0), (drifting, 50, 3), (cancelling, 30, 0), (heavy, 3, 1))
     for make, k, dense_steps in cases:
         settings: dict[str, Any] = {"dense_steps": dense_steps}
-        if rule != "exact":
-            settings |= {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5}
+        settings |= {} if rule == "exact" else {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5}
         # The authors' programs balance never or always.
         own: dict[str, Any] = {"bert": {"imbalance": 1}, "vgg": NEVER, "lstm": NEVER}.get(rule, {})
         program = partial(OkTopk, bug_compatible=True, program=rule)

@@ -40,7 +40,7 @@ METHODS = {
 }
 SPARSE = [name for name in METHODS if name != "dense"]
 JOB: dict[str, Any] = {"vocabulary": 2000, "width": 64, "windows": 160}  # of shakespeare-small: 0.29 M parameters
-RANKS, STEPS, SHORT = 8, 300, 192
+RANKS, STEPS, SHORT = 8, 240, 160
 SEEDS = (0, 1, 2)
 RATES = (0.5, 1.0, 2.0)  # times the job's; one more beyond an edge that is the best
 EVALUATE_EVERY = 20
