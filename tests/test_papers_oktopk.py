@@ -9,11 +9,12 @@ from sparsync.comm.local import LocalComm
 from sparsync_lab.predict.network import Link
 from sparsync_lab.rivals.gtopk import GTopK
 from studies.papers import oktopk
+from studies.papers.oktopk_runs import RecordingComm
 
 
 def test_an_exchange_counts_the_bytes_that_a_rank_sends_or_receives_whichever_are_more() -> None:
     def body(comm: LocalComm) -> list[tuple[int, int]]:
-        recording = oktopk.RecordingComm(comm)
+        recording = RecordingComm(comm)
         recording.all_gather(torch.zeros(comm.rank + 1), [1, 2, 3])
         recording.all_to_all([torch.zeros(6 * comm.rank)] * 3, [0, 6, 12])
         recording.all_reduce(torch.zeros(3))
@@ -26,7 +27,7 @@ def test_an_exchange_counts_the_bytes_that_a_rank_sends_or_receives_whichever_ar
 
 def test_a_tree_takes_all_of_its_rounds_one_after_the_other() -> None:
     def body(comm: LocalComm) -> list[tuple[int, int]]:
-        recording = oktopk.RecordingComm(comm)
+        recording = RecordingComm(comm)
         GTopK(0.1).start().reduce(Bucket("w", torch.arange(100.0) + comm.rank, 0), recording)
         return recording.calls
 
