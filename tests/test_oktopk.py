@@ -18,7 +18,8 @@ from sparsync.core import generator
 from sparsync.runtime.rescaling import ResidualRescaler
 from sparsync.schemes import ExDyna, MiCRO
 from sparsync.schemes.exact_oktopk import ExactOkTopk
-from sparsync.schemes.oktopk import OkTopk, Program
+from sparsync.schemes.oktopk import OkTopk
+from sparsync.selection.scaling import Program
 
 Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order
 MAKES: dict[str, Callable[[float], ErrorFeedbackScheme]] = {

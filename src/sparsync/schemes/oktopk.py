@@ -14,11 +14,9 @@ paper, whose text was not available. Differs from the paper:
 - A threshold of zero, as with fewer than k non-zeros, is evaluated again in the next step. A step with NaN or Inf changes no state.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,9 +38,8 @@ from sparsync.core import (
 )
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
+from sparsync.selection.scaling import CONSTANTS, Program, scaled
 from sparsync.wire import Raw
-
-Program = Literal["vgg", "lstm", "bert"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class OkTopk(ErrorFeedbackScheme):
         raise_if_found_inf(held)
         # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob): `survivors`, P times u
         kept = Sparse(kept.index + regions[rank].start, kept.value, n)
-        imbalance = _CONSTANTS[self.program].imbalance if self.bug_compatible else self.imbalance
+        imbalance = CONSTANTS[self.program].imbalance if self.bug_compatible else self.imbalance
         balances = not evaluate and sparse_allreduce.uneven(held, imbalance)
         wanted = sparse_allreduce.equal_holdings(held) if balances else held
         kept, places = sparse_allreduce.balance(kept, held, wanted, regions, comm, Raw())
@@ -132,10 +129,10 @@ class OkTopk(ErrorFeedbackScheme):
         details = sparse_allreduce.details(mine, thresholds, held, wanted, moved.incoming, rank)
         details |= {"global_count": survivors.index.numel(), "evaluated": evaluate}
         if self.bug_compatible:
-            constants = _CONSTANTS[self.program]
-            threshold = _scaled(threshold, mine.index.numel(), k, constants.local)
+            constants = CONSTANTS[self.program]
+            threshold = scaled(threshold, mine.index.numel(), k, constants.local)
             if global_threshold is not None and not evaluate:
-                global_threshold = _scaled(global_threshold, survivors.index.numel(), k, constants.overall)
+                global_threshold = scaled(global_threshold, survivors.index.numel(), k, constants.overall)
 
         def commit() -> None:
             control.become(Control(control.t + 1, boundaries, global_threshold or None))
@@ -154,7 +151,7 @@ class OkTopk(ErrorFeedbackScheme):
     def _local_threshold(self, acc: Accumulator, k: int, t: int, local: "OwnControl") -> float:
         if t % self.threshold_steps == 0 or local.threshold is None:
             return float(_magnitude(acc.top_k(k).value).min())
-        above = _CONSTANTS[self.program].tightened_above if self.bug_compatible else None
+        above = CONSTANTS[self.program].tightened_above if self.bug_compatible else None
         return local.threshold if above is None else _tightened(acc.values, local.threshold, above * k)
 
     def _boundaries(self, mine: Sparse, control: "Control", comm: Comm) -> list[int]:
@@ -188,47 +185,6 @@ class OwnControl:
     threshold: float | None = None  # th_loc; None: the next step evaluates it
 
 
-@dataclass(frozen=True)
-class _Scaling:
-    """Factors for a threshold that selects fewer or more elements than a band, in multiples of k."""
-
-    band: tuple[Fraction, Fraction]
-    lowered_by: float
-    raised_by: float
-
-
-@dataclass(frozen=True)
-class _Constants:
-    """The constants of one of the authors' programs."""
-
-    local: _Scaling  # of th_loc
-    overall: _Scaling  # of th_glob
-    tightened_above: Fraction | None  # times k selected elements; None: never
-    imbalance: float  # infinite: never balances; 1: always
-
-
-_CONSTANTS: dict[Program, _Constants] = {
-    "vgg": _Constants(
-        _Scaling((Fraction(2, 3), Fraction(5, 4)), 1.012, 1.012),
-        _Scaling((Fraction(2, 3), Fraction(4, 3)), 1.008, 1.008),
-        Fraction(4, 3),
-        math.inf,
-    ),
-    "lstm": _Constants(
-        _Scaling((Fraction(3, 4), Fraction(5, 4)), 1.012, 1.012),
-        _Scaling((Fraction(3, 4), Fraction(5, 4)), 1.01, 1.008),
-        Fraction(3, 2),
-        math.inf,
-    ),
-    "bert": _Constants(
-        _Scaling((Fraction(4, 5), Fraction(5, 4)), 1.025, 1.025),
-        _Scaling((Fraction(4, 5), Fraction(5, 4)), 1.036, 1.025),
-        None,
-        1.0,
-    ),
-}
-
-
 def _tightened(acc: Tensor, threshold: float, most: Fraction) -> float:
     """Raise the threshold by 3 %, up to five times, while it selects more than `most` elements, as the authors' code does."""
     size = _magnitude(acc)
@@ -237,14 +193,6 @@ def _tightened(acc: Tensor, threshold: float, most: Fraction) -> float:
             break
         threshold *= 1.03
     return threshold
-
-
-def _scaled(threshold: float, count: int, k: int, scaling: _Scaling) -> float:
-    """Scale a threshold that selected `count` elements, for the next step."""
-    low, high = scaling.band
-    if count < low * k:
-        return threshold / scaling.lowered_by
-    return threshold * scaling.raised_by if count > high * k else threshold
 
 
 def _magnitude(x: Tensor) -> Tensor:
