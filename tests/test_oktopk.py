@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -280,7 +280,7 @@ def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  #
         settings |= {} if rule == "exact" else {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5}
         # The authors' programs balance never or always.
         own: dict[str, Any] = {"bert": {"imbalance": 1}, "vgg": NEVER, "lstm": NEVER}.get(rule, {})
-        program = partial(OkTopk, bug_compatible=True, program=rule)
+        program = partial(OkTopk, bug_compatible=True, program=cast(Program, rule))
         scheme = {"exact": ExactOkTopk, "paper": OkTopk}.get(rule, program)
         grads = [[make(n, rank, step) for rank in range(P)] for step in range(11)]
         restated, schemes = (
