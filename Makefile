@@ -62,7 +62,7 @@ test-slice: $(READY)
 
 test-all: test test-annotations test-slow
 
-# Small faults in copies of the library, of which `make test` must find every one. MUTATIONS="exdyna-taker --whole" tries one by all quick tests.
+# Small faults in copies of the library, of which `make test` must find every one. MUTATIONS="exdyna-taker" tries one.
 MUTATIONS ?=
 mutations: $(READY)
 	$(BIN)/python -m studies mutations $(MUTATIONS)

@@ -1,23 +1,20 @@
-"""Count the one-way delays that a training step waits for: its time over links with a delay, divided by that delay.
+"""Count the one-way delays that a training step waits for: its time over links with a delay, divided by that delay. For docs/far_links.md.
 
-    .venv/bin/python -m studies delays [--delay 25ms] [--only two_shot,topk] [--rounds 5] [--out build/delays]
+    .venv/bin/python -m studies delays [--delay 25ms] [--only two_shot,topk] [--rounds 5] [--print]
 
-A model that hardly computes, with one bucket of --elements or 8 such buckets that are not joined, is trained with each method as a user
+A model that hardly computes, with one bucket of ELEMENTS or 8 such buckets that are not joined, is trained with each method as a user
 attaches it. The methods take turns, in changing order: a few steps with exchange, then the same number without. `delays` is the median step
 over the links, minus the median step without exchange, divided by the one-way delay. The scheme's processing is included: a millisecond is
-0.04 delays of 25 ms. `model` is the count of `sparsync_lab.predict`. Needs root or a user namespace, and a C compiler.
-
-Writes delays.json and delays.md. All methods at 25 ms in 5 rounds take about 7 minutes, at 100 ms four times as long.
+0.04 delays of 25 ms. `model` is the count of `sparsync_lab.predict`. Needs root or a user namespace, and a C compiler. All methods at 25 ms
+in 5 rounds take about 7 minutes, at 100 ms four times as long.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,19 +26,19 @@ from torch.optim import AdamW
 from sparsync import LocalSteps, Options, Scheme, Steps, attach
 from sparsync.base.registry import nearest
 from sparsync.core import ParameterSpan, Span, generator
-from sparsync_lab.environment import machine, versions
 from sparsync_lab.netlab import Delay, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.predict import plan
-from sparsync_lab.predict.plans import agreement
+from sparsync_lab.predict.schemes import agreement
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import parse_schemes
-from sparsync_lab.simulate.command import write
 from sparsync_lab.workers.process import Emit, Place
-from sparsync_lab.writable import check_file
 from studies import parts
 from studies.bench import frame
 from studies.bench.frame import TIMEOUT_S, Row
 
+PAGE, PART = "docs/far_links.md", "delays"
+P, LINK = 4, "1gbit"
+ELEMENTS = 20_000  # of a bucket, a multiple of ROWS
 BUCKETS = 8  # in the cases of several buckets
 ROWS = 100  # of the matrix in a bucket, which powersgd needs
 WARMUP = 3  # rounds: with 4 steps each, more than AdamW's first 8 steps, which all measure the ratio
@@ -73,11 +70,11 @@ CASES = (*OWN, *GRADIENTS, *EXCHANGES, *SEVERAL)
 class Matrices(nn.Module):
     """Matrices of equal size whose gradients are given numbers, at almost no cost."""
 
-    def __init__(self, count: int, elements: int) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(ROWS, elements // ROWS)) for _ in range(count))
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(ROWS, ELEMENTS // ROWS)) for _ in range(count))
         source = generator(0, "delays", dist.get_rank())
-        self.gradients = [torch.randn(ROWS, elements // ROWS, generator=source) for _ in range(count)]
+        self.gradients = [torch.randn(ROWS, ELEMENTS // ROWS, generator=source) for _ in range(count)]
 
     def forward(self) -> Tensor:
         """Compute a loss whose gradient is `gradients`."""
@@ -94,22 +91,12 @@ class DelayCase:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print the table, and write it with all figures."""
     options = _options(argv)
-    where, delay = Path(options.out), Delay(parse_delay(options.delay))
-    check_file(where / "delays.json", "--out")
+    delay = Delay(parse_delay(options.delay))
     restart_with_rights("studies", ["delays", *argv])
-    with network(options.ranks, parse_rate(options.link), delay=delay) as links:
+    with network(P, parse_rate(LINK), delay=delay) as links:
         found = frame.of_ranks("studies.delays:measure", vars(options), links)
-        carried = links.forwarded()
-    rows = [_row(each, delay, options) for each in found]
-    about = {name: getattr(options, name) for name in ("ranks", "elements", "link", "delay", "rounds")}
-    forwarder = None if carried is None else asdict(carried)
-    content = {**about, "rows": rows, "forwarder": forwarder, **versions(), "machine": machine()}
-    table = _table(rows, options)
-    write(where / "delays.json", json.dumps(content, indent=1) + "\n")
-    write(where / "delays.md", table + "\n")
-    print(f"{table}\n\nWritten to {where / 'delays.json'} and {where / 'delays.md'}")
+    parts.put(PAGE, PART, _table(found, options.rounds, options.delay, delay), options.print)
 
 
 def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: the options
@@ -118,7 +105,7 @@ def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: 
     cases: list[DelayCase] = []
     for number, name in enumerate(options.only):
         tell(number, len(options.only))
-        cases.append(_case(name, options.elements))
+        cases.append(_case(name))
 
     def once(case: DelayCase, number: int) -> tuple[float, float]:
         return _seconds(case.step), _seconds(case.alone)
@@ -128,7 +115,7 @@ def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: 
         emit({"kind": "row", "row": {"case": case.name, "step_s": step_s, "compute_s": compute_s}})
 
 
-def predicted(name: str, elements: int, P: int) -> float:
+def predicted(name: str) -> float:
     """Count the one-way delays that the model predicts for a step: all our buckets wait concurrently."""
     buckets, name = (BUCKETS, SEVERAL[name]) if name in SEVERAL else (1, name)
     if name in OWN:
@@ -136,56 +123,42 @@ def predicted(name: str, elements: int, P: int) -> float:
         return 2 * 2 * (P - 1) * max(1.0, buckets / 2)
     if name == "powersgd":
         return 4.0  # the means of two factors, two rounds each
-    layout = (ParameterSpan("", Span(0, elements), (ROWS, elements // ROWS)),)
+    layout = (ParameterSpan("", Span(0, ELEMENTS), (ROWS, ELEMENTS // ROWS)),)
     scheme = _scheme(TWO_SHOT if name in EXCHANGES else GRADIENTS.get(name, "dense"))
-    found = plan(scheme, elements, P, layout=layout)
+    found = plan(scheme, ELEMENTS, P, layout=layout)
     if name == "local_steps":
         found = agreement(P) + found
     return sum(float(each.rounds) for each in found.exchanges)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parts.options("delays", __doc__, writes=False)
+    parser = parts.options("delays", __doc__)
     add = parser.add_argument
     add("--delay", default="25ms", help="one way (default: 25ms)")
-    add("--link", default="1gbit", metavar="RATE", help="rate of each rank's link (default: 1gbit)")
     add("--only", default=",".join(CASES), metavar="A,B", help=f"methods (default: {','.join(CASES)})")
-    add("--ranks", type=int, default=4, help="data-parallel ranks (default: 4)")
-    add("--elements", type=int, default=20_000, help=f"of a bucket, a multiple of {ROWS} (default: 20000)")
     add("--rounds", type=int, default=5, help=f"turns of each method that count, of {STEPS_AT_ONCE} steps (default: 5)")
-    add("--out", default="build/delays", metavar="FOLDER", help="for the results (default: build/delays)")
     options = parser.parse_args(argv)
-    options.only = [name for name in options.only.split(",") if name]
+    options.only = options.only.split(",")
     for name in options.only:
         if name not in CASES:
             parser.error(f"--only takes methods of {', '.join(CASES)}, got {name!r}{nearest(name, CASES)}")
-    if options.elements < ROWS or options.elements % ROWS:
-        parser.error(f"--elements must be a multiple of {ROWS}, got {options.elements}")
-    if options.ranks < 2 or options.rounds < 1 or not Delay(parse_delay(options.delay)):
-        parser.error("--ranks must be at least 2, --rounds 1, and --delay above 0")
     return options
 
 
-def _row(found: Row, delay: Delay, options: argparse.Namespace) -> Row:
-    waited = (found["step_s"] - found["compute_s"]) / delay.one_way_s
-    return {**found, "delays": waited, "model": predicted(found["case"], options.elements, options.ranks)}
-
-
-def _table(rows: Sequence[Row], options: argparse.Namespace) -> str:
+def _table(rows: Sequence[Row], rounds: int, shown: str, delay: Delay) -> str:
     """Format the medians as Markdown: milliseconds per step, and its delays."""
-    heads = ["method", "compute, ms", f"{options.delay}: step, ms", "delays", "model"]
+    heads = ["method", "compute, ms", f"{shown}: step, ms", "delays", "model"]
     cells = [
         [
             f"`{row['case']}`",
             significant(1e3 * row["compute_s"], 2),
             significant(1e3 * row["step_s"]),
-            f"{row['delays']:.1f}",
-            f"{row['model']:g}",
+            f"{(row['step_s'] - row['compute_s']) / delay.one_way_s:.1f}",
+            f"{predicted(row['case']):g}",
         ]
         for row in rows
     ]
-    about = f"{options.ranks} ranks, {options.elements} elements a bucket, {options.link}, medians of {options.rounds}."
-    return f"{about}\n\n{parts.table(heads, cells)}"
+    return f"{P} ranks, {ELEMENTS} elements a bucket, {LINK}, medians of {rounds}.\n\n{parts.table(heads, cells)}"
 
 
 def _seconds(step: Callable[[], None]) -> float:
@@ -205,15 +178,15 @@ def _scheme(text: str) -> Scheme:
     return choice.make()
 
 
-def _case(name: str, elements: int) -> DelayCase:
+def _case(name: str) -> DelayCase:
     if name == "all_reduce":
-        gradient = torch.ones(elements)
+        gradient = torch.ones(ELEMENTS)
         return DelayCase(name, lambda: _summed(gradient), lambda: None)
     if name in EXCHANGES:
-        return _exchanging(name, elements)
+        return _exchanging(name)
     buckets, method = (BUCKETS, SEVERAL[name]) if name in SEVERAL else (1, name)
     # DDP closes a bucket once it holds this much.
-    model = DistributedDataParallel(Matrices(buckets, elements), bucket_cap_mb=elements * 4 / 2**20)
+    model = DistributedDataParallel(Matrices(buckets), bucket_cap_mb=ELEMENTS * 4 / 2**20)
     handle = None
     if method != "ddp":
         handle = attach(model, _scheme(GRADIENTS[method]), options=Options(timeout_s=TIMEOUT_S, join_mb=0))
@@ -233,7 +206,7 @@ def _summed(gradient: Tensor) -> None:
     gradient.mul_(1 / dist.get_world_size())
 
 
-def _exchanging(name: str, elements: int) -> DelayCase:
+def _exchanging(name: str) -> DelayCase:
     """Make the case of a bare model that exchanges AdamW's steps, or its weights after every step."""
 
     def trained(model: Matrices, optimizer: AdamW) -> Callable[[], None]:
@@ -249,7 +222,7 @@ def _exchanging(name: str, elements: int) -> DelayCase:
         "steps_measured": Steps(measure_every=1, check_weights_every=0),
         "local_steps": LocalSteps(every=1, check_weights_every=0),
     }
-    models = [Matrices(1, elements) for _ in range(2)]
+    models = [Matrices(1) for _ in range(2)]
     (model, optimizer), alone = [(each, AdamW(each.parameters(), lr=1e-4)) for each in models]
     attach(model, _scheme(TWO_SHOT), optimizer=optimizer, exchange=ways[name], options=Options(timeout_s=TIMEOUT_S))
     return DelayCase(name, trained(model, optimizer), trained(*alone))

@@ -5,19 +5,18 @@
 Halves that exist in FOLDER, build/demo_page by default, are not repeated. The pictures go to docs/.
 """
 
-import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from PIL import Image
-
 from sparsync_lab import cli
 from sparsync_lab.demo import HALVES as DEMO
-from sparsync_lab.demo import PICTURE, commands
-from sparsync_lab.report.plots import ORIGIN
+from sparsync_lab.demo import commands
+from sparsync_lab.report.format import place_text, quality_axis
+from sparsync_lab.report.page import PICTURE
 from sparsync_lab.report.results import read
 from sparsync_lab.report.summary import summarise
 from sparsync_lab.report.tables import reached
@@ -38,20 +37,19 @@ def main(argv: Sequence[str]) -> None:
     options.add_argument("folder", type=Path, nargs="?", default=Path("build/demo_page"))
     folder: Path = options.parse_args(argv).folder
     for half, command in zip(HALVES, commands(folder, halves=HALVES), strict=True):
-        if not (folder / half.folder / "report.html").exists():
+        if not (folder / half.folder / PICTURE).exists():
             cli.main(command)
         found = summarise(read(folder / half.folder).runs[-1])
         picture = Path("docs") / f"demo_{half.folder}.png"
         shutil.copyfile(folder / half.folder / PICTURE, parts.ROOT / picture)
-        with Image.open(parts.ROOT / picture) as image:
-            origin = json.loads(image.info[ORIGIN])
-        elements = found.run.workload["parameters"]
+        run, elements = found.run, found.run.workload["parameters"]
+        caption = f"{quality_axis(run)} over training time; {place_text(run)}"
         title = f"{half.title}, {elements / 1e6:.2f} M parameters"
-        shown = markdown(without(reached(found, title, lambda scheme: scheme.label), LESS))
+        shown = markdown(without(reached(found, title), LESS))
         page = PAGES[half.folder]
         link = os.path.relpath(picture, Path(page).parent)
         warned = "".join(f"\n\n{each.text.capitalize()} {each.why}" for each in found.banners)
-        text = f"{title}:\n\n![{origin['caption']}]({link})\n\n{shown}\n\n`{origin['command']}`{warned}"
+        text = f"{title}:\n\n![{caption}]({link})\n\n{shown}\n\n`{shlex.join(['sparsync', *run.command[1:]])}`{warned}"
         parts.put(page, f"demo {half.folder}", text)
         print(f"Written: {page}, {picture}")
 

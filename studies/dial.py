@@ -13,6 +13,7 @@ from statistics import median
 from sparsync.recipes import rows
 from sparsync_lab import cli
 from sparsync_lab.report.format import significant
+from sparsync_lab.report.page import PICTURE
 from sparsync_lab.report.results import RunRecords, Trace, read
 from studies import parts
 
@@ -68,7 +69,7 @@ def table(found: dict[str, RunRecords]) -> str:
 
 
 def _measured(folder: Path, link: str) -> RunRecords:
-    if not (folder / "report.html").exists():
+    if not (folder / PICTURE).exists():
         steps = f"--steps {STEPS} --eval-every {STEPS}"
         command = f"compare --workload gpt --ranks {RANKS} {link} {steps} --schemes {','.join(SCHEMES)}"
         cli.main([*shlex.split(command), "--out", str(folder)])

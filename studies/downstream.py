@@ -1,6 +1,8 @@
-"""Fine-tune models that were pre-trained with and without compression: a table of docs/frontier.md.
+"""Fine-tune models that were pre-trained with and without compression: tables of docs/frontier.md.
 
-    .venv/bin/python -m studies downstream [--steps 1000 --tuned 200 --seeds 3] [--print]
+    .venv/bin/python -m studies downstream [--size 10m] [--steps 1000 --tuned 200 --seeds 3] [--out FOLDER] [--print]
+
+Pre-trained models and the scores of each fine-tuning are kept in FOLDER, so an interrupted study resumes.
 
 A character-level model learns Shakespeare's works without the last fifth of each play. Then, without compression, it learns to tell from 64
 characters whether Shakespeare or Milton wrote them. All weights are tuned, with a linear layer on the mean of the last hidden states, on
@@ -10,11 +12,12 @@ the passages are Milton's. Line breaks, and lines that name the speaker, are lef
 
 import argparse
 import copy
+import json
 import re
 import statistics
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,23 +26,41 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsync.core import generator
+from sparsync_lab.frontier.study import train_method
 from sparsync_lab.scheme_choice import parse_schemes
-from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import evaluating, parameter_count, seeded
 from sparsync_lab.workloads.gpt import Decoder, Gpt
 from sparsync_lab.workloads.language import windows
 from sparsync_lab.workloads.shakespeare_text import MILTON, UNKNOWN, characters, package, package_works
+from sparsync_lab.workloads.store import sha256, written
 from studies import parts
 
-PAGE, PART = "docs/frontier.md", "downstream"
-METHODS = (
-    "dense",
+PAGE = "docs/frontier.md"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of the model, and what is compared at it."""
+
+    part: str  # of the page
+    width: int
+    layers: int
+    heads: int
+    rate: float  # factor on the job's rate: near the best for all methods
+    tuning_rate: float
+    methods: tuple[str, ...]
+
+
+DEFAULT, LOW, LOWEST = (
+    "steps(keep=0.0)/two_shot:density=1.0:values=int3",
     "steps/two_shot:density=0.03:values=sign:density_down=0.12",
     "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign",
-    "local_steps(every=16)/dense",
 )
-RANKS, RATE = 4, 2.0  # factor on the job's rate: near the best for all methods
-WINDOW, BATCH, TESTED, TUNING_RATE = 64, 32, 2000, 2e-3
+SIZES = {
+    "small": Size("downstream", 64, 2, 4, 2.0, 2e-3, ("dense", LOW, LOWEST, "local_steps(every=16)/dense")),
+    "10m": Size("downstream-10m", 384, 6, 6, 0.5, 3e-4, ("dense", DEFAULT, LOW)),
+}
+RANKS, WINDOW, BATCH, TESTED = 4, 64, 32, 2000
 HELD_OUT = 5  # the last fifth of a work
 POEMS = (
     "lovers_complaint",
@@ -60,8 +81,9 @@ Passages = tuple[Int[Tensor, " n"], Int[Tensor, " n"]]
 class Classifier(nn.Module):
     """A pre-trained decoder with a linear layer on the mean of its last hidden states."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
+        assert isinstance(decoder, Decoder)
         self.decoder, self.head = decoder, nn.Linear(decoder.embedding.embedding_dim, 2)
 
     def forward(self, character: Int[Tensor, "passages length"]) -> Float[Tensor, "passages 2"]:
@@ -73,6 +95,8 @@ class Classifier(nn.Module):
 
 def main(argv: Sequence[str]) -> None:
     parser = parts.options("downstream", __doc__)
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the model (default: small)")
+    parser.add_argument("--out", type=Path, default=Path("build/downstream"), metavar="FOLDER", help="what is kept")
     parser.add_argument("--steps", type=int, default=600, help="of the pre-training (default: 600)")
     parser.add_argument("--tuned", type=int, default=150, help="steps of each fine-tuning (default: 150)")
     parser.add_argument("--seeds", type=int, default=2, help="of pre-trainings (default: 2)")
@@ -82,24 +106,21 @@ def main(argv: Sequence[str]) -> None:
     content = package()
     plays = package_works(content)
     milton = package_works(content, MILTON)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = study(plays, [milton[name] for name in PARADISE], Path(folder), options)
-    parts.put(PAGE, PART, _page(rows, options), options.print)
+    size = SIZES[options.size]
+    rows = study(plays, [milton[name] for name in PARADISE], size, options)
+    parts.put(PAGE, size.part, _page(rows, options), options.print)
 
 
-def study(
-    works: Mapping[str, str], milton: Sequence[str], folder: Path, options: argparse.Namespace
-) -> list[list[str]]:
-    """Make a row for each method, and one for fine-tuning new weights. The text to learn is written into `folder`.
-
-    `works` are Shakespeare's, by file name.
-    """
+def study(works: Mapping[str, str], milton: Sequence[str], size: Size, options: argparse.Namespace) -> list[list[str]]:
+    """Make a row for each method, and one for fine-tuning new weights. `works` are Shakespeare's, by file name."""
+    texts, folder = options.out / "texts", options.out / f"{size.part}-{options.steps}"
     plays = [text for name, text in works.items() if name.removesuffix("_gut.txt") not in POEMS]
     for name, text in works.items():
-        (folder / f"{Path(name).stem}.txt").write_text(_parts(text)[0] if text in plays else text)
-    job = Gpt(width=64, layers=2, context=WINDOW, data=str(folder)).at_rate(RATE)
+        written(texts / f"{Path(name).stem}.txt", [(_parts(text)[0] if text in plays else text).encode()])
+    job = Gpt(width=size.width, layers=size.layers, heads=size.heads, context=WINDOW, data=str(texts))
+    job = job.at_rate(size.rate)
     assert isinstance(job, Gpt)
-    number = _numbers(folder)
+    number = _numbers(texts)
 
     def passages(part: int) -> Passages:
         shakespeare, other = ([_parts(text)[part] for text in texts] for texts in (plays, milton))
@@ -107,15 +128,26 @@ def study(
 
     training, test = passages(0), passages(1)
     rows: list[list[str]] = []
-    for label in ("", *METHODS):
-        quality: list[tuple[float, float]] = []
+    for label in ("", *size.methods):
+        before = ["none", "-", "-"]
         scores: list[list[tuple[float, float]]] = []
+        quality: list[tuple[float, float]] = []
         for seed in range(options.seeds):
             decoder = job.model(seed)
+            place = folder / sha256(label.encode())[:12] / str(seed)
             if label:
-                quality.append(_pre_train(job, decoder, label, seed, options.steps))
-            scores.append([_tuned(decoder, again, training, test, options.tuned) for again in range(options.again)])
-        before = ["none", "-", "-"]
+                quality.append(_pre_trained(job, decoder, label, seed, options.steps, place))
+            scores.append(
+                [
+                    _kept_scores(
+                        place / f"{again}-{options.tuned}.json",
+                        lambda again=again, decoder=decoder: _tuned(
+                            decoder, again, training, test, options.tuned, size.tuning_rate
+                        ),
+                    )
+                    for again in range(options.again)
+                ]
+            )
         if label:
             bits, perplexity = (statistics.fmean(each) for each in zip(*quality, strict=True))
             before = [f"`{label}`", f"{bits:.3g}", f"{perplexity:.2f}"]
@@ -124,11 +156,23 @@ def study(
     return rows
 
 
+def _kept_scores(file: Path, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """Read a fine-tuning's scores from `file`, or measure and keep them."""
+    if not file.is_file():
+        written(file, [json.dumps(measure()).encode()])
+    accuracy, macro_f1 = json.loads(file.read_text("utf-8"))
+    return accuracy, macro_f1
+
+
 def _page(rows: Sequence[Sequence[str]], options: argparse.Namespace) -> str:
     heads = ("pre-training", "bits per parameter per step", "perplexity after it", "accuracy in %", "macro-F1 in %")
+    command = (
+        "" if options.size == "small" else f" --size {options.size} --steps {options.steps} --again {options.again}"
+    )
     where = (
         f"{options.steps} steps of pre-training on {RANKS} ranks with {options.seeds} seeds; each model is fine-tuned for {options.tuned} "
-        f"steps with {options.again} seeds. Means over all (lowest to highest mean of a pre-trained model); `python -m studies downstream`:"
+        f"steps with {options.again} seeds. Means over all (lowest to highest mean of a pre-trained model); "
+        f"`python -m studies downstream{command}`:"
     )
     return f"{where}\n\n{parts.table(heads, rows)}"
 
@@ -156,31 +200,32 @@ def _numbered(texts: Sequence[str], number: Mapping[str, int]) -> Int[Tensor, " 
     return torch.tensor([number.get(character, UNKNOWN) for character in " ".join(words)])
 
 
-def _pre_train(job: Gpt, decoder: Decoder, label: str, seed: int, steps: int) -> tuple[float, float]:
-    """Pre-train `decoder` to the final common weights; returns the bits per parameter per step, and the perplexity."""
-    (choice,) = parse_schemes(label, 0.01)
-    about = (seed, steps, RANKS, {steps})
+def _pre_trained(job: Gpt, decoder: nn.Module, label: str, seed: int, steps: int, folder: Path) -> tuple[float, float]:
+    """Pre-train `decoder` to the final common weights, or load them; returns the bits per parameter per step, and the perplexity."""
+    file = folder / "model.pt"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        (choice,) = parse_schemes(label, 0.01)
+        weights: dict[str, Tensor] = {}
 
-    def keep(model: nn.Module) -> None:
-        decoder.load_state_dict(copy.deepcopy(model.state_dict()))
+        def keep(model: nn.Module) -> None:
+            weights.update(copy.deepcopy(model.state_dict()))
 
-    if choice.local is None:
-        trained = one_process.train_with_scheme(job, choice.make, *about, finished=keep)
-    else:
-        trained = one_process.train_locally(
-            job,
-            lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
-            *about,
-            choice.leaves_rest(steps),
-            finished=keep,
-        )
-    return 8 * trained.nbytes / parameter_count(decoder), trained.quality[-1][1]
+        trained = train_method(job, choice, seed, steps, RANKS, {steps}, finished=keep)
+        bits = 8 * trained.nbytes / parameter_count(decoder)
+        torch.save({"weights": weights, "bits": bits, "perplexity": trained.quality[-1][1]}, folder / "partial.pt")
+        (folder / "partial.pt").replace(file)
+    content = torch.load(file)
+    decoder.load_state_dict(content["weights"])
+    return content["bits"], content["perplexity"]
 
 
-def _tuned(decoder: Decoder, seed: int, training: Passages, test: Passages, steps: int) -> tuple[float, float]:
+def _tuned(
+    decoder: nn.Module, seed: int, training: Passages, test: Passages, steps: int, rate: float
+) -> tuple[float, float]:
     """Fine-tune a copy of `decoder` with AdamW; returns accuracy and macro-F1 on the test passages."""
     model = seeded(lambda: Classifier(copy.deepcopy(decoder)), seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TUNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     author = torch.arange(BATCH) // (BATCH // 2)
     for step in range(steps):

@@ -1,6 +1,6 @@
 """Put small faults into the library, each with quick tests of which one must fail.
 
-    .venv/bin/python -m studies mutations [NAME ...] [--whole]
+    .venv/bin/python -m studies mutations [NAME ...]
 
 Run it before and after a change that removes tests. Mutations are data (`mutations.toml`): a file of the package, a text that occurs in it
 once, its replacement, and tests. Each is applied to a copy of the package, never to the sources. First the tests must pass on an unchanged
@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,8 +58,6 @@ def main(argv: Sequence[str]) -> None:
     known = {each.name: each for each in mutations()}
     parser = parts.options("mutations", __doc__, writes=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="these alone; without any, all of them")
-    parser.add_argument("--whole", action="store_true", help="run all quick tests, and name each that fails")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutations at a time (default: 2)")
     given = parser.parse_args(argv)
     if unknown := [name for name in given.names if name not in known]:
         parser.error(f"no mutation is named {', '.join(unknown)}; there are {', '.join(known)}")
@@ -69,25 +66,19 @@ def main(argv: Sequence[str]) -> None:
         unchanged = Path(folder) / "unchanged"
         for name, source in PACKAGES.items():
             shutil.copytree(source, unchanged / name, ignore=shutil.ignore_patterns("__pycache__"))
-        tests = ["tests"] if given.whole else sorted({test for each in chosen for test in each.tests})
-        status, output = run(unchanged, tests)
+        status, output = run(unchanged, sorted({test for each in chosen for test in each.tests}))
         if status:
             sys.exit(f"{output}\nthe tests fail without a mutation; mend them first")
-        with ThreadPoolExecutor(given.jobs) as pool:
-            found = pool.map(lambda each: tried(each, unchanged, given.whole), chosen)
-            results = [told(each, *result) for each, result in zip(chosen, found, strict=True)]
-    caught = results.count(CAUGHT)
+        caught = 0
+        for each in chosen:
+            result, why = tried(each, unchanged)
+            caught += result == CAUGHT
+            print(f"{result:16} {each.name}\n{why}".rstrip(), flush=True)
     print(f"{caught} of {len(chosen)} mutations are caught")
     sys.exit(int(caught != len(chosen)))
 
 
-def told(mutation: Mutation, result: str, by: str) -> str:
-    """Print the result of a mutation, and return it."""
-    print(f"{result:16} {mutation.name}\n{by}" if by else f"{result:16} {mutation.name}", flush=True)
-    return result
-
-
-def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
+def tried(mutation: Mutation, unchanged: Path) -> tuple[str, str]:
     """Run a mutation's tests on a mutated copy of `unchanged`; returns the result, with the failing tests or the error."""
     folder = unchanged.with_name(mutation.name)
     shutil.copytree(unchanged, folder)
@@ -96,7 +87,7 @@ def tried(mutation: Mutation, unchanged: Path, whole: bool) -> tuple[str, str]:
         file.write_text(mutation.applied_to(file.read_text("utf-8")), "utf-8")
     except (ValueError, OSError) as error:
         return DOES_NOT_APPLY, f"    {error}"
-    status, output = run(folder, ["tests"] if whole else ["-x", *mutation.tests])
+    status, output = run(folder, ["-x", *mutation.tests])
     if status > 1:  # pytest was interrupted, or a test is missing or not quick
         return DO_NOT_RUN, output
     failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)

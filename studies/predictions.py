@@ -102,7 +102,7 @@ def measure_all(out: Path) -> None:
         P, link, mbytes, buckets = cell
         size = ("--mbytes", str(mbytes), "--buckets", str(buckets), "--backward-s", str(BACKWARD_S))
         what = ("bench", "overlap", "--ranks", str(P), "--link", link, "--schemes", SCHEMES, "--rounds", str(ROUNDS))
-        _run(_cell(out, cell), *what, *size, flag="--json")
+        _run(_cell(out, cell), *what, *size)
     for job, link in product(JOBS, JOB_LINKS):
         what = ("compare", "--workload", job, "--ranks", str(JOB_RANKS), "--link", link, "--schemes", JOB_SCHEMES)
         _run(out / f"job-{job}-{link}", *what, "--steps", str(JOB_STEPS), "--eval-every", str(JOB_STEPS))
@@ -202,17 +202,22 @@ def _bits_per_s(link: str) -> float:
     return float(link[:-4]) * (1e9 if link.endswith("gbit") else 1e6)
 
 
-def _run(path: Path, *arguments: str, flag: str = "--out") -> None:
+def _run(path: Path, *arguments: str) -> None:
+    """Run a command, or a benchmark whose output is kept, unless that was done."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")  # an interrupted measurement is repeated
     shutil.rmtree(part, ignore_errors=True)  # `compare` would append to an existing folder
-    _command(*arguments, flag, str(part))
+    _command(part, *arguments)
     part.rename(path)
 
 
-def _command(*arguments: str) -> None:
-    module = "studies" if arguments[0] == "bench" else "sparsync_lab.cli"
-    print("python -m", module, *arguments, file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=sys.stderr)
+def _command(out: Path, *arguments: str) -> None:
+    print("python -m", *arguments, file=sys.stderr, flush=True)
+    if arguments[0] == "bench":
+        with out.open("w") as file:
+            subprocess.run([sys.executable, "-m", "studies", *arguments], check=True, stdout=file)
+    else:
+        command = [sys.executable, "-m", "sparsync_lab.cli", *arguments, "--out", str(out)]
+        subprocess.run(command, check=True, stdout=sys.stderr)

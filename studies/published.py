@@ -15,8 +15,8 @@ from typing import Any
 from sparsync_lab.predict.exchanges import Exchange
 from sparsync_lab.predict.network import AllReduce, Link, Nodes
 from sparsync_lab.predict.step_time import even_backward, overlapped, periodic, serial
-from sparsync_lab.simulate.command import write
 from sparsync_lab.toml import tomllib
+from sparsync_lab.writable import write
 from studies import parts
 
 GOAL = 0.15  # largest acceptable error, relative to the published figure
@@ -61,22 +61,14 @@ class LinkClass:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print or write the page, or the rows as JSON."""
+    """Print the rows as JSON, or write the page."""
     parser = parts.options("published", __doc__, writes=False)
-    parser.add_argument(
-        "--json", default=None, metavar="FILE", help="write the figures there; -: print them, and no page"
-    )
     parser.add_argument("--page", type=Path, default=None, metavar="FILE.md", help="write the page")
     given = parser.parse_args(argv)
-    content = json.dumps([{**asdict(row), "error": row.error} for row in rows()[0]], indent=1) + "\n"
-    if given.json == "-":
-        print(content, end="")
-    elif given.json is not None:
-        write(Path(given.json), content)
-    if given.page is not None:
+    if given.page is None:
+        print(json.dumps([{**asdict(row), "error": row.error} for row in rows()[0]], indent=1))
+    else:
         write(given.page, page())
-    elif given.json is None:
-        print(page(), end="")
 
 
 def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:
@@ -88,7 +80,7 @@ def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:
         model = each.pop("model", None)
         predicted = None if model is None else float(MODELS[model](classes, **each.get("inputs", {})))
         each["counted"] = each.get("counted", True) and predicted is not None
-        found.append(PublishedRow(kind="" if model is None else KINDS[model], predicted=predicted, **each))
+        found.append(PublishedRow(kind="" if model is None else KINDS[MODELS[model]], predicted=predicted, **each))
     return found, classes
 
 
@@ -332,42 +324,23 @@ def skipped_ring_speedup(classes: Mapping[str, LinkClass], ranks: int, skipped: 
     return 2 * (ranks - 1) / (2 * (ranks - 1) - skipped)
 
 
-MODELS: dict[str, Callable[..., float]] = {
-    model.__name__: model
-    for model in (
-        all_reduce_s,
-        bus_gbyte_per_s,
-        all_reduce_from,
-        step_s,
-        efficiency,
-        throughput,
-        wire_halved,
-        half_precision_hours,
-        data_parallel_hours,
-        local_steps_hours,
-        one_bit_speedup,
-        sparse_speedup,
-        skipped_ring_speedup,
-    )
-}
-
-
 EXCHANGE, STEP, GAIN = "an exchange alone", "a step, or how steps scale", "what sending less gains"
-KINDS = {
-    "all_reduce_s": EXCHANGE,
-    "bus_gbyte_per_s": EXCHANGE,
-    "all_reduce_from": EXCHANGE,
-    "step_s": STEP,
-    "efficiency": STEP,
-    "throughput": STEP,
-    "data_parallel_hours": STEP,
-    "wire_halved": GAIN,
-    "half_precision_hours": GAIN,
-    "local_steps_hours": GAIN,
-    "one_bit_speedup": GAIN,
-    "sparse_speedup": GAIN,
-    "skipped_ring_speedup": GAIN,
+KINDS: dict[Callable[..., float], str] = {
+    all_reduce_s: EXCHANGE,
+    bus_gbyte_per_s: EXCHANGE,
+    all_reduce_from: EXCHANGE,
+    step_s: STEP,
+    efficiency: STEP,
+    throughput: STEP,
+    data_parallel_hours: STEP,
+    wire_halved: GAIN,
+    half_precision_hours: GAIN,
+    local_steps_hours: GAIN,
+    one_bit_speedup: GAIN,
+    sparse_speedup: GAIN,
+    skipped_ring_speedup: GAIN,
 }
+MODELS = {model.__name__: model for model in KINDS}
 
 
 # The page.
@@ -410,7 +383,7 @@ def page() -> str:
     lines += [f"| {name} | {each.efficiency:g} | {1e6 * each.latency_s:g} µs |" for name, each in classes.items()]
     lines += [
         "",
-        f"Rows that are more than {100 * LISTED:.0f} % off; `--json -` prints all:",
+        f"Rows that are more than {100 * LISTED:.0f} % off; `python -m studies published` prints all:",
         "",
         "| row | predicted | published | error |",
     ]

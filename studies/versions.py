@@ -156,7 +156,7 @@ def command() -> Verdict:
             done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
             if done.returncode:
                 return FAILS, f"sparsync {arguments}: {done.stderr[-2000:]}"
-        assert (Path(folder) / "results" / "report.html").exists()
+        assert (Path(folder) / "results" / "quality_over_time.png").exists()
     return WORKS, ""
 
 

@@ -124,7 +124,7 @@ def poisoned(comm: LocalComm, name: str, at: int, value: float) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("at", "value"),
     one_in(
-        2, (pytest.param(*each) for each in ((8, torch.nan), (11, torch.nan), (0, torch.inf), (11, 1e25), (10, 1.2e19)))
+        3, (pytest.param(*each) for each in ((8, torch.nan), (11, torch.nan), (0, torch.inf), (11, 1e25), (10, 1.2e19)))
     ),
 )
 def test_nan_inf_or_squares_that_overflow_on_one_rank_skip_the_step_on_all(name: str, at: int, value: float) -> None:

@@ -86,15 +86,6 @@ def test_what_one_rank_alone_is_refused_is_an_error_on_all_ranks_at_once() -> No
     assert "4.weight, 4.bias was frozen, missing or of another type" in other  # as the rank tells, and no timeout
 
 
-def test_an_embedding_that_limits_its_norms_is_refused() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2))
-    sign, adamw = TwoShot(density=0.1, values="sign"), torch.optim.AdamW(model.parameters())
-    (found,) = sparsync.doctor(model, sign, optimizer=adamw)
-    assert found.refused is ValueError
-    assert "the embedding '0' has max_norm" in str(found)
-    assert "max_norm" not in str(sparsync.doctor(model, sign, optimizer=adamw, exchange=Gradients()))
-
-
 def evaluated_and_saved() -> None:
     training = Training(wrapped=True)
     for number in range(3):
@@ -163,13 +154,6 @@ def refused() -> None:
         model = DistributedDataParallel(bare)
         with pytest.raises(ValueError, match=r"DDP ignores 0\.weight"):
             sparsync.attach(model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()))
-    with case("gradients as ever"):
-        model = DistributedDataParallel(bare_model())
-        with pytest.warns(UserWarning, match=r"leave the scheme out, .*; or use TwoShot"):
-            handle: Any = sparsync.attach(
-                model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()), exchange=Gradients()
-            )
-        assert handle.exchange == Gradients()
 
 
 def test_what_steps_cannot_do_is_refused_with_what_can_be_done() -> None:
@@ -361,3 +345,12 @@ def sharded() -> None:
 @pytest.mark.slow
 def test_two_replicas_of_two_shards_skip_a_step_together_and_reduce_by_themselves_once_detached() -> None:
     run(sharded, 4)
+
+
+def test_an_embedding_that_limits_its_norms_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2))
+    sign, adamw = TwoShot(density=0.1, values="sign"), torch.optim.AdamW(model.parameters())
+    (found,) = sparsync.doctor(model, sign, optimizer=adamw)
+    assert found.refused is ValueError
+    assert "the embedding '0' has max_norm" in str(found)
+    assert "max_norm" not in str(sparsync.doctor(model, sign, optimizer=adamw, exchange=Gradients()))

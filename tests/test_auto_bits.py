@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 import sparsync
 from helpers.distributed import run
@@ -46,21 +46,6 @@ def test_auto_chooses_among_recipes_with_as_many_bits_as_the_default_or_the_floo
     assert candidates("steps", 4, 0.8) == candidates("linear", 4, None) == []
     assert bits_of("bits=auto") == "auto"
     assert bits_of("bits=auto:0.2") == ("auto", 0.2)
-
-
-def test_what_auto_cannot_measure_is_refused(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("annotations"):
-        pytest.skip("executed annotations refuse it first")
-    model = nn.Linear(4, 4)
-    for bits, message in (
-        ("most", '"auto", or'),
-        (("auto", "few"), '"auto", or'),
-        (("auto", 0.01), "as few as bits=0.01"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sparsync.attach(model, bits=bits, optimizer=AdamW(model.parameters()))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="pass a number of bits"):
-        sparsync.attach(model, bits="auto", optimizer=SGD(model.parameters(), lr=0.1))
 
 
 def chosen_by_two(folder: Path) -> list[Any]:

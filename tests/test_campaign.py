@@ -3,7 +3,6 @@
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from helpers.programs import run
 from studies.campaign import command
 from studies.campaign.supervisor import RankEnd, TrialSeen, observe
-from studies.campaign.training import CHECK_EVERY
 from studies.campaign.trials import (
     ALL,
     FAULTS,
@@ -44,12 +42,6 @@ def test_the_same_seed_draws_the_same_trials_and_every_pair_comes_once_before_an
     assert {fault for fault, _ in pairs} == FAULTS.keys()
     assert {integration for _, integration in pairs} == INTEGRATIONS.keys()
     assert all(trial.victim < trial.ranks for trial in trials)
-
-
-def test_only_keeps_what_is_named_of_each_kind() -> None:
-    assert set(cells(["freeze", "kill", "ddp", "topk"])) == {("kill", "ddp", "topk"), ("freeze", "ddp", "topk")}
-    with pytest.raises(ValueError, match=r"got .freze.; did you mean .freeze.\?"):
-        cells(["freze"])
 
 
 SAID = {
@@ -132,15 +124,6 @@ def test_a_verdict_is_that_of_the_worst_surviving_rank(
         ranks = [RankEnd(rank, state, said) for rank, (state, said) in enumerate(case)]
         assert judged(trial, TrialSeen("somewhere", ranks, 1.0), lambda: "abc")[0] == due
         assert judged(trial, TrialSeen("", ranks, 1.0), str)[0] == "missed"  # the fault did not strike
-
-
-def test_one_rank_or_all_are_changed_long_enough_before_the_end_for_weights_to_be_compared() -> None:
-    trials = [trial for trial in drawn(3, 500) if trial.fault in ("frozen", "loaded_late")]
-    assert {(trial.fault, trial.detail) for trial in trials} == set(product(("frozen", "loaded_late"), (ONE, ALL)))
-    assert all(
-        trial.detail == ALL for trial in trials if (trial.fault, trial.integration) == ("loaded_late", "fsdp_shard")
-    )
-    assert all(trial.step <= CHECK_EVERY <= trial.steps - 2 for trial in trials)  # LocalSteps compares every other step
 
 
 def stub(trial: Trial, timeout_s: float) -> TrialSeen:

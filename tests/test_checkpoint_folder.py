@@ -287,9 +287,6 @@ def test_a_folder_without_all_states_is_refused(tmp_path: Path) -> None:
         checkpoint.load(fresh(), tmp_path)
 
 
-# torch.distributed.checkpoint.
-
-
 # States.
 
 

@@ -47,7 +47,7 @@ def on_all(work: Callable[[], Tensor]) -> list[Tensor]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(selections())
 def test_positions_come_back_in_the_announced_bytes_the_same_on_every_backend(chosen: tuple[Tensor, int]) -> None:
     index, span = chosen
@@ -62,7 +62,7 @@ def test_positions_come_back_in_the_announced_bytes_the_same_on_every_backend(ch
             assert torch.equal(decoded, index)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(selections())
 def test_fixed_length_is_the_shortest_of_all_codecs(chosen: tuple[Tensor, int]) -> None:
     index, span = chosen
@@ -96,7 +96,7 @@ def assert_refused_or_valid(packet: Tensor, k: int, span: int, codec: PositionCo
     assert all(torch.equal(first, each) if isinstance(first, Tensor) else first == each for each in results)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.binary(max_size=80), st.integers(0, 300), st.sampled_from([1, 8, 60, 300, 2**16, 2**31 - 1]))
 def test_any_bytes_are_refused_or_are_positions(content: bytes, k: int, span: int) -> None:
     packet = torch.tensor(list(content), dtype=torch.uint8)
@@ -104,7 +104,7 @@ def test_any_bytes_are_refused_or_are_positions(content: bytes, k: int, span: in
         assert_refused_or_valid(packet, k, span, codec)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(selections(), st.data())
 def test_packets_cut_or_with_flipped_bits_are_refused_or_are_positions(
     chosen: tuple[Tensor, int], data: st.DataObject
@@ -127,9 +127,8 @@ def test_packets_cut_or_with_flipped_bits_are_refused_or_are_positions(
 @pytest.mark.parametrize(
     ("positions", "which"),
     [
-        ([3, 2], "got 2 as number 1"),
-        ([2, 2], "got 2 as number 1"),
         ([-1, 4], "got -1 as number 0"),
+        ([2, 2], "got 2 as number 1"),
         ([1, 10], "got 10 as number 1"),
         ([1, 2**32 + 5], "got 4294967301 as number 1"),
     ],
@@ -171,7 +170,7 @@ def code(format: Values, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the C++ codecs are not built")
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(vectors())
 def test_every_backend_quantizes_to_the_same_bytes(value: Tensor) -> None:
     for format in BLOCKS:
@@ -181,7 +180,7 @@ def test_every_backend_quantizes_to_the_same_bytes(value: Tensor) -> None:
         assert all(torch.equal(bits(each), bits(decoded[0])) for each in decoded)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(vectors())
 def test_rounding_to_nearest_plus_its_error_is_the_value_without_rounding(value: Tensor) -> None:
     """So the residual can take the error in float32 and no mass is lost. Where the format has larger numbers than the value."""

@@ -112,13 +112,12 @@ def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas
     printed = capsys.readouterr().out
     assert "prove nothing" in printed
     assert "because the scheme has its own momentum: dgc:density=0.25 by SGD." in " ".join(printed.split())
-    assert "prove nothing" in (tmp_path / "report.html").read_text()
 
-    for name in ("report.html", "quality_over_time.png", "quality_over_steps.png"):
-        assert (tmp_path / name).stat().st_size > 1000
-        (tmp_path / name).unlink()
+    picture = tmp_path / "quality_over_time.png"
+    assert picture.stat().st_size > 1000
+    picture.unlink()
     cli.main(["report", str(tmp_path)])  # from the results alone
-    assert (tmp_path / "report.html").exists()
+    assert picture.exists()
 
 
 @pytest.mark.slow
@@ -243,7 +242,7 @@ def test_a_rank_that_fails_leaves_or_hangs_is_named_and_not_the_one_that_waits_f
 
 
 @pytest.mark.slow
-def test_records_are_kept_and_shown_until_a_job_fails(tmp_path: Path) -> None:
+def test_records_are_kept_until_a_job_fails(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(
         "import sys\n"
@@ -261,11 +260,8 @@ def test_records_are_kept_and_shown_until_a_job_fails(tmp_path: Path) -> None:
     )
     done = run(compare_job(f"{job}:Third", tmp_path / "out", schemes="dense,topk"))
     assert done.returncode == 1
-    assert done.stderr.endswith("\nnot trained after that: topk\n")
-    assert "dense DID NOT FINISH: ITS ROW IS NO RESULT. With seed 0 it ended after 3 steps: rank 1" in " ".join(
-        done.stdout.split()
-    )
-    assert (tmp_path / "out" / "report.html").exists()
+    shown = " ".join(run([*CLI, "report", str(tmp_path / "out")]).stdout.split())
+    assert "dense DID NOT FINISH: ITS ROW IS NO RESULT. With seed 0 it ended after 3 steps: rank 1" in shown
     assert "rank 1 failed: Third.batch failed (step 4, rank 1 of 2): KeyError: 'fifth'" in done.stderr
     kept = records(tmp_path / "out")
     assert [line["step"] for line in kept if line["kind"] == "step"] == [1, 2, 3]
@@ -283,59 +279,4 @@ def test_a_job_whose_loss_is_nan_from_the_first_step_on_ends_with_an_error_and_a
     assert "dense diverged with seed 0 (first at step 1)" in said
     assert "topk (seed 0): its training loss or quality is NaN or infinite, first at step 1." in said
     assert re.findall(r"(?<![\w-])[+-]?(?:nan|inf)(?!\w)", done.stdout) == []
-    assert (tmp_path / "report.html").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("job", "said"),
-    [
-        ("Unused", None),
-        ("Inside", "no attribute 'halves'"),
-    ],
-)
-def test_a_job_may_leave_parameters_out_but_not_reach_into_the_model(
-    tmp_path: Path, job: str, said: str | None
-) -> None:
-    done = run(compare_job(f"{PLAIN_JOBS}:{job}", tmp_path))
-    assert done.returncode == (1 if said else 0), done.stderr
-    assert (said or "") in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--schemes", "skip_reduce:skip=5"], "skip must be in [0, 1] for 2 ranks, got 5"),
-        (["--schemes", "topk", "--density", "0"], "density must be in (0, 1]"),
-        (["--schemes", "topk:densty=0.1"], "did you mean 'density'?"),
-        (["--schemes", "dense,dense"], "names one twice"),
-        (["--workload", "shakespear"], "did you mean 'shakespeare'?"),
-        (["--ranks", "3"], "cannot be split evenly over 3 ranks"),
-        (["--ranks", "0"], "argument --ranks: takes a whole number above 0, got '0'"),
-        (["--timeout", "inf"], "argument --timeout: takes a finite number above 0, got 'inf'"),
-        (
-            ["--seeds", "0,a"],
-            "argument --seed/--seeds: takes whole numbers, with commas between several, such as 0,1,2, got 'a'",
-        ),
-        (["--option", "width"], "--option takes KEY=VALUE"),
-    ],
-)
-def test_settings_that_cannot_run_are_refused_before_anything_is_written(
-    play: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(compare(play, out, *more)[len(CLI) :])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-    assert not out.exists()
-
-
-def test_lists_of_names_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, names in (("schemes", "dense powersgd"), ("workloads", "shakespeare-small movielens")):
-        cli.main([command])
-        listed, _, cure = capsys.readouterr().out.partition("\n\n")
-        starts = {line.index(re.split(r"\S+ +", line, maxsplit=1)[1]) for line in listed.splitlines() if line[0] != " "}
-        assert len(starts) == 1
-        assert all(re.search(rf"^{name} ", listed, re.MULTILINE) for name in names.split())
-        assert "path/to/file.py:Class" in cure
+    assert (tmp_path / "quality_over_time.png").exists()

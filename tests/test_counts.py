@@ -15,6 +15,8 @@ from studies.gpu import counts
 from studies.gpu.counts import GOALS, kind_of
 from studies.gpu.launches import Counts, counted
 
+# The methods of the page, and one of each kind of scheme; other settings of these run in the slow tests.
+QUICK = {*counts.SHOWN.values(), "topk", "two_shot", "in_turn", "auto_protect", "micro", "exdyna", "oktopk"}
 SLACK = 0.9  # of a figure in the file, which has to be lowered where less is counted
 WRITTEN = json.loads(counts.FILE.read_text())
 ADVICE = "run `python -m studies gpu --counts`"
@@ -37,7 +39,9 @@ def shortfalls(text: str, found: dict[str, dict[str, list[int]]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("text", counts.texts())
+@pytest.mark.parametrize(
+    "text", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in counts.texts()]
+)
 def test_no_step_launches_or_waits_more_than_before(text: str) -> None:
     if not backend().startswith("cpp"):
         pytest.skip("the reference does not fuse what C++ kernels do")

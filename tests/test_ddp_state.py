@@ -52,8 +52,6 @@ def test_new_buckets_after_the_first_step_lose_nothing_of_the_residual() -> None
 
 # DDP keeps the same buckets from the first step on, also after a restart.
 STABLE: dict[str, Any] = {"find_unused_parameters": True}
-
-
 # Powers of two, for two groups of parameters.
 RATES = [(1.0, 0.5), (0.5, 0.5), (0.25, 0.5), (0.25, 2.0), (8.0, 1.0), (4.0, 1.0)]
 

@@ -27,7 +27,6 @@ from helpers.distributed import case
 from helpers.distributed import run_fresh as on_ranks
 from helpers.docs_blocks import ROOT, CodeBlock, blocks
 from sparsync_lab import cli, workloads
-from sparsync_lab.frontier.study import ORACLE
 from sparsync_lab.predict import probe_file
 from sparsync_lab.report.parts import replaced
 from sparsync_lab.scheme_choice import parse_schemes
@@ -220,7 +219,7 @@ def _check_study(arguments: list[str]) -> None:
 
 def _check_options(options: argparse.Namespace) -> None:
     if schemes := getattr(options, "schemes", None):
-        parse_schemes(schemes, getattr(options, "density", 0.01), ORACLE)
+        parse_schemes(schemes, getattr(options, "density", 0.01))
     workload = getattr(options, "workload", None)
     if workload and workload != "JOB" and "clip_norm=C" not in getattr(options, "option", ()):
         workloads.get(workload, **cli._workload_options(options))

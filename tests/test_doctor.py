@@ -18,7 +18,6 @@ from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, InTurn, PerParamete
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
-from sparsync_lab.rivals.powersgd import PowerSGD
 
 pytestmark = pytest.mark.distributed
 
@@ -105,16 +104,7 @@ def optimizers() -> None:
         assert said(scheme, lbfgs).startswith("LBFGS compares the gradients of several evaluations in a step")
     assert said(Dense(), lbfgs) == ""
     assert said(TopK(0.01), InnerOptimizer(adamw)) == ""  # the steps of the one inside are exchanged
-    whole = (
-        TwoShot(density=1.0),
-        TopK(density=1.0),
-        Quantized("int4"),
-        Dense(),
-        Dense.bf16(),
-        SkipReduce(),
-        PowerSGD(),
-    )
-    assert all(said(scheme, adamw) == "" for scheme in whole)
+    assert said(TwoShot(density=1.0), adamw) == said(Quantized("int4"), adamw) == said(SkipReduce(), adamw) == ""
     for scheme in (OneBitAdam(), DGC(), DeMo()):
         name = type(scheme).__name__
         assert said(scheme, sgd) == said(scheme, InnerOptimizer(sgd)) == said(scheme, None) == ""

@@ -14,27 +14,31 @@ from sparsync_lab.workloads.gpt import Gpt
 from studies import downstream
 
 PLAY = "Who's there? Nay, answer me: stand, and unfold yourself. " * 40
-OPTIONS = argparse.Namespace(steps=2, tuned=1, seeds=2, again=2)
+SIZE = downstream.Size("part", 64, 2, 4, 2.0, 2e-3, ("dense", "local_steps(every=2)/dense"))
 
 
 @pytest.mark.slow
 def test_each_pre_training_gives_a_row_and_none_reads_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downstream, "METHODS", ("dense", "local_steps(every=2)/dense"))
     monkeypatch.setattr(downstream, "TESTED", 8)
     works = {
         "hamlet_gut.txt": PLAY + "@" * (len(PLAY) // 4),
         "sonnets_gut.txt": "From fairest creatures we desire increase\n",
     }
-    none, dense, local = downstream.study(
-        works, ["Of Man's first disobedience, and the fruit " * 20], tmp_path, OPTIONS
-    )
+    options = argparse.Namespace(out=tmp_path, steps=2, tuned=1, seeds=2, again=2)
+    milton = ["Of Man's first disobedience, and the fruit " * 20]
+    rows = downstream.study(works, milton, SIZE, options)
+    none, dense, local = rows
     assert (none[:3], dense[:2], local[:2]) == (
         ["none", "-", "-"],
         ["`dense`", "48"],
         ["`local_steps(every=2)/dense`", "24"],
     )
-    learnt = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    learnt = {file.name: file.read_text() for file in (tmp_path / "texts").iterdir()}
     assert learnt == {"hamlet_gut.txt": PLAY, "sonnets_gut.txt": works["sonnets_gut.txt"]}
+    # What is finished is not done again.
+    monkeypatch.setattr(one_process, "train", None)
+    monkeypatch.setattr(downstream, "_tuned", None)
+    assert downstream.study(works, milton, SIZE, options) == rows
 
 
 def test_accuracy_and_macro_f1_are_those_of_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,17 +53,6 @@ def test_accuracy_and_macro_f1_are_those_of_the_counts(monkeypatch: pytest.Monke
 class FirstCharacter(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[:, 0]
-
-
-def test_the_text_is_numbered_as_for_the_pre_training_without_speakers_and_line_breaks(tmp_path: Path) -> None:
-    (tmp_path / "hamlet.txt").write_text("BERNARDO.\nWho's there?\n[Exit]\n" * 20)
-    job = Gpt(data=str(tmp_path))
-    number = downstream._numbers(tmp_path)
-    text = next(iter(tmp_path.iterdir())).read_text()
-    assert [number[each] for each in text[:64]] == job.text().training[:64].tolist()
-    assert downstream._numbered(["BERNARDO.\nWho's\n  there?\n[Exit]\n"], number).tolist() == [
-        number[each] for each in "Who's there?"
-    ]
 
 
 def test_a_finished_training_in_one_process_hands_over_the_common_weights(tmp_path: Path) -> None:

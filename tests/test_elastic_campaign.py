@@ -6,27 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from studies.elastic import command
-from studies.elastic.drawing import EXCHANGES, KINDS, SCHEMES, Event, Trial, drawn
+from studies.elastic.drawing import Event, Trial
 from studies.elastic.supervisor import RankSeen, Struck, TrialSeen, observe
 from studies.elastic.verdict import Outcome, changed_mass, dropped, ended_badly, judged, other_factors, split, unequal
 
 TIMEOUT_S, PATIENT_S = 3.0, 30.0
-
-
-def test_a_seed_draws_the_same_events_of_all_kinds_or_of_some() -> None:
-    trials, again, others = ([drawn(seed, number, TIMEOUT_S) for number in range(60)] for seed in (5, 5, 6))
-    assert trials == again != others
-    assert {each.kind for each in drawn(0, 0, TIMEOUT_S, ["kill", "join"]).events} <= {"kill", "join"}
-    with pytest.raises(ValueError, match=r"--only takes kill, .*, got 'die'"):
-        drawn(0, 0, TIMEOUT_S, ["die"])
-    events = [event for trial in trials for event in trial.events]
-    assert {each.kind for each in events} == KINDS.keys()
-    assert {trial.exchange for trial in trials} == EXCHANGES.keys()
-    assert {trial.scheme for trial in trials} == set(SCHEMES)
-    assert all(5 <= len(trial.events) <= 8 and 3 <= trial.ranks <= 6 for trial in trials)
-    assert all(event.lasts_s < TIMEOUT_S for event in events if event.kind == "pause")
-    assert all(event.lasts_s > TIMEOUT_S for event in events if event.kind in ("freeze", "partition"))
 
 
 def rank(number: int, *entries: dict[str, Any]) -> RankSeen:
@@ -146,17 +130,6 @@ def test_two_memberships_must_not_both_take_steps() -> None:
     assert list(split(TrialSeen([], [newer, twice], {}, {}), TIMEOUT_S, local=False)) == [
         (1.0, "epoch 2 has two memberships")
     ]
-
-
-def test_the_page_counts_events_and_has_a_line_for_each_exception() -> None:
-    outcomes = [
-        {"kind": "kill", "seconds": 2.0, "back_s": None, "why": ""},
-        {"kind": "freeze", "seconds": 4.0, "back_s": 1.0, "why": "rank 2 did not go on"},
-    ]
-    text = "\n".join(command.content([{"label": "trial 3, 4 ranks, steps, topk", "dropped": 0, "outcomes": outcomes}]))
-    assert "| kill: SIGKILL of a rank | 1 | 1 | 2.0 | 2.0 | - | - |" in text
-    assert "| all | 2 | 1 | 3.0 | 4.0 | 1.0 | 1.0 |" in text
-    assert "- trial 3, 4 ranks, steps, topk: freeze: rank 2 did not go on" in text
 
 
 @pytest.mark.distributed

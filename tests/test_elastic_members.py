@@ -326,15 +326,3 @@ def test_a_process_asks_a_training_member_for_the_state_again_after_a_meeting(st
         assert member_of(store, "x", name="other").source() is None  # nobody trains
         d.meet(note(1))
         meets.result()
-
-
-def test_waits_that_end_say_who_is_missing(store: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"1 of 2 ranks have come within 9 s; start the others, or pass ranks=1"):
-        member_of(store, "a", wait_s=9.0)._all_here(Epoch(), {"a": note(0)}, (), 9.1)
-    with met(store, "a", "b") as (a, _):
-        a._least, a._wait_s, a.timeout_s = 2, 3.0, 0.5
-        with pytest.raises(RuntimeError, match=r"1 ranks are left after 3 s, and at least 2 are to go on"):
-            a.meet(note(1, False))
-    gone = r"no member of epoch 1 of this run has answered for 3 s.*remembers the members [ab], [ab];"
-    with pytest.raises(RuntimeError, match=gone):
-        member_of(store, "x", wait_s=3.0).join(note(0))

@@ -18,8 +18,6 @@ import sparsync
 from helpers import distributed
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
-from sparsync_lab import workloads
-from sparsync_lab.workloads import one_process
 
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
@@ -175,11 +173,3 @@ def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(m
         return bucket.grad.tolist(), report.cost == metered.take()[0]
 
     assert LocalWorld(2).run(reduce) == [([3.0, -3.0], True)] * 2
-
-
-@pytest.mark.parametrize("name", ["own_job.py:MyJob", "own_job_batchnorm.py:Stripes"])
-def test_a_job_of_your_own_learns(name: str) -> None:
-    job = workloads.get(str(EXAMPLES / name))
-    before = job.quality(*job.evaluate(job.model(0), 0, 1))
-    trained = one_process.train_with_scheme(job, sparsync.schemes.Dense, 0, 30, 2, {30})
-    assert trained.quality[-1][1] < before / 2

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,8 +23,6 @@ pytestmark = pytest.mark.distributed
 
 WIDTH, BATCH = 96, 8
 STEPS, SAVED, FROZEN_FROM, LOADED_AT = 8, 5, 3, 6
-NEVER = ("frozen", "unused")  # layers that do not move at all
-LATER = "later"  # one that is frozen in the course of the training
 
 
 class Net(nn.Module):
@@ -221,17 +218,3 @@ def test_behind_every_wrapper_steps_are_those_of_the_bare_module_and_go_on_with_
         old, new = [each for _, each in before[shard::shards]], after[shard::shards]
         for key, each in old[0].items():
             check_resized([each, old[1][key]], [one.get(key) for one in new], key)
-
-
-def reduced_whole() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
-    net = Net()
-    replicate_with_fsdp(net, mesh=mesh)
-    adamw = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad])
-    with pytest.raises(RuntimeError, match=r"replicate\(\) all-reduces gradients in full.*use fully_shard"):
-        sparsync.attach(net, TwoShot(density=0.1), optimizer=adamw, options=sparsync.Options(replicate=mesh))
-
-
-@pytest.mark.slow
-def test_a_model_that_fsdp2s_replicate_reduces_is_refused_with_what_to_do() -> None:
-    run(reduced_whole, 2)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.quick import one_in
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator
@@ -56,8 +58,9 @@ def trained(
         return LocalWorld(P).run(of_rank)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), one_in(3, (pytest.param(*each) for each in product(SCHEMES, (torch.float32, torch.float16))))
+)
 def test_a_flag_on_a_device_leaves_the_bits_that_one_on_the_host_does(name: str, dtype: torch.dtype) -> None:
     expected, found = (trained(SCHEMES[name], dtype, world) for world in (nullcontext, as_on_a_gpu))
     for here, there in zip(found, expected, strict=True):

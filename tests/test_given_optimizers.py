@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,38 +36,6 @@ def attached() -> Makers:
         for name, make in ATTACH.items()
         for how in (None, *EXCHANGES)
     }
-
-
-def wrong_types() -> None:
-    """Here, because ranks run without the checks of annotations that tests have."""
-    dist.destroy_process_group()  # so that sending would be another error
-    model = nn.Linear(2, 2)
-    adamw = AdamW(model.parameters())
-    for name, make in {**attached(), **DIRECT}.items():
-        for given in ("adamw", model.parameters(), AdamW, [adamw, None], []):
-            with (
-                case(f"{name} {given}"),
-                pytest.raises(TypeError, match=r"^optimizer must be a torch\.optim\.Optimizer or a list"),
-            ):
-                make(model, Dense(), optimizer=given)
-        for given in (adamw, "model", nn.Linear, []):
-            with case(f"{name} {given}"), pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got "):
-                make(given, Dense(), optimizer=adamw)
-
-
-def test_only_modules_and_optimizers_are_taken_and_the_error_names_what_was_given() -> None:
-    run(wrong_types, 1, fresh=True)
-
-
-def other_scalers() -> None:
-    model = nn.Linear(2, 2)
-    for make in (sparsync.attach, sparsync.GradientReducer):
-        with case(make), pytest.raises(TypeError, match=r"^scaler must be a torch\.amp\.GradScaler, got str"):
-            make(model, Dense(), optimizer=AdamW(model.parameters()), scaler="scaler")  # pyright: ignore[reportArgumentType]
-
-
-def test_only_a_loss_scaler_is_taken_for_one() -> None:
-    run(other_scalers, 1)
 
 
 def other_parameters() -> None:

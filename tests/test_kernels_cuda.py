@@ -47,8 +47,8 @@ def test_an_operation_is_its_specification(operation: str, kind: str) -> None:
     if (operation in SIGNS and kind == "mostly-nan") or (operation == "reduce_shares_" and kind == "special"):
         pytest.skip("the signs of NaN are not compared")
     cases = list(TABLE[operation](kind, 300))
-    few = [next(iter(TABLE[operation](kind, 1))), *list(TABLE[operation]("few-values", 40))[:2]]  # with zeros
-    taken = [compare(cuda, operation, on(DEVICE, each)) for each in (*few, *cases[:: 1 + len(cases) // 6])]
+    few = [next(iter(TABLE[operation](kind, 1))), list(TABLE[operation]("few-values", 40))[-1]]  # with zeros
+    taken = [compare(cuda, operation, on(DEVICE, each)) for each in (*few, *cases[:: 1 + len(cases) // 2])]
     assert any(taken)
 
 
@@ -70,9 +70,8 @@ def test_a_sample_that_misleads_does_not_change_what_is_selected(monkeypatch: py
         x = made(kind, n).to(DEVICE)
         low, high = x.clone(), x.clone()
         low[::stride], high[::stride] = 1e-40, 1e30
-        for each in (low, high):
-            for k in (1, n // 5):
-                same(kernels.top_k(each, k), reference.top_k(each, k))
+        for each, k in ((low, 1), (high, n // 5)):
+            same(kernels.top_k(each, k), reference.top_k(each, k))
 
 
 @pytest.mark.parametrize("position", [-1, 4, 2**31 - 1, -(2**31)])
@@ -140,9 +139,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[s
 def test_the_largest_of_any_number_of_regions_take_ten_launches_and_ask_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x = made("normal", 900).to(DEVICE)
-    for P in (2, 8):
-        regions = [BlockCyclic(900, P).rows(p, x.device) for p in range(1, P)]
+    x = made("normal", 300).to(DEVICE)
+    for P in (2, 4):
+        regions = [BlockCyclic(300, P).rows(p, x.device) for p in range(1, P)]
         with watched(monkeypatch) as (launched, asked):
             operations.top_k_of_each(x, regions, [9] * (P - 1), [None] * (P - 1))
         assert launched == [

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from helpers.third_party import LineFit
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.schemes import Dense
-from sparsync_lab.frontier.figures import OURS, kind
+from sparsync_lab.frontier.figures import kind
 from sparsync_lab.rivals.laprop import LaProp, LaPropOptimizer
 from sparsync_lab.scheme_choice import check_optimizer, parse_schemes
 from sparsync_lab.workloads.muon import Several
@@ -110,7 +110,7 @@ def test_a_job_that_adamw_does_not_train_is_refused_before_it_trains(
 def test_it_is_a_baseline_by_its_name_with_its_setting() -> None:
     [plain, other] = parse_schemes("laprop,laprop:beta2=0.99", 0.01)
     assert [each.make() for each in (plain, other)] == [LaProp(), LaProp(beta2=0.99)]
-    assert [kind(each, OURS) for each in (plain, other)] == ["baseline"] * 2
+    assert [kind(each) for each in (plain, other)] == ["baseline"] * 2
     assert plain.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2='at least 0.99')"}
     assert other.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2=0.99)"}
 

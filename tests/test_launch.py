@@ -1,6 +1,5 @@
 """`sparsync launch`: what a rank finds in its environment, what is shown of it, and that nothing is left, whatever ends the run."""
 
-import math
 import os
 import re
 import shutil
@@ -19,15 +18,14 @@ import pytest
 from helpers.rights import ORDINARY, builds
 from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab import cli
-from sparsync_lab.launch.output import LONGEST_LINE, Lines
-from sparsync_lab.launch.settings import LaunchSettings, checked_command, environment
+from sparsync_lab.launch.settings import LaunchSettings, environment
+from sparsync_lab.launch.supervisor import LONGEST_LINE, Lines
 from sparsync_lab.netlab import rates
 from sparsync_lab.report.format import links_text
 
 PATIENCE_S = 300.0
 TOKEN = "SPARSYNC_TEST_TOKEN"
 PYTHON = [sys.executable, "-S", "-u", "-c"]
-PID_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 # Every rank leaves a process in a session of its own, whose parent has ended, and then waits.
 WAITS = """
 import os, subprocess, sys, time
@@ -206,12 +204,11 @@ else:
     with launched("--ranks", "2", "--link", "10mbit", *both(code), before=tuple(ORDINARY)) as run:
         status, out, err = run.finish()
     assert (status, out) == (0, "")
-    sent = re.search(r"^ 1 +exit status 0 +(\S+) kB +\S+ +(\d+)% ", err, re.MULTILINE)
-    received = re.search(r"^ 0 +exit status 0 +\S+ kB +\S+ +\d+% +(\S+) kB ", err, re.MULTILINE)
+    sent = re.search(r"^ 1 +exit status 0 +(\S+) kB ", err, re.MULTILINE)
+    received = re.search(r"^ 0 +exit status 0 +\S+ kB +(\S+) kB$", err, re.MULTILINE)
     assert sent and received
     assert sent[1] == received[1]
     assert 500 * 1.04 <= float(sent[1]) <= 500 * 1.08
-    assert int(sent[2]) <= 102
 
 
 def test_a_rank_finds_what_torchrun_sets(tmp_path: Path) -> None:
@@ -221,10 +218,8 @@ def test_a_rank_finds_what_torchrun_sets(tmp_path: Path) -> None:
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", VARIABLE)
     assert found(LaunchSettings(("x",), 4, 1e8, 1e8, scheme="topk"), *names) == ["2", "4", "2", "4", "0", "2", "topk"]
-    nodes = LaunchSettings(("x",), 4, 1e8, 1e8, nodes=True)
-    assert found(nodes, *names) == ["2", "4", "0", "1", "2", "2", None]
     where = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
-    assert found(nodes, *where) == ["10.77.0.1", "29500", "eth0", "eth0", "False"]
+    assert found(LaunchSettings(("x",), 4, 1e8, 1e8), *where) == ["10.77.0.1", "29500", "eth0", "eth0", "False"]
 
 
 def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_last_state() -> None:
@@ -247,8 +242,6 @@ def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_l
     [
         (("100mbit", None, None), (1e8, 1e8), "100 Mbit/s links"),
         (("100mbit", "10mbit", "1gbit"), (1e7, 1e9), "links of 10 Mbit/s up and 1 Gbit/s down"),
-        (("100mbit", "none", None), (math.inf, 1e8), "links of no limit up and 100 Mbit/s down"),
-        (("none", None, "1gbit"), (math.inf, 1e9), "links of no limit up and 1 Gbit/s down"),
         (("100mbit", "none", "none"), (None, None), ""),
     ],
 )
@@ -257,34 +250,6 @@ def test_a_direction_has_the_rate_of_the_link_where_it_has_no_other(
 ) -> None:
     assert rates(*given) == expected
     assert links_text(*expected) == shown
-
-
-READS = """
-import os, sys
-if os.environ["RANK"] == "1":
-    sys.path[:0] = {path!r}
-    from sparsync.base.scheme_text import text_of_environment
-    text_of_environment()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "shown", "told"),
-    [
-        (READS.format(path=sys.path), "scheme topk on rank 1 only", False),
-        ("", "scheme topk on no rank", True),
-    ],
-    ids=["rank 1", "no rank"],
-)
-def test_the_end_says_which_ranks_took_the_scheme(code: str, shown: str, told: bool) -> None:
-    python = [sys.executable, "-c", code]
-    with launched("--ranks", "2", "--link", "none", "--scheme", "topk", "--", *python) as run:
-        status, _, err = run.finish()
-    assert status == 0
-    assert f"2 ranks, loopback, without limits, {shown}, " in err
-    said = "no rank read SPARSYNC_SCHEME, so nothing was reduced with topk; call sparsync.attach(model, optimizer=optimizer)"
-    assert (said in err) == told
 
 
 @pytest.mark.usefixtures("signal_handlers_are_put_back")
@@ -299,14 +264,3 @@ def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
         cli.main(["launch", "--link", "none", *chosen, "--", "true"])
     assert ended.value.code == 2
     assert re.search(r"sparsync: error: .*unknown scheme 'tpok'.*did you mean 'topk'", capsys.readouterr().err)
-
-
-def test_a_command_or_a_number_of_ranks_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    for words, message in (([], "no command was given"), (["--"], "no command"), (["no-such"], "no program 'no-such'")):
-        with pytest.raises(ValueError, match=message):
-            checked_command(words)
-    for ranks in (0, 65):
-        with pytest.raises(ValueError, match=rf"--ranks must be in \[1, 64\], got {ranks}"):
-            LaunchSettings(("x",), ranks, None, None)
-    script = str(tmp_path / "train.py")
-    assert checked_command(["--", script, "--", "-x"]) == (sys.executable, script, "--", "-x")

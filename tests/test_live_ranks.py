@@ -6,8 +6,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ import torch.distributed as dist
 
 from helpers import distributed, stepped
 from helpers.distributed import LiveRanks, run
-from helpers.slices import Slice
 
 pytestmark = pytest.mark.distributed
 
@@ -74,34 +71,3 @@ def test_what_is_left_behind_is_told_and_ends_the_processes(live: LiveRanks) -> 
     ):
         assert trace in told
     assert run(seen, 1)[0][0] != before
-
-
-def failing() -> None:
-    raise ValueError("lost")
-
-
-def test_a_failure_says_what_ran_there_before_and_ends_the_processes(live: LiveRanks) -> None:
-    before = run(seen, 1)[0][0]
-    with pytest.raises(AssertionError, match="ValueError: lost") as raised:
-        run(failing, 1)
-    assert getattr(raised.value, "__notes__", None) == [
-        "The last that these processes had run before: test_live_ranks.seen on 1"
-    ]
-    assert live.thrown_away == ["test_live_ranks.failing failed"]
-    assert run(seen, 1)[0][0] != before
-
-
-def test_a_slice_is_that_of_its_seed_and_has_failed_without_time_or_tests() -> None:
-    def ordered(seed: str, within_s: float = 1000.0) -> tuple[Slice, list[Any]]:
-        items = [SimpleNamespace(path=path, number=number) for path in "abc" for number in range(100)]
-        made = Slice(seed, within_s)
-        made.pytest_collection_modifyitems(cast("list[pytest.Item]", items))
-        return made, [(item.path, item.number) for item in items]
-
-    assert ordered("a1b2")[1] == ordered("a1b2")[1] != ordered("a1b3")[1]
-    for within_s, run_first, status in ((1000.0, None, 0), (-1.0, True, 5)):
-        made, _ = ordered("a1b2", within_s)
-        assert made.pytest_runtest_protocol() is run_first
-        session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
-        made.pytest_sessionfinish(cast("pytest.Session", session))
-        assert session.exitstatus == status

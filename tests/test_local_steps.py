@@ -333,38 +333,6 @@ def test_the_own_gradient_is_clipped_at_the_factor_times_the_norm() -> None:
     LocalWorld(4).run(body)
 
 
-def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
-    def make(comm: Comm, made: nn.Module | None = None, **settings: Any) -> LocalTraining:
-        made = nn.Linear(2, 2) if made is None else made
-        return LocalTraining(
-            made, torch.optim.SGD(made.parameters(), 1.0), Dense(), **{"every": 4, **settings}, comm=comm
-        )
-
-    def body(comm: LocalComm) -> None:
-        cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-            ({"made": nn.Linear(2, 2).requires_grad_(False)}, ValueError, "nothing to exchange"),
-            ({"every": 0}, ValueError, "every must be at least 1"),
-            ({"keep": 1.5}, ValueError, r"keep must be in \[0, 1\]"),
-            ({"fragments": 5}, ValueError, "fragments must be in .1, every=4"),
-            ({"fragments": 3}, ValueError, "number of trained parameters, got 3"),
-            ({"delay": 5}, ValueError, "delay must be in"),
-            ({"mixing": 1.0}, ValueError, "mixing must be in"),
-            ({"clip_factor": 0.0}, ValueError, "clip_factor must be above 0, or None"),
-            ({"bucket_mb": 0}, ValueError, "bucket_mb must be above 0"),
-        ]
-        for settings, kind, message in cases:
-            with pytest.raises(kind, match=message):
-                make(comm, **settings)
-        made = nn.Linear(2, 2)
-        made.bias.requires_grad_(False)
-        steps = make(comm, made, every=1)
-        made.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="bias was frozen, missing or of another type"):
-            steps.step()
-
-    LocalWorld(1).run(body)
-
-
 def test_ranks_that_have_made_other_numbers_of_steps_are_told_so() -> None:
     def body(comm: LocalComm) -> None:
         steps = start(comm, Dense(), every=2)

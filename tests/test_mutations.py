@@ -45,8 +45,8 @@ def test_a_mutation_is_caught_where_a_test_fails_and_not_where_none_runs(
         return status, output
 
     monkeypatch.setattr(mutations, "run", run)
-    assert mutations.tried(each, tmp_path / "unchanged", whole=False) == told
+    assert mutations.tried(each, tmp_path / "unchanged") == told
     assert (sources, file.read_text()) == ([each.new], each.old)
     file.write_text("")
-    result, why = mutations.tried(replace(each, name="again"), tmp_path / "unchanged", whole=False)
+    result, why = mutations.tried(replace(each, name="again"), tmp_path / "unchanged")
     assert result == mutations.DOES_NOT_APPLY and "must occur once" in why

@@ -22,12 +22,10 @@ from sparsync_lab.netlab import (
     FRAME_BYTES,
     Counters,
     Delay,
-    NetworkUnavailableError,
     RunNetwork,
     interface_counters,
     network,
     parse_rate,
-    reexecution_prefix,
     rights,
 )
 
@@ -226,29 +224,6 @@ def test_an_ordinary_user_gets_the_network_in_a_user_namespace() -> None:
     argv = [*ORDINARY, sys.executable, "-c", REEXECUTED, REEXECUTED]
     done = subprocess.run(argv, capture_output=True, check=False, text=True, timeout=PATIENCE_S)
     assert (done.stdout, done.stderr) == ("['again'] 10.77.0.2/24\n", "")
-
-
-REFUSED = """
-from sparsync_lab.netlab import NetworkUnavailableError, network, reexecution_prefix
-for build in [reexecution_prefix, lambda: network(2, 1e6).__enter__()]:
-    try:
-        build()
-    except NetworkUnavailableError as error:
-        print(error)
-"""
-
-
-@builds
-def test_missing_rights_and_commands_are_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A user namespace may forbid itself, and those inside it, further network namespaces.
-    shell = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$0" -c "$1"'
-    argv = [rights.tool("unshare"), "--user", "--map-root-user", "--", "sh", "-c", shell, sys.executable, REFUSED]
-    done = subprocess.run(argv, capture_output=True, check=True, text=True, timeout=PATIENCE_S)
-    for said in done.stdout.splitlines():
-        assert all(words in said for words in ("No space left on device", "sudo", "--link none"))
-    monkeypatch.setattr(rights, "_which", lambda name: None if name in ("ip", "tc") else f"/bin/{name}")
-    with pytest.raises(NetworkUnavailableError, match=r"not found: ip, tc; install iproute2, or .*--link none"):
-        reexecution_prefix()
 
 
 def test_without_a_rate_the_ranks_share_loopback_and_nothing_is_limited() -> None:

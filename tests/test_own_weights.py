@@ -240,9 +240,9 @@ def in_evaluation_mode() -> None:
             for training in (True, False):
                 model = encoder().train(training)
                 optimizer, handle = attached(model, exchange)
-                for number in range(2 * STEPS):
+                for number in range(STEPS):
                     x, y = batch(number)
-                    if number == STEPS:
+                    if number == STEPS // 2:
                         with torch.inference_mode(), torch.enable_grad():
                             model(x)  # records nothing
                     (model(x) - y).square().mean().backward()

@@ -13,7 +13,7 @@ LIBRARY = ROOT / "src" / "sparsync"
 TRAINERS = (LIBRARY / "adapters", LIBRARY / "kernels" / "cuda")
 OURS = {"sparsync", "sparsync_elastic", "sparsync_lab"}
 # Packages that come with others.
-BROUGHT_BY = {"markupsafe": "jinja2", "PIL": "matplotlib", "annotated_types": "pydantic"}
+BROUGHT_BY = {"PIL": "matplotlib", "annotated_types": "pydantic"}
 
 
 @pytest.mark.slow

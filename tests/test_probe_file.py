@@ -17,12 +17,11 @@ from sparsync_lab.predict.probe_file import (
     Operation,
     Probe,
     ProbedGroup,
-    ProbeFileError,
+    ProbedNetwork,
     ReadyBucket,
     ReducedBucket,
     SchemeTimes,
 )
-from sparsync_lab.predict.probed import ProbedNetwork
 from sparsync_lab.probe import command
 
 GROUP = ProbedGroup(4, "gloo", 2, "10 Gbit/s", "cpu", 8, "2.13.0", "2026-11-22T15:00:00+00:00")
@@ -93,11 +92,8 @@ def test_what_was_measured_is_in_its_file_before_a_table_of_it_is_made(
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; measure again"),
-        ("[latency]", "[latency", "not TOML: .*line"),
-        ("ranks = 4\n", "", r"group\.ranks: .*; edit it, or measure again"),
+        ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; edit it"),
         ("ranks = 4", "ranks = 1", r"group\.ranks: .* got 1"),
-        ("seconds = 0.5", 'seconds = "fast"', r"operation\[2\]\.seconds: .* got 'fast'"),
         ("seconds = 0.5", "seconds = nan", r"operation\[2\]\.seconds: .* got nan"),
         ("[memory]", "[memorie]", r"memory: .*required"),
     ],
@@ -107,17 +103,8 @@ def test_a_wrong_file_says_where_it_is_wrong(tmp_path: Path, before: str, after:
     content = probe_file.text(PROBE)
     assert before in content
     path.write_text(content.replace(before, after, 1))
-    with pytest.raises(ProbeFileError, match=said):
+    with pytest.raises(ValueError, match=said):
         probe_file.read(path)
-
-
-def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "probe.toml"
-    for content in (None, b"\xff\xfe"):
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(ProbeFileError, match=r"cannot read .*probe\.toml.*sparsync probe"):
-            probe_file.read(path)
 
 
 def exchange(kind: str, nbytes: float, rounds: float = 1.0, received: float = 0.0) -> Exchange:

@@ -1,7 +1,6 @@
 """Measuring: the probe of two ranks, and the timeline of a model. Nothing here asserts how long anything takes."""
 
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.distributed import run
 from sparsync.comm import GroupComm
 from sparsync.schemes import TopK
-from sparsync_lab.cli import main
 from sparsync_lab.predict import backward, probing
 from sparsync_lab.predict.backward import timeline
 from sparsync_lab.predict.probe_file import KERNELS, KINDS, Backward, Probe, ProbedGroup
@@ -110,35 +108,3 @@ def test_times_end_with_the_last_backward_pass(
     assert (found.forward_s, found.backward_s, found.optimizer_s) == (forward_s, 10, 1)
     assert [bucket.ready_s for bucket in found.bucket] == [4, 8, 10]
     assert sum(bucket.elements for bucket in found.bucket) == 5 * 64 * 65
-
-
-def test_a_block_without_a_step_and_a_model_without_parameters_are_errors() -> None:
-    model = layers()
-    with timeline(model) as recorded:
-        model(torch.ones(2, 64))
-    with pytest.raises(RuntimeError, match="no complete step was recorded"):
-        recorded.backward()
-    assert not model._forward_hooks
-    with pytest.raises(ValueError, match="no parameter that takes a gradient"), timeline(nn.ReLU()):
-        pass
-
-
-@pytest.mark.usefixtures("signal_handlers_are_put_back")
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--bucket-mb", "1"], "--bucket-mb 1 is for the buckets of a job; name it with --workload, or leave it out"),
-        (["--option", "width=3"], "--option and --data need a workload; name one with --workload"),
-        (["--ranks", "1"], "a probe measures what travels between ranks, got 1"),
-        (["--schemes", "steps/topk,dense"], "a probe measures schemes without steps, got steps/topk; give topk"),
-    ],
-)
-def test_what_cannot_be_probed_is_refused(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "folder" / "probe.toml"
-    with pytest.raises(SystemExit) as ended:
-        main(["probe", "--link", "none", *arguments, "--out", str(out)])
-    assert ended.value.code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert not out.parent.exists()

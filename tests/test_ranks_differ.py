@@ -359,35 +359,6 @@ def test_a_check_of_weights_sends_nothing_more_and_finds_no_fault_with_ranks_tha
     run(alike, 2)
 
 
-def after_the_group() -> dict[str, list[str]]:
-    made = {each: behind(each) for each in INTEGRATIONS if each != "shard"}  # there torch's own all-gather is first
-    for trained in made.values():
-        trained.step()
-    dist.barrier()
-    dist.destroy_process_group()
-    found = {}
-    for name, trained in made.items():
-        with case(name):
-            found[name] = [trained.error() for _ in range(3)]
-            assert trained.handle.state_dict()["step"] == 3
-            trained.handle.close()
-    with pytest.raises(RuntimeError, match=r"not initialised; call torch\.distributed\.init_process_group first"):
-        behind("GradientReducer")
-    return found
-
-
-def test_a_step_after_the_process_group_was_destroyed_says_so_behind_every_integration() -> None:
-    for found in run(after_the_group, 2, fresh=True):
-        for name, errors in found.items():
-            # With delay a step raises where what was to be sent a step before is due: what was on its way, if that was not there yet,
-            # or the next one.
-            for error in [max(errors[:2], key=len)] if name == "delay" else errors:
-                assert (
-                    "the process group has been destroyed, by torch.distributed.destroy_process_group; call that after"
-                    in error
-                ), name
-
-
 def opened(times: int, how: str) -> tuple[int, int]:
     """The open files of this process before and after attaching to so many models."""
 

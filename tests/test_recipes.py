@@ -21,7 +21,7 @@ from sparsync.exchanges.choice import Choice, choose, family_of, method_of
 from sparsync.recipes import FAMILIES, TABLE, Family, Recipe, recipe, rows
 from sparsync.schemes import Dense, TopK, TwoShot
 from sparsync_lab import advise, cli
-from sparsync_lab.predict import plans
+from sparsync_lab.predict import schemes as plans
 from sparsync_lab.scheme_choice import parse_schemes
 
 STEPS_ROW = "steps(keep=0.0)/two_shot:density=1.0:values=int3"
@@ -106,31 +106,25 @@ def test_the_row_with_the_most_bits_that_is_not_above_those_asked_for_is_taken(
     assert recipe(family, ranks, bits).text == text
 
 
-@pytest.mark.parametrize(
-    ("bits", "message"),
-    [
-        (
-            0.1,
-            r"no recipe for Adam and AdamW sends as few as bits=0\.1 .*; there are 4\.6, 3\.1, 1\.6, 0\.8, 0\.2, .*, on 8 1\.17",
-        ),
-        (0.0, "bits must be a number above 0, such as 0.8, got 0.0"),
-        (True, "bits must be a number above 0, such as 0.8, got True"),
-        ("0.8", r"""bits must be a number above 0, such as 0.8, or "auto", or .*, got '0.8'"""),
-    ],
-)
-def test_bits_that_no_row_has_are_an_error_that_lists_those_there_are(
-    bits: Any, message: str, request: pytest.FixtureRequest
-) -> None:
-    if request.config.getoption("annotations") and not isinstance(bits, float):
-        pytest.skip("executed annotations refuse it first")
-    with pytest.raises(ValueError, match=message):
-        recipe("steps", 8, bits)
+def test_a_row_that_fails_on_large_models_is_for_small_ones_and_the_error_says_why() -> None:
+    assert recipe("steps", 4, 0.2, parameters=21_000_000).bits == 0.2
+    assert [each.bits for each in rows("steps", 4, parameters=111_000_000)] == [4.6, 3.1, 1.6, 0.8]
+    with pytest.raises(
+        ValueError, match=r"bits=0\.2 is for models of up to 21\.6 million .* this one has 111: 42 % behind"
+    ):
+        recipe("steps", 4, 0.2, parameters=111_000_000)
 
 
-def test_bits_exclude_a_scheme_and_an_exchange() -> None:
-    for scheme, exchange, named in ((TopK(0.1), None, "a scheme"), (None, Gradients(), "exchange=")):
-        with pytest.raises(ValueError, match=f"bits=0.8 stands for .*; leave bits or {named} out"):
-            choose(scheme, 0.8, exchange, AdamW(weights()))
+@pytest.mark.parametrize(("parameters", "warned"), [(10_800_000, False), (111_000_000, True)])
+def test_a_larger_model_than_a_rows_quality_was_shown_for_is_warned_of(parameters: int, warned: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(parameters, 1, bias=False)
+    optimizer = AdamW(model.parameters())
+    found = [
+        each for each in sparsync.doctor(model, bits=0.8, optimizer=optimizer) if "million parameters" in each.what
+    ]
+    assert [each.refused for each in found] == [None] * warned
+    assert ("7 % behind" in recipe("steps", 4, 0.8).quality_at(parameters)) == warned
 
 
 def test_gradients_alone_take_a_recipe_for_these_and_steps_alone_need_a_scheme() -> None:
@@ -165,32 +159,6 @@ def test_the_environment_has_a_recipe_a_scheme_or_one_with_steps_around_it(
     found = choose(None, None, None, AdamW(weights()))
     assert (found.scheme, found.exchange) == (scheme, exchange)
     assert (None if found.recipe is None else found.recipe.bits) == bits
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("topq", "SPARSYNC_SCHEME=topq: unknown scheme 'topq'"),
-        (
-            "bits=few",
-            "SPARSYNC_SCHEME=bits=few: bits= takes a number, such as bits=0.8, or auto, or auto:0.8 with the fewest bits, got 'bits=few'",
-        ),
-        ("bits=0.1", "SPARSYNC_SCHEME=bits=0.1: no recipe for Adam and AdamW sends as few"),
-        ("steps(kept=1)/topk", "steps have no setting 'kept', got"),
-        ("steps(keep=0.0)/os:system", "the environment takes names of `sparsync schemes` only"),
-    ],
-)
-def test_an_error_of_the_environment_names_it(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ValueError) as error:
-        choose(None, None, None, AdamW(weights()))
-    assert message in str(error.value)
-
-
-def test_what_is_exchanged_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "steps/topk")
-    with pytest.raises(ValueError, match="it says what is exchanged, and so does"):
-        choose(None, None, Gradients(), AdamW(weights()))
 
 
 def test_commands_take_the_default_and_bits_of_the_jobs_optimizer() -> None:
@@ -294,3 +262,15 @@ def test_a_command_asks_for_the_recipes_of_the_jobs_optimizer() -> None:
 
     assert made(None) == [Dense(), TwoShot(density=1.0, values="int3")]
     assert made("examples/own_job.py:MyJob")[1] == TwoShot(density=1.0, values="int4")
+
+
+def test_what_is_exchanged_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "steps/topk")
+    with pytest.raises(ValueError, match="it says what is exchanged, and so does"):
+        choose(None, None, Gradients(), AdamW(weights()))
+
+
+def test_bits_exclude_a_scheme_and_an_exchange() -> None:
+    for scheme, exchange, named in ((TopK(0.1), None, "a scheme"), (None, Gradients(), "exchange=")):
+        with pytest.raises(ValueError, match=f"bits=0.8 stands for .*; leave bits or {named} out"):
+            choose(scheme, 0.8, exchange, AdamW(weights()))

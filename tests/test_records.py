@@ -85,50 +85,23 @@ def test_three_runs_well_below_the_target_are_an_entry(tmp_path: Path, target: N
     assert second == ["| AdamW, `dense`, rate 1.4", "float32", "4", "10", "48", "6.455", "2.0000", "3", "0.001"]
 
 
-def test_entries_are_listed_by_ranks_and_what_is_not_alike_is_another_entry(tmp_path: Path, target: None) -> None:
-    ring_of_two = {"bytes": RING / 1.5 * 10, "bits": 32.0}
-    two = [row(seed, loss, ranks=2, **ring_of_two) for seed, loss in enumerate((2.0, 2.01, 1.99))]
-    for each in two:
-        each["curve"] = [[10, each["loss"], each["bytes"]]]
-    faster = JOB | {"options": JOB["options"] | {"learning_rate": 0.004}}
-    others = [
-        sparse(seed, **change) for change in ({"precision": "bfloat16 autocast"}, {"job": faster}) for seed in range(3)
-    ]
-    text = records.tables(read(tmp_path, [*map(sparse, range(3)), *others, *two]))
-    entries = [line.split(" | ")[1:5] for line in text.splitlines() if line.startswith("| AdamW")]
-    assert entries == [
-        ["float32", "2", "10", "32"],
-        ["float32", "4", "10", "1.6"],
-        ["bfloat16 autocast", "4", "10", "1.6"],
-        ["float32", "4", "10", "1.6"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"track": "gpt-tine"}, "there is no track 'gpt-tine'"),
-        ({"track": "code-86m"}, "the loss of track code-86m is not fixed yet"),
         (
             {"job": JOB | {"options": JOB["options"] | {"batch_size": 32}}},
             "job.options.batch_size = 16, and not 32, is fixed on track gpt-tiny",
         ),
         ({"job": JOB | {"options": JOB["options"] | {"dropout": 0.1}}}, "job.options.dropout = None, and not 0.1, is"),
         ({"job": JOB | {"data": JOB["data"] | {"sha256": "abd"}}}, "job.data.sha256 = '93d1.*', and not 'abd', is"),
-        ({"job": JOB | {"parameters": 999}}, "job.parameters = 107584, and not 999, is fixed"),
         ({"job": {name: value for name, value in JOB.items() if name != "parameters"}}, "job.parameters = 107584, and"),
-        ({"steps": 0, "tokens": 0}, "steps must be at least 1, got 0"),
         ({"ranks": 1}, "ranks must be at least 2, got 1"),
-        ({"bytes": -1.0}, "bytes must be at least 1, got -1"),
         ({"bytes": RING, "bits": 4.8}, r"bytes must be 6.45504e\+06 after 10 steps, got 645504"),
         ({"tokens": 10240}, "tokens must be 5120 after 10 steps, got 10240"),
         ({"bits": 1.6}, "bits must be 48 after 10 steps, got 1.6"),
-        ({"curve": [[10, 1.5, 10 * RING]]}, r"curve must ascend, and end with \[10, 2.02, 6455040.0\]"),
-        ({"curve": [[5, 3.0, -1.0], [10, 2.02, 10 * RING]]}, "curve must ascend"),
         ({"seed": 2}, "dense has two runs with seed 2"),
-        ({"date": "24.11.2026"}, "date must be as 2026-01-31"),
         ({"loss": float("nan")}, "loss: "),
-        ({"note": "best"}, "note: Unexpected"),
     ],
 )
 def test_a_run_that_breaks_a_rule_is_refused_with_its_line(
@@ -175,7 +148,6 @@ def test_tracks_are_jobs_of_the_laboratory(name: str) -> None:
             "a mean loss of 2.1278 over 3 seeds must be below 2.12 with p < 0.01",
         ),
         ([row(0, 2.0), row(1, 2.001), row(2, 2.2)], "got p = 0.25"),
-        ([row(0, 2.0), row(1, 2.0), row(2, 1.99)], "two runs have the same loss to the last digit, so one is a copy"),
     ],
 )
 def test_runs_that_do_not_show_a_record_are_refused(

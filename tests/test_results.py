@@ -10,8 +10,7 @@ import pytest
 from helpers.made_results import DENSE, NETWORK, RUN, SPARSE, UNLIMITED, run, write
 from sparsync_lab.netlab import Delay
 from sparsync_lab.report.format import links_text, place_text
-from sparsync_lab.report.results import FILE_NAME, Carried, append, read
-from sparsync_lab.report.summary import summarise
+from sparsync_lab.report.results import FILE_NAME, read
 
 
 def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
@@ -65,16 +64,7 @@ def test_records_of_unknown_kind_are_ignored(tmp_path: Path) -> None:
     assert read(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "3",
-        '{"run": "one"}',
-        '{"kind": "end", "run": "one", "scheme": "topk", "seed": 0}',
-        '{"kind": "end", "run": "no", "scheme": "topk", "seed": 0, "replicas_identical": true, "status": ""}',
-    ],
-)
+@pytest.mark.parametrize("line", ["{", '{"kind": "end", "run": "one", "scheme": "topk", "seed": 0}'])
 def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, SPARSE) / FILE_NAME
     assert len(path.read_text().splitlines()) == 11
@@ -83,20 +73,10 @@ def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path: Path, lin
         read(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"<html>\n</html>\n", b'{"kind": "run', b'{"kind": "x"}\n'])
-def test_a_file_without_a_run_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / FILE_NAME).write_bytes(content)
-    with pytest.raises(ValueError, match=r"results\.jsonl"):
-        read(tmp_path)
-
-
-def test_a_delay_is_kept_and_shown_with_what_it_cost(tmp_path: Path) -> None:
+def test_a_delay_is_kept_and_shown(tmp_path: Path) -> None:
     links = links_text(1e8, 1e8, Delay(0.025, 0.005))
     delayed = replace(RUN, config={**RUN.config, "delay_s": 0.025, "jitter_s": 0.005, "links": links})
     path = write(tmp_path, DENSE, run=delayed)
-    append(path, Carried(delayed.run, 3, 5_000_000, 0.5))
     (found,) = read(path).runs
     assert (found.run.delay_s, found.run.jitter_s) == (0.025, 0.005)
     assert "100 Mbit/s links, 25 +- 5 ms one way" in place_text(found.run)
-    assert "25 +- 5 ms one way, made by a program that carried 5.00 MB and took 0.500 s" in summarise(found).notes[0]

@@ -7,32 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits, started
+from invariants.world import COUNT, assert_mass, integers, layout, marks, run, same_bits, started
 from sparsync import Bucket, Report, schemes
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, matches
-from sparsync.schemes import AutoProtect, Dense, PerParameter, SkipReduce, Span, State, TopK
+from sparsync.schemes import Dense, PerParameter, SkipReduce, Span, State, TopK
 
 # ---- the registry
 
 
-@pytest.mark.slow
-def test_every_name_makes_a_scheme_that_reduces() -> None:
-    assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning"} <= set(schemes.names())
-    for name in schemes.names():
-        step = run(started(schemes.get(name), 2), reals(2, COUNT, 1))[0]
-        assert same_bits(step.written[0], step.written[1])
-
-
 def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
     for name in schemes.names():
-        assert schemes.describe(name)
-        assert "\n" not in schemes.describe(name)
-    assert (
-        schemes.describe("gtopk")
-        == "Merge selections pairwise in a tree, k elements in the end: gTop-k (arXiv 1901.04359)"
-    )
+        assert schemes.describe(name) and "\n" not in schemes.describe(name)
     assert schemes.settings("topk") == {"density": 0.01, "values": "float32", "residuals": "float32"}
     assert "mode" in schemes.settings("skip_reduce")
     assert schemes.settings("ring_pruning") == {"skip": 0.5}
@@ -45,75 +32,6 @@ def test_settings_reach_the_scheme() -> None:
     assert schemes.get("bf16", form="ring") == Dense.bf16("ring")
 
 
-@pytest.mark.parametrize("name", ["topkk", "top_k", "Topk"])
-def test_an_unknown_scheme_is_told_its_nearest_name(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"unknown scheme '{name}'; known are dense, bf16, topk, .*; did you mean 'topk'\?"
-    ):
-        schemes.get(name)
-    with pytest.raises(ValueError, match="unknown scheme"):
-        schemes.describe(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "setting", "told"),
-    [
-        (
-            "topk",
-            {"densty": 0.1},
-            r"scheme 'topk' has no setting 'densty'; it has density, values, residuals; did you mean 'density'\?",
-        ),
-        ("skip_reduce", {"skips": 1}, r"scheme 'skip_reduce' has no setting 'skips'; .*; did you mean 'skip'\?"),
-        ("ring_pruning", {"seed": 1}, r"scheme 'ring_pruning' has no setting 'seed'; it has skip"),
-        ("bf16", {"wire": "float16"}, r"scheme 'bf16' has no setting 'wire'; it has form"),
-        ("topk", {"_feedback": None}, r"scheme 'topk' has no setting '_feedback'; it has density"),
-    ],
-)
-def test_an_unknown_setting_is_told_the_nearest_one(name: str, setting: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        schemes.get(name, **setting)
-
-
-# ---- what a constructor refuses
-
-
-REFUSED: list[tuple[type, dict[str, Any], str]] = [
-    (TopK, {"density": 1.5}, r"density must be in \(0, 1\], the share of elements to send, got 1.5"),
-    (Dense, {"wire": "float8"}, "wire must be one of gradient, float32, bfloat16, float16, got 'float8'"),
-    *[(SkipReduce, {"skip": skip}, r"skip must be a count in .* got ") for skip in (-1, 1.0, -0.1, math.nan, True)],
-    (SkipReduce, {"mode": "rand"}, "mode must be one of random, naive, got 'rand'"),
-    (SkipReduce, {"form": "tree"}, "form must be one of ring, direct, got 'tree'"),
-    (SkipReduce, {"divide_by": "P"}, "divide_by must be one of contributors, ranks, got 'P'"),
-    (SkipReduce, {"protect": "*.bias"}, r"protect takes a list of parameter names or patterns, got '\*.bias'"),
-    (SkipReduce, {"node_size": 0}, "node_size must be at least 1 rank, got 0"),
-    (SkipReduce, {"divide_by": "contributors", "feedback": True}, 'use divide_by="ranks"'),
-    (AutoProtect, {"share": 1.1}, r"share must be in \[0, 1\], the share of elements to protect, got 1.1"),
-    (AutoProtect, {"observe_steps": 0}, "observe_steps must be at least 1, got 0"),
-    (AutoProtect, {"scheme": SkipReduce(protect=["*.bias"])}, "AutoProtect chooses what its scheme protects"),
-]
-
-
-@pytest.mark.parametrize(
-    ("make", "config", "told"), [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in REFUSED]
-)
-def test_a_bad_setting_names_the_value_and_what_is_allowed(make: type, config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        make(**config)
-
-
-# ---- what a world refuses
-
-
-def test_more_skips_than_nodes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"skip must be in \[0, 1\] for 2 nodes, got 2"):
-        run(started(SkipReduce(2, node_size=2), 4), reals(4, COUNT, 1))
-
-
-def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
-    with pytest.raises(ValueError, match="node_size must divide the 4 ranks, got 3"):
-        run(started(SkipReduce(1, node_size=3), 4), reals(4, COUNT, 1))
-
-
 # ---- SkipReduce
 
 
@@ -124,14 +42,6 @@ def test_the_divisor_is_the_contributors_unless_what_was_left_out_still_comes(fe
     named = [SkipReduce(feedback=feedback, divide_by="ranks" if feedback else "contributors").start() for _ in range(P)]
     for a, b in zip(plain, run(named, grads), strict=True):
         assert same_bits(a.written[0], b.written[0])
-
-
-def test_the_naive_mode_leaves_out_the_same_every_time_and_the_random_one_does_not() -> None:
-    P, steps = 4, marks(4, COUNT, 4, 24)
-    naive = [step.written[0].tolist() for step in run(started(SkipReduce(2, "naive"), P), steps)]
-    assert naive[0] == naive[1] == naive[2] == naive[3]
-    random = [step.written[0].tolist() for step in run(started(SkipReduce(2), P), steps)]
-    assert all(random[i] != random[j] for i in range(4) for j in range(i))
 
 
 def test_poison_of_a_contribution_that_is_left_out_does_not_show() -> None:
@@ -279,3 +189,8 @@ def test_of_several_schemes_shares_of_16_bit_gradients_are_as_precise_as_the_res
     for share, residual in LocalWorld(2).run(body):
         assert torch.equal(share, residual)
         assert not torch.equal(residual, residual.bfloat16().float())
+
+
+def test_what_is_fed_back_is_divided_by_all_ranks() -> None:
+    with pytest.raises(ValueError, match='use divide_by="ranks"'):
+        SkipReduce(divide_by="contributors", feedback=True)

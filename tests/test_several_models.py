@@ -58,7 +58,7 @@ def weights(modules: Any) -> list[Tensor]:
 def together(folder: Path) -> dict[str, list[list[Tensor]]]:
     found: dict[str, list[list[Tensor]]] = {}
     for exchange in (Steps(), LocalSteps(every=2, keep=0.5)):
-        for wrap in (DistributedDataParallel, lambda bare: bare):
+        for wrap in (DistributedDataParallel, lambda bare: bare)[: 2 if isinstance(exchange, Steps) else 1]:
             encoder, network = parts()
             wrapped: list[nn.Module] = [wrap(encoder), wrap(network)]
             optimizer = AdamW([*encoder.parameters(), *network.parameters()], lr=0.01)

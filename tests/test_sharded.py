@@ -1,6 +1,5 @@
 """Reduce-scatters with fixed owners: who is in which sum, what is kept, and what it costs."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
@@ -12,13 +11,12 @@ from torch import Tensor
 from sparsync import Bucket, Report
 from sparsync.attached.fsdp2 import ReduceScatterInto
 from sparsync.attached.fsdp2_units import ShardedParameter
-from sparsync.base import registry
 from sparsync.base.scheme import Scheme, own_shard_layout, shard_layout, shard_name
 from sparsync.base.state import Rollback
 from sparsync.collectives.skipping import SkipPlan, reduce_scatter, rotating_offsets
 from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.core import Comm, generator
-from sparsync.schemes import Dense, ExactOkTopk, SkipReduce, Span, TopK, TwoShot
+from sparsync.schemes import Dense, ExactOkTopk, SkipReduce, Span, TwoShot
 from sparsync.wire import Values
 
 WORLDS = (1, 3, *(pytest.param(P, marks=pytest.mark.slow) for P in (2, 5, 8)))
@@ -266,12 +264,3 @@ def test_columns_are_joined_in_the_parameters_own_order() -> None:
     for part, chunk in zip(each.cut(parameter, 4), parameter.view(3, 8).chunk(4, dim=1), strict=True):
         assert torch.equal(part, chunk.flatten())
     assert torch.equal(each.join(each.cut(parameter, 4)), parameter)
-
-
-def test_the_refusal_names_every_scheme_that_has_a_reduce_scatter() -> None:
-    with pytest.raises(ValueError, match="has no reduce-scatter") as refused:
-        TopK().reduce_scatter_form()
-    found = {type(registry.get(name)) for name in registry.names()}
-    there = {each.__name__ for each in found if each.reduce_scatter_form is not Scheme.reduce_scatter_form}
-    told = str(refused.value).partition("there are ")[2].partition(". ")[0]
-    assert {*re.split(", | and ", told)} == there

@@ -34,8 +34,8 @@ KEYS = ("first", "second", "third")
 MAKES: dict[str, Callable[[], Scheme]] = {
     "topk": lambda: TopK(0.1),
     "exact_micro": lambda: ExactMiCRO(0.1),
-    "exact_micro in 16 bits": lambda: ExactMiCRO(0.1, values="bfloat16"),
     "micro": lambda: MiCRO(0.1),
+    "exact_micro in 16 bits": lambda: ExactMiCRO(0.1, values="bfloat16"),
     "exact_exdyna": lambda: ExactExDyna(0.1),
     "exact_oktopk": lambda: ExactOkTopk(0.1),
     "skip_reduce": lambda: SkipReduce(skip=0.5, feedback=True),

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, Made, run, write
 from sparsync_lab.report.results import Quality, Run, RunRecords, SchemeStart, StepRecord, Trace, read
-from sparsync_lab.report.summary import Ratio, RunSummary, SchemeFigures, Spread, behind, reaching, summarise
+from sparsync_lab.report.summary import Ratio, RunSummary, SchemeFigures, Spread, reaching, summarise
 
 
 def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
@@ -63,7 +63,6 @@ def test_speed_up_is_the_ratio_of_the_times_to_the_target(tmp_path: Path) -> Non
     assert [figures.speedup["dense"] for figures in found.schemes] == [Ratio(Spread(x, x, x)) for x in (1.0, 2.0, 4.0)]
     assert [figures.speedup["bf16"] for figures in found.schemes] == [Ratio(Spread(x, x, x)) for x in (0.5, 1.0, 2.0)]
     assert [figures.link_s for figures in found.schemes] == [3.0, 1.5, 0.001]
-    assert found.dense_link_s == 3.0  # 2 * 3/4 * 4 bytes * 500,000 parameters * 8 bits / 8 Mbit/s
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_the_components_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: 
     (seed,) = found.seeds
     assert (seed.step_s, seed.compute_s, seed.scheme_s, seed.wait_s, seed.other_s) == (4.0, 0.25, 0.5, 3.0, 0.25)
     assert seed.hidden_s == 0.0
-    assert (seed.sent_bytes, seed.interface_bytes, seed.messages) == (2.5e6, 937.5, 6.0)
+    assert (seed.sent_bytes, seed.interface_bytes) == (2.5e6, 937.5)
     assert found.step_over_compute == Spread(16.0, 16.0, 16.0)
     assert seed.union_density == 0.5
 
@@ -192,12 +191,6 @@ def test_behind_dense_is_the_worse_quality_in_percent_at_the_last_step_that_both
     assert scheme(tmp_path / "c", worse, DENSE, *seeds).behind_dense == Spread(17.5, 10.0, 25.0)
     higher = run(target=None, workload={**RUN.workload, "better": "higher"})
     assert scheme(tmp_path / "d", worse, DENSE, run=higher).behind_dense == Spread(-10.0, -10.0, -10.0)
-
-
-def test_a_training_that_diverged_is_infinitely_far_behind() -> None:
-    assert behind(math.inf, 2.0, True) == behind(math.nan, 2.0, False) == math.inf
-    assert math.isnan(behind(2.0, math.inf, True))
-    assert (behind(3.0, 2.0, True), behind(1.0, 2.0, False), behind(2.0, 2.0, True)) == (50.0, 50.0, 0.0)
 
 
 def test_a_step_of_local_steps_is_a_mean_over_the_steps_of_a_round() -> None:

@@ -318,15 +318,6 @@ def test_what_is_not_checked_says_why_and_what_is_left_out_shows_its_reason() ->
     assert check("conservation", sparsync.schemes.Dense) == "there is no residual"
 
 
-@pytest.mark.parametrize("without", [{"replicas": "not needed"}, {"balance": ""}, {"balanced": "as published"}])
-def test_what_integrations_rely_on_cannot_be_left_out_and_nothing_without_a_reason(without: dict[str, str]) -> None:
-    with pytest.raises(
-        ValueError,
-        match="without takes a reason for each invariant that is left out, of examination, scale, balance, val",
-    ):
-        check_scheme(Alternating, without=without)
-
-
 def test_a_tolerance_lets_rounding_pass_and_nothing_larger() -> None:
     check("conservation", RoundsItsResidual, tolerance=1e-5)
     for scheme in (RoundsItsResidual, LosesMass):

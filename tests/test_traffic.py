@@ -1,6 +1,5 @@
-"""`sparsync traffic`: lines with the counts, the same at each call, and errors that name the fix."""
+"""`sparsync traffic`: counts, the same at each call, and errors that name the fix."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from sparsync.comm import LocalWorld
 from sparsync.core import Bucket
 from sparsync_lab import cli, workloads
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
-from sparsync_lab.traffic.observe import Observed
+from sparsync_lab.traffic.command import Study, summary
+from sparsync_lab.traffic.observe import Observed, Record
 from sparsync_lab.traffic.stream import OfJob, Synthetic, heavy_tailed, layers
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
@@ -21,10 +21,11 @@ ALL = ",".join(schemes.names())
 SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
 
 
-def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
-    capsys.readouterr()
-    cli.main(["traffic", "--json", "-", *arguments])
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def records(schemes: str, stream: Synthetic | OfJob, steps: int = 4) -> tuple[list[Record], list[Record]]:
+    """Return the records of all steps, and a summary of each scheme."""
+    chosen = parse_schemes(schemes, 0.05)
+    found = list(Study(chosen, stream, steps).records())
+    return found, [summary(found, each.label) for each in chosen]
 
 
 def choice(text: str, density: float = 0.05) -> SchemeChoice:
@@ -51,9 +52,9 @@ def test_counted_traffic_is_the_cost_that_the_scheme_reports(text: str) -> None:
         assert record["union"] == reports[0].union == record["density"] * record["elements"]
 
 
-def test_shares_of_energy_and_errors_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shares_of_energy_and_errors_add_up() -> None:
     """Dense writes everything. micro writes the whole mean at its union, so that error squared and captured share the energy."""
-    *found, dense, micro = lines(capsys, "--scheme", "dense,exact_micro", *SMALL)
+    found, (dense, micro) = records("dense,exact_micro", Synthetic(3, 2000))
     assert [(each["step"], each["scheme"]) for each in found] == [
         (s, name) for s in range(4) for name in ("dense", "exact_micro")
     ]
@@ -71,20 +72,18 @@ def test_shares_of_energy_and_errors_add_up(capsys: pytest.CaptureFixture[str]) 
     assert micro["staleness_max"] == max(each["staleness_max"] for each in settled) > 0
 
 
-def test_no_element_waits_longer_than_the_refresh_allows(capsys: pytest.CaptureFixture[str]) -> None:
-    found = lines(capsys, "--scheme", "exact_micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "55")
-    assert found[-1]["after"] == 50
-    assert 0 < max(each["staleness_max"] for each in found[:-1]) <= 10
+def test_no_element_waits_longer_than_the_refresh_allows() -> None:
+    found, (whole,) = records("exact_micro:refresh=0.5:density=0.2", Synthetic(4, 300), steps=55)
+    assert whole["after"] == 50
+    assert 0 < max(each["staleness_max"] for each in found) <= 10
 
 
-def test_a_file_gets_the_same_lines_each_time_beside_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_study_gives_the_same_figures_each_time_and_the_command_shows_a_table(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for file in files:
-        cli.main(["traffic", "--scheme", "exact_micro,oktopk", *SMALL, "--json", str(file)])
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert len(files[0].read_text().splitlines()) == 10
+    one, other = (records("exact_micro,oktopk", Synthetic(3, 2000)) for _ in range(2))
+    assert one == other and len(one[0]) == 8
+    cli.main(["traffic", "--scheme", "exact_micro,oktopk", *SMALL])
     said = capsys.readouterr().out
     assert "3 ranks, 2000 elements, density 0.05, drawn gradients, seed 0; after step 1" in said
 
@@ -124,31 +123,12 @@ def test_gradients_of_a_job_are_those_of_the_dense_training(play: Path) -> None:
         schedule.step()
 
 
-def test_gradients_of_a_job_in_a_file_are_reduced_by_a_scheme_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--workload", f"{THIRD_PARTY}:LineFit", "--option", "width=5", "--ranks", "2", "--steps", "3"]
-    found = lines(capsys, "--scheme", f"dense,{THIRD_PARTY}:Scaled:factor=0.5", *small)
-    assert [each.get("step") for each in found] == [0, 0, 1, 1, 2, 2, None, None]
-    assert found[-1]["elements"] == 6
-    assert all(each["error"] == pytest.approx(0.5) for each in found[1:-2:2])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--elements", "9", "--workload", "gpt-tiny"], "--elements applies only to drawn gradients"),
-        (["--workload", "gpt-tiny", "--ranks", "3"], "cannot be split evenly over 3 ranks"),
-        (["--scheme", "topk,topk"], "names one twice"),
-        (["--scheme", "skip_reduce:skip=9"], "cannot run on 4 ranks"),
-        (["--scheme", "local_steps(every=4)/topk"], "schemes reduce gradients here"),
-    ],
-)
-def test_bad_input_is_refused_with_the_fix(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["traffic", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+def test_gradients_of_a_job_in_a_file_are_reduced_by_a_scheme_in_a_file() -> None:
+    job = OfJob(workloads.get(f"{THIRD_PARTY}:LineFit", width=5), ranks=2, seed=0, steps=3)
+    found, (_, halved) = records(f"dense,{THIRD_PARTY}:Scaled:factor=0.5", job, steps=3)
+    assert [each["step"] for each in found] == [0, 0, 1, 1, 2, 2]
+    assert halved["elements"] == 6
+    assert all(each["error"] == pytest.approx(0.5) for each in found[1::2])
 
 
 def test_a_step_without_any_gradient_has_no_shares() -> None:

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,22 +47,6 @@ def test_any_bytes_are_either_refused_or_a_valid_vector(packet: bytes, length: i
     assert all(0 <= position < length for position in positions)
     assert part.value.numel() == len(positions)
     assert raw.encode(part).tolist() == list(packet)
-
-
-@pytest.mark.parametrize(
-    ("positions", "told"),
-    [
-        ([0, 5], r"positions outside \[0, 4\]"),
-        ([-1, 3], r"positions outside \[0, 4\]"),
-        ([3, 1], "the 2 positions of a packet do not ascend"),
-        ([2, 2], "the 2 positions of a packet do not ascend"),
-    ],
-    ids=["beyond", "negative", "descending", "twice"],
-)
-def test_a_bad_packet_says_what_is_wrong(positions: list[int], told: str) -> None:
-    packet = raw.encode(sparse(positions, [1.0, 1.0], 5, torch.float32))
-    with pytest.raises(RuntimeError, match=told):
-        raw.decode(packet, 2, 5, torch.float32)
 
 
 def test_a_packet_may_start_anywhere_in_memory() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync_lab.workloads import movielens_ratings, shakespeare_text
+from sparsync_lab.workloads import movielens, shakespeare_text
 from sparsync_lab.workloads.movielens import MovieLens
 from sparsync_lab.workloads.shakespeare import Shakespeare
 from sparsync_lab.workloads.store import DataMissingError, cache_folder, sha256, written
@@ -105,14 +105,14 @@ def everything(path: Path, **options: str) -> str:
 
 
 def test_the_latest_film_of_each_user_is_held_out_and_of_two_at_the_same_time_the_later_line(tmp_path: Path) -> None:
-    data = movielens_ratings.ratings(everything(tmp_path))
+    data = movielens.ratings(everything(tmp_path))
     assert (data.users, data.films) == (112, 110)
     assert data.ranked[:2, 0].tolist() == [8, 2]
     assert data.training[:3].tolist() == [[0, 4], [0, 1], [1, 0]]
 
 
 def test_the_other_films_ranked_are_99_that_the_user_has_not_rated(tmp_path: Path) -> None:
-    data = movielens_ratings.ratings(everything(tmp_path))
+    data = movielens.ratings(everything(tmp_path))
     assert data.ranked.shape == (112, 100)
     for row, known in ((0, {4, 1, 8}), (1, {2, 0})):
         others = data.ranked[row, 1:].tolist()
@@ -125,10 +125,9 @@ def test_the_other_films_ranked_are_99_that_the_user_has_not_rated(tmp_path: Pat
     [
         (None, "has neither u.data nor ml-100k.inter"),
         ("1,2,3,4\n", "must have lines of user, film, rating and time"),
-        ("", "must have ratings"),
-        ("0\t1\t3\t5\n", "counted from 1"),
-        ("1\t1\t3\t5\n3\t1\t3\t5\n", "must number its users without gaps"),
-        ("1\t1\t3\t5\n1\t3\t3\t5\n", "must number its films without gaps"),
+        ("", "must have lines"),
+        ("0\t1\t3\t5\n", "numbered from 1"),
+        ("1\t1\t3\t5\n3\t1\t3\t5\n", "without gaps"),
         ("1\t1\t3\t5\n2\t2\t3\t5\n", "must leave 99 films unrated, one has only 1"),
     ],
 )
@@ -141,7 +140,7 @@ def test_ratings_that_do_not_fit_are_refused(tmp_path: Path, text: str | None, m
 
 @pytest.mark.slow
 def test_movielens_is_whole() -> None:
-    data = movielens_ratings.ratings("")
+    data = movielens.ratings("")
     assert (data.users, data.films, len(data.training)) == (943, 1682, 100_000 - 943)
 
 

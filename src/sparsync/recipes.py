@@ -4,6 +4,7 @@ A text is in the form of the commands, "steps(KEY=VALUE)/SCHEME:KEY=VALUE", or o
 steps and a scheme have names. This file imports nothing of sparsync: `sparsync.exchanges.choice` finds an optimizer's family.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +37,9 @@ class Recipe:
     least_ranks: int = 1
     most_ranks: int = _ANY
     parameters: Literal["int4"] | None = None  # of FSDP2's all-gather
+    shown_to: float = 1e6  # parameters of the largest model with that quality on the page
+    beyond: str = ""  # what is known of larger models
+    most_parameters: float = math.inf  # beyond, training ends so far behind dense that this is no recipe
 
     @property
     def name(self) -> str:
@@ -45,6 +49,16 @@ class Recipe:
     def bits_with(self, ranks: int) -> float:
         """Compute the bits per parameter per step that a rank of `ranks` sends."""
         return self.bits * (ranks - 1) / ranks / 0.75
+
+    def shows(self, parameters: int) -> bool:
+        """Tell whether the quality was shown for a model of about this size; twice the size still counts."""
+        return parameters <= 2 * self.shown_to
+
+    def quality_at(self, parameters: int) -> str:
+        """Say how far training ends behind dense for a model with this many parameters, or that nobody knows."""
+        if self.shows(parameters):
+            return self.quality
+        return self.beyond or f"unknown above {self.shown_to / 1e6:.3g} million parameters, where it is {self.quality}"
 
     def __str__(self) -> str:
         most = f", up to {self.most_ranks} ranks" if self.most_ranks < _ANY else ""
@@ -59,9 +73,22 @@ TABLE = (
     Recipe(4.6, "steps", "steps(keep=0.0)/two_shot:density=1.0:values=int3", "1.6 % ahead of dense (gpt-default)"),
     Recipe(3.1, "steps", "steps/two_shot:density=1.0:values=sign:values_down=int3", "1.6 % ahead of dense (gpt-1000)"),
     Recipe(1.6, "steps", "steps/two_shot:density=1.0:values=sign", "0.3 % ahead (gpt-1000)", most_ranks=15),
-    Recipe(0.8, "steps", "steps/two_shot:density=0.03:values=sign:density_down=0.12", "1.1 % ahead (gpt-1000)"),
     Recipe(
-        0.2, "steps", "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign", "0.7 % behind (gpt-1000)"
+        0.8,
+        "steps",
+        "steps/two_shot:density=0.03:values=sign:density_down=0.12",
+        "1.1 % ahead (gpt-1000)",
+        shown_to=10.8e6,
+        beyond="7 % behind dense after 300 steps of 111 million parameters",
+    ),
+    Recipe(
+        0.2,
+        "steps",
+        "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign",
+        "0.7 % behind (gpt-1000)",
+        shown_to=10.8e6,
+        beyond="42 % behind dense after 300 steps of 111 million parameters",
+        most_parameters=21.6e6,
     ),
     # Many ranks: a mean of many signs loses less if more comes down than goes up.
     Recipe(
@@ -109,18 +136,18 @@ PUBLISHED = {
 }
 
 
-def rows(family: Family, ranks: int) -> list[Recipe]:
-    """List the recipes of a family for this number of ranks, its default first."""
+def rows(family: Family, ranks: int, parameters: int = 0) -> list[Recipe]:
+    """List the recipes of a family for this number of ranks and of parameters, its default first."""
     by_bits: dict[float, Recipe] = {}
     for each in TABLE:
         if each.family in (family, "steps" if family == "muon" else "") and (
-            each.least_ranks <= ranks <= each.most_ranks
+            each.least_ranks <= ranks <= each.most_ranks and parameters <= each.most_parameters
         ):
             by_bits[each.bits] = each
     return list(by_bits.values())
 
 
-def candidates(family: Family, ranks: int, bits: Bits | None) -> list[Recipe]:
+def candidates(family: Family, ranks: int, bits: Bits | None, parameters: int = 0) -> list[Recipe]:
     """List the recipes among which `bits`, "auto" or ("auto", floor), chooses: with at least the bits of the default or the floor.
 
     The default comes first; the list is empty if `bits` is a number. Raises ValueError for a family whose exchange is not measured.
@@ -137,15 +164,15 @@ def candidates(family: Family, ranks: int, bits: Bits | None) -> list[Recipe]:
             f"bits={bits!r} measures the exchange of an optimizer's steps, which comes after the backward pass, and these are "
             f"{FAMILIES[family]}; pass a number of bits"
         )
-    known = rows(family, ranks)
-    recipe(family, ranks, floor)
+    known = rows(family, ranks, parameters)
+    recipe(family, ranks, floor, parameters)
     return [each for each in known if each.bits >= (known[0].bits if floor is None else floor) or each is known[0]]
 
 
-def recipe(family: Family, ranks: int, bits: Bits | None = None) -> Recipe:
+def recipe(family: Family, ranks: int, bits: Bits | None = None, parameters: int = 0) -> Recipe:
     """Choose the row with the most bits up to `bits`; None and "auto": the default. Raises ValueError below the fewest bits."""
-    known = rows(family, ranks)
-    if bits is None or candidates(family, ranks, bits):
+    known = rows(family, ranks, parameters)
+    if bits is None or candidates(family, ranks, bits, parameters):
         return known[0]
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not bits > 0:
         raise ValueError(f"bits must be a number above 0, such as 0.8, got {bits!r}")
@@ -155,8 +182,19 @@ def recipe(family: Family, ranks: int, bits: Bits | None = None) -> Recipe:
         raise ValueError(
             f"no recipe for {FAMILIES[family]} sends as few as bits={bits:g} per parameter per step; there are {there}, counted with 4 "
             f"ranks (P ranks send (P-1)/P / 0.75 of it, on {ranks} {(ranks - 1) / ranks / 0.75:.2f}); choose one of these, or pass a scheme"
+            f"{_left_out(family, ranks, bits, parameters)}"
         )
     return max(below, key=lambda each: each.bits)
+
+
+def _left_out(family: Family, ranks: int, bits: float, parameters: int) -> str:
+    """Say which rows with so few bits are for smaller models."""
+    small = [each for each in rows(family, ranks) if each.bits <= bits and each.most_parameters < parameters]
+    return "".join(
+        f". {each.name} is for models of up to {each.most_parameters / 1e6:g} million parameters, and this one has "
+        f"{parameters / 1e6:.3g}: {each.beyond}; to try it, pass {each.text}"
+        for each in small
+    )
 
 
 def bits_of(text: str) -> Bits | None:

@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from sparsync_lab.netlab import RunNetwork
 from sparsync_lab.progress import progress
 from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.process import Emit
-from sparsync_lab.writable import check_file
+from studies import parts
 
 Case = TypeVar("Case")
 Measured = TypeVar("Measured")
@@ -33,11 +32,7 @@ REPEATED = 10  # steps before memory is read, and again before its peak is read
 
 def options(subject: str, about: str | None) -> argparse.ArgumentParser:
     """Build the parser of a benchmark."""
-    parser = argparse.ArgumentParser(
-        f"python -m studies bench {subject}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=_destination, default="-", help="file for the JSON lines, - for standard output")
-    return parser
+    return parts.options(f"bench {subject}", about, writes=False)
 
 
 def interleaved(
@@ -138,17 +133,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p20": p20, "p50": statistics.median(values), "p80": p80}
 
 
-def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
-    """Write one JSON line per row to the file, or to standard output if `path` is "-"; numbers have 6 significant digits."""
-    text = "".join(json.dumps(_rounded(row)) + "\n" for row in rows)
-    sys.stdout.write(text) if path == "-" else Path(path).write_text(text)
-    sys.stdout.flush()
-
-
-def _destination(path: str) -> str:
-    """Check that the file can be written before anything is measured, and return `path`. Raises RuntimeError otherwise."""
-    check_file(None if path == "-" else Path(path), "--json")
-    return path
+def write(rows: Sequence[Mapping[str, Any]]) -> None:  # Any: JSON
+    """Print one JSON line per row; numbers have 6 significant digits."""
+    for row in rows:
+        print(json.dumps(_rounded(row)))
 
 
 def _rounded(value: Any) -> Any:  # Any: JSON

@@ -1,14 +1,13 @@
 """Measure the schemes' kernels, compared with the memory's limit and with other ways to select the same elements.
 
-    python -m studies bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --rounds 15] [--json -]
-    python -m studies bench kernels --table          # for docs/kernels.md: every backend of this machine, four minutes
+    python -m studies bench kernels [--n 1e7] [--rounds 15]          # a table for docs/kernels.md, four minutes
     python -m studies bench kernels --device cuda --n 1e7,1e8
 
-One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved; `ratio`
-is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two vectors and
-writes one. Every case must move as many bytes of whole vectors, so `ceiling_s`, the plain pass's seconds, is the memory's limit. `target`
-is the desired ratio for n >= 10^7 (10^8 on a GPU) on an idle machine. The clock is the processor time of the single thread, or on a GPU the
-wall time between two moments at which the device is idle, so that launches and host syncs count.
+Every result is first compared with the reference, and a wrong one ends the run. The cases of a backend are interleaved; a cell is the
+median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two vectors and writes
+one. Every case must move as many bytes of whole vectors, so the plain pass is the memory's limit. In brackets is the desired ratio for n >=
+10^7 (10^8 on a GPU) on an idle machine. The clock is the processor time of the single thread, or on a GPU the wall time between two moments
+at which the device is idle, so that launches and host syncs count.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -26,14 +24,13 @@ from sparsync import kernels
 from sparsync.kernels import operations
 from sparsync.schemes import Span, Sparse
 from sparsync.selection.exclusive import BlockCyclic
-from sparsync_lab.environment import machine, versions
 from sparsync_lab.progress import progress
 from studies import parts
 from studies.bench import frame
-from studies.bench.frame import Row, Tell
 
 WARM = 0.97  # of the last step's smallest selected magnitude: the bound for the next step
 CEILING = "plain pass"
+DENSITY = 0.01  # to select
 LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which targets apply
 TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # for an exact top-k with a bound
 
@@ -63,16 +60,10 @@ class KernelCase:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, and print JSON lines or the table of docs/kernels.md."""
     options = _options(arguments)
     torch.set_num_threads(1)
-    if options.table:
-        print(_table(options))
-        return
-    rows = [
-        row for n, density in product(options.n, options.density) for row in _rows(options.backend, n, density, options)
-    ]
-    frame.write(rows, options.json)
+    for n in options.n:
+        print(f"{_table(n, options)}\n")
 
 
 def _reference(operation: str, *arguments: Any) -> Any:  # Any: as of the operation
@@ -83,57 +74,64 @@ def _reference(operation: str, *arguments: Any) -> Any:  # Any: as of the operat
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = frame.options("kernels", __doc__)
-    parser.add_argument("--n", type=_sizes, default=[10**6, 10**7], help="elements, by commas (default: 1e6,1e7)")
-    parser.add_argument("--density", type=_shares, default=[0.01], help="shares to select, by commas (default: 0.01)")
+    parser.add_argument("--n", type=_sizes, default=[10**7], help="elements, by commas (default: 1e7)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the vectors are (default: cpu)")
-    parser.add_argument("--backend", help=f"of {', '.join(kernels.backends())} (default: the device's fastest)")
     parser.add_argument("--rounds", type=int, default=15, help="in which every case is measured once (default: 15)")
-    parser.add_argument("--table", action="store_true", help="the table of docs/kernels.md")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(
-            "--device cuda needs a GPU that torch can use, and there is none here; leave it out to measure the processor"
-        )
-    options.backend = options.backend or ("triton" if options.device == "cuda" else kernels.backends()[0])
-    return options
+    return parser.parse_args(arguments)
 
 
 def _sizes(text: str) -> list[int]:
     return [int(float(part)) for part in text.split(",")]
 
 
-def _shares(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def _table(n: int, options: argparse.Namespace) -> str:
+    """Format the ratios to the plain pass of each backend, with the targets in brackets."""
+    gpu = options.device == "cuda"
+    backends = [each for each in kernels.backends() if each.startswith("triton" if gpu else "cpp/")]
+    columns = list(zip(*(_cells(each, n, options) for each in backends), strict=True))
+    return parts.table(
+        [f"n = {n:g}, {100 * DENSITY:g} %", *backends], [[row[0][0], *(cell for _, cell in row)] for row in columns]
+    )
 
 
-def _rows(backend: str, n: int, density: float, options: argparse.Namespace) -> list[Row]:
+def _cells(backend: str, n: int, options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Measure a backend; returns each case with its cell, and the rate of the plain pass."""
     kernels.set_backend(backend)
-    about = {"backend": backend, "device": options.device, **versions(), **machine()}
-    about |= {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
-    with progress(f"{backend}, n {n:g}, density {density:g}") as shown:
-        data = _data(n, density, options.device)
-        return [row | about for row in _measured(_cases(data), data, density, options, shown.measured)]
+    clock = time.thread_time if options.device == "cpu" else _idle
+    with progress(f"{backend}, n {n:g}") as shown:
+        data = _data(n, options.device)
+        cases = _cases(data)
+
+        def measure(case: KernelCase, number: int) -> float:
+            data.residual.copy_(data.before)
+            begun = clock()
+            result = case.run()
+            taken = clock() - begun
+            if number == 0 and not case.check(result):
+                raise RuntimeError(f"{case.name!r} gives another result than the reference on {backend}")
+            return taken
+
+        found = frame.interleaved(cases, measure, options.rounds, 1, lambda done, total: shown.at(done, total=total))
+    plain = next(seconds for case, seconds in zip(cases, found, strict=True) if case.name == CEILING)
+    cells = list[tuple[str, str]]()
+    for case, seconds in zip(cases, found, strict=True):
+        ratio = statistics.median(own / other for own, other in zip(seconds, plain, strict=True))
+        target = f" ({case.target})" if case.target and n >= LARGE[options.device] else ""
+        cells.append((case.name, f"{ratio:.2f}{target}"))
+    return [*cells, ("the plain pass, GB/s", f"{12e-9 * n / statistics.median(plain):.1f}")]
 
 
-def _table(options: argparse.Namespace) -> str:
-    """Format the table: a cell is the ratio to the plain pass of its backend, with the target in brackets."""
-    backends = [each for each in kernels.backends() if each.startswith("cpp/")]
-    found = [{row["case"]: row for row in _rows(each, 10**7, 0.01, options)} for each in backends]
-    cells = [[case, *(_cell(each[case]) for each in found)] for case in found[0]]
-    plain = [f"{each[CEILING]['ceiling_gbytes_per_s']:.1f}" for each in found]
-    return parts.table(["case", *backends], [*cells, ["the plain pass, GB/s", *plain]])
+def _idle() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def _cell(row: Row) -> str:
-    return f"{row['ratio']:.2f}" + (f" ({row['target']})" if row["target"] else "")
-
-
-def _data(n: int, density: float, device: str) -> Data:
+def _data(n: int, device: str) -> Data:
     source = torch.Generator().manual_seed(0)
     before = torch.randn(n, generator=source).to(device)
     grad = torch.randn(n, generator=source).to(device)
     acc = before + grad
-    k = max(1, int(density * n))
+    k = max(1, int(DENSITY * n))
     top, skip = _reference("top_k", acc, k), Span(n // 4, n // 2)
     beside = _reference("top_k_nonzero", acc, k, skip)
     threshold = float(top.value.abs().min())
@@ -221,53 +219,3 @@ def _chosen(acc: Tensor, index: Tensor) -> Sparse:
 
 def _same(result: Sparse, expected: Sparse) -> bool:
     return torch.equal(result.index, expected.index) and torch.equal(result.value, expected.value)
-
-
-def _measured(
-    cases: list[KernelCase], data: Data, density: float, options: argparse.Namespace, tell: Tell
-) -> list[Row]:
-    """Run all cases interleaved, and make a JSON row for each."""
-    kind, clock = _clock(options)
-
-    def measure(case: KernelCase, number: int) -> float:
-        data.residual.copy_(data.before)
-        begun = clock()
-        result = case.run()
-        taken = clock() - begun
-        if number == 0 and not case.check(result):
-            raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
-        return taken
-
-    found = frame.interleaved(cases, measure, options.rounds, 1, tell)
-    seconds = {case.name: each for case, each in zip(cases, found, strict=True)}
-    return [_row(case, seconds, data, density, kind) for case in cases]
-
-
-def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
-    """Choose a clock: its name, and the function that reads it."""
-    if options.device == "cpu":
-        return "processor", time.thread_time
-
-    def idle() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return "wall", idle
-
-
-def _row(case: KernelCase, seconds: dict[str, list[float]], data: Data, density: float, clock: str) -> Row:
-    own, ceiling = seconds[case.name], seconds[CEILING]
-    ratios = [mine / plain for mine, plain in zip(own, ceiling, strict=True)]
-    n = data.grad.numel()
-    return {
-        "case": case.name,
-        "n": n,
-        "k": data.k,
-        "density": density,
-        "clock": clock,
-        "seconds": frame.percentiles(own) if len(own) > 3 else {"p50": statistics.median(own)},
-        "ceiling_s": statistics.median(ceiling),
-        "ceiling_gbytes_per_s": 12e-9 * n / statistics.median(ceiling),
-        "ratio": statistics.median(ratios),
-        "target": case.target if n >= LARGE[data.grad.device.type] else None,
-    }

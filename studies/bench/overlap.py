@@ -1,6 +1,6 @@
 """Measure the fraction of the reduction that a scheme hides behind the backward pass over rate-limited links, and its upper bound.
 
-    python -m studies bench overlap [--ranks 4 --link 100mbit --schemes dense,bf16,topk,skip_reduce,exact_micro --buckets 8] [--json -]
+    python -m studies bench overlap [--ranks 4 --link 100mbit --schemes dense,bf16,topk,skip_reduce,exact_micro --buckets 8]
 
 Needs root or a user namespace, as `sparsync compare` does; times with --link none say nothing about a network. The model is a chain of
 equal layers, one per bucket. Their backward passes sleep, because the ranks of one machine would compete for its cores; sleeping stands for
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     with network(options.ranks, rate) as links:
         rows = frame.of_ranks("studies.bench.overlap:measure", vars(options), links)
     print(_table(rows), file=sys.stderr)
-    frame.write(rows, options.json)
+    frame.write(rows)
 
 
 def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: the options

@@ -1,6 +1,6 @@
 """Measure processor time and memory of schemes that reduce all elements in few bits, on given gradients.
 
-    python -m studies bench reductions [--ranks 2,4 --n 4000000 --schemes quantized:values=int4,bf16,... --rounds 12] [--json -]
+    python -m studies bench reductions [--ranks 2,4 --n 4000000 --schemes quantized:values=int4,bf16,... --rounds 12]
     python -m studies bench reductions --memory [--ranks 2]
 
 Torch uses one thread. One JSON line per case. "bf16 hook" is a hook of five lines: to bfloat16, an all-reduce, a copy back.
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
             found = _passes(LocalWorld(ranks).run(lambda comm: _measured(comm, options)))
         rows += [{"case": label, "ranks": ranks, "n": options.n, **each} for label, each in found.items()]
     about = {"rounds": options.rounds, "backend": backend(), **versions(), "machine": machine()}
-    frame.write([row | about for row in rows], options.json)
+    frame.write([row | about for row in rows])
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Measure processor time and memory of an AdamWSteps step, compared with torch's AdamW, on given gradients.
 
-    python -m studies bench steps [--ranks 1,2,4 --width 128 --layers 5 --density 0.07 --values sign] [--json -]
+    python -m studies bench steps [--ranks 1,2,4 --width 128 --layers 5 --density 0.07 --values sign]
     python -m studies bench steps --memory --width 512 [--ranks 1,4 --bucket-mb 25]
 
 The parameters are a GPT's; the defaults have 1 M, a width of 512 has 16 M. One JSON line per case. Torch uses one thread.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
         rows += [
             {"case": name, "ranks": ranks, "elements": elements, **each, **settings} for name, each in found.items()
         ]
-    frame.write(rows, options.json)
+    frame.write(rows)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,6 @@
-"""Measure the library's cost on a GPU, and print the table of docs/gpu.md.
+"""Measure the library's cost on a GPU, for the table of docs/gpu.md.
 
-    python -m studies gpu [--out FOLDER] [--device cuda|cpu] [--page]
+    python -m studies gpu [--device cuda|cpu] [--page]
     python -m studies gpu --counts
 
 One rank exchanges given gradients of GPT-2 with 124 M parameters and takes the optimizer's step, for about five minutes on one GPU. Steps
@@ -10,14 +10,12 @@ tests/counts.json and a table of docs/gpu.md.
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,7 +30,6 @@ from sparsync.core import generator
 from sparsync.recipes import bits_of
 from sparsync_lab.report.format import significant
 from sparsync_lab.workloads.gpt import Decoder
-from sparsync_lab.writable import check_file
 from studies import parts
 from studies.bench.frame import interleaved
 from studies.gpu import counts
@@ -100,22 +97,15 @@ def main(argv: Sequence[str]) -> None:
     if given.counts:
         counts.write()
         return
-    check_file(given.out / "gpu.json")
-    found = _measure(given)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "gpu.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
-    print(page(found))
-    if given.page:
-        parts.put(PAGE, PART, page(found))
+    parts.put(PAGE, PART, page(_measure(given)), only_print=not given.page)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = parts.options("gpu", __doc__, writes=False)
     add = parser.add_argument
     gpu = torch.cuda.is_available()
-    add("--out", type=Path, default=Path("build/gpu"), help="folder of gpu.json (default: build/gpu)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="default: cuda if there is one")
-    add("--page", action="store_true", help=f"also write the table into {PAGE}")
+    add("--page", action="store_true", help=f"write the table into {PAGE} instead of printing it")
     add("--counts", action="store_true", help="count launches and waits on a CPU")
     add("--layers", type=int, default=12, help="default: 12")
     add("--width", type=int, default=768, help="default: 768")

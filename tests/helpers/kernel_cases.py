@@ -121,7 +121,8 @@ def _nonzero(kind: str, n: int) -> Iterator[Arguments]:
 
 
 def _rows(kind: str, n: int) -> Iterator[tuple[list[Rows], list[int], list[float | None]]]:
-    for regions, share, bound in product(layouts(n), (0, 5, 1), BOUNDS):
+    shared = [(0, None), *((5, bound) for bound in BOUNDS), (1, None), (1, 3.0), (1, math.nan)]
+    for regions, (share, bound) in product(layouts(n), shared):
         yield regions, [share and rows.length // share for rows in regions], [bound] * len(regions)
 
 
@@ -170,8 +171,10 @@ def _encode_steps(kind: str, n: int) -> Iterator[Arguments]:
         spread = _moments(kind, n, dtype, 64 if P > 1 else 300), three_spans(n), SPREADS
         yield made("normal", n, 3) * 1e-3, *spread[0], *spread[1:], P - 1, P, width, skip, None
         # Without second moments the gradient itself is added; without gradients nothing is added.
-        yield made("normal", n, 3), *laid(kind, n, dtype), None, None, 1, [], [], 0, P, width, skip, torch.zeros(n)
-        yield made(kind, n, 3), [], [], [], None, None, 1, [], [], 0, P, width, skip, None
+        if P < 4:
+            yield made("normal", n, 3), *laid(kind, n, dtype), None, None, 1, [], [], 0, P, width, skip, torch.zeros(n)
+        if P > 1:
+            yield made(kind, n, 3), [], [], [], None, None, 1, [], [], 0, P, width, skip, None
 
 
 def _apply_steps(kind: str, n: int) -> Iterator[Arguments]:
@@ -191,8 +194,10 @@ def _write_mean(kind: str, n: int) -> Iterator[Arguments]:
     for width, (P, skip) in product(WIDTHS, zip((1, 3, 4), SKIPS, strict=True)):
         packets, grad = packets_of(kind, n, P, width), made("normal", n)
         yield grad, made("normal", n, 6), made("normal", n, 7), packets, width, P - 1, skip
-        yield grad, grad, made("normal", n, 7), packets, width, 0, skip  # the error shares the gradient's memory
-        yield grad, None, None, packets, width, 0, skip
+        if P < 4:
+            yield grad, grad, made("normal", n, 7), packets, width, 0, skip  # the error shares the gradient's memory
+        if P > 1:
+            yield grad, None, None, packets, width, 0, skip
 
 
 def _packets_fit(kind: str, n: int) -> Iterator[Arguments]:

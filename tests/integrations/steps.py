@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.ddp_training import COUNT, NAMES, N
@@ -274,6 +273,9 @@ def resized(ids: Sequence[str], make: Make) -> dict[str, TrialVerdict]:
 
 def with_stepping_optimizer(id: str, make: Make) -> StepsSeen:
     """Train with a torch optimizer that steps in the backward pass, and leaves no gradient."""
+    # Imported here, as in integrations.attach.
+    from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+
     model = KnownGradients(COUNT, N)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.125})
     return make(id, model=model).train()

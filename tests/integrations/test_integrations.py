@@ -55,13 +55,17 @@ def test_what_is_run_again_is_what_the_page_says() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "integration",
     [pytest.param(each, marks=[] if each == "`attach`, DDP" else pytest.mark.slow) for each in INTEGRATIONS],
 )
-def test_in_every_situation_a_scheme_works_or_is_refused_behind_every_integration(integration: str) -> None:
+def test_in_every_situation_a_scheme_works_or_is_refused_behind_every_integration(
+    integration: str, compiles: bool
+) -> None:
     cases, id = INTEGRATIONS[integration], SCHEMES["TwoShot"]
-    verdicts = {situation: cases[situation].trial([id])[id] for situation in SITUATIONS}
+    chosen = [each for each in SITUATIONS if (each == "torch.compile") == compiles]  # torch's compiler takes seconds
+    verdicts = {situation: cases[situation].trial([id])[id] for situation in chosen}
     assert {situation: each for situation, each in verdicts.items() if each.word == FAILS} == {}
 
 

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sparsync.recipes import Family, Recipe, bits_of, recipe, rows
-from sparsync_lab.labels import short_labels
 from sparsync_lab.predict import advice
 from sparsync_lab.predict.advice import BASELINES, PredictedStep
 from sparsync_lab.predict.probe_file import Backward, Probe
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
-from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
+from sparsync_lab.terminal import NOTHING, Table, lines_of
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload
 
@@ -45,9 +44,9 @@ class Advice:
     attach: str = ""  # the `sparsync.attach` call for the recommended recipe
 
 
-def advised_schemes(family: Family, ranks: int) -> str:
+def advised_schemes(family: Family, ranks: int, parameters: int) -> str:
     """List the methods predicted by default: the plain all-reduces, the recipes, local steps and published schemes."""
-    recipes = ("default", *(each.name for each in rows(family, ranks)[1:]))
+    recipes = ("default", *(each.name for each in rows(family, ranks, parameters)[1:]))
     return ",".join(("dense", "bf16", *recipes, *OTHERS))
 
 
@@ -73,16 +72,21 @@ def advise(probe: Probe, backward: Backward, choices: Sequence[SchemeChoice], fa
     if missing:
         raise ValueError(f"--schemes needs {' and '.join(missing)} to compare with, got {', '.join(have)}")
     steps = {choice.label: step(choice, probe, backward) for choice in choices}
+    elements = sum(each.elements for each in backward.bucket)
     found = {label: _recipe_of(label, family, probe.group.ranks) for label in have}
-    quality = {label: each.quality for label, each in found.items() if each} | dict.fromkeys(BASELINES, "as dense")
-    best, why = advice.verdict({label: each for label, each in steps.items() if label in quality}, quality)
+    quality = {label: each.quality_at(elements) for label, each in found.items() if each}
+    quality |= dict.fromkeys(BASELINES, "as dense")
+    # Not one of fewer bits than the default whose quality was not shown at this size.
+    default = rows(family, probe.group.ranks)[0]
+    sure = [label for label, each in found.items() if each and (each.shows(elements) or each == default)]
+    best, why = advice.verdict({label: steps[label] for label in steps if label in (*BASELINES, *sure)}, quality)
     if probe.group.kernels == SLOW_KERNELS:
         best, why = "", "The probe ran on the slow reference kernels, so it does not show which method to use."
     [bf16] = (choice for choice in choices if choice.label == "bf16")
     tiny = tuple(replace(each, elements=min(each.elements, probe.group.ranks)) for each in backward.bucket)
     fixed_s = min(steps["bf16"].reduce_s, step(bf16, probe, replace(backward, bucket=tiny)).reduce_s)
     line = attach_line(best, family, probe.group.ranks)
-    return Advice(sum(each.elements for each in backward.bucket), steps, quality, why, fixed_s, line)
+    return Advice(elements, steps, quality, why, fixed_s, line)
 
 
 def _recipe_of(label: str, family: Family, ranks: int) -> Recipe | None:
@@ -113,12 +117,12 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward) -> PredictedSte
     return advice.step_around(steps, choice.label, scheme, probe, backward, choice.local)
 
 
-def table(found: Advice, names: Mapping[str, str] | None = None) -> Table:
-    """Tabulate the predictions, fastest first; `names` maps labels to the names shown."""
+def table(found: Advice) -> Table:
+    """Tabulate the predictions, fastest first."""
     dense, bf16 = (found.steps[label].step_s for label in BASELINES)
     rows = tuple(
         (
-            label if names is None else names[label],
+            label,
             f"{'' if each.probed else '~'}{significant(1e3 * each.step_s)}",
             f"{100 * each.hidden:.0f} %",
             f"{dense / each.step_s:.2f}",
@@ -129,19 +133,11 @@ def table(found: Advice, names: Mapping[str, str] | None = None) -> Table:
         )
         for label, each in sorted(found.steps.items(), key=lambda item: item[1].step_s)
     )
-    return Table("", HEADS, rows, less=("state\nMB", "\nhidden", "x\ndense", "bits\nsent"))
+    return Table("", HEADS, rows)
 
 
-def text(
-    found: Advice,
-    probe: Probe,
-    backward: Backward,
-    width: int = WIDTH,
-    colour: bool = False,
-    ascii_only: bool = False,
-) -> str:
-    """Format the complete answer of `advise` as lines of at most `width` columns."""
-    names = short_labels(list(found.steps))
+def text(found: Advice, probe: Probe, backward: Backward) -> str:
+    """Format the complete answer of `advise` for standard output."""
     group = probe.group
     buckets = len(backward.bucket)
     head = (
@@ -169,7 +165,7 @@ def text(
     above = [*loud, (head, ""), (_bottleneck(found, backward), "")]
     below = [*((note, "dim") for note in notes), *loud, (f"\n{found.why}", "bold")]
     below += [(found.attach, "bold")] if found.attach else []
-    return lines_of([table(found, names)], above, below, width, colour, ascii_only)
+    return lines_of([table(found)], above, below)
 
 
 def _bottleneck(found: Advice, backward: Backward) -> str:

@@ -23,21 +23,14 @@ def checked(kind: "type[Made] | Any", content: object, where: str = "") -> Made:
     Raises ValueError that names the field, the problem and the value.
     """
     try:
-        return _adapter(kind).validate_json(json.dumps(content, default=_no_text))
-    except (ValidationError, RecursionError) as error:
-        if isinstance(error, RecursionError):
-            raise ValueError(f"{where}nested too deeply") from None
+        return _adapter(kind).validate_json(json.dumps(content, default=str))
+    except ValidationError as error:
         # Report an unknown name first: it often explains a missing one.
         first = min(error.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
     if first["type"] == "value_error":  # of the dataclass itself
         raise first.get("ctx", {})["error"]
     place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"]).removeprefix(".")
     raise ValueError(f"{where}{place or 'the file'}: {first['msg']}, got {reprlib.repr(first['input'])}")
-
-
-def _no_text(value: object) -> dict[str, str]:
-    """Replace a value that JSON lacks, such as a date, by something that is neither text nor number."""
-    return {type(value).__name__: str(value)}
 
 
 @cache

@@ -1,8 +1,9 @@
 """The command `sparsync`. Commands import what they need, so that --help, --version and the lists work without torch."""
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sparsync import __version__
 from sparsync_lab import terminal
 from sparsync_lab.cli_options import add_options
-from sparsync_lab.cli_parser import Command, Run, discard_output, parser_of, run_command
+from sparsync_lab.cli_parser import Command, Run, parser_of, run_command
 from sparsync_lab.writable import check_file
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def _table() -> dict[str, tuple[Run, str, str]]:
         ),
         "report": (
             _report,
-            "make tables, pictures and report.html again from the folder that a comparison wrote",
-            "sparsync report results --csv results.csv",
+            "make tables and the picture again from the folder that a comparison wrote",
+            "sparsync report results",
         ),
         "probe": (
             _probe,
@@ -101,8 +102,8 @@ def _table() -> dict[str, tuple[Run, str, str]]:
         ),
         "doctor": (
             _doctor,
-            "say what this machine can do, what is missing, and what would not work with a script or a job",
-            "sparsync doctor\nsparsync doctor --scheme exact_oktopk -- train.py --epochs 1\nsparsync doctor --workload my_job.py:MyJob",
+            "say what this machine can do, what is missing, and what would not work with a script",
+            "sparsync doctor\nsparsync doctor --scheme exact_oktopk -- train.py --epochs 1",
         ),
         "traffic": (
             _traffic,
@@ -116,25 +117,14 @@ def _table() -> dict[str, tuple[Run, str, str]]:
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab.compare.comparison import compare
-    from sparsync_lab.report.page import check, trained
-    from sparsync_lab.workers.group import RankFailedError
+    from sparsync_lab.report.page import check
 
     hosts = _on_hosts(options)
     settings = _settings(options)
-    check_file(options.csv, "--csv")
     where = _where(options, hosts, settings.rates_bits_per_s, settings.between, arguments)
-    try:
-        if not compare(settings, options.out, ["sparsync", *arguments], where):
-            return
-    except RankFailedError as error:  # still report what was measured so far
-        begun = trained(options.out)
-        if not begun:
-            raise
+    if compare(settings, options.out, ["sparsync", *arguments], where):
         _report(options, arguments)
-        rest = ", ".join(choice.label for choice in settings.schemes if choice.label not in begun)
-        raise RuntimeError(f"{error}\nnot trained after that: {rest or 'no other scheme'}") from None
-    _report(options, arguments)
-    check(options.out)
+        check(options.out)
 
 
 def _where(
@@ -150,7 +140,7 @@ def _where(
     from sparsync_lab.workers.hosts import joined
 
     if hosts:
-        return joined(options.timeout, options.backend)
+        return joined(options.timeout)
     if speeds != (None, None):
         restart_with_rights("sparsync_lab.cli", arguments)
     return here(options.ranks, *speeds, delay, options.timeout)
@@ -158,7 +148,6 @@ def _where(
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
-    from sparsync.exchanges.choice import check_text
     from sparsync_lab.launch.faults import parse_fault
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
     from sparsync_lab.launch.supervisor import launch
@@ -167,14 +156,14 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     up, down = rates(options.link, options.up, options.down)
     delay = delay_of(options.delay, options.jitter)
     command = checked_command(options.command)
-    scheme = options.scheme
+    scheme = options.scheme or scheme_text.text_of_environment() or None
     if scheme is not None:
-        check_text(scheme)  # before any rank starts
-    elif scheme := scheme_text.text_of_environment() or None:
-        with scheme_text.of_variable(scheme):
-            check_text(scheme)
+        from sparsync.exchanges.choice import check_text  # with torch, which takes seconds
+
+        with nullcontext() if options.scheme else scheme_text.of_variable(scheme):
+            check_text(scheme)  # before any rank starts
     faults = tuple(map(parse_fault, options.fault))
-    settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace, delay, faults)
+    settings = LaunchSettings(command, options.ranks, up, down, scheme, options.grace, delay, faults)
     if settings.limited:
         restart_with_rights("sparsync_lab.cli", arguments)
     status = launch(settings)
@@ -205,26 +194,20 @@ def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab import workloads
     from sparsync_lab.doctor.command import doctor
 
     script = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
     if script and Path(script[0]).name.startswith("python"):
         script = script[1:]
-    if script and options.workload is not None:
-        raise ValueError(f"a script or --workload, got {script[0]} and {options.workload}; leave one of them out")
     if script and not Path(script[0]).is_file():
         raise ValueError(f"there is no script {script[0]}; give its path, as in sparsync doctor -- train.py")
     if options.scheme is not None:
         from sparsync.exchanges.choice import check_text
 
-        if not script and options.workload is None:
-            raise ValueError(f"--scheme {options.scheme} is for a script or a job; give one of them, or leave it out")
+        if not script:
+            raise ValueError(f"--scheme {options.scheme} is for a script; give one, or leave it out")
         check_text(options.scheme)
-    if options.workload is not None:
-        workloads.check_name(options.workload)
-    chosen = _workload_options(options)
-    if status := doctor(script, options.workload or "", chosen, options.scheme or ""):
+    if status := doctor(script, options.scheme or ""):
         raise SystemExit(status)
 
 
@@ -234,8 +217,6 @@ def _on_hosts(options: argparse.Namespace) -> bool:
     from sparsync_lab.workers.hosts import launched, world_size
 
     if not launched():
-        if options.backend is not None:
-            raise ValueError(f"--backend is for ranks that torchrun has started, got {options.backend!r}; leave it out")
         options.ranks = 4 if options.ranks is None else options.ranks
         if options.ranks > MAX_RANKS:
             raise ValueError(f"--ranks must be at most {MAX_RANKS} on one machine, got {options.ranks}")
@@ -266,26 +247,26 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
         family = family_of_job(workload)
         advise.check_model(workload, probe.backward)
     if options.schemes is None:
-        options.schemes = advise.advised_schemes(family, probe.group.ranks)
+        elements = sum(each.elements for each in probe.backward.bucket)
+        options.schemes = advise.advised_schemes(family, probe.group.ranks, elements)
     choices = _choices(options, (probe.group.ranks,))
     found = advise.advise(probe, probe.backward, choices, family)
-    print(advise.text(found, probe, probe.backward, *terminal.manner()))
+    print(advise.text(found, probe, probe.backward))
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.frontier.command import Outputs, frontier
-    from sparsync_lab.frontier.study import ORACLE, FrontierStudy
+    from sparsync_lab.frontier.command import frontier
+    from sparsync_lab.frontier.study import FrontierStudy
 
-    check_file(options.csv, "--csv")
     study = FrontierStudy(
-        schemes=_choices(options, options.ranks, ORACLE),
+        schemes=_choices(options, options.ranks),
         **_training(options),
         rates=options.rates,
         rates_seed=options.rates_seed,
         device=options.device,
     )
-    where = Outputs(options.out, options.page, options.part, options.csv)
-    frontier(study, where, options.jobs, ["sparsync", *arguments])
+    beside = {text: replace(study, workload=name, options=own) for text, name, own in options.beside}
+    frontier(study, options.out, options.jobs, ["sparsync", *arguments], beside, options.page, options.part)
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -305,12 +286,7 @@ def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
 def _report(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab.report.page import report
 
-    check_file(options.csv, "--csv")
-    try:
-        report(getattr(options, "folder", None) or options.out, options.csv)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the files are already written; continue
-        discard_output()
+    report(getattr(options, "folder", None) or options.out)
 
 
 def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -321,8 +297,6 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync_lab.traffic.command import Study, traffic
     from sparsync_lab.traffic.stream import OfJob, Synthetic
 
-    if options.json != "-":
-        check_file(None if options.json is None else Path(options.json), "--json")
     torch.set_num_threads(1)  # sums, and hence the output, must not depend on the number of cores
     schemes, chosen = parse_schemes(options.schemes, options.density), _workload_options(options)
     if options.workload is None:
@@ -336,9 +310,7 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
         stream = OfJob(workloads.get(options.workload, **chosen), options.ranks, options.seed, options.steps)
         source = f"gradients of {options.workload}, seed {options.seed}"
     study = Study(schemes, stream, options.steps)
-    traffic(
-        study, f"{options.ranks} ranks, {study.elements} elements, density {options.density:g}, {source}", options.json
-    )
+    traffic(study, f"{options.ranks} ranks, {study.elements} elements, density {options.density:g}, {source}")
 
 
 def _simulate(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -349,7 +321,7 @@ def _simulate(options: argparse.Namespace, arguments: list[str]) -> None:
     elif options.preset is None:
         raise ValueError("name a set-up with --preset; --list shows all of them")
     else:
-        simulate(options.preset, options.ranks, options.gbit, options.json)
+        simulate(options.preset, options.ranks, options.gbit)
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -394,9 +366,7 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
     )
 
 
-def _choices(
-    options: argparse.Namespace, ranks: tuple[int, ...], also: Mapping[str, str] | None = None
-) -> "tuple[SchemeChoice, ...]":
+def _choices(options: argparse.Namespace, ranks: tuple[int, ...]) -> "tuple[SchemeChoice, ...]":
     """Parse --schemes; recipes are those for the job's optimizer, or for AdamW without a job."""
     from sparsync_lab import workloads
     from sparsync_lab.scheme_choice import asks_for_recipe, parse_schemes
@@ -405,7 +375,7 @@ def _choices(
     family = "steps"
     if asks_for_recipe(options.schemes) and options.workload is not None:
         family = family_of_job(workloads.get(options.workload, **_workload_options(options)))
-    return parse_schemes(options.schemes, options.density, also, family, ranks)
+    return parse_schemes(options.schemes, options.density, family, ranks)
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types of the fields

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from functools import partial
@@ -69,6 +70,15 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _job(text: str) -> tuple[str, str, dict[str, str]]:
+    """Parse "NAME" or "NAME(KEY=VALUE:KEY=VALUE)" into the text, the workload and its options."""
+    match = re.fullmatch(r"([^()]+)(?:\((.*)\))?", text)
+    options = [each.partition("=") for each in (match[2] or "").split(":") if each] if match else []
+    if match is None or not all(key and equals for key, equals, _ in options):
+        raise ArgumentTypeError(f"takes a workload, such as sympy or sympy(width=64:layers=6), got {text!r}")
+    return text, match[1], {key: value for key, _, value in options}
+
+
 _finite = partial(_number, wanted="a finite number", least=-math.inf)
 _FILE: Changes = {"type": Path, "metavar": "FILE"}
 _SCHEMES: Changes = {"metavar": "A,B:KEY=VALUE", "help": _METHODS}
@@ -89,14 +99,13 @@ _SAID: dict[str, Changes] = {
     "--link": {
         "help": "rate of each rank's link, such as 100mbit, 1Gbps or none, 100mbit unless given; not under torchrun"
     },
-    "--up": {"metavar": "RATE", "help": "rate at which a rank sends, or none, where it is not --link"},
-    "--down": {"metavar": "RATE", "help": "rate at which a rank receives, or none, where it is not --link"},
+    "--up": {"metavar": "RATE", "help": "rate at which a rank sends, where it is not --link"},
+    "--down": {"metavar": "RATE", "help": "rate at which a rank receives, where it is not --link"},
     "--delay": {"metavar": "TIME", "help": "one-way delay between any two ranks, such as 25ms"},
     "--jitter": {
         "metavar": "TIME",
         "help": "by how much the delay is longer or shorter at most, such as 5ms; packets keep their order",
     },
-    "--backend": {"choices": ("gloo", "nccl"), "help": "under torchrun; nccl if every rank has its own GPU"},
     "--fault": {
         "action": "append",
         "default": [],
@@ -124,13 +133,6 @@ _SAID: dict[str, Changes] = {
     },
     "--timeout": {"type": positive, "default": 120.0, "metavar": "S", "help": "timeout of an operation between ranks"},
     "--out": {"type": Path, "help": "what is written: the folder of results, or the file"},
-    "--csv": {"help": "also write a row of numbers per training there, as sparsync_lab.read_results returns them"}
-    | _FILE,
-    "--json": {"metavar": "FILE", "help": "write the figures there; -: on standard output, and nothing else"},
-    "--nodes": {
-        "action": "store_true",
-        "help": "each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1",
-    },
     "--grace": {
         "type": partial(_number, wanted="a finite number of 0 or more", least=0.0),
         "default": 5.0,
@@ -154,6 +156,13 @@ _SAID: dict[str, Changes] = {
         "help": "factors of the job's rate; if the lowest or the highest is best, more are tried",
     },
     "--rates-seed": {"type": _seed, "metavar": "SEED", "help": "try the rates with this seed only"},
+    "--beside": {
+        "action": "append",
+        "type": _job,
+        "default": [],
+        "metavar": "JOB(KEY=VALUE)",
+        "help": "train the methods on this job, too, for a column of the table; again for more",
+    },
     "--jobs": {"type": count, "default": 1, "metavar": "N", "help": "trainings at a time, each on one core"},
     "--device": {
         "choices": ("cpu", "cuda"),
@@ -181,8 +190,7 @@ _JOB, _LINKS = "--workload --option --data", "--link --up --down --delay --jitte
 # The options of each command and its overrides.
 _OF: dict[str, tuple[str, dict[str, Changes]]] = {
     "compare": (
-        f"{_JOB} --ranks {_LINKS} --backend --schemes --density --target --steps --eval-every --seeds --bucket-mb --timeout --out "
-        "--csv",
+        f"{_JOB} --ranks {_LINKS} --schemes --density --target --steps --eval-every --seeds --bucket-mb --timeout --out",
         {
             "--workload": {"default": "shakespeare"},
             "--schemes": {"default": "dense,bf16,topk,skip_reduce"},
@@ -191,37 +199,36 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
         },
     ),
     "launch": (
-        f"--ranks {_LINKS} --scheme --nodes --grace --fault command",
+        f"--ranks {_LINKS} --scheme --grace --fault command",
         {"--ranks": {"default": 4}, "--link": {"default": "100mbit"}},
     ),
     "probe": (
-        f"{_JOB} --ranks {_LINKS} --backend --schemes --bucket-mb --seconds --timeout --out",
+        f"{_JOB} --ranks {_LINKS} --schemes --bucket-mb --seconds --timeout --out",
         {"--schemes": {"default": PROBED}, "--out": {"default": Path("probe.toml")}},
     ),
     "advise": (f"{_JOB} --probe --schemes --density", {}),
     "demo": ("--out --steps", {"--out": {"default": Path("demo")}, "--steps": {"default": None}}),
     "frontier": (
-        f"{_JOB} --schemes --density --ranks --steps --seeds --rates --rates-seed --jobs --device --page --part "
-        "--out --csv",
+        f"{_JOB} --schemes --density --ranks --steps --seeds --rates --rates-seed --beside --jobs --device --page --part --out",
         {
             "--workload": {"default": "gpt-tiny"},
             "--schemes": {
                 "default": FRONTIER,
-                "help": f"{_METHODS}; laprop: dense with LaProp in place of AdamW; oracle: the limit of every selection",
+                "help": f"{_METHODS}; laprop: dense with LaProp in place of AdamW",
             },
             "--ranks": {"default": "4", "help": "one or more numbers, separated by commas"} | _COUNTS,
             "--steps": {"default": "300", "help": "of a training; one or more, separated by commas"} | _COUNTS,
             "--out": {"default": Path("frontier")},
         },
     ),
-    "doctor": (f"{_JOB} --scheme command", {}),
-    "report": ("folder --csv", {}),
+    "doctor": ("--scheme command", {}),
+    "report": ("folder", {}),
     "simulate": (
-        "--preset --list --ranks --gbit --json",
+        "--preset --list --ranks --gbit",
         {"--ranks": {"help": "instead of the preset's own"}},
     ),
     "traffic": (
-        f"{_JOB} --schemes --ranks --elements --density --steps --seed --json",
+        f"{_JOB} --schemes --ranks --elements --density --steps --seed",
         {
             "--workload": {
                 "help": "take the gradients of this job, as it trains with the dense mean; drawn ones unless given"

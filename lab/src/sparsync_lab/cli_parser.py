@@ -51,15 +51,10 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
         print(f"{parser.prog}: interrupted; nothing is left running", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader of our output, such as head, has exited
-        discard_output()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RuntimeError) as error:
         print(wrapped(f"{parser.prog}: error: {error}", error=True), file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
-
-
-def discard_output() -> None:
-    """Discard further output, because its reader is gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told(message: Warning | str, *_: object) -> str:

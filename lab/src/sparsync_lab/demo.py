@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PICTURE = "quality_over_time.png"
-
 
 @dataclass(frozen=True)
 class Half:

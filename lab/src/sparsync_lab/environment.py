@@ -1,6 +1,5 @@
 """The versions and the machine of a run, needed to judge and reproduce its figures."""
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -42,16 +41,11 @@ def machine() -> dict[str, Any]:  # Any: JSON
 
 
 def identity(device: str) -> dict[str, str]:
-    """Describe what hosts must have in common: the versions of torch and sparsync, sparsync's code, and compiled kernels or not."""
-    root = Path(sparsync.__file__).parent
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    """Describe what hosts must have in common: the versions of torch and sparsync, and compiled kernels or not."""
     found = versions()
     return {
         "the version of torch": found["torch"],
-        "the version of sparsync": found["sparsync"],
-        "the code of sparsync": digest.hexdigest(),
+        "the version of sparsync": f"{found['sparsync']} {found['commit']}",
         "the kernels": "the slow reference" if kernels(device) == SLOW_KERNELS else "compiled",
     }
 

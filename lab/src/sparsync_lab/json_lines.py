@@ -24,7 +24,7 @@ def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # A
     for number, line in enumerate(lines, start=1):
         try:
             found.append(made(json.loads(line)))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             if number < len(lines):
                 raise ValueError(
                     f"{path}, line {number} is no {what} ({error!r}); delete it, or choose another --out"

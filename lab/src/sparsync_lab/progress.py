@@ -32,10 +32,6 @@ class Progress:
                 left = f"{int(seconds // 60)}:{int(seconds % 60):02d} left  "
         print(f"{self.title}: {counted}  {left}{note}".rstrip(), file=sys.stderr, flush=True)
 
-    def measured(self, done: int, total: int) -> None:
-        """Show that `done` of `total` are done."""
-        self.at(done, total=total)
-
     def advance(self) -> None:
         """Show that one more is done."""
         self.at(self.done + 1)

@@ -6,7 +6,7 @@ the older name. The names in `recipes` stand for such combinations of published 
 `sparsync.attach` with the job's optimizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
@@ -116,18 +116,16 @@ class SchemeChoice:
 def parse_schemes(
     text: str,
     density: float,
-    also: Mapping[str, str] | None = None,
     family: Family = "steps",
     ranks: Sequence[int] = (4,),
 ) -> tuple[SchemeChoice, ...]:
     """Parse schemes such as "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
 
-    `density` applies to schemes that take one and do not set it. Lists are joined by "+": "protect=*.bias+norm.*". `also` maps further
-    names to schemes. `family` and `ranks` are the job's, for "default" and "bits=0.8". Raises ValueError for an unknown scheme or setting,
-    with the nearest name.
+    `density` applies to schemes that take one and do not set it. Lists are joined by "+": "protect=*.bias+norm.*". `family` and
+    `ranks` are the job's, for "default" and "bits=0.8". Raises ValueError for an unknown scheme or setting, with the nearest name.
     """
     items = (item.strip() for item in text.split(","))
-    return tuple(_parse_method(item, density, also or {}, family, ranks) for item in items if item)
+    return tuple(_parse_method(item, density, family, ranks) for item in items if item)
 
 
 def check_labels(choices: Sequence[SchemeChoice]) -> None:
@@ -215,16 +213,14 @@ def _written_out(text: str, family: Family, ranks: Sequence[int]) -> str:
     return found.pop()
 
 
-def _parse_method(
-    label: str, density: float, also: Mapping[str, str], family: Family, ranks: Sequence[int]
-) -> SchemeChoice:
+def _parse_method(label: str, density: float, family: Family, ranks: Sequence[int]) -> SchemeChoice:
     text = _written_out(label, family, ranks)
     written, local, scheme = taken_apart(text, SYSTEMS)
     if not written:
-        return _parse_scheme(label, scheme, None, "local_steps", density, also)
+        return _parse_scheme(label, scheme, None, "local_steps", density)
     steps = "local_steps" if written == "local_steps" else "adamw_steps"  # the name used in results and folders
     exchange_of(written, local, text)
-    choice = _parse_scheme(label, scheme, local, steps, density, also)
+    choice = _parse_scheme(label, scheme, local, steps, density)
     with suppress(LookupError):
         choice = replace(choice, auto=label if candidates(family, max(ranks), bits_of(label)) else "")
     try:
@@ -245,10 +241,9 @@ def _parse_scheme(
     local: dict[str, Any] | None,  # Any: as in SchemeChoice
     steps: str,
     density: float,
-    also: Mapping[str, str],
 ) -> SchemeChoice:
     name, config = parsed(text)
-    name = (LAB_SCHEMES | dict(also)).get(name, name)
+    name = LAB_SCHEMES.get(name, name)
     known = schemes.settings(name)
     if "density" in known:
         config.setdefault("density", density)

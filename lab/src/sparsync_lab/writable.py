@@ -9,22 +9,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
 
 
-def check_file(path: Path | None, option: str = "--out") -> None:
+def check_file(path: Path, option: str = "--out") -> None:
     """Create the folder of `path` if missing. Raises RuntimeError that names the option if no file can be written there.
 
-    None is no file. Existing files are not changed, and no new file is left behind.
+    A new file stays empty.
     """
-    if path is None:
-        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() or path.is_dir():
-            with path.open("ab"):
-                pass
-        elif not path.exists():  # pipes and devices are left alone
-            new = path.resolve()  # where a link leads
-            with new.open("xb"):
-                pass
-            new.unlink()
+        with path.open("ab"):
+            pass
     except OSError as error:
         raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another with {option}") from error
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file, and create its folder if missing. Raises RuntimeError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another place with --out") from error

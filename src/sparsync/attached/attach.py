@@ -95,7 +95,7 @@ def attach(
     choice = examined.choice
     if choice.recipe is not None:
         handle.recipe = choice.recipe
-        _tell(choice, examined.ranks)
+        _tell(choice, examined.ranks, examined.parameters)
     if choice.candidates:
         assert isinstance(handle, AdamWSteps)  # checked by `choose`
         handle.choose_bits(choice.candidates, method_of)
@@ -122,13 +122,13 @@ def _attached(
     return GradientReducer(model, scheme, group=group, optimizer=optimizer, scaler=scaler, options=options)
 
 
-def _tell(choice: Choice, ranks: int) -> None:
+def _tell(choice: Choice, ranks: int, parameters: int) -> None:
     """Log which recipe was taken, its bits and its quality."""
     assert choice.recipe is not None
     recipe, bits = choice.recipe, choice.recipe.bits_with(ranks)
     _LOG.info(
         "%s; a rank sends %.3g bits per parameter per step with %d ranks; on the page 'Quality and bits': %s",
-        recipe, bits, ranks, recipe.quality,
+        recipe, bits, ranks, recipe.quality_at(parameters),
     )  # fmt: skip
     if isinstance(choice.exchange, Steps) and choice.exchange.keep_for(choice.scheme):
         _LOG.info(

@@ -30,6 +30,7 @@ class Examined:
     choice: Choice
     options: Options
     ranks: int  # number of ranks that exchange
+    parameters: int  # trained, of all models
     findings: list[Finding]
 
 
@@ -67,7 +68,8 @@ def examine(
     called = [model] if isinstance(model, nn.Module) else list(model)
     models = [inside_wrappers(each) for each in called]
     ranks, sharded = _exchanging(models[0], group, options)
-    choice = choose(scheme, bits, exchange, optimizer, ranks, sharded)
+    parameters = sum(each.numel() for model in models for each in model.parameters() if each.requires_grad)
+    choice = choose(scheme, bits, exchange, optimizer, ranks, sharded, parameters)
     if choice.recipe is not None and options.parameters is None:
         options = replace(options, parameters=choice.recipe.parameters)
     found = [*_together(models, choice, group)]
@@ -83,9 +85,9 @@ def examine(
             )
             cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
             found.append(Finding(what, cure))
-    found += recipe_findings(choice, optimizer, exchange)
+    found += recipe_findings(choice, optimizer, exchange, parameters)
     found = sorted(dict.fromkeys(found), key=lambda finding: finding.refused is None)
-    return Examined(models, called, choice, options, ranks, found)
+    return Examined(models, called, choice, options, ranks, parameters, found)
 
 
 def _together(models: Sequence[nn.Module], choice: Choice, group: dist.ProcessGroup | None) -> Iterator[Finding]:

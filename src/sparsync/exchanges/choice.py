@@ -48,8 +48,9 @@ def choose(
     optimizer: Optimizers | None,
     ranks: int = 1,
     sharded: bool = False,
+    parameters: int = 0,
 ) -> Choice:
-    """Choose the exchange and its scheme: as given, as SPARSYNC_SCHEME says, or by a recipe.
+    """Choose the exchange and its scheme: as given, as SPARSYNC_SCHEME says, or by a recipe for this number of `parameters`.
 
     `sharded`: each rank has only a shard of the model, so steps cannot be exchanged. A scheme without `exchange` exchanges gradients, or
     steps of Adam, AdamW and Muon if it sends fewer than 4 bits per element: gradients compressed that far give wrong second moments, and
@@ -69,7 +70,7 @@ def choose(
     else:
         text = "" if bits is not None else text_of_environment()
         with of_variable(text) if text else nullcontext():
-            scheme, named, taken, among = _of_text(text, bits, exchange, optimizer, ranks, sharded)
+            scheme, named, taken, among = _of_text(text, bits, exchange, optimizer, ranks, sharded, parameters)
             if exchange is not None and named is not None:
                 raise ValueError(f"it says what is exchanged, and so does {exchange!r}; leave one of them out")
             exchange = exchange or named
@@ -92,7 +93,13 @@ def choose(
 
 
 def _of_text(
-    text: str, bits: Bits | None, exchange: Exchange | None, optimizer: Optimizers | None, ranks: int, sharded: bool
+    text: str,
+    bits: Bits | None,
+    exchange: Exchange | None,
+    optimizer: Optimizers | None,
+    ranks: int,
+    sharded: bool,
+    parameters: int,
 ) -> tuple[Scheme, Exchange | None, Recipe | None, Sequence[Recipe]]:
     """Read scheme, exchange, recipe and candidates from "bits=0.8", from "default" (or ""), or from a scheme with its steps."""
     try:
@@ -105,7 +112,7 @@ def _of_text(
         )
     gradients = isinstance(exchange, Gradients)
     family = family_of(optimizer, sharded, gradients)
-    among, chosen = candidates(family, ranks, bits), recipe(family, ranks, bits)
+    among, chosen = candidates(family, ranks, bits, parameters), recipe(family, ranks, bits, parameters)
     scheme, steps = method_of(chosen.text)
     return scheme, None if gradients else steps or Gradients(), chosen, among
 
@@ -124,8 +131,15 @@ def family_of(optimizer: Optimizers | None, sharded: bool = False, gradients: bo
     return "linear" if plain else "other"
 
 
-def recipe_findings(choice: Choice, optimizer: Optimizers | None, exchange: Exchange | None) -> Iterator[Finding]:
-    """Tell why the recipe exchanges gradients if an optimizer might exchange steps."""
+def recipe_findings(
+    choice: Choice, optimizer: Optimizers | None, exchange: Exchange | None, parameters: int
+) -> Iterator[Finding]:
+    """Tell why the recipe exchanges gradients if an optimizer might exchange steps, and what is known of it at this size."""
+    if choice.recipe is not None and choice.recipe.beyond and not choice.recipe.shows(parameters):
+        yield Finding(
+            f"{choice.recipe.name} with {parameters / 1e6:.3g} million parameters: {choice.recipe.beyond}",
+            "take more bits: without bits=, training is as with dense as far as it was measured",
+        )
     if choice.recipe is None or choice.recipe.family != "other" or exchange is not None:
         return
     sent = f"gradients are exchanged, at {choice.recipe.bits:g} bits per parameter per step"

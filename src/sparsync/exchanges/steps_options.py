@@ -103,7 +103,7 @@ class Steps(StepOptions):
         """Choose `decay` to suit a scheme without inner schemes if it is None."""
         if self.decay is None:
             return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
-        return self.decay
+        return float(self.decay)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from sparsync_lab import environment
 from sparsync_lab.compare.settings import CompareSettings
-from sparsync_lab.labels import short_labels
 from sparsync_lab.progress import Progress, progress
 from sparsync_lab.report import results
 from sparsync_lab.report.format import links_text
@@ -55,8 +54,6 @@ def compare(
                 records.take(message)
 
             ranks.run(TASK, asdict(settings), take)
-        if (carried := ranks.forwarded()) is not None:
-            results.append(out, results.Carried(run.run, carried.packets, carried.nbytes, carried.processor_s))
     return True
 
 
@@ -64,7 +61,6 @@ class ComparisonDisplay:
     """Show the progress of all trainings and a line for each evaluation, on standard error."""
 
     def __init__(self, settings: CompareSettings, metric: str) -> None:
-        self.names = short_labels([choice.label for choice in settings.schemes])
         self.trainings, self.steps = len(settings.schemes) * len(settings.seeds), settings.steps
         self.metric, self.number, self.name = metric, 0, ""
         print("starting the ranks", file=sys.stderr, flush=True)
@@ -74,7 +70,7 @@ class ComparisonDisplay:
         """Show a message. Messages arrive in order."""
         kind, before = message["kind"], max(0, self.number - 1) * self.steps
         if kind == "scheme":
-            self.number, self.name = self.number + 1, self.names[message["scheme"]]
+            self.number, self.name = self.number + 1, message["scheme"]
         elif kind == "alive":  # before a training, a copy of the model computes without communication
             self.bar.at(self.number * self.steps, f"{self.number + 1}/{self.trainings} computing alone")
         elif kind == "progress":

@@ -33,7 +33,7 @@ class CompareSettings:
 
     @property
     def rates_bits_per_s(self) -> tuple[float | None, float | None]:
-        """The upload and download rates of every link; None without limits, infinite if only the other direction is limited."""
+        """The upload and download rates of every link; None without limits."""
         return rates(self.link, self.up, self.down)
 
     @property
@@ -48,8 +48,6 @@ class CompareSettings:
 
     def check(self) -> Workload:
         """Check the settings together, try every scheme once, and return the workload with its data prepared."""
-        if not self.schemes:
-            raise ValueError("a comparison needs at least one scheme; see --schemes")
         check_labels(self.schemes)
         check_delay(self.between, self.rate_bits_per_s is not None)
         for choice in self.schemes:

@@ -4,16 +4,15 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from sparsync_lab.doctor import trial
 from sparsync_lab.netlab import reexecution_prefix
 from sparsync_lab.terminal import aligned
 
-NEEDED = ("jinja2", "matplotlib", "numpy", "pydantic", "rich")  # by other commands
+NEEDED = ("matplotlib", "numpy", "pydantic", "rich")  # by other commands
 ADAPTED = ("accelerate", "lightning", "transformers")
 LEAST_TORCH = (2, 8)
 _BUILD_LINKS = "from sparsync_lab.netlab import network\nwith network(2, 1e7):\n    pass"
@@ -28,19 +27,16 @@ class Check:
     to_do: str = ""
 
 
-def doctor(
-    script: Sequence[str] = (), workload: str = "", options: Mapping[str, Any] | None = None, scheme: str = ""
-) -> int:
-    """Print what the machine offers and what a script or job would meet, then what to do. Returns the exit status: 0 if nothing, else 1.
+def doctor(script: Sequence[str] = (), scheme: str = "") -> int:
+    """Print what the machine offers and what a script would meet, then what to do. Returns the exit status: 0 if nothing, else 1.
 
-    `options` are the workload's. `scheme`: "" for the default recipe.
+    `scheme`: "" for the default recipe.
     """
     todo = _shown("This machine", [check() for check in (_python, _torch, _kernels, _links, _packages)])
-    if script or workload:
-        found = trial.of_script(script, scheme) if script else trial.of_workload(workload, options or {}, scheme)
-        todo += _shown(" ".join(script) or workload, _of_job(found))
+    if script:
+        todo += _shown(" ".join(script), _of_script(trial.of_script(script, scheme)))
     if not todo:
-        print("Nothing to do." if script or workload else "Nothing to do. Try it: sparsync demo")
+        print("Nothing to do." if script else "Nothing to do. Try it: sparsync demo")
         return 0
     print("To do:")
     for number, text in enumerate(todo, start=1):
@@ -107,8 +103,8 @@ def _packages() -> Check:
     return Check("packages", ", ".join(found) + for_adapters, fix)
 
 
-def _of_job(result: trial.Result) -> Iterator[Check]:
-    """Yield the findings of `sparsync.doctor` for a job."""
+def _of_script(result: trial.Result) -> Iterator[Check]:
+    """Yield the findings of `sparsync.doctor` for a script."""
     if result.failure:
         yield Check("failed", result.failure, "fix this error")
         return
@@ -124,9 +120,4 @@ def _of_job(result: trial.Result) -> Iterator[Check]:
 
 def _version(package: str) -> str | None:
     """Look up the version of an installed package; None if it cannot be imported."""
-    if find_spec(package) is None:
-        return None
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of no known version"
+    return importlib.metadata.version(package) if find_spec(package) else None

@@ -1,13 +1,13 @@
-"""Run a script or a job on one rank up to its first optimizer step, and pass its model and optimizer to `sparsync.doctor`.
+"""Run a script on one rank up to its first optimizer step, and pass its model and optimizer to `sparsync.doctor`.
 
-A script runs in this process and leaves it changed, so the command exits afterwards.
+It runs in this process and leaves it changed, so the command exits afterwards.
 """
 
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,28 +61,6 @@ def of_script(script: Sequence[str], scheme: str) -> Result:
         traceback.print_exc()
         return Result(f"it ended with {type(error).__name__}: {error} before its first optimizer step")
     return Result("it ended without a step of a torch optimizer, so there was nothing to look at")
-
-
-def of_workload(name: str, options: Mapping[str, Any], scheme: str) -> Result:  # Any: options of the workload
-    """Make the model and optimizer of a job, and examine them."""
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
-    from torch.nn.parallel import DistributedDataParallel
-
-    from sparsync_lab import workloads
-
-    try:
-        workload = workloads.get(name, **options)
-        workload.prepare()
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        model = DistributedDataParallel(workload.model(0), find_unused_parameters=workload.find_unused_parameters)
-        optimizer, _ = workload.optimizer(model, 1)
-        return _examined(model, optimizer, scheme)
-    except Exception as error:  # including errors of the job's methods
-        return Result(f"{type(error).__name__}: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _watch(scheme: str) -> None:

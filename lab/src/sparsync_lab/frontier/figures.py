@@ -8,18 +8,16 @@ from typing import Literal
 
 from sparsync.base import registry
 from sparsync_lab.frontier.runs import Finished, Key
-from sparsync_lab.frontier.study import ORACLE, FrontierStudy
+from sparsync_lab.frontier.study import FrontierStudy
 from sparsync_lab.report.summary import behind
 from sparsync_lab.scheme_choice import LAB_SCHEMES, SchemeChoice
 
-Kind = Literal["baseline", "published", "ours", "your own", "limit"]
+Kind = Literal["baseline", "published", "ours", "your own"]
 
 BASELINES = ("dense", "bf16", LAB_SCHEMES["laprop"])
 # metric -> unit of the loss: ln(perplexity), or the metric itself
 LOSSES = {"perplexity": "nats", "bits per byte": "bits per byte"}
 OURS = ("two_shot", "in_turn", "exact_micro", "exact_exdyna", "exact_oktopk", "auto_protect")
-
-_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,13 @@ class MethodRow:
     kind: Kind
     rate: float
     edge: bool  # the rate is the lowest or highest of several, so a better one may lie beyond
-    optimizer: str  # its name, and its factor on the rate
-    bits: float  # per parameter; 0 if a method has no cost, such as an unreachable limit
-    nbytes: float
+    bits: float  # per parameter
     rounds: float
     union: float
     end: Mean  # quality
-    # Largest over seeds: standard error of the quality over the validation data, if the job reports it.
-    error: float | None
     behind: Mean  # percent behind dense at its best rate, seed by seed, at the end
     broken: str = ""  # why it is no result: "exchanged nothing", or "failed: " and the cause
-    loss: float | None = None  # in the unit of `LOSSES`; None for another metric
-    loss_behind: Interval | None = None  # excess over dense's loss, seed by seed
+    loss_behind: Interval | None = None  # excess over dense's loss, seed by seed; None for a metric without a loss
     behind_best: float | None = None  # percent behind the better of dense and laprop; None without laprop
 
 
@@ -73,13 +66,9 @@ class Panel:
     dense_deviation: float | None = None  # standard deviation of dense's loss over seeds
 
 
-def panels(
-    study: FrontierStudy, finished: Mapping[Key, Finished], lower: bool, ours: Sequence[str] = OURS, metric: str = ""
-) -> tuple[Panel, ...]:
+def panels(study: FrontierStudy, finished: Mapping[Key, Finished], lower: bool, metric: str = "") -> tuple[Panel, ...]:
     """Compute the panels of a complete study. Losses are compared if the job's `metric` is in `LOSSES`."""
-    return tuple(
-        _panel(study, finished, ranks, steps, lower, ours, metric) for ranks in study.ranks for steps in study.steps
-    )
+    return tuple(_panel(study, finished, ranks, steps, lower, metric) for ranks in study.ranks for steps in study.steps)
 
 
 def _panel(
@@ -88,7 +77,6 @@ def _panel(
     ranks: int,
     steps: int,
     lower: bool,
-    ours: Sequence[str],
     metric: str,
 ) -> Panel:
     rates: dict[str, tuple[float, bool]] = {}  # the best, and whether it is the lowest or highest of several
@@ -111,18 +99,14 @@ def _panel(
         label, trained = choice.label, trainings[choice.label]
         return MethodRow(
             label,
-            kind(choice, ours),
+            kind(choice),
             *rates[label],
-            study.optimizers[label],
             bits=statistics.fmean(each.bits for each in trained),
-            nbytes=statistics.fmean(each.trained.nbytes for each in trained),
             rounds=statistics.fmean(each.trained.rounds for each in trained),
             union=statistics.fmean(each.trained.union for each in trained),
             end=_mean(ends[label]),
-            error=max((each.trained.quality_error or 0.0 for each in trained), default=0.0) or None,
             behind=percent(label, "dense"),
             broken=_broken(trained),
-            loss=statistics.fmean(losses[label]) if losses else None,
             loss_behind=interval(_gaps(losses[label], losses["dense"])) if losses else None,
             behind_best=percent(label, best).mean if laprops else None,
         )
@@ -143,12 +127,23 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, _t_quantile(free) * statistics.stdev(values) / math.sqrt(len(values)))
 
 
+def within(t: float, free: int) -> float:
+    """Compute the probability that |T| < t, for Student's T with `free` degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle, odd = math.atan(t / math.sqrt(free)), free % 2
+    total, term = 0.0, math.cos(angle) if odd else 1.0
+    for power in range(odd, free - 1, 2):  # of the cosine
+        total += term
+        term *= (power + 1) / (power + 2) * math.cos(angle) ** 2
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
 def _t_quantile(free: int) -> float:
-    """Approximate the 97.5 % quantile of Student's t distribution with `free` degrees of freedom, to 0.2 %."""
-    if free <= len(_T_QUANTILES):
-        return _T_QUANTILES[free - 1]
-    z = 1.959964  # the normal quantile, followed by the first terms of an expansion in 1 / free
-    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    """Find the t with `within(t, free)` = 95 %, by bisection."""
+    low, high = 0.0, 20.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle, free) < 0.95 else (low, middle)
+    return low
 
 
 def _first(ends: Mapping[str, Sequence[float]], labels: Sequence[str], lower: bool) -> str:
@@ -175,13 +170,11 @@ def _broken(trained: Sequence[Finished]) -> str:
     return (failed + nothing + [""])[0]
 
 
-def kind(choice: SchemeChoice, ours: Sequence[str]) -> Kind:
+def kind(choice: SchemeChoice) -> Kind:
     """Classify a method by its scheme's name; schemes from a file, a module or another package are the user's."""
     if choice.local is None and choice.name in BASELINES:
         return "baseline"
-    if choice.name == ORACLE["oracle"]:
-        return "limit"
-    if choice.name in ours:
+    if choice.name in OURS:
         return "ours"
     return "published" if registry.where(choice.name).startswith(("sparsync.", "sparsync_lab.")) else "your own"
 

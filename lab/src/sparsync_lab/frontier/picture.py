@@ -12,11 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from sparsync_lab.frontier.figures import MethodRow, Panel
-from sparsync_lab.labels import short_labels
 from sparsync_lab.report.plots import FAINT, INK, STYLE
 
-_HUES = {"baseline": "#8a8a8a", "published": "#D55E00", "ours": "#0072B2", "your own": "#009E73", "limit": "#8a8a8a"}
-_MARKS = {"baseline": "D", "published": "s", "ours": "o", "your own": "^", "limit": "D"}
+_HUES = {"baseline": "#8a8a8a", "published": "#D55E00", "ours": "#0072B2", "your own": "#009E73"}
+_MARKS = {"baseline": "D", "published": "s", "ours": "o", "your own": "^"}
 _WIDTH, _HEIGHT, _SIDE = 6.0, 4.6, 4.4  # inches: a panel, and the width of the list of names
 _LINE = 0.19  # inches: one line of that list
 _DPI = 110
@@ -25,12 +24,11 @@ _TICKS = (-5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 def picture(panels: Sequence[Panel], title: str) -> bytes:
-    """Draw a PNG image with a panel per number of ranks and steps, without methods that have no cost or diverged."""
+    """Draw a PNG image with a panel per number of ranks and steps, without methods that diverged."""
     image = io.BytesIO()
     columns = len({panel.ranks for panel in panels})
     lines = math.ceil(len(panels) / columns)
     numbers = {row.label: place for place, row in enumerate(_listed(panels), start=1)}
-    names = short_labels(list(numbers))
     with rc_context(STYLE | {"font.size": 9, "text.parse_math": True}):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
         size = (columns * _WIDTH + _SIDE, max(lines * _HEIGHT + 0.5, 1.0 + _LINE * len(numbers)))
         figure = Figure(figsize=size, dpi=_DPI, facecolor="white")
@@ -49,7 +47,7 @@ def picture(panels: Sequence[Panel], title: str) -> bytes:
             axes.set_ylabel("% behind dense at the end, each at its best rate")
         for axes in grid[-1]:
             axes.set_xlabel("bits sent per parameter per step")
-        _list_names(figure, panels, numbers, names, 1 - (_SIDE - 0.15) / size[0])
+        _list_names(figure, panels, numbers, 1 - (_SIDE - 0.15) / size[0])
         figure.savefig(image, format="png")
     return image.getvalue()
 
@@ -111,9 +109,7 @@ def _undercut(rows: Sequence[MethodRow]) -> tuple[list[float], list[float]]:
     return bits, gaps
 
 
-def _list_names(
-    figure: Figure, panels: Sequence[Panel], numbers: dict[str, int], names: dict[str, str], left: float
-) -> None:
+def _list_names(figure: Figure, panels: Sequence[Panel], numbers: dict[str, int], left: float) -> None:
     height = figure.get_size_inches()[1]
     top = 1 - 0.85 / height
     kinds = {row.kind for row in _listed(panels)}
@@ -130,5 +126,5 @@ def _list_names(
         number = numbers[row.label]
         y = top - (0.18 + _LINE * (number - 1)) / height
         figure.text(left + 0.02, y, f"{number}", ha="right", color=_HUES[row.kind], weight="bold", fontsize=8)
-        name = names[row.label]
-        figure.text(left + 0.025, y, name, color=INK, fontsize=8 if len(name) < 45 else 6.5, parse_math=False)
+        size = min(8.0, 380 / len(row.label))
+        figure.text(left + 0.025, y, row.label, color=INK, fontsize=size, parse_math=False)

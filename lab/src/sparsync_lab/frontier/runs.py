@@ -71,7 +71,6 @@ def rows(folder: Path) -> list[dict[str, Any]]:  # Any: numbers, texts, None
             "seed": each.key.seed,
             "rate": each.key.rate,
             "quality": each.end,
-            "quality_error": each.trained.quality_error,
             "parameters": each.elements,
             "bits": each.bits,
             "sent_bytes": each.trained.nbytes,

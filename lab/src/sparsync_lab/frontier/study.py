@@ -12,22 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from sparsync.schemes import Dense
 from sparsync_lab import workloads
 from sparsync_lab.frontier import runs
 from sparsync_lab.frontier.runs import Finished, Key
-from sparsync_lab.labels import short_labels
 from sparsync_lab.progress import progress
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, model_and_optimizer, parameter_count, share
 from sparsync_lab.workloads.job_errors import JobError
-from sparsync_lab.workloads.own_momentum import made_for
 
 POINTS = 4  # evaluations per training, evenly spaced; the last is at its end
-
-ORACLE = {"oracle": "sparsync_lab.frontier.oracle:Oracle"}
 
 FURTHER = 8  # maximum number of rates tried beyond the requested ones
 
@@ -79,15 +75,6 @@ class FrontierStudy:
     def methods(self) -> dict[str, str]:
         """The text of each method in keys, by label."""
         return {choice.label: runs.described(choice.described()) for choice in self.schemes}
-
-    @cached_property
-    def optimizers(self) -> dict[str, str]:
-        """The optimizer of each method, by label. Call `check` first."""
-        workload = workloads.get(self.workload, **self.options)
-        return {
-            choice.label: made_for(Dense() if choice.local is not None else choice.make(), workload)
-            for choice in self.schemes
-        }
 
     def key(self, label: str, ranks: int, steps: int, seed: int, rate: float) -> Key:
         return Key(self.job, self.methods[label], ranks, steps, seed, rate, device=self.device)
@@ -158,7 +145,6 @@ def complete(study: FrontierStudy, folder: Path, jobs: int, tell: Callable[[str]
     """
     workload = study.check()
     lower, finished = workload.better == "lower", runs.read(folder)
-    names = short_labels([choice.label for choice in study.schemes])
     while missing := study.missing(finished, lower):
         if study.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(
@@ -174,7 +160,7 @@ def complete(study: FrontierStudy, folder: Path, jobs: int, tell: Callable[[str]
                     len(study.steps) > 1
                 )
                 tell(
-                    f"[{number}/{len(missing)}] {names[choice.label]}, {several}seed {key.seed}, "
+                    f"[{number}/{len(missing)}] {choice.label}, {several}seed {key.seed}, "
                     f"rate {key.rate:g}: {_told(done, workload.metric)}, {done.seconds:.0f} s"
                 )
                 shown.advance()
@@ -217,7 +203,7 @@ def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: 
     points = {round(key.steps * (point + 1) / POINTS) for point in range(POINTS)} - {0}
     failed = ""
     try:
-        trained = _train(job, choice, key, points)
+        trained = train_method(job, choice, key.seed, key.steps, key.ranks, points, device=key.device)
     except JobError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -229,16 +215,27 @@ def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: 
     return Finished(key, elements, round(time.perf_counter() - began, 1), trained, failed)
 
 
-def _train(job: Workload, choice: SchemeChoice, key: Key, points: Collection[int]) -> one_process.Trained:
-    about = (key.seed, key.steps, key.ranks, points)
+def train_method(
+    job: Workload,
+    choice: SchemeChoice,
+    seed: int,
+    steps: int,
+    ranks: int,
+    points: Collection[int],
+    finished: Callable[[nn.Module], object] = lambda model: None,
+    device: str = "cpu",
+) -> one_process.Trained:
+    """Train with a scheme, or with the steps around it; see `one_process.train_with_scheme` and `train_locally`."""
+    about = (seed, steps, ranks, points)
     if choice.local is None:
-        return one_process.train_with_scheme(job, choice.make, *about, device=key.device)
+        return one_process.train_with_scheme(job, choice.make, *about, finished, device)
     trained = one_process.train_locally(
         job,
         lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
         *about,
-        choice.leaves_rest(key.steps),
-        device=key.device,
+        choice.leaves_rest(steps),
+        finished,
+        device,
     )
     # The lab makes the exchange at the end.
-    return replace(trained, exchanges=0) if choice.never_due(key.steps) else trained
+    return replace(trained, exchanges=0) if choice.never_due(steps) else trained

@@ -122,12 +122,6 @@ class Injector:
             self._join(rank, rank)
 
     @property
-    def due_s(self) -> float:
-        """The time of the next event."""
-        times = [at_s for at_s, _ in self._ends] + [each.at_s for each in self._pending[:1]]
-        return min(times, default=float("inf"))
-
-    @property
     def store_ended(self) -> bool:
         """Whether the store has ended by itself."""
         return self._store is not None and self._store.poll() is not None

@@ -22,17 +22,13 @@ _THROUGH_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_D
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """The command of each rank, and the links.
-
-    `up_bits_per_s` and `down_bits_per_s` are None without limits; one is infinite if only the other direction is limited.
-    """
+    """The command of each rank, and the links; both rates are None without limits."""
 
     command: tuple[str, ...]
     ranks: int
     up_bits_per_s: float | None  # from a rank to the switch
     down_bits_per_s: float | None  # from the switch to a rank
     scheme: str | None = None  # a text for SPARSYNC_SCHEME
-    nodes: bool = False  # each rank is a machine to the script: LOCAL_RANK is 0
     grace_s: float = 5.0  # seconds between the first failure and SIGTERM, and between SIGTERM and SIGKILL
     delay: Delay = NO_DELAY  # between any two ranks
     faults: tuple[Fault, ...] = ()
@@ -76,18 +72,16 @@ def environment(
 ) -> dict[str, str]:
     """Build the environment of a rank: this program's, torchrun's variables, and the interface for gloo and NCCL.
 
-    With `nodes`, each rank is a machine to the script. `address` and `port` are rank 0's or, with faults, the store's. The process that
-    reads the scheme writes it into the file `note`.
+    `address` and `port` are rank 0's or, with faults, the store's. The process that reads the scheme writes it into the file `note`.
     """
     P = settings.ranks
-    local, locals_, node, nodes = (0, 1, rank, P) if settings.nodes else (rank, P, 0, 1)
     variables = {
         "RANK": rank,
         "WORLD_SIZE": P,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": locals_,
-        "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": nodes,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": P,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": P,

@@ -1,6 +1,6 @@
 """Build the network, run the ranks in it, show their output, and stop them all, in one thread with one loop."""
 
-import math
+import os
 import signal
 import subprocess
 import time
@@ -13,14 +13,62 @@ from tempfile import TemporaryDirectory
 
 from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab.launch.faults import Injector
-from sparsync_lab.launch.output import Output
 from sparsync_lab.launch.settings import LaunchSettings, environment
 from sparsync_lab.launch.traffic import Meter
 from sparsync_lab.netlab import RunNetwork, network
+from sparsync_lab.terminal import WIDTH, wrapped
 from sparsync_lab.workers.descendants import die_with_parent, subreaper
 from sparsync_lab.workers.ranks import Rank, Ranks
 
-LOOK_S = 0.25  # between two reads of the counters
+LOOK_S = 0.1  # between two looks at faults and the store
+LONGEST_LINE = 1 << 16  # bytes; longer ones are cut
+# torch writes this once per rank, because the addresses of limited links have no names.
+_NOISE = b"[c10d] The hostname of the client socket cannot be retrieved"
+
+
+@dataclass
+class Lines:
+    """Cuts a rank's output stream into prefixed lines. For a line overwritten with "\\r" the last state is shown."""
+
+    prefix: bytes
+    _rest: bytes = b""
+
+    def cut(self, content: bytes) -> bytes:
+        """Return the lines that `content` completes. Empty content is the end of the stream and completes the last line."""
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        if self._rest and (not content or len(self._rest) > LONGEST_LINE):
+            lines.append(self._rest)
+            self._rest = b""
+        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines if _NOISE not in line)
+        return b"".join(self.prefix + line + b"\n" for line in shown)
+
+
+@dataclass
+class Output:
+    """Standard output and error of this process. If nobody reads them, this process blocks, and so do ranks that write more."""
+
+    closed: set[int] = field(default_factory=set)  # descriptors without a reader
+
+    @property
+    def width(self) -> int:
+        """The width of standard error in columns."""
+        return os.get_terminal_size(2).columns if os.isatty(2) else WIDTH
+
+    def lines(self, descriptor: int, rank: int, ranks: int) -> Callable[[bytes], None]:
+        """Make a function that takes the content of one stream of a rank and writes its prefixed lines."""
+        lines = Lines(f"[rank {rank:>{len(str(ranks - 1))}}] ".encode())
+        return lambda content: self.write(descriptor, lines.cut(content))
+
+    def say(self, text: str) -> None:
+        """Write lines of this program to standard error."""
+        self.write(2, f"{wrapped(f'sparsync launch: {text}', error=True)}\n".encode())
+
+    def write(self, descriptor: int, content: bytes) -> None:
+        while content and descriptor not in self.closed:
+            try:
+                content = content[os.write(descriptor, content) :]
+            except OSError:  # a closed pipe or terminal, or a full disk
+                self.closed.add(descriptor)
 
 
 @dataclass
@@ -127,8 +175,7 @@ def launch(settings: LaunchSettings) -> int:
                 start(number, number)
         _watch(run, meter)
         ended_s = run.seconds
-        meter.look(ended_s)
-        meter.carried = links.forwarded()
+        meter.look()
         readers = [rank.number for rank in ranks.all if (notes / str(rank.number)).stat().st_size]
     _summarise(run, meter, ended_s, readers)
     return run.exit_status
@@ -142,8 +189,7 @@ def _starter(run: LaunchedRun, links: RunNetwork, meter: Meter, notes: Path, por
     def start(number: int, place: int) -> None:
         note = notes / str(number)
         note.touch()
-        if run.settings.faults:
-            meter.join(place, run.seconds)
+        meter.join(place)
         run.ranks.start(
             links.command(place, run.settings.command),
             {
@@ -160,19 +206,15 @@ def _starter(run: LaunchedRun, links: RunNetwork, meter: Meter, notes: Path, por
 
 def _watch(run: LaunchedRun, meter: Meter) -> None:
     """Wait until all ranks have ended and their output is written."""
-    ranks, looked = run.ranks, 0.0
+    ranks = run.ranks
     while ranks.busy:
-        due = math.inf if run.injector is None else run.began + run.injector.due_s
-        ranks.turn(min(due, time.monotonic() + LOOK_S))
+        ranks.turn(time.monotonic() + LOOK_S)
         run.note_failure()
         if run.output.closed and run.stopped_by is None and ranks.running:
             run.stop(signal.SIGPIPE)
         if run.injector is not None:
+            meter.look([rank.number for rank in ranks.all if not rank.running])  # new ranks may take their places
             run.give_faults(run.injector)
-        if run.seconds - looked >= LOOK_S:
-            looked = run.seconds
-            # With faults, new ranks may take the places of ended ones.
-            meter.look(looked, [rank.number for rank in ranks.all if not rank.running] if run.injector else [])
 
 
 def _summarise(run: LaunchedRun, meter: Meter, ended_s: float, readers: list[int]) -> None:

@@ -1,6 +1,6 @@
 """Read the traffic of a network interface from the kernel: frames with headers, acknowledgements and retransmissions."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 NET_DEV = Path("/proc/self/net/dev")  # of the reading process's network namespace
@@ -16,12 +16,7 @@ class Counters:
     received_packets: int
 
     def __sub__(self, earlier: "Counters") -> "Counters":
-        return Counters(
-            self.sent_bytes - earlier.sent_bytes,
-            self.received_bytes - earlier.received_bytes,
-            self.sent_packets - earlier.sent_packets,
-            self.received_packets - earlier.received_packets,
-        )
+        return Counters(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 def interface_counters(interface: str, anchor: int | None = None) -> Counters:

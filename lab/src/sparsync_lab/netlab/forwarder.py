@@ -67,19 +67,19 @@ class Forwarder:
 
 @contextmanager
 def forwarder(
-    anchors: Sequence[int], up_bits_per_s: float | None, down_bits_per_s: float | None, delay: Delay
+    anchors: Sequence[int], up_bits_per_s: float, down_bits_per_s: float, delay: Delay
 ) -> Iterator[Forwarder]:
     """Yield a program that connects the anchors' namespaces until the block ends, through one device `eth0` in each.
 
-    A rate of None has no limit. Raises NetworkUnavailableError if the program cannot be compiled or the kernel refuses the devices.
+    Raises NetworkUnavailableError if the program cannot be compiled or the kernel refuses the devices.
     """
     if not DEVICE.exists():
         raise NetworkUnavailableError(
             f"links with a delay need {DEVICE}, which is missing; load the kernel's module (modprobe tun), or give the container the "
             f"device (docker: --device {DEVICE}), {CURE}"
         )
-    rates = [0.0 if rate is None else rate for rate in (up_bits_per_s, down_bits_per_s)]
-    slowest = min(rate for rate in rates if rate)
+    rates = (up_bits_per_s, down_bits_per_s)
+    slowest = min(rates)
     under_way = round(slowest / 8 * 2 * (delay.one_way_s + delay.jitter_s))  # in a round trip
     received, sent = (min(MOST_BYTES, max(least, WINDOWS * under_way)) for least in (RECEIVED_BYTES, SENT_BYTES))
     times = (round(1e9 * each) for each in (delay.one_way_s, delay.jitter_s, CATCH_UP_S))

@@ -1,6 +1,5 @@
 """Parse rates, and compute the token bucket that enforces one. This module touches no interface."""
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -36,15 +35,14 @@ def parse_link(text: str) -> float | None:
 
 
 def rates(link: str, up: str | None, down: str | None) -> tuple[float | None, float | None]:
-    """Parse the upload and download rates in bits per second; `up` and `down` override `link`.
+    """Parse the upload and download rates in bits per second; `up` and `down` override `link`. Both are None without limits.
 
-    "none" is infinitely fast; if both directions are "none", both rates are None. Raises ValueError as `parse_link`.
+    Raises ValueError as `parse_link`, and if only one direction has a limit.
     """
-    found = [parse_link(link if own is None else own) for own in (up, down)]
-    if found == [None, None]:
-        return None, None
-    fast_up, fast_down = (math.inf if rate is None else rate for rate in found)
-    return fast_up, fast_down
+    found = tuple(parse_link(link if own is None else own) for own in (up, down))
+    if (found[0] is None) != (found[1] is None):
+        raise ValueError(f"give both directions a rate, or none, got {up or link} up and {down or link} down")
+    return found[0], found[1]
 
 
 def checked_rate(rate_bits_per_s: float) -> float:

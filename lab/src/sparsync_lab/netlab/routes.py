@@ -6,7 +6,6 @@ from pathlib import Path
 
 LOOPBACK = "lo"
 IPV4_ROUTES = Path("/proc/self/net/route")
-SPEED = "/sys/class/net/{}/speed"  # in Mbit/s; -1 or unreadable if the interface has none
 _UP = 1  # a flag of a route
 
 
@@ -21,15 +20,6 @@ def interface_towards(host: str, elsewhere: bool = False) -> str | None:
     if own.is_loopback:
         return _routed(ipaddress.IPv4Address(0)) if elsewhere else LOOPBACK
     return _routed(own) if isinstance(own, ipaddress.IPv4Address) else None
-
-
-def speed_bits_per_s(interface: str) -> float | None:
-    """Read the link speed that the interface reports; None if it reports none, as virtual ones do."""
-    try:
-        mbit = int(Path(SPEED.format(interface)).read_text())
-    except (OSError, ValueError):
-        return None
-    return mbit * 1e6 if mbit > 0 else None
 
 
 def _own_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -1,6 +1,5 @@
 """The emulated network: P ranks around one switch, each on a cable with a rate limit in each direction; or plain loopback."""
 
-import math
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ class RunNetwork:
     interface: str  # of every rank, under the same name; gloo: GLOO_SOCKET_IFNAME
     addresses: tuple[str, ...]
     prefixes: tuple[tuple[str, ...], ...]  # of commands that run as that rank
-    up: TokenBucket | None  # each rank's link to the switch; None: no limit in this direction
+    up: TokenBucket | None  # each rank's link to the switch; None without limits
     down: TokenBucket | None  # each rank's link from the switch
     anchors: tuple[int, ...] = ()  # the process that keeps each rank's network stack alive; none over loopback
     switch: int | None = None  # the process that keeps the switch's alive; None with a forwarder
@@ -41,8 +40,8 @@ class RunNetwork:
 
     @property
     def limited(self) -> bool:
-        """Whether the links are limited in at least one direction, so that times measured over them are meaningful."""
-        return self.up is not None or self.down is not None
+        """Whether the links are limited, so that times measured over them are meaningful."""
+        return self.up is not None
 
     def address(self, rank: int) -> str:
         """The IPv4 address of a rank, as every rank sees it."""
@@ -94,8 +93,7 @@ def network(
 ) -> Iterator[RunNetwork]:
     """Yield a network of `ranks` until the block ends. Every link has `rate_bits_per_s` in each direction; None is loopback.
 
-    `down_bits_per_s`: the rate from the switch to each rank, if it differs from the rate to the switch. One of the two may be infinite,
-    which removes the limit in that direction.
+    `down_bits_per_s`: the rate from the switch to each rank, if it differs from the rate to the switch.
 
     `exact_framing` makes the interface count every frame. Without it up to 8 frames of a stream cross as one packet, whose headers count
     once (1.012 bytes per byte of payload instead of 1.068); the limit still charges all of them. That is less work for the machine: two
@@ -114,16 +112,12 @@ def network(
         yield RunNetwork("lo", ("127.0.0.1",) * ranks, ((),) * ranks, None, None)
         return
     both = (rate_bits_per_s, rate_bits_per_s if down_bits_per_s is None else down_bits_per_s)
-    up, down = (
-        None if math.isinf(rate) and min(both) < rate else token_bucket(ranks, rate, BATCH_FRAMES, exact_framing)
-        for rate in both
-    )
+    up, down = (token_bucket(ranks, rate, BATCH_FRAMES, exact_framing) for rate in both)
     addresses = tuple(_address(rank) for rank in range(ranks))
     if delay:
-        up_bits_per_s, down_bits_per_s = (bucket and bucket.rate_bits_per_s for bucket in (up, down))
         with (
             namespaces(ranks) as anchors,
-            forwarder(anchors, up_bits_per_s, down_bits_per_s, delay) as carrier,
+            forwarder(anchors, *both, delay) as carrier,
         ):
             run_batches([(anchor, "ip", _delayed_lines(rank, ranks, min(both))) for rank, anchor in enumerate(anchors)])
             prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
@@ -135,14 +129,12 @@ def network(
         yield RunNetwork(INTERFACE, addresses, prefixes, up, down, tuple(anchors), switch)
 
 
-def _connect(switch: int, anchors: Sequence[int], up: TokenBucket | None, down: TokenBucket | None) -> None:
+def _connect(switch: int, anchors: Sequence[int], up: TokenBucket, down: TokenBucket) -> None:
     """Connect every rank to the switch by a cable. Each end limits the traffic that leaves there."""
     run_batches([(switch, "ip", _switch_lines(anchors))])
     run_batches([(anchor, "ip", _rank_lines(rank)) for rank, anchor in enumerate(anchors)])
-    if down is not None:
-        run_batches([(switch, "tc", [f"qdisc add dev port{rank} {down.arguments()}" for rank in range(len(anchors))])])
-    if up is not None:
-        run_batches([(anchor, "tc", [f"qdisc add dev {INTERFACE} {up.arguments()}"]) for anchor in anchors])
+    run_batches([(switch, "tc", [f"qdisc add dev port{rank} {down.arguments()}" for rank in range(len(anchors))])])
+    run_batches([(anchor, "tc", [f"qdisc add dev {INTERFACE} {up.arguments()}"]) for anchor in anchors])
 
 
 def _switch_lines(anchors: Sequence[int]) -> list[str]:

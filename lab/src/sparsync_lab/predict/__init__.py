@@ -3,8 +3,8 @@
 from sparsync_lab.predict.exchanges import Exchange as Exchange
 from sparsync_lab.predict.exchanges import Given as Given
 from sparsync_lab.predict.exchanges import Plan as Plan
-from sparsync_lab.predict.plans import adamw_steps as adamw_steps
-from sparsync_lab.predict.plans import local_steps as local_steps
-from sparsync_lab.predict.plans import plan as plan
+from sparsync_lab.predict.schemes import adamw_steps as adamw_steps
 from sparsync_lab.predict.schemes import form as form
+from sparsync_lab.predict.schemes import local_steps as local_steps
+from sparsync_lab.predict.schemes import plan as plan
 from sparsync_lab.predict.schemes import plan_of as plan_of

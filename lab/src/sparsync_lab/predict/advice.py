@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sparsync import Scheme
-from sparsync_lab.predict import plans
+from sparsync_lab.predict import schemes
 from sparsync_lab.predict.exchanges import Plan
-from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket, SchemeTimes
-from sparsync_lab.predict.probed import ProbedNetwork
+from sparsync_lab.predict.probe_file import Backward, Probe, ProbedNetwork, ReadyBucket, SchemeTimes
 from sparsync_lab.predict.step_time import Ranks, StepTime, overlapped, periodic, serial
 
 WORTH = 1.1  # speed-up that justifies fewer bits
@@ -77,7 +76,7 @@ class ReductionTime:
 
     def plan(self, n: int) -> Plan:
         """Plan the reduction of a bucket of `n` elements."""
-        return plans.plan(self.scheme, n, self.probe.group.ranks)
+        return schemes.plan(self.scheme, n, self.probe.group.ranks)
 
     def computing_s(self, n: int) -> float:
         """Compute a rank's processing time, in seconds, for a bucket of `n` elements."""
@@ -172,15 +171,15 @@ def step_around(
     ranks = probed_ranks(probe)
     if steps == "adamw_steps":
         block, measure_every = int(settings.get("block", 64)), int(settings.get("measure_every", 8))
-        ratio_s = ranks.seconds(plans.ratio([elements], P, block))
+        ratio_s = ranks.seconds(schemes.ratio([elements], P, block))
         line = serial(backward, [reduction.seconds(elements), ratio_s / measure_every])
-        return _step(label, line, plans.adamw_steps(scheme, [elements], P, block, measure_every), reduction)
+        return _step(label, line, schemes.adamw_steps(scheme, [elements], P, block, measure_every), reduction)
     defaults = {"every": 1, "fragments": 1, "delay": 0}
     every, fragments, delay = (int(settings.get(name, default)) for name, default in defaults.items())
     sizes = [elements // fragments + (place < elements % fragments) for place in range(fragments)]
-    agreeing_s = fragments * ranks.seconds(plans.agreement(P))
+    agreeing_s = fragments * ranks.seconds(schemes.agreement(P))
     line = periodic(backward, every, sum(map(reduction.seconds, sizes)) + agreeing_s, fragments, delay)
-    return _step(label, line, plans.local_steps(scheme, sizes, P, every, fragments), reduction)
+    return _step(label, line, schemes.local_steps(scheme, sizes, P, every, fragments), reduction)
 
 
 def _step(label: str, line: StepTime, mean: Plan, reduction: ReductionTime) -> PredictedStep:

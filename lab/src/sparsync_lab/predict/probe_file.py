@@ -1,22 +1,25 @@
 """A probe: measurements of a group of ranks, kept as a TOML file for people to read and edit.
 
-`probing` measures it, `sparsync probe` writes it, and `probed.ProbedNetwork` predicts with it.
+`probing` measures it, `sparsync probe` writes it, and `ProbedNetwork` predicts with it.
 """
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import ConfigDict
 
+from sparsync_lab import writable
 from sparsync_lab.checked import checked
-from sparsync_lab.predict.exchanges import MOST_RANKS, Kind
+from sparsync_lab.predict.exchanges import MOST_RANKS, Exchange, Kind
 from sparsync_lab.toml import tomllib
 
 FORMAT = 1
+FAR = 32  # times the largest measured exchange of a kind; a prediction beyond is a guess
 KernelKind = Literal["accumulate", "select", "encode", "decode", "apply"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -25,10 +28,6 @@ KERNELS: tuple[KernelKind, ...] = get_args(KernelKind)
 Seconds = Annotated[float, Ge(0)]
 Rate = Annotated[float, Gt(0)]
 Count = Annotated[int, Ge(1), Le(2**63)]
-
-
-class ProbeFileError(ValueError):
-    """A file that is not a probe; the message names the place, what was found and what is expected."""
 
 
 class _Record:
@@ -152,23 +151,15 @@ _COMMENTS = {
 
 def write(probe: Probe, path: Path) -> None:
     """Write the file. Raises RuntimeError if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text(probe), encoding="utf-8")
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another file with --out") from error
+    writable.write(path, text(probe))
 
 
 def read(path: Path) -> Probe:
-    """Read a probe from a file. Raises ProbeFileError that says what is wrong and where."""
+    """Read a probe from a file. Raises ValueError that says what is wrong and where."""
     try:
-        written = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProbeFileError(f"cannot read {path}: {error}; give a file that `sparsync probe` has written") from error
-    try:
-        return parse(written)
-    except ProbeFileError as error:
-        raise ProbeFileError(f"{path}: {error}") from None
+        return parse(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; edit it, or measure again with `sparsync probe`") from None
 
 
 def text(probe: Probe) -> str:
@@ -184,20 +175,12 @@ def text(probe: Probe) -> str:
 
 
 def parse(content: str) -> Probe:
-    """Parse a probe's text. Raises ProbeFileError."""
-    try:
-        plain = tomllib.loads(content)
-    except (ValueError, RecursionError) as error:  # or endless digits, or endless nesting
-        raise ProbeFileError(f"not TOML: {error}") from error
+    """Parse a probe's text. Raises ValueError."""
+    plain = tomllib.loads(content)
     found = plain.pop("format", None)
     if found != FORMAT:
-        raise ProbeFileError(f"format must be {FORMAT}, got {found!r}; measure again with `sparsync probe`")
-    try:
-        return checked(Probe, plain)
-    except ProbeFileError:
-        raise
-    except ValueError as error:
-        raise ProbeFileError(f"{error}; edit it, or measure again with `sparsync probe`") from None
+        raise ValueError(f"format must be {FORMAT}, got {found!r}")
+    return checked(Probe, plain)
 
 
 def _table(name: str, record: Any, several: bool) -> list[str]:  # Any: one of the dataclasses above
@@ -228,15 +211,67 @@ def rounded(value: int | float) -> float:
     return float(f"{value:.4g}")
 
 
-def sizes(operations: Iterable[Operation], kind: str) -> list[Operation]:
-    """Select the operations of one kind, smallest first."""
-    return sorted((each for each in operations if each.kind == kind), key=lambda each: each.nbytes)
+@dataclass(frozen=True)
+class ProbedNetwork:
+    """The group of `probe`, for the measured number of ranks.
+
+    The time of an exchange is interpolated among the measured ones of its kind: linearly between two sizes, constant below the smallest,
+    at the rate of the two largest above them, and never longer than for more bytes. The greater of a rank's sent and received bytes counts.
+    More rounds than the measured operation has take the time of several operations, each with its share of the bytes.
+    Peers other than the measured ones (send_recv: the next in a ring) are assumed to be as fast.
+    """
+
+    probe: Probe
+
+    def seconds(self, exchange: Exchange, P: int) -> float:
+        """Predict the time of this exchange; 0 for P = 1.
+
+        Raises ValueError for a number of ranks that was not measured, and for a kind that the probe lacks.
+        """
+        if P == 1:
+            return 0.0
+        known, times, nbytes = self._looked_up(exchange, P)
+        return times * _interpolated(known, nbytes)
+
+    def is_far(self, exchange: Exchange, P: int) -> bool:
+        """Tell whether this exchange is far larger than the measured ones of its kind. Raises ValueError as `seconds`."""
+        known, _, nbytes = self._looked_up(exchange, P)
+        return nbytes > FAR * known[-1].nbytes
+
+    def _looked_up(self, exchange: Exchange, P: int) -> tuple[list[Operation], float, float]:
+        """Look up the measured operations of the exchange's kind, smallest first, the number of them it takes, and the bytes of each."""
+        measured = self.probe.group.ranks
+        if measured != P:
+            raise ValueError(
+                f"the probe has {measured} ranks and does not predict {P}; run `sparsync probe` with {P} ranks"
+            )
+        known = _never_slower(each for each in self.probe.operation if each.kind == exchange.kind)
+        if not known:
+            raise ValueError(f"the probe has no [[operation]] of kind {exchange.kind!r}; run `sparsync probe` again")
+        inside = 2 * (P - 1) if exchange.kind == "all_reduce" else 1  # rounds of the measured operation
+        times = max(1.0, exchange.rounds / inside)
+        return known, times, max(exchange.nbytes, exchange.received) / times
 
 
-def never_slower(known: list[Operation]) -> list[Operation]:
-    """Cap each time at those of larger exchanges: a small exchange that took longer was disturbed."""
+def _interpolated(known: list[Operation], nbytes: int | float) -> float:
+    """Interpolate the seconds of `nbytes`; `known` has at least one size, in ascending order."""
+    if nbytes <= known[0].nbytes or len(known) == 1:
+        return known[0].seconds
+    low, high = next(((a, b) for a, b in pairwise(known) if nbytes <= b.nbytes), (known[-2], known[-1]))
+    if nbytes == high.nbytes:
+        return high.seconds
+    slope = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
+    return (
+        low.seconds + slope * (nbytes - low.nbytes)
+        if nbytes < high.nbytes
+        else high.seconds + slope * (nbytes - high.nbytes)
+    )
+
+
+def _never_slower(known: Iterable[Operation]) -> list[Operation]:
+    """Sort by size, and cap each time at those of larger exchanges: a small exchange that took longer was disturbed."""
     least, found = float("inf"), []
-    for each in reversed(known):
+    for each in sorted(known, key=lambda each: -each.nbytes):
         least = min(least, each.seconds)
         found.append(replace(each, seconds=least))
     return found[::-1]

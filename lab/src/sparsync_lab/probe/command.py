@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from sparsync_lab import environment
-from sparsync_lab.labels import short_labels
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request
 from sparsync_lab.progress import progress
@@ -78,14 +77,13 @@ def _print(found: probe_file.Probe) -> None:
         parts = ("forward", job.forward_s), ("backward", job.backward_s), ("optimizer", job.optimizer_s)
         times = ", ".join(f"{name} {significant(1e3 * seconds)} ms" for name, seconds in parts)
         print(wrapped(f"{job.job}: {times}") + "\n")
-    tables = [Table("Each rank sends", ("operation", "bytes", "ms", "p20", "p80", "MB/s"), sent, less=("p80", "p20"))]
+    tables = [Table("Each rank sends", ("operation", "bytes", "ms", "p20", "p80", "MB/s"), sent)]
     counts = sorted({bucket.elements for each in found.scheme for bucket in each.bucket})
     if counts:
-        names = short_labels([each.scheme for each in found.scheme])
         rows = []
         for each in found.scheme:
             known = {bucket.elements: significant(1e3 * bucket.seconds) for bucket in each.bucket}
-            rows.append((names[each.scheme], *(known.get(count, NOTHING) for count in counts)))
+            rows.append((each.scheme, *(known.get(count, NOTHING) for count in counts)))
         heads = ("scheme", *map(str, counts))
         tables.append(Table("Time (ms) of a bucket, by its elements", heads, tuple(rows)))
     show(tables)

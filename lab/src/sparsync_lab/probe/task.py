@@ -45,10 +45,6 @@ class Request:
             inner = ", ".join(label.partition("/")[2] for label in local)
             raise ValueError(f"a probe measures schemes without steps, got {', '.join(local)}; give {inner}")
         if self.workload is None:
-            if self.bucket_mb is not None:
-                raise ValueError(
-                    f"--bucket-mb {self.bucket_mb:g} is for the buckets of a job; name it with --workload, or leave it out"
-                )
             return None
         workload = workloads.get(self.workload, **self.options)
         workload.batch(0, 0, 0, ranks)  # raises if there are no equal shares

@@ -58,12 +58,12 @@ def sentences(summary: RunSummary) -> tuple[str, ...]:
         return (f"No choice: {why}",)
     assert plain is not None
     said = [
-        f"Use {chosen.name}: {_told(summary, found, chosen)}."
+        f"Use {chosen.label}: {_told(summary, found, chosen)}."
         if chosen
         else f"Use {'dense bf16' if plain.label == 'bf16' else 'dense'}: nothing faster was found that ends within {WITHIN:g} % of dense."
     ]
     if fastest and fastest is not chosen:
-        said.append(f"The fastest scheme is {fastest.name}: {_told(summary, found, fastest)}.")
+        said.append(f"The fastest scheme is {fastest.label}: {_told(summary, found, fastest)}.")
     if summary.run.target is not None and not found.by_target:
         said.append(f"No scheme reached {target_text(summary.run)} with every seed, so steps are compared.")
     if len(plain.seeds) == 1:
@@ -75,7 +75,7 @@ def sentences(summary: RunSummary) -> tuple[str, ...]:
 
 def failure(summary: RunSummary) -> str | None:
     """Explain why the run failed: a scheme exchanged nothing, or dense never was finite; None if it did not."""
-    names = [scheme.name for scheme in summary.schemes if scheme.exchanged_nothing]
+    names = [scheme.label for scheme in summary.schemes if scheme.exchanged_nothing]
     if names:
         return f"{' and '.join(names)} exchanged nothing; the report says why, and the other rows count"
     dense = summary.scheme("dense")
@@ -120,7 +120,7 @@ def _told(summary: RunSummary, found: Choice, scheme: SchemeFigures) -> str:
     speed = f"{seconds_text(seconds)}{aim or ' a step'}"
     if ratio is not None:
         over = f" ({times_text(ratio.spread.low)} to {times_text(ratio.spread.high)})" if several else ""
-        speed = f"{_MORE[ratio.bound]}{times_text(ratio.spread.median)}x{over} as fast as {found.plain.name}{aim}"
+        speed = f"{_MORE[ratio.bound]}{times_text(ratio.spread.median)}x{over} as fast as {found.plain.label}{aim}"
     gap, steps = scheme.behind_dense, min(seed.steps for seed in scheme.seeds)
     if gap is None:
         return speed

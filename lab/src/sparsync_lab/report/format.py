@@ -1,7 +1,6 @@
 """Format numbers as text: units, names of places and targets."""
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,14 +26,10 @@ def seconds_text(seconds: float) -> str:
     return f"{significant(seconds / 3600)} h"
 
 
-def byte_unit(values: Iterable[float | None]) -> tuple[str, float]:
-    """Choose the unit, and its size, that suits the largest value; decimal, as link rates are."""
-    largest = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
-    return next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= size), ("B", 1.0))
-
-
 def bytes_text(nbytes: int | float) -> str:
-    unit, size = byte_unit([float(nbytes)])
+    """Format bytes in decimal units, as link rates are: 679 kB, 34.0 MB."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, size = next(((unit, size) for unit, size in units if nbytes >= size), ("B", 1.0))
     return f"{significant(nbytes / size)} {unit}"
 
 
@@ -98,8 +93,7 @@ def links_text(up_bits_per_s: float | None, down_bits_per_s: float | None, delay
         return ""
     if up_bits_per_s == down_bits_per_s:
         return f"{rate_text(up_bits_per_s)} links"
-    up, down = ("no limit" if math.isinf(rate) else rate_text(rate) for rate in (up_bits_per_s, down_bits_per_s))
-    return f"links of {up} up and {down} down"
+    return f"links of {rate_text(up_bits_per_s)} up and {rate_text(down_bits_per_s)} down"
 
 
 def place_text(run: "Run") -> str:

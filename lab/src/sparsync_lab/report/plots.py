@@ -1,13 +1,11 @@
-"""Draw quality over time and over steps: medians over the seeds, with the target and a name beside each curve.
+"""Draw quality over time: medians over the seeds, with the target and a name beside each curve.
 
 Uses matplotlib figures alone, without its global state, so that the same records give the same picture.
 """
 
 import io
-import json
 import math
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -18,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from sparsync_lab.report.choice import sentences, speed_baseline
 from sparsync_lab.report.format import (
@@ -26,16 +24,13 @@ from sparsync_lab.report.format import (
     percent,
     place_text,
     quality_axis,
-    quality_text,
     ratio_text,
     seconds_text,
-    significant,
 )
-from sparsync_lab.report.results import Quality, Run
+from sparsync_lab.report.results import Run
 from sparsync_lab.report.summary import RunSummary, SchemeFigures
 
 INK, FAINT = "#222222", "#777777"
-ORIGIN = "Description"  # the key of the PNG text that describes the picture, see `_origin`
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too light for a line on white.
 _HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _BASELINE_HUES = {"dense": "#3d3d3d", "bf16": "#8a8a8a"}  # grey, so that the compared schemes stand out
@@ -78,14 +73,21 @@ class Curve:
     band: tuple[Point, ...]  # as long as `middle`, or empty
 
 
-def pictures(summary: RunSummary) -> dict[str, bytes]:
-    """Draw the pictures as PNG, by name; each shows the banners of the run."""
-    draws = {"quality_over_time": quality_over_time, "quality_over_steps": quality_over_steps}
-    return {name: _picture(summary, draw) for name, draw in draws.items()}
+def picture(summary: RunSummary) -> bytes:
+    """Draw quality over training time as PNG, with each scheme's arrival at the target; the title is the run's choice.
+
+    It shows the banners of the run.
+    """
+    png = io.BytesIO()
+    with rc_context(STYLE):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
+        figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor="white")
+        FigureCanvasAgg(figure)  # makes itself the figure's canvas, on which texts can be measured
+        _quality_over_time(summary, figure)
+        figure.savefig(png, format="png")
+    return png.getvalue()
 
 
-def quality_over_time(summary: RunSummary, figure: Figure) -> None:
-    """Draw quality over training time, with the target and each scheme's arrival there; the title is the run's choice."""
+def _quality_over_time(summary: RunSummary, figure: Figure) -> None:
     run = summary.run
     said = sentences(summary)[0]
     title = said.rstrip(".") if said.startswith("Use") else f"{quality_axis(run)} over training time"
@@ -94,46 +96,11 @@ def quality_over_time(summary: RunSummary, figure: Figure) -> None:
         + ("" if run.target is None else f"speed-up over {speed_baseline(summary)}, ")
         + "% behind dense"
     )
-    axes = _axes(summary, figure, title, f"{place_text(run)}; {beside}{_band(summary)}")
+    several = any(len(scheme.seeds) > 1 for scheme in summary.schemes)
+    band = "; medians over the seeds, lowest to highest shaded" if several else ""
+    axes = _axes(summary, figure, title, f"{place_text(run)}; {beside}{band}")
     axes.set_xlabel("seconds of training")
-    _draw(axes, run, _curves(summary, lambda point: point.seconds, lambda each: _name_with_time(summary, each)))
-
-
-def quality_over_steps(summary: RunSummary, figure: Figure) -> None:
-    """Draw quality over training steps, which shows a scheme's loss of quality independently of the links."""
-    run = summary.run
-    subtitle = f"{place_text(run)}; beside a name: % behind dense{_band(summary)}"
-    axes = _axes(summary, figure, f"{quality_axis(run)} over training steps", subtitle)
-    axes.set_xlabel("steps")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _draw(axes, run, _curves(summary, lambda point: float(point.step), _name_with_gap))
-
-
-def _picture(summary: RunSummary, draw: Callable[[RunSummary, Figure], None]) -> bytes:
-    png = io.BytesIO()
-    with rc_context(STYLE):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
-        figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor="white")
-        FigureCanvasAgg(figure)  # makes itself the figure's canvas, on which texts can be measured
-        draw(summary, figure)
-        figure.savefig(png, format="png", metadata={ORIGIN: json.dumps(_origin(summary))})
-    return png.getvalue()
-
-
-def _origin(summary: RunSummary) -> dict[str, Any]:  # Any: JSON
-    """Describe a picture: its caption, the command, and each scheme's final quality and seconds to the target."""
-    run = summary.run
-    return {
-        "caption": f"{quality_axis(run)} over training time; {place_text(run)}",
-        "command": shlex.join(["sparsync", *run.command[1:]]),
-        "schemes": {
-            each.label: {
-                "quality": quality and quality_text(run, quality.median),
-                "seconds": each.target_s and significant(each.target_s.median),
-            }
-            for each in summary.schemes
-            for quality in [each.over_seeds("quality")]
-        },
-    }
+    _draw(axes, run, _curves(summary))
 
 
 def _axes(summary: RunSummary, figure: Figure, title: str, subtitle: str) -> Axes:
@@ -157,20 +124,17 @@ def _fit(text: Text) -> None:
     text.set_fontsize(float(text.get_fontsize()) * min(1.0, _WIDEST * _SIZE[0] * _DPI / width))
 
 
-def _curves(
-    summary: RunSummary, position: Callable[[Quality], float], name: Callable[[SchemeFigures], str]
-) -> list[Curve]:
-    """Collect the finite evaluations of each scheme over `position`, at the steps where every seed was evaluated."""
+def _curves(summary: RunSummary) -> list[Curve]:
+    """Collect the finite evaluations of each scheme over time, at the steps where every seed was evaluated."""
     made, hues = [], iter(_HUES * len(summary.schemes))
     for scheme in summary.schemes:
         by_step = [{point.step: point for point in row if math.isfinite(point.value)} for row in scheme.curve]
         shared = sorted(set.intersection(*map(set, by_step))) if by_step else []
         points = [[each[step] for each in by_step] for step in shared]
-        values = [[point.value for point in row] for row in points]
-        middle = tuple((median(map(position, row)), median(own)) for row, own in zip(points, values, strict=True))
-        band = tuple((min(own), max(own)) for own in values) if len(by_step) > 1 else ()
+        middle = tuple((median(each.seconds for each in row), median(each.value for each in row)) for row in points)
+        bands = ([each.value for each in row] for row in points if len(row) > 1)
         hue = _BASELINE_HUES.get(scheme.label) or next(hues)
-        made.append(Curve(name(scheme), hue, middle, band))
+        made.append(Curve(_name(summary, scheme), hue, middle, tuple((min(own), max(own)) for own in bands)))
     return [each for each in made if each.middle]
 
 
@@ -234,10 +198,12 @@ def _draw_names(axes: Axes, curves: Sequence[Curve]) -> None:
     figure = axes.get_figure()
     assert figure is not None
     texts = [figure.text(0, 0, each.name, weight="bold", va="center", color=each.hue) for each in curves]
-    boxes = [text.get_window_extent() for text in texts]
     box, (whole, tall) = axes.get_position(), figure.bbox.size
-    # Keep at least half of the width: wider names are cut off.
-    width = max(0.5 * box.width, box.width - (max(each.width for each in boxes) + 20) / whole)
+    widest = max(text.get_window_extent().width for text in texts)
+    for text in texts:  # names leave at least half of the width
+        text.set_fontsize(float(text.get_fontsize()) * min(1.0, 0.45 * whole / widest))
+    boxes = [text.get_window_extent() for text in texts]
+    width = box.width - (max(each.width for each in boxes) + 20) / whole
     axes.set_position((box.x0, box.y0, width, box.height))
     apart = _APART * max(each.height for each in boxes)
     ends = [axes.transData.transform(each.middle[-1]) for each in curves]
@@ -265,31 +231,17 @@ def _crossing(points: Sequence[Point], run: Run) -> Point | None:
     return None
 
 
-def _name_with_time(summary: RunSummary, scheme: SchemeFigures) -> str:
+def _name(summary: RunSummary, scheme: SchemeFigures) -> str:
     """Label a curve with the scheme, its time to the target, its speed-up over the baseline, and its percent behind dense."""
-    if summary.run.target is None:
-        return _name_with_gap(scheme)
-    baseline = speed_baseline(summary)
-    found, ratio, gap = scheme.target_s, scheme.speedup[baseline], scheme.behind_dense
-    facts = ["not reached" if found is None else seconds_text(found.median)]
+    facts, gap = list[str](), scheme.behind_dense
     if scheme.exchanged_nothing:
-        return _name_with_gap(scheme)
-    if scheme.label != baseline:
-        facts += [ratio_text(ratio.spread.median, ratio.bound)] if found and ratio else []
-    if scheme.label != "dense":
-        facts += [f"{behind_text(gap.median)} %"] if gap else []
-    return f"{scheme.name}  {', '.join(facts)}"
-
-
-def _name_with_gap(scheme: SchemeFigures) -> str:
-    """Label a curve with the scheme and its percent behind dense, or that it exchanged nothing."""
-    gap = scheme.behind_dense
-    if scheme.exchanged_nothing:
-        return f"{scheme.name}  exchanged nothing"
-    return scheme.name + ("" if gap is None or scheme.label == "dense" else f"  {behind_text(gap.median)} %")
-
-
-def _band(summary: RunSummary) -> str:
-    """Explain the bands of the curves; "" if there are none."""
-    several = any(len(scheme.seeds) > 1 for scheme in summary.schemes)
-    return "; medians over the seeds, lowest to highest shaded" if several else ""
+        return f"{scheme.label}  exchanged nothing"
+    if summary.run.target is not None:
+        baseline = speed_baseline(summary)
+        found, ratio = scheme.target_s, scheme.speedup[baseline]
+        facts = ["not reached" if found is None else seconds_text(found.median)]
+        if scheme.label != baseline and found and ratio:
+            facts.append(ratio_text(ratio.spread.median, ratio.bound))
+    if scheme.label != "dense" and gap:
+        facts.append(f"{behind_text(gap.median)} %")
+    return f"{scheme.label}  {', '.join(facts)}".rstrip()

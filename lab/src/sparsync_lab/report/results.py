@@ -1,6 +1,6 @@
 """results.jsonl, the records of a comparison: one JSON object per line, appended as it happens, and read back whole.
 
-There are six kinds of record: run, scheme, step, quality, end, carried. A file holds any number of runs, told apart by their ids.
+There are five kinds of record: run, scheme, step, quality, end. A file holds any number of runs, told apart by their ids.
 summary.py computes numbers from the records.
 """
 
@@ -143,19 +143,8 @@ class End:
     missed: int = 0
 
 
-@dataclass(frozen=True)
-class Carried:
-    """The traffic and cost, over the whole run, of the program that carried packets over links with a delay."""
-
-    kind: ClassVar[str] = "carried"
-    run: str
-    packets: int
-    nbytes: int
-    processor_s: float  # beside the ranks, on the same machine
-
-
-Record = Run | SchemeStart | StepRecord | Quality | End | Carried
-_KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End, Carried)}
+Record = Run | SchemeStart | StepRecord | Quality | End
+_KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End)}
 
 
 @dataclass
@@ -174,7 +163,6 @@ class RunRecords:
 
     run: Run
     traces: dict[tuple[str, int], Trace]  # by scheme and seed
-    carried: Carried | None = None
 
 
 @dataclass(frozen=True)
@@ -212,9 +200,6 @@ def _add(runs: dict[str, RunRecords], content: dict[str, Any]) -> None:  # Any: 
         runs[record.run] = RunRecords(record, {})
         return
     run = runs[record.run]
-    if isinstance(record, Carried):
-        run.carried = record
-        return
     if isinstance(record, SchemeStart):
         run.traces[record.scheme, record.seed] = Trace(record, [], [])
         return

@@ -1,7 +1,5 @@
-"""The results of a comparison as rows of plain values, one per training: for `sparsync_lab.read_results` and CSV files."""
+"""The results of a comparison as rows of plain values, one per training: for `sparsync_lab.read_results`."""
 
-import csv
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ def compared(summary: RunSummary) -> list[Row]:
         "metric": run.metric,
     }
     return [
-        {**about, "scheme": scheme.label, "name": scheme.name, **_figures(summary, scheme, seed)}
+        {**about, "scheme": scheme.label, **_figures(summary, scheme, seed)}
         for scheme in summary.schemes
         for seed in scheme.seeds
     ]
@@ -51,15 +49,3 @@ def _figures(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> R
         found = seed_speedup(seed, beside)
         row[f"speedup_over_{label}"] = found[0] if found and not found[1] else None
     return row
-
-
-def write_csv(path: Path, found: Sequence[Row]) -> None:
-    """Write the rows below a header. Raises RuntimeError if writing fails."""
-    names = list(dict.fromkeys(name for row in found for name in row))
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(found)
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another file with --csv") from error

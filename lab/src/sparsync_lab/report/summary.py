@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from sparsync_lab.labels import short_labels
-from sparsync_lab.netlab.delay import Delay
-from sparsync_lab.report.format import bytes_text, delay_text, significant
 from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 
@@ -70,7 +67,6 @@ class SeedFigures:
     own_compute_s: float  # mean over the ranks, each until its own end; `compute_s` if not measured
     scheme_s: float | None  # in the scheme but not in the communicator
     wait_s: float | None  # in the communicator
-    messages: float | None  # per step
     union_density: float | None
 
     @property
@@ -123,7 +119,6 @@ class SchemeFigures:
     """One scheme over its seeds. A Spread omits seeds without a value, and is None if no seed has one."""
 
     label: str
-    name: str  # the short label for tables and pictures
     config: Mapping[str, Any]  # Any: shown unchanged
     seeds: tuple[SeedFigures, ...]
     curve: tuple[tuple[Quality, ...], ...]  # the evaluations, one row per seed
@@ -183,7 +178,6 @@ class RunSummary:
 
     run: Run
     schemes: tuple[SchemeFigures, ...]
-    dense_link_s: float | None  # minimum time for a step's float32 gradient on the link; None without a limit
     noise_s: float  # range of the trainings' computing steps, though all compute the same
     banners: tuple[Banner, ...]
     notes: tuple[str, ...]
@@ -202,19 +196,17 @@ class RunSummary:
         return next((scheme for scheme in self.schemes if scheme.label == label), None)
 
 
-def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
-    """Compute the numbers of one run; the given `notes` precede those that follow from the records."""
+def summarise(records: RunRecords) -> RunSummary:
+    """Compute the numbers of one run."""
     run = records.run
     by_label: dict[str, list[Trace]] = {}
     for (label, _), trace in records.traces.items():
         by_label.setdefault(label, []).append(trace)
-    names = short_labels(list(by_label))
     dense = {trace.start.seed: trace.quality for trace in by_label.get("dense", ())}
     seeds = {label: tuple(_seed_figures(run, trace, dense) for trace in traces) for label, traces in by_label.items()}
     schemes = tuple(
         SchemeFigures(
             label=label,
-            name=names[label],
             config=traces[0].start.config,
             seeds=seeds[label],
             curve=tuple(tuple(trace.quality) for trace in traces),
@@ -224,10 +216,9 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
         for label, traces in by_label.items()
     )
     about = (
-        _dense_link_s(run),
         _noise_s(schemes),
         tuple(_banners(run, schemes)),
-        (*notes, *_carried(records), *_notes(schemes)),
+        tuple(_notes(schemes)),
     )
     return RunSummary(run, schemes, *about)
 
@@ -300,7 +291,6 @@ def _seed_figures(run: Run, trace: Trace, dense: Mapping[int, Sequence[Quality]]
         own_compute_s=trace.start.compute_s if trace.start.own_compute_s is None else trace.start.own_compute_s,
         scheme_s=_middle([step.reduce_s - step.wait_s for step in steps], every),
         wait_s=_middle([step.wait_s for step in steps], every),
-        messages=fmean(step.messages for step in steps) if steps else None,
         union_density=fmean(step.union_density for step in steps) if steps else None,
     )
 
@@ -350,12 +340,6 @@ def _link_s(run: Run, nbytes: Spread | None) -> float | None:
     return nbytes.median * 8 / run.rate_bits_per_s
 
 
-def _dense_link_s(run: Run) -> float | None:
-    """Compute the minimum time of a dense step: in a ring a rank sends 2 (P-1)/P x 4 bytes per element, and no all-reduce sends less."""
-    nbytes = 2 * (run.ranks - 1) / run.ranks * 4 * run.workload["parameters"]
-    return _link_s(run, Spread(nbytes, nbytes, nbytes))
-
-
 def _noise_s(schemes: Sequence[SchemeFigures]) -> float:
     compute = [seed.own_compute_s for scheme in schemes for seed in scheme.seeds]
     return max(compute) - min(compute) if compute else 0.0
@@ -381,7 +365,7 @@ def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
             if not seed.finished
         ]
         if broken:
-            yield Banner("failed", f"{scheme.name} DID NOT FINISH: ITS ROW IS NO RESULT.", ". ".join(broken))
+            yield Banner("failed", f"{scheme.label} DID NOT FINISH: ITS ROW IS NO RESULT.", ". ".join(broken))
         seeds = [seed for seed in scheme.seeds if seed.exchanged_nothing]
         if seeds:
             missed, which = sum(seed.missed for seed in seeds), ", ".join(str(seed.seed) for seed in seeds)
@@ -392,7 +376,7 @@ def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
             )
             yield Banner(
                 "nothing-exchanged",
-                f"{scheme.name} EXCHANGED NOTHING: ITS ROW IS NO RESULT.",
+                f"{scheme.label} EXCHANGED NOTHING: ITS ROW IS NO RESULT.",
                 f"With seed {which} {why}. It takes no part in the choice.",
             )
     compute = [seed.compute_s for scheme in schemes for seed in scheme.seeds]
@@ -408,24 +392,12 @@ def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
         )
 
 
-def _carried(records: RunRecords) -> list[str]:
-    """Note the cost of the program that delayed packets, which slows the ranks of the same machine."""
-    found = records.carried
-    if found is None:
-        return []
-    delay = delay_text(Delay(records.run.delay_s, records.run.jitter_s))
-    return [
-        f"Between ranks: {delay}, made by a program that carried {bytes_text(found.nbytes)} and took {significant(found.processor_s)} s "
-        "of processor time of this machine for it."
-    ]
-
-
 def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
     """Note trainings that diverged, missed exchanges, differed between ranks or sent everything unexpectedly."""
     notes = []
     for scheme in schemes:
         for seed in scheme.seeds:
-            name = f"{scheme.name} (seed {seed.seed})"
+            name = f"{scheme.label} (seed {seed.seed})"
             if seed.nonfinite_step is not None:
                 notes.append(
                     f"{name}: its training loss or quality is NaN or infinite, first at step {seed.nonfinite_step}."
@@ -441,7 +413,7 @@ def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
         sent = scheme.over_seeds("union_density")
         if density is not None and float(density[1]) < 1 and sent is not None and sent.low >= 1:
             notes.append(
-                f"{scheme.name} summed every element, though its density is {density[1]}: this is no measurement of it. What has fewer "
+                f"{scheme.label} summed every element, though its density is {density[1]}: this is no measurement of it. What has fewer "
                 "elements than dense_below, 1024 where a job says nothing else, is sent whole; compare with a larger model."
             )
     if not schemes:

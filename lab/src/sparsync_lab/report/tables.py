@@ -15,7 +15,7 @@ from sparsync_lab.report.format import (
     significant,
 )
 from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread
-from sparsync_lab.terminal import NOTHING, WIDTH, Table, lines_of
+from sparsync_lab.terminal import NOTHING, Table, lines_of
 
 Column = tuple[str, Callable[[SchemeFigures], str]]  # heading, and cell of a scheme
 
@@ -25,12 +25,12 @@ def tables(summary: RunSummary) -> tuple[Table, Table]:
     return reached(summary, f"What each scheme reached: {place_text(summary.run)}"), _spent(summary)
 
 
-def reached(summary: RunSummary, title: str, name: Callable[[SchemeFigures], str] = lambda each: each.name) -> Table:
-    """Tabulate what each scheme sent and reached, as medians over the seeds, with `name` of each."""
+def reached(summary: RunSummary, title: str) -> Table:
+    """Tabulate what each scheme sent and reached, as medians over the seeds."""
     run, baseline = summary.run, speed_baseline(summary)
     target = "\na target" if run.target is None else f"\nto {run.target:g}{percent(run)}"
     columns: list[Column] = [
-        ("scheme", name),
+        ("scheme", lambda scheme: scheme.label),
         ("sent in\na step", lambda scheme: _middle(scheme.over_seeds("sent_bytes"), bytes_text)),
         ("bits per\nparameter\nper step", lambda scheme: _middle(scheme.over_seeds("bits"))),
         ("bits on\nthe inter-\nface", lambda scheme: _middle(scheme.over_seeds("interface_bits"))),
@@ -40,7 +40,7 @@ def reached(summary: RunSummary, title: str, name: Callable[[SchemeFigures], str
         (f"{run.metric}\nat the end", lambda scheme: _end(summary, scheme)),
         ("% behind\ndense", _behind),
     ]
-    return _table(title, columns, summary.schemes, less=(1, 4, 3, 2))
+    return _table(title, columns, summary.schemes)
 
 
 def remarks(summary: RunSummary) -> tuple[str, ...]:
@@ -49,11 +49,6 @@ def remarks(summary: RunSummary) -> tuple[str, ...]:
     if any(scheme.behind_dense is not None for scheme in summary.schemes):
         lines.append(
             f"% behind dense: how much worse the {summary.run.metric} is after the same number of steps, the last that both took."
-        )
-    if summary.dense_link_s is not None:
-        lines.append(
-            f"No dense float32 all-reduce can take less than {seconds_text(summary.dense_link_s)} a step on these links: "
-            f"2 (P-1)/P x 4 bytes x {summary.run.workload['parameters']} parameters."
         )
     if other := [
         f"{scheme.label} by {scheme.config['optimizer']}" for scheme in summary.schemes if "optimizer" in scheme.config
@@ -74,16 +69,13 @@ def remarks(summary: RunSummary) -> tuple[str, ...]:
     return (*lines, *summary.notes)
 
 
-def as_text(summary: RunSummary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
-    """Format warnings, choice, tables and remarks in lines of at most `width` columns.
-
-    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
-    """
+def as_text(summary: RunSummary, width: int | None = None, colour: bool | None = None) -> str:
+    """Format warnings, choice, tables and remarks for standard output, or with this width and these colours."""
     above = warnings(summary)
     below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
     first, *others = sentences(summary)
     said = [(first, "bold"), *([(" ".join(others), "")] if others else []), ("", "")]
-    return lines_of(tables(summary), [*above, *said], [*below, *above], width, colour, ascii_only)
+    return lines_of(tables(summary), [*above, *said], [*below, *above], width, colour)
 
 
 def warnings(summary: RunSummary) -> list[tuple[str, str]]:
@@ -96,7 +88,7 @@ def warnings(summary: RunSummary) -> list[tuple[str, str]]:
 
 def _spent(summary: RunSummary) -> Table:
     columns: list[Column] = [
-        ("scheme", lambda scheme: scheme.name),
+        ("scheme", lambda scheme: scheme.label),
         ("\nstep", lambda scheme: _ms(scheme.over_seeds("step_s"))),
         ("\ncompute", lambda scheme: _ms(scheme.over_seeds("own_compute_s"))),
         ("\nscheme", lambda scheme: _ms(scheme.over_seeds("scheme_s"))),
@@ -107,14 +99,12 @@ def _spent(summary: RunSummary) -> Table:
         ("step /\ncompute", lambda scheme: _middle(scheme.step_over_compute, lambda x: significant(x, 2) + "x")),
     ]
     title = "Where the time of a step goes, in ms (medians over the steps)"
-    return _table(title, columns, summary.schemes, less=(6, 8, 5))
+    return _table(title, columns, summary.schemes)
 
 
-def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigures], less: Sequence[int]) -> Table:
-    """Make the table; `less`: the columns that are dropped first."""
-    heads = tuple(head for head, _ in columns)
+def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigures]) -> Table:
     rows = tuple(tuple(cell(scheme) for _, cell in columns) for scheme in schemes)
-    return Table(title, heads, rows, tuple(heads[place] for place in less))
+    return Table(title, tuple(head for head, _ in columns), rows)
 
 
 def _middle(found: Spread | None, text: Callable[[float], str] = significant) -> str:

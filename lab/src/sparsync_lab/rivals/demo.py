@@ -26,8 +26,7 @@ from sparsync.core import Divisor, check_one_of, phase
 from sparsync.feedback import Residuals
 from sparsync.schemes import Accumulator, Sparse, State
 from sparsync.wire import ValueCodec, Values, check_values
-from sparsync_lab.rivals.tile_parts import check_per_tile, mean_of_selections
-from sparsync_lab.rivals.tiles import Tiles, tiles_of
+from sparsync_lab.rivals.tiles import Tiles, check_per_tile, mean_of_selections, tiles_of
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,7 @@ from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import rounded
 from sparsync.schemes import Accumulator, Sparse, State, Update
 from sparsync.wire import ValueCodec, Values
-from sparsync_lab.rivals.tile_parts import (
-    check_per_tile,
-    mean_of_selections,
-)
-from sparsync_lab.rivals.tiles import selected_in_tiles, tiles_of
+from sparsync_lab.rivals.tiles import check_per_tile, mean_of_selections, selected_in_tiles, tiles_of
 
 TileValues = Literal["bins"] | Values
 BINS = 4

@@ -1,4 +1,4 @@
-"""Cut the parameters of a bucket into tiles, and find the largest elements of each tile.
+"""What SparseLoCo and DeMo share: tiles of the parameters, the largest elements of each tile, and the mean of selections.
 
 The sides of a tile are the largest divisors, up to 64, of its matrix's sides, so that all tiles of a matrix are equal. A vector is a
 matrix of one row, and a tensor of more than two dimensions one of its first dimension and the rest. A parameter of unknown shape is cut
@@ -6,14 +6,18 @@ into tiles of 64 x 64; the remainder becomes two tiles: whole rows of 64, and th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from sparsync.core import ParameterSpan
-from sparsync.schemes import Span
+from sparsync import Comm, kernels
+from sparsync.collectives.values import Quantizer
+from sparsync.core import Divisor, ParameterSpan, phase
+from sparsync.kernels.rounding import lacking
+from sparsync.schemes import Span, Sparse
+from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 SIDE = 64
 SIZE = SIDE * SIDE
@@ -174,3 +178,39 @@ def _matrices(entry: ParameterSpan) -> list[Block]:
 def _side(length: int) -> int:
     """Find the largest divisor of `length` up to 64."""
     return next(side for side in range(min(SIDE, length), 0, -1) if length % side == 0)
+
+
+def mean_of_selections(own: Sparse, codec: Quantizer, divide_by: Divisor, comm: Comm) -> tuple[Sparse, Tensor]:
+    """Compute the mean of all ranks' selections, which have equal sizes, and the rounding error of this rank's values, [k].
+
+    "contributors" divides the sum at a position by the number of ranks that sent it, "ranks" by P.
+    Steps: 1
+    Bytes sent per rank: P-1 times the packet of this rank's elements
+    """
+    k, n, dtype, P = own.index.numel(), own.length, own.value.dtype, comm.size
+    head = fixed_length_nbytes(k, n)
+    with phase("encode"):
+        # Send rounded values as their share of the mean, value / P: multiplying by P is exact, unlike a mean of decoded values.
+        values = codec.encode(own.value if codec.exact else own.value / P)
+        packet = torch.cat([encode_fixed_length(own.index, n), values])
+    packets = comm.all_gather(packet, [packet.numel()] * P)
+    with phase("decode"):
+        gathered = [
+            Sparse(decode_fixed_length(each[:head], k, n), codec.decode(each[head:], k, dtype), n) for each in packets
+        ]
+        union = kernels.coalesce(gathered)  # in rank order, so the same bits on every rank
+        share = 1 if codec.exact else P
+        if divide_by == "ranks":
+            mean = replace(union, value=union.value / P if codec.exact else union.value)
+        else:
+            senders = kernels.coalesce([replace(each, value=torch.ones_like(each.value)) for each in gathered])
+            mean = replace(union, value=union.value * share / senders.value)
+        return mean, lacking(own.value, codec.decode(values, k, dtype), share)
+
+
+def check_per_tile(per_tile: object) -> None:
+    """Raise ValueError unless `per_tile` is a positive integer."""
+    if not isinstance(per_tile, int) or isinstance(per_tile, bool) or per_tile < 1:
+        raise ValueError(
+            f"per_tile must be a whole number of at least 1, what a rank sends of each tile, got {per_tile!r}"
+        )

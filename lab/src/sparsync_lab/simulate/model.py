@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from sparsync.base import scheme_text
 from sparsync_lab.predict.network import Link, Nodes
-from sparsync_lab.predict.plans import plan
+from sparsync_lab.predict.schemes import plan
 from sparsync_lab.predict.step_time import Ranks, even_backward, overlapped, periodic, serial
 from sparsync_lab.simulate.setup import Entry, NetworkSettings, SetUp
-
-RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-GBIT_PER_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 400.0)
 
 
 @dataclass(frozen=True)

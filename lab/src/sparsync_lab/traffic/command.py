@@ -1,13 +1,9 @@
 """The command `sparsync traffic`: run several schemes on one stream of gradients, with a line per step, and a table."""
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
-from sparsync_lab.labels import short_labels
 from sparsync_lab.progress import progress
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels, try_out
@@ -15,7 +11,6 @@ from sparsync_lab.terminal import NOTHING, Table, show
 from sparsync_lab.traffic.observe import Observed, Record
 from sparsync_lab.traffic.stream import Stream
 
-STANDARD_OUTPUT = "-"
 SETTLING = 50  # first steps that a summary leaves out; only one if there are no more
 
 _COLUMNS = (  # heading, name in a summary, unit
@@ -59,37 +54,25 @@ class Study:
                 yield each.reduce(step, gradients)
 
 
-def traffic(study: Study, title: str, out: str | None) -> None:
-    """Run the study. JSON lines go to the file `out`, or for "-" to standard output; a table goes to the terminal."""
-    records: list[Record] = []
-    with ExitStack() as stack:
-        file = None if out in (None, STANDARD_OUTPUT) else stack.enter_context(Path(out).open("w"))
-
-        def write(record: Record) -> None:
-            if out is not None:
-                print(json.dumps(record), file=file)
-
-        with progress("steps of all schemes", study.steps * len(study.schemes)) as shown:
-            for record in study.records():
-                records.append(record)
-                write(record)
-                shown.advance()
-        summaries = [_summary([each for each in records if each["scheme"] == choice.label]) for choice in study.schemes]
-        for summary in summaries:
-            write(summary)
-    if out != STANDARD_OUTPUT:
-        show([_table(summaries, title)])
+def traffic(study: Study, title: str) -> None:
+    """Run the study, and print its table."""
+    with progress("steps of all schemes", study.steps * len(study.schemes)) as shown:
+        records: list[Record] = []
+        for record in study.records():
+            records.append(record)
+            shown.advance()
+    show([_table([summary(records, choice.label) for choice in study.schemes], title)])
 
 
-def _summary(records: Sequence[Record]) -> Record:
+def summary(records: Sequence[Record], label: str) -> Record:
     """Compute means and extremes of one scheme over its settled steps."""
+    records = [each for each in records if each["scheme"] == label]
     after = SETTLING if len(records) > SETTLING else min(1, len(records) - 1)
     settled = records[after:]
     off = [abs(each["union"] / each["asked"] - 1) for each in settled]
     nbytes = [sent for each in settled for sent in each["bytes"]]
     captured, xi = ([each[name] for each in settled if each[name] is not None] for name in ("captured", "xi"))
     return {
-        "kind": "summary",
         "scheme": records[0]["scheme"],
         "elements": records[0]["elements"],
         "asked": records[0]["asked"],
@@ -107,13 +90,12 @@ def _summary(records: Sequence[Record]) -> Record:
 
 
 def _table(summaries: Sequence[Record], title: str) -> Table:
-    names = short_labels([summary["scheme"] for summary in summaries])
     rows = tuple(
-        (names[summary["scheme"]], *(_cell(summary[name], unit) for _, name, unit in _COLUMNS)) for summary in summaries
+        (summary["scheme"], *(_cell(summary[name], unit) for _, name, unit in _COLUMNS)) for summary in summaries
     )
     heads = ("scheme", *(head for head, _, _ in _COLUMNS))
     about = f"{title}; after step {summaries[0]['after']}"
-    return Table(about, heads, rows, less=("most kB\nof a rank", "worst\nerror, %"))
+    return Table(about, heads, rows)
 
 
 def _cell(value: int | float | None, unit: int | float) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from sparsync_lab.netlab import Delay, Forwarded, RunNetwork, network
+from sparsync_lab.netlab import Delay, RunNetwork, network
 from sparsync_lab.workers.process import PREFIX, Emit, Message, Order
 from sparsync_lab.workers.ranks import Rank, Ranks
 
@@ -132,10 +132,6 @@ class Here:
         with worker_group(task, spec, self.links, self.timeout_s) as workers:
             for message in workers.messages():
                 take(message)
-
-    def forwarded(self) -> Forwarded | None:
-        """Query the traffic and cost of the program that delays packets."""
-        return self.links.forwarded()
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from sparsync_lab.netlab import interface_counters
-from sparsync_lab.netlab.routes import LOOPBACK, interface_towards, speed_bits_per_s
+from sparsync_lab.netlab.routes import LOOPBACK, interface_towards
 from sparsync_lab.workers.process import Emit, Place, task_named
 
 Backend = Literal["gloo", "nccl"]
@@ -64,17 +63,13 @@ class Hosts:
         task_named(task)(spec, self.place, take if self.leads else lambda message: None)
         dist.barrier()  # a leaving rank closes connections that others may still use
 
-    def forwarded(self) -> None:
-        """Return None: no program of ours delays packets."""
-
 
 @contextmanager
-def joined(timeout_s: float, backend: Backend | None = None) -> Iterator[Hosts]:
+def joined(timeout_s: float) -> Iterator[Hosts]:
     """Join the launcher's process group for the block. Collective over all ranks.
 
     Messages use gloo, over the interface GLOO_SOCKET_IFNAME, or else over the one that leads to the first rank. So do gradients, unless
-    `backend` is "nccl"; None: NCCL if every rank has its own GPU.
-    Raises ValueError for "nccl" if a rank has no GPU, RuntimeError if the ranks do not find each other within `timeout_s`.
+    every rank has its own GPU: then they use NCCL. Raises RuntimeError if the ranks do not find each other within `timeout_s`.
     """
     rank, ranks = int(os.environ["RANK"]), world_size()
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface(ranks)
@@ -88,7 +83,7 @@ def joined(timeout_s: float, backend: Backend | None = None) -> Iterator[Hosts]:
             f"{error}; set GLOO_SOCKET_IFNAME to the interface that connects the hosts, or raise --timeout"
         ) from error
     try:
-        yield _hosts(rank, ranks, interface or "", timeout_s, backend)
+        yield _hosts(rank, ranks, interface or "", timeout_s)
     finally:
         with suppress(Exception):  # a failure may have closed it already
             dist.destroy_process_group()
@@ -108,19 +103,17 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _hosts(rank: int, ranks: int, interface: str, timeout_s: float, backend: Backend | None) -> Hosts:
+def _hosts(rank: int, ranks: int, interface: str, timeout_s: float) -> Hosts:
     """Determine together how many hosts there are, and which resources each rank has to itself."""
     local = int(os.environ.get("LOCAL_RANK", rank))
     has_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
     found: list[Any] = [None] * ranks  # Any: what is gathered
-    dist.all_gather_object(found, (_stack(), interface, has_gpu, speed_bits_per_s(interface)))
-    stacks, interfaces, gpus, speeds = zip(*found, strict=True)
-    without = [each for each, gpu in enumerate(gpus) if not gpu]
-    if backend == "nccl" and without:
-        raise ValueError(f"nccl needs a GPU for each rank, ranks {without} have none; give --backend gloo")
-    backend = backend or ("gloo" if without else "nccl")
+    dist.all_gather_object(found, (_stack(), interface, has_gpu))
+    stacks, interfaces, gpus = zip(*found, strict=True)
+    backend: Backend = "nccl" if all(gpus) else "gloo"
     # Ranks of one host use loopback, whatever their interface; NCCL's choice is unknown.
-    own = backend == "gloo" and len(set(stacks)) == ranks and LOOPBACK not in interfaces and _counted(interface)
+    counted = bool(interface) and Path("/sys/class/net", interface).exists()  # no list of interfaces
+    own = backend == "gloo" and len(set(stacks)) == ranks and LOOPBACK not in interfaces and counted
     owners = torch.tensor([own], dtype=torch.uint8)
     dist.all_reduce(owners, dist.ReduceOp.MIN)
     device, group = "cpu", None
@@ -130,7 +123,7 @@ def _hosts(rank: int, ranks: int, interface: str, timeout_s: float, backend: Bac
         assert isinstance(made, dist.ProcessGroup)
         device, group = f"cuda:{local}", made
     place = Place(rank, ranks, interface, bool(owners), timeout_s, device, group)
-    text = _network(Counter(stacks), sorted(set(interfaces)), backend, speeds)
+    text = _network(Counter(stacks), sorted(set(interfaces)), backend)
     return Hosts(place, text, len(set(stacks)))
 
 
@@ -142,27 +135,12 @@ def _stack() -> str:
     return os.uname().nodename
 
 
-def _counted(interface: str) -> bool:
-    """Tell whether this process can read the kernel's traffic counters of `interface`."""
-    try:
-        interface_counters(interface)
-    except (ValueError, OSError):
-        return False
-    return True
-
-
-def _network(stacks: Counter[str], interfaces: list[str], backend: Backend, speeds: tuple[float | None, ...]) -> str:
+def _network(stacks: Counter[str], interfaces: list[str], backend: Backend) -> str:
     """Describe the network between the ranks, without names that identify the hosts."""
     if len(stacks) == 1 and backend == "gloo":
         return ""
-    per_host = sorted(set(stacks.values()))
-    ranks = "1 rank" if per_host == [1] else f"{'-'.join(map(str, per_host))} ranks"
-    hosts = f"{len(stacks)} {'host' if len(stacks) == 1 else 'hosts'} of {ranks}"
-    if backend == "nccl":
-        return f"{hosts}, NCCL"
-    known = sorted({speed for speed in speeds if speed})
-    rate = f" at {'-'.join(f'{speed / 1e9:g}' for speed in known)} Gbit/s" if known else ""
-    return f"{hosts}, gloo over {', '.join(name or 'an unknown interface' for name in interfaces)}{rate}"
+    hosts = f"{len(stacks)} {'host' if len(stacks) == 1 else 'hosts'}"
+    return f"{hosts}, NCCL" if backend == "nccl" else f"{hosts}, gloo over {', '.join(filter(None, interfaces))}"
 
 
 def _disagreement(found: list[dict[str, str]]) -> str | None:

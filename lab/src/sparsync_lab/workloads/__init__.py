@@ -79,6 +79,29 @@ WORKLOADS: dict[str, WorkloadEntry] = {
             "learning_rate": 4e-4,
         },
     ),
+    "bible": WorkloadEntry(
+        "sparsync_lab.workloads.bible:Bible",
+        "held out: word-level model in the form of Llama on a Bible in modern English, 1.10 M parameters, AdamW, perplexity",
+    ),
+    "bible-10m": WorkloadEntry(
+        "sparsync_lab.workloads.bible:Bible",
+        "the same with 8,000 words, width 288 and 6 layers, 10.6 M parameters",
+        {"vocabulary": 8_000, "width": 288, "layers": 6, "heads": 6, "learning_rate": 1e-3},
+    ),
+    "sympy": WorkloadEntry(
+        "sparsync_lab.workloads.python_source:PythonSource",
+        "held out: byte-level gated convolutions on the Python source of SymPy, 0.95 M parameters, AdamW, bits per byte",
+    ),
+    "sympy-10m": WorkloadEntry(
+        "sparsync_lab.workloads.python_source:PythonSource",
+        "the same with width 384, 10 layers and context 128, 10.4 M parameters",
+        {"width": 384, "layers": 10, "context": 128, "batch_size": 8, "learning_rate": 7e-4},
+    ),
+    "sympy-110m": WorkloadEntry(
+        "sparsync_lab.workloads.python_source:PythonSource",
+        "the same with width 1024, 15 layers and context 1024, 110 M parameters, 16,384 bytes a step: for a GPU",
+        {"width": 1024, "layers": 15, "context": 1024, "batch_size": 16, "windows": 64, "learning_rate": 4e-4},
+    ),
     "movielens": WorkloadEntry(
         "sparsync_lab.workloads.movielens:MovieLens",
         "recommender NeuMF on MovieLens-100K, 1.52 M parameters, hit rate at 10",

@@ -48,6 +48,7 @@ class Workload(ABC):
     better: ClassVar[Better]  # which quality is better
     unit: ClassVar[str]  # the quality with its unit, to label an axis
     repeats_passes: ClassVar[bool] = False  # a loss calls the model once, with `batch.input` of a fixed shape
+    held_out: ClassVar[bool] = False  # set apart to check claims: no setting of the library may be chosen on this job
     find_unused_parameters: ClassVar[bool] = False  # of DistributedDataParallel: a step may leave some parameters out
 
     def job_class(self) -> type:
@@ -114,10 +115,6 @@ class Workload(ABC):
     @abstractmethod
     def quality(self, total: float, count: int) -> float:
         """Compute the quality in `unit` from the sums and counts of all ranks."""
-
-    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
-        """Compute the quality over all validation data, and its standard error over them; None if unknown."""
-        return self.quality(*self.evaluate(model, 0, 1)), None
 
     def describe(self) -> dict[str, Any]:  # Any: nested dicts of numbers and strings, as JSON takes them
         """Describe the configuration for the results file: the options, the number of parameters and the fingerprint of the data."""
@@ -255,10 +252,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def parameter_count(model: nn.Module) -> int:
     """Count the trained elements of `model`."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def require_positive(**values: int | float) -> None:
-    """Raise ValueError that names the first value that is not positive."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, got {value}")

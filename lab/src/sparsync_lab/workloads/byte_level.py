@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sparsync_lab.workloads.base import require_positive
 from sparsync_lab.workloads.byte_text import ByteText
 from sparsync_lab.workloads.gpt import Gpt
 from sparsync_lab.workloads.linux_source import source_text
@@ -24,11 +23,7 @@ class Code(Gpt):
 
     def quality(self, total: float, count: int) -> float:
         """Compute the bits per byte: the mean negative log-likelihood in nats divided by ln 2."""
-        require_positive(count=count)
         return total / count / math.log(2)
-
-    def per_nat(self, quality: float) -> float:
-        return 1 / math.log(2)
 
     def text(self) -> ByteText:
         return source_text(self.data)

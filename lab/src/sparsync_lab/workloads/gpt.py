@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsync_lab.workloads.base import require_positive, rise_and_cosine, seeded
+from sparsync_lab.workloads.base import rise_and_cosine, seeded
 from sparsync_lab.workloads.byte_text import ByteText
 from sparsync_lab.workloads.language import LanguageJob
 from sparsync_lab.workloads.muon import Several
@@ -98,28 +98,23 @@ class Gpt(LanguageJob):
     items: ClassVar[str] = "characters"
 
     def __post_init__(self) -> None:
-        require_positive(width=self.width, layers=self.layers, heads=self.heads, context=self.context)
-        require_positive(batch_size=self.batch_size, windows=self.windows)
-        require_positive(learning_rate=self.learning_rate, clip_norm=self.clip_norm)
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads, {self.heads}, got {self.width}")
         if self.optimizer_name not in ("adamw", "muon"):
             raise ValueError(f"optimizer_name must be adamw or muon, got {self.optimizer_name!r}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay must be 0 or above, got {self.weight_decay}")
 
     @property
     def window(self) -> int:
         return self.context
 
-    def model(self, seed: int) -> Decoder:
-        vocabulary = self.text().vocabulary
-        built = seeded(lambda: Decoder(vocabulary, self.context, self.width, self.layers, self.heads), seed)
-        assert isinstance(built, Decoder)
-        return built
+    def model(self, seed: int) -> nn.Module:
+        return seeded(self.new_model, seed)
+
+    def new_model(self) -> nn.Module:
+        """Draw a model; its `blocks` have the matrices for Muon."""
+        return Decoder(self.text().vocabulary, self.context, self.width, self.layers, self.heads)
 
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-        require_positive(steps=steps)
         matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
         others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
         muons: list[nn.Parameter] = []

@@ -21,7 +21,6 @@ from sparsync_lab.workloads.base import (
     evaluating,
     exactly_addable,
     moved,
-    require_positive,
     share,
     with_data,
 )
@@ -98,25 +97,8 @@ class LanguageJob(Workload):
 
     def quality(self, total: float, count: int) -> float:
         """Compute the perplexity, e to the mean negative log-likelihood; infinite for a diverged model."""
-        require_positive(count=count)
         mean = total / count
         return math.exp(mean) if mean < 700 else math.inf  # a float overflows after e**709; NaN is not below 700
-
-    def per_nat(self, quality: float) -> float:
-        """Compute the derivative of the quality by the mean negative log-likelihood."""
-        return quality
-
-    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
-        """Compute the quality, and its first-order standard error over the validation windows, see `standard_error`.
-
-        The error is None if windows overlap, because the text is too short: then their means are not independent.
-        """
-        lost = list(self.lost(model, 0, 1))
-        total = sum(exactly_addable(each.flatten()) for each in lost)
-        quality = self.quality(total, sum(each.numel() for each in lost))
-        apart = self.windows * self.window < self.text().held_out.numel()  # the first item is never predicted
-        error = standard_error(torch.cat(lost).double().mean(1)) if apart else None
-        return quality, None if error is None else _finite(error * self.per_nat(quality))
 
     def describe(self) -> dict[str, Any]:
         return with_data(super().describe(), self.describe_text())
@@ -136,15 +118,3 @@ def windows(text: Integer[Tensor, " n"], start: Int[Tensor, " windows"], length:
     """Cut windows of `length` items that begin at `start`; the targets are the same windows one item later."""
     item = text[start[:, None] + torch.arange(length + 1)].long()  # [windows, length + 1]
     return Batch(item[:, :-1], item[:, 1:])
-
-
-def standard_error(x: Float[Tensor, " windows"]) -> float | None:
-    """Compute the standard error of the mean of `x`, sd / sqrt(windows); None for fewer than two windows, or with NaN or Inf.
-
-    The windows are a sample of the whole text, and must not overlap.
-    """
-    return _finite(float(x.std()) / math.sqrt(len(x))) if len(x) > 1 else None
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None

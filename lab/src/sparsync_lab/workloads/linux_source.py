@@ -4,10 +4,7 @@ The .c and .h files outside drivers/, which is mostly tables of registers, are k
 path, is held out. The package changes over time, so its digest is not pinned: the digest of the text identifies the version.
 """
 
-import lzma
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +13,8 @@ from urllib.parse import unquote
 
 from sparsync_lab.progress import progress
 from sparsync_lab.workloads import byte_text
-from sparsync_lab.workloads.byte_text import PIECE, ByteText
-from sparsync_lab.workloads.fetching import output_of
-from sparsync_lab.workloads.store import DataMissingError, cache_folder
+from sparsync_lab.workloads.byte_text import ByteText
+from sparsync_lab.workloads.store import DataMissingError, cache_folder, output_of
 
 PACKAGE = "linux-source-6.1"
 INSTALLED = Path(f"/usr/src/{PACKAGE}.tar.xz")
@@ -49,11 +45,11 @@ def source_text(data: str) -> ByteText:
 
 
 def tar_files(packed: IO[bytes]) -> dict[str, bytes]:
-    """Read the C source in a packed tar archive, by paths below the top folder. Raises ValueError if the archive is incomplete."""
+    """Read the C source in a packed tar archive, by paths below the top folder."""
     found: dict[str, bytes] = {}
     with (
         progress("preparing the C source of Linux, once: files", announced=True) as shown,
-        _unpacked(packed) as archive,
+        tarfile.open(fileobj=packed, mode="r|xz") as archive,
     ):
         for member in archive:
             _, _, name = member.name.partition("/")
@@ -80,7 +76,7 @@ def _found() -> tuple[dict[str, bytes], str]:
             output_of(["dpkg-deb", "--extract", fetched.name, "."], where)
             with (where / INSTALLED.relative_to("/")).open("rb") as packed:
                 return tar_files(packed), f"{PACKAGE} {unquote(fetched.name.split('_')[1])}"
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, OSError) as error:
         raise DataMissingError(
             f"the C source of Linux is not available: {error}\n"
             "Any of these helps:\n"
@@ -96,15 +92,3 @@ def _installed_version() -> str:
         return output_of(["dpkg-query", "--show", "--showformat=${Version}", PACKAGE], Path.cwd())
     except RuntimeError:
         return "of an unknown version"  # the digest of the text identifies it
-
-
-@contextmanager
-def _unpacked(packed: IO[bytes]) -> Iterator[tarfile.TarFile]:
-    """Open a tar archive packed by xz for sequential reading; raises ValueError if it is incomplete."""
-    try:
-        with lzma.open(packed) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            yield archive
-            while stream.read(PIECE):  # to the end: tarfile accepts an archive that is cut off between two files
-                pass
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"it is no whole archive of tar and xz ({error})") from None

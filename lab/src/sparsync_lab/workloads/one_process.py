@@ -73,7 +73,6 @@ class Trained:
     union: float  # share of the elements that a step writes
     # Exchanges of local or AdamW steps that changed the weights; None: gradients are reduced, or unknown.
     exchanges: int | None = None
-    quality_error: float | None = None  # standard error of the last quality over the validation data, if known
 
 
 @dataclass
@@ -99,11 +98,9 @@ class Evaluations:
     def __init__(self, workload: Workload, at: Collection[int]) -> None:
         self.workload, self.at = workload, at
         self.quality: list[tuple[int, float]] = []
-        self.error: float | None = None  # of the last one
 
     def evaluate(self, model: nn.Module, step: int) -> None:
-        quality, self.error = self.workload.quality_and_error(model)
-        self.quality.append((step, quality))
+        self.quality.append((step, self.workload.quality(*self.workload.evaluate(model, 0, 1))))
 
 
 def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
@@ -249,7 +246,6 @@ def _trained(evaluations: Evaluations, by_rank: Sequence[Sent], steps: int, elem
         rounds=mean(lambda sent: sent.rounds),
         messages=mean(lambda sent: sent.messages),
         union=mean(lambda sent: sent.union) / elements,
-        quality_error=evaluations.error,
     )
 
 

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Scheme
 from sparsync.schemes import PerParameter
-from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
-from sparsync_lab.rivals.laprop import LaProp, in_place_of_adamw
+from sparsync_lab.rivals.laprop import BorrowedGroups, LaProp, in_place_of_adamw
 from sparsync_lab.workloads.base import Workload
 from sparsync_lab.workloads.muon import Several
 

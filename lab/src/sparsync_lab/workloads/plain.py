@@ -41,10 +41,8 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizer": ("def optimizer(self, model) -> Optimizer", ("steps",)),
     "schedule": ("def schedule(self, optimizer, steps) -> LRScheduler", ("steps",)),
     "clip": ("def clip(self, model, factor) -> None", ("factor",)),
-    "evaluate": ("def evaluate(self, model) -> float", ("rank", "ranks")),
-    "quality": ("def quality(self, total, count) -> float", ()),
+    "evaluate": ("def evaluate(self, model) -> float", ()),
     "prepare": ("def prepare(self) -> None", ()),
-    "describe": ("def describe(self) -> dict", ()),
 }
 REQUIRED = ("model", "batch", "loss")
 
@@ -71,10 +69,10 @@ def adapted(job: object, name: str) -> "PlainJob":
     better = getattr(job, "better", "lower")
     if better not in get_args(Better):
         raise ValueError(f"{where} has better {better!r}; write one of {', '.join(get_args(Better))}")
-    if not hasattr(job, "evaluate") and any(hasattr(job, each) for each in ("metric", "better", "quality")):
+    if not hasattr(job, "evaluate") and any(hasattr(job, each) for each in ("metric", "better")):
         raise ValueError(
             f"{where} names a quality and has no method 'evaluate'; {_written_as('evaluate')}, or leave "
-            "metric, better and quality out: then the quality is the mean loss of held-out batches"
+            "metric and better out: then the quality is the mean loss of held-out batches"
         )
     return PlainJob(job)
 
@@ -181,36 +179,29 @@ class PlainJob(Workload):
         return replace(self, rate=self.rate * factor)
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Compute this rank's sum and count: by `evaluate` with `rank`, by `evaluate` on rank 0 alone, or over held-out batches."""
+        """Compute this rank's sum and count: by the job's method on rank 0 alone, or over held-out batches."""
         model = bare(model)
         with evaluating(model), naming(self.job_class(), "evaluate", rank=rank, ranks=ranks):
             if not self._has("evaluate"):
                 return self._held_out(model, rank, ranks)
-            shared = "rank" in self._takes["evaluate"]
-            if not shared and rank != 0:
+            if rank != 0:
                 return 0.0, 0
             on_cpu = device_of(model).type == "cpu"
-            found = self._call("evaluate", model if on_cpu else _TakesAnyDevice(model), rank=rank, ranks=ranks)
-            total, count = found if shared else (found, 1)
-            return float(total), int(count)
+            return float(self._call("evaluate", model if on_cpu else _TakesAnyDevice(model))), 1
 
     def quality(self, total: float, count: int) -> float:
-        """Compute the job's quality from the sum and count of all ranks; by default their quotient."""
-        if self._has("quality"):
-            return float(self._call("quality", total, count))
         return total / count
 
     def describe(self) -> dict[str, Any]:
-        """Describe the options, the number of parameters and a fingerprint of the job's file, with the job's own description."""
+        """Describe the options, the number of parameters and a fingerprint of the job's file."""
         options = asdict(cast(Any, self.job)) if is_dataclass(self.job) else vars(self.job)
-        described = {
+        return {
             "workload": getattr(self.job, "name", type(self.job).__qualname__),
             "metric": self.metric,
             "options": {key: value for key, value in options.items() if isinstance(value, int | float | str)},
             "parameters": parameter_count(self.model(seed=0)),
             "source": _fingerprint(type(self.job)),
         }
-        return {**described, **(self._call("describe") if self._has("describe") else {})}
 
     def _held_out(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
         total, count = 0.0, 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from sparsync_lab.workloads.base import require_positive, seeded
+from sparsync_lab.workloads.base import seeded
 from sparsync_lab.workloads.language import LanguageJob
 from sparsync_lab.workloads.shakespeare_text import UNKNOWN, Corpus, corpus
 
@@ -48,16 +48,6 @@ class Shakespeare(LanguageJob):
     unit: ClassVar[str] = "validation perplexity"
     items: ClassVar[str] = "words"
 
-    def __post_init__(self) -> None:
-        require_positive(width=self.width, layers=self.layers, batch_size=self.batch_size, length=self.length)
-        require_positive(windows=self.windows, learning_rate=self.learning_rate, clip_norm=self.clip_norm)
-        if self.vocabulary < 2:
-            raise ValueError(f"vocabulary must be at least 2, a word and the unknown one, got {self.vocabulary}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup must be 0 or more steps, got {self.warmup}")
-
     @property
     def window(self) -> int:
         return self.length
@@ -68,7 +58,6 @@ class Shakespeare(LanguageJob):
         return built
 
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-        require_positive(steps=steps)
         optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
 
         def factor(step: int) -> float:

