@@ -14,7 +14,7 @@ from typing import Any
 from sparsync.core import count_for
 from sparsync.schemes import OkTopk
 from sparsync_lab.predict.network import Link
-from sparsync_lab.predict.plans import plan
+from sparsync_lab.predict.schemes import plan
 from studies import parts, published
 from studies.papers import Claim, Section
 from studies.papers.oktopk_runs import (

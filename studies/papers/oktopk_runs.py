@@ -131,7 +131,7 @@ def train(text: str, ranks: int, rate: float, seed: int, steps: int) -> dict[str
 
     def after(step: int) -> None:
         if step % EVALUATE_EVERY == 0:
-            evaluations.append((step, job.quality_and_error(model)[0], rounds, nbytes))
+            evaluations.append((step, job.quality(*job.evaluate(model, 0, 1)), rounds, nbytes))
 
     one_process.train(job, model, seed, steps, ranks, reduce, after, scheme)
     return {"evaluations": evaluations, "figures": figures}
