@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from sparsync.runtime.rescaling import ResidualRescaler
 from sparsync.schemes import ExDyna, MiCRO
 from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.oktopk import OkTopk
+from sparsync.selection.scaling import Program
 
 Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order
 MAKES: dict[str, Callable[[float], ErrorFeedbackScheme]] = {
@@ -106,6 +107,7 @@ def hostile(name: str, n: int, P: int, steps: int) -> list[list[Tensor]]:
     return [[makers[name](rank, step) for rank in range(P)] for step in range(steps)]
 
 
+NEVER = {"imbalance": math.inf}
 HOSTILE = (
     "one region",
     "drifting",
@@ -247,9 +249,10 @@ def test_regions_follow_the_survivors() -> None:
         ({"dense_steps": -1}, "dense_steps must be at least 0"),
         ({"threshold_steps": 0}, "threshold_steps must be at least 1"),
         ({"region_steps": 0}, "region_steps must be at least 1"),
+        ({"program": "resnet"}, "program must be one of vgg, lstm, bert"),
     ],
 )
-def test_wrong_settings_are_refused(config: dict[str, float | int], message: str) -> None:
+def test_wrong_settings_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OkTopk(**config)  # pyright: ignore[reportArgumentType]  # some are of the wrong type on purpose
 
@@ -267,22 +270,21 @@ def waning(n: int, rank: int, step: int) -> Tensor:
     return 0.8**step * heavy(n, rank, step)
 
 
-@pytest.mark.parametrize("rule", ["exact", "paper", "code"])
+@pytest.mark.parametrize("rule", ["exact", "paper", *get_args(Program)])
 def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  # Any: a Literal
     """Thresholds are re-used and found again, regions move, sums cancel, survivors move to other ranks, and some steps are dense."""
     n, P, balanced = 320, 4, 0
     cases = ((heavy, 40, 0), (waning, 40, 0), (drifting, 50, 3), (cancelling, 30, 0), (heavy, 3, 1))
     for make, k, dense_steps in cases:
         settings: dict[str, Any] = {"dense_steps": dense_steps}
-        if rule != "exact":
-            settings |= {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5}
-        never: dict[str, Any] = (
-            {"imbalance": math.inf} if rule == "code" else {}
-        )  # the authors' program does not balance
-        scheme = {"exact": ExactOkTopk, "paper": OkTopk, "code": partial(OkTopk, bug_compatible=True)}[rule]
+        settings |= {} if rule == "exact" else {"threshold_steps": 4, "region_steps": 3, "imbalance": 1.5}
+        # The authors' programs balance never or always.
+        own: dict[str, Any] = {"bert": {"imbalance": 1}, "vgg": NEVER, "lstm": NEVER}.get(rule, {})
+        program = partial(OkTopk, bug_compatible=True, program=cast(Program, rule))
+        scheme = {"exact": ExactOkTopk, "paper": OkTopk}.get(rule, program)
         grads = [[make(n, rank, step) for rank in range(P)] for step in range(11)]
         restated, schemes = (
-            Restated(n, P, k, rule, **(settings | never)),
+            Restated(n, P, k, rule, **(settings | own)),
             [scheme(k / n, **settings).start() for _ in range(P)],
         )
         for step, (written, reports, residuals) in zip(grads, run(schemes, grads), strict=True):
@@ -292,9 +294,11 @@ def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  #
             assert reports[0].details.get("balanced", False) == restated.balanced
             balanced += restated.balanced
         states = [scheme.state_dict() for scheme in schemes]
-        own = [each["own"]["own_control"]["w"]["state"] if "own" in each else {"threshold": None} for each in states]
+        locals_ = [
+            each["own"]["own_control"]["w"]["state"] if "own" in each else {"threshold": None} for each in states
+        ]
         controls = [each["shared"]["control"]["w"]["state"] for each in states]
-        assert [each["threshold"] for each in own] == restated.local_thresholds
+        assert [each["threshold"] for each in locals_] == restated.local_thresholds
         assert [each.get("threshold") for each in controls] == [restated.global_threshold] * P
         assert [each["boundaries"] for each in controls] == [restated.begins] * P
-    assert bool(balanced) == (rule == "paper")
+    assert bool(balanced) == (rule in ("paper", "bert"))

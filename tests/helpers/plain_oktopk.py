@@ -1,10 +1,18 @@
 """Ok-Topk's published rules and our exact one, restated for all ranks at once with plain loops, for comparison with the scheme."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+# Low and high end of the band over k, divisor and factor; of th_loc and of th_glob; and above what share of k th_loc rises at once.
+CODE = {
+    "vgg": ((2 / 3, 5 / 4, 1.012, 1.012), (2 / 3, 4 / 3, 1.008, 1.008), 4 / 3),
+    "lstm": ((3 / 4, 5 / 4, 1.012, 1.012), (3 / 4, 5 / 4, 1.01, 1.008), 3 / 2),
+    "bert": ((4 / 5, 5 / 4, 1.025, 1.025), (4 / 5, 5 / 4, 1.036, 1.025), math.inf),
+}
 
 
 @dataclass
@@ -14,7 +22,7 @@ class Restated:
     n: int
     P: int
     k: int
-    rule: str  # "exact"; "paper"; or "code", with the factors and bands of the authors' program for VGG
+    rule: str  # "exact"; "paper"; or "vgg", "lstm", "bert", with the factors and bands of the authors' programs
     dense_steps: int = 0
     threshold_steps: int = 32
     region_steps: int = 64
@@ -79,22 +87,23 @@ class Restated:
             self.global_threshold = min((float(sums[i].abs()) for i in survivors), default=None)
         kept = set(range(self.n)) if evaluated and len(alive) < self.k else set(survivors)
         self.local_thresholds = [threshold or None for threshold in thresholds]
-        if self.rule == "code":
+        if self.rule in CODE:
+            local, overall, _ = CODE[self.rule]
             self.local_thresholds = [
-                threshold and scaled(threshold, len(chosen), self.k, (2 / 3, 5 / 4), 1.012)
+                threshold and scaled(threshold, len(chosen), self.k, *local)
                 for threshold, chosen in zip(self.local_thresholds, self.chosen, strict=True)
             ]
             if not evaluated and self.global_threshold is not None:
-                self.global_threshold = scaled(self.global_threshold, len(survivors), self.k, (2 / 3, 4 / 3), 1.008)
+                self.global_threshold = scaled(self.global_threshold, len(survivors), self.k, *overall)
         return sums, survivors, [[i for i in chosen if i in kept] for chosen in self.chosen]
 
     def _local(self, acc: Tensor, fresh: bool, rank: int) -> float:
         threshold = self.local_thresholds[rank]
         if fresh or threshold is None:
             return float(acc.abs().sort(descending=True).values[self.k - 1])
-        if self.rule == "code":
+        if self.rule in CODE:
             for _ in range(5):
-                if len(reaching(acc, threshold)) > 4 * self.k / 3:
+                if len(reaching(acc, threshold)) > CODE[self.rule][2] * self.k:
                     threshold *= 1.03
         return threshold
 
@@ -198,6 +207,5 @@ def largest(x: Tensor, among: Iterable[int], count: int) -> list[int]:
     return sorted(sorted(among, key=lambda i: (-size[i], i))[:count])
 
 
-def scaled(threshold: float, found: int, k: int, band: tuple[float, float], factor: float) -> float:
-    low, high = band
-    return threshold / factor if found < low * k else threshold * factor if found > high * k else threshold
+def scaled(threshold: float, found: int, k: int, low: float, high: float, lowered: float, raised: float) -> float:
+    return threshold / lowered if found < low * k else threshold * raised if found > high * k else threshold

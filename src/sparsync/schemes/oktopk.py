@@ -16,6 +16,7 @@ paper, whose text was not available. Differs from the paper:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ from sparsync.core import (
     Span,
     Sparse,
     check_density,
+    check_one_of,
     count_for,
     exact_divisor,
     raise_if_found_inf,
 )
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
+from sparsync.selection.scaling import CONSTANTS, Program, scaled
 from sparsync.wire import Raw
 
 
@@ -43,17 +46,19 @@ from sparsync.wire import Raw
 class OkTopk(ErrorFeedbackScheme):
     """Write the sums above a threshold, about k = density * n of them, divided by P; the rest stays in the residuals.
 
-    `bug_compatible` scales the thresholds between evaluations and never balances, as the authors' code for VGG does; the differences above
-    remain. Their code for LSTM and BERT has other factors and bands. If any rank has NaN or Inf, all ranks fill the gradient with NaN, so
-    that a loss scaler finds it; residual and thresholds do not change.
+    The defaults are those of the authors' program for VGG, without its 512 dense steps and its scaling of the thresholds: see `published`.
+    `bug_compatible` scales the thresholds between evaluations, and balances never or always, as their `program` does; the differences
+    above remain. If any rank has NaN or Inf, all ranks fill the gradient with NaN, so that a loss scaler finds it; residual and
+    thresholds do not change.
     """
 
     density: float = 0.02  # k/n, of a rank's selection and of the result; the authors use 0.01 to 0.02
-    threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds; the authors' code: 128 for BERT
-    region_steps: int = 64  # tau, steps between two divisions into regions; the authors' code
-    dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
+    threshold_steps: int = 32  # tau', steps between two evaluations of the thresholds
+    region_steps: int = 64  # tau, steps between two divisions into regions
+    dense_steps: int = 0  # first steps that reduce everything
     imbalance: float = 4.0  # survivors are moved to other ranks if a region has more than this times the mean
     bug_compatible: bool = False
+    program: Program = "vgg"  # of the authors, with the factors and bands of `bug_compatible`
 
     name = "oktopk"
     may_send_whole = True
@@ -64,6 +69,22 @@ class OkTopk(ErrorFeedbackScheme):
         for name, least in {"threshold_steps": 1, "region_steps": 1, "dense_steps": 0, "imbalance": 1}.items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_one_of("program", self.program, Program)
+
+    @classmethod
+    def published(cls, program: Program = "vgg") -> "OkTopk":
+        """Make the settings of the authors' programs and scripts for VGG-16, an LSTM or BERT: density, warm-up, scaling and balancing.
+
+        | program | density | dense steps | tau' | tau | balances |
+        | --- | --- | --- | --- | --- | --- |
+        | vgg | 0.02 | 512 | 32 | 64 | never |
+        | lstm | 0.02 | 128 | 32 | 64 | never |
+        | bert | 0.01 | 0 | 128 | 64 | always |
+        """
+        made = cls(bug_compatible=True, program=program)
+        if program == "bert":
+            return replace(made, density=0.01, threshold_steps=128)
+        return replace(made, dense_steps=128 if program == "lstm" else 512)
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         n, P, rank = bucket.grad.numel(), comm.size, comm.rank
@@ -91,7 +112,8 @@ class OkTopk(ErrorFeedbackScheme):
         raise_if_found_inf(held)
         # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob): `survivors`, P times u
         kept = Sparse(kept.index + regions[rank].start, kept.value, n)
-        balances = not evaluate and not self.bug_compatible and sparse_allreduce.uneven(held, self.imbalance)
+        imbalance = CONSTANTS[self.program].imbalance if self.bug_compatible else self.imbalance
+        balances = not evaluate and sparse_allreduce.uneven(held, imbalance)
         wanted = sparse_allreduce.equal_holdings(held) if balances else held
         kept, places = sparse_allreduce.balance(kept, held, wanted, regions, comm, Raw())
         survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, Raw())
@@ -107,7 +129,10 @@ class OkTopk(ErrorFeedbackScheme):
         details = sparse_allreduce.details(mine, thresholds, held, wanted, moved.incoming, rank)
         details |= {"global_count": survivors.index.numel(), "evaluated": evaluate}
         if self.bug_compatible:
-            threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
+            constants = CONSTANTS[self.program]
+            threshold = scaled(threshold, mine.index.numel(), k, constants.local)
+            if global_threshold is not None and not evaluate:
+                global_threshold = scaled(global_threshold, survivors.index.numel(), k, constants.overall)
 
         def commit() -> None:
             control.become(Control(control.t + 1, boundaries, global_threshold or None))
@@ -126,7 +151,8 @@ class OkTopk(ErrorFeedbackScheme):
     def _local_threshold(self, acc: Accumulator, k: int, t: int, local: "OwnControl") -> float:
         if t % self.threshold_steps == 0 or local.threshold is None:
             return float(_magnitude(acc.top_k(k).value).min())
-        return _tightened(acc.values, local.threshold, k) if self.bug_compatible else local.threshold
+        above = CONSTANTS[self.program].tightened_above if self.bug_compatible else None
+        return local.threshold if above is None else _tightened(acc.values, local.threshold, above * k)
 
     def _boundaries(self, mine: Sparse, control: "Control", comm: Comm) -> list[int]:
         """Compute the boundaries of the regions at this step: every `region_steps` steps the mean of all ranks' boundaries."""
@@ -159,31 +185,14 @@ class OwnControl:
     threshold: float | None = None  # th_loc; None: the next step evaluates it
 
 
-def _tightened(acc: Tensor, threshold: float, k: int) -> float:
-    """Raise the threshold by 3 %, up to five times, while it selects more than 4k/3 elements, as the authors' code for VGG does."""
+def _tightened(acc: Tensor, threshold: float, most: Fraction) -> float:
+    """Raise the threshold by 3 %, up to five times, while it selects more than `most` elements, as the authors' code does."""
     size = _magnitude(acc)
     for _ in range(5):
-        if 3 * int((size >= threshold).sum()) <= 4 * k:
+        if int((size >= threshold).sum()) <= most:
             break
         threshold *= 1.03
     return threshold
-
-
-def _scaled(
-    mine: Sparse, survivors: Sparse, threshold: float, global_threshold: float | None, k: int, evaluated: bool
-) -> tuple[float, float | None]:
-    """Scale th_loc and th_glob for the next step, by the factors and bands of the authors' code for VGG."""
-    total, gathered = mine.index.numel(), survivors.index.numel()
-    if 3 * total < 2 * k:
-        threshold /= 1.012
-    elif 4 * total > 5 * k:
-        threshold *= 1.012
-    if global_threshold is not None and not evaluated:
-        if 3 * gathered < 2 * k:
-            global_threshold /= 1.008
-        elif 3 * gathered > 4 * k:
-            global_threshold *= 1.008
-    return threshold, global_threshold
 
 
 def _magnitude(x: Tensor) -> Tensor:

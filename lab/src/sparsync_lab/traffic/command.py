@@ -21,6 +21,7 @@ _COLUMNS = (  # heading, name in a summary, unit
     ("bits per\nparameter\nper step", "bits_mean", 1.0),
     ("im-\nbalance", "imbalance_mean", 1.0),
     ("energy %\nwritten", "captured_mean", 0.01),
+    ("xi", "xi_mean", 1.0),
     ("longest\nwait", "staleness_max", 1),
 )
 
@@ -70,7 +71,7 @@ def summary(records: Sequence[Record], label: str) -> Record:
     settled = records[after:]
     off = [abs(each["union"] / each["asked"] - 1) for each in settled]
     nbytes = [sent for each in settled for sent in each["bytes"]]
-    captured = [each["captured"] for each in settled if each["captured"] is not None]
+    captured, xi = ([each[name] for each in settled if each[name] is not None] for name in ("captured", "xi"))
     return {
         "scheme": records[0]["scheme"],
         "elements": records[0]["elements"],
@@ -83,6 +84,7 @@ def summary(records: Sequence[Record], label: str) -> Record:
         "bits_mean": statistics.fmean(nbytes) * 8 / records[0]["elements"],
         "imbalance_mean": statistics.fmean(each["imbalance"] for each in settled),
         "captured_mean": statistics.fmean(captured) if captured else None,
+        "xi_mean": statistics.fmean(xi) if xi else None,
         "staleness_max": max(each["staleness_max"] for each in settled),
     }
 

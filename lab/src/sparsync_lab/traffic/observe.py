@@ -39,10 +39,11 @@ class Observed:
 
         seen = LocalWorld(len(gradients)).run(body)
         reports, sent, written = [report for report, _, _ in seen], [cost for _, cost, _ in seen], seen[0][2]
-        mean = self._left.clone()  # of gradient and residual over ranks
-        for gradient in gradients:
-            mean += gradient
-        mean /= len(gradients)
+        gradient = torch.zeros_like(self._left)  # mean over ranks
+        for each in gradients:
+            gradient += each
+        gradient /= len(gradients)
+        mean = self._left / len(gradients) + gradient
         local, union = [report.selected for report in reports], reports[0].union
         return {
             "kind": "step",
@@ -58,6 +59,7 @@ class Observed:
             "messages": [cost.messages for cost in sent],
             "rounds": [cost.steps for cost in sent],
             **_quality(mean, written, union),
+            "xi": xi(mean, gradient, written, self.asked),
             "residual_norm": self._update_residual(written),
             "staleness_max": int(self._age.max()),
         }
@@ -77,6 +79,21 @@ class Observed:
         waiting &= written == 0
         self._age.add_(1).mul_(waiting)
         return math.sqrt(square)
+
+
+def xi(mean: Tensor, gradient: Tensor, written: Tensor, k: int) -> float | None:
+    """Compute the constant of Ok-Topk's convergence assumption (arXiv 2201.07598); None without a gradient.
+
+    It is |the k largest of `mean` - `written`| / |`gradient`|, where `mean` [n] is the mean of gradient and residual over the ranks,
+    `gradient` [n] that of the gradients alone, and `written` [n] what the scheme made of them.
+    """
+    norm = float(torch.linalg.vector_norm(gradient))
+    if not norm or not math.isfinite(norm):
+        return None
+    largest = torch.zeros_like(mean)
+    top = mean.abs().topk(k, sorted=False).indices
+    largest[top] = mean[top]
+    return float(torch.linalg.vector_norm(largest - written)) / norm
 
 
 def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
