@@ -162,9 +162,11 @@ def test_a_scheme_that_exchanged_nothing_takes_no_part_and_is_told_above_everyth
     found = summary(tmp_path, DENSE, BF16, SPARSE, alone)
     assert chosen(found) == "topk"
     text = " ".join(as_text(found).split())
-    assert text.startswith("!!! local_steps/topk EXCHANGED NOTHING: ITS ROW IS NO RESULT. With seed 0")
+    assert text.startswith("!!! local_steps(every=9)/topk EXCHANGED NOTHING: ITS ROW IS NO RESULT. With seed 0")
     assert text.count(why) == 2
-    assert failure(found) == "local_steps/topk exchanged nothing; the report says why, and the other rows count"
+    assert (
+        failure(found) == "local_steps(every=9)/topk exchanged nothing; the report says why, and the other rows count"
+    )
     assert chosen(summary(tmp_path / "one", DENSE, BF16, SPARSE, replace(alone, exchanges=1))) == alone.scheme
 
 

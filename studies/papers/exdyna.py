@@ -148,6 +148,6 @@ def times_table(times: dict[str, float]) -> str:
     heads = ["scheme", *(f"`{name}`" for name in times)]
     under = (
         "Predicted step (ms) on the authors' machine (Inception-v4 on CIFAR-100, 8 V100 with NVLink, density 0.1 %), as above: "
-        f"`sparsync simulate {PRESET}`. Computing is assumed."
+        f"`sparsync simulate --preset {PRESET}`. Computing is assumed."
     )
     return titled(under, heads, [["8 GPUs", *(significant(each, 4) for each in times.values())]])

@@ -211,7 +211,7 @@ def times_table(times: dict[str, list[float]]) -> str:
     under = (
         "Predicted step (ms) on the authors' cluster (an LSTM of 28.9 M parameters on WikiText-2, 4 V100 a node, density "
         "0.1 %), from the bytes sent and the measured imbalance. Links (10 Gbit/s between nodes) and 45 ms of computing "
-        f"are assumed (`sparsync simulate {PRESET}`). A selection costs one pass over memory here; a sort takes longer."
+        f"are assumed (`sparsync simulate --preset {PRESET}`). A selection costs one pass over memory here; a sort takes longer."
     )
     return titled(under, ["scheme", *(f"P = {P}" for P in STEP_RANKS)], rows)
 
