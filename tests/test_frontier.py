@@ -31,7 +31,7 @@ def made(schemes: str = "dense,topk:density=0.2", **settings: object) -> Frontie
 def pretended(quality: Callable[[SchemeChoice, Key], float]) -> Callable[..., Finished]:
     """Return a stand-in for a training, with this quality at its end and twice it half-way."""
 
-    def train(workload: str, options: object, choice: SchemeChoice, key: Key) -> Finished:
+    def train(workload: str, options: object, choice: SchemeChoice, key: Key, count: int) -> Finished:
         end, nbytes = quality(choice, key), 7200.0 if choice.label == "dense" else 900.0
         trained = Trained(((key.steps // 2, 2 * end), (key.steps, end)), nbytes, 6.0, 6.0, 0.5)
         return Finished(key, 9 * 100, 1.0, trained)

@@ -108,9 +108,12 @@ def test_the_row_with_the_most_bits_that_is_not_above_those_asked_for_is_taken(
 
 def test_a_row_that_fails_on_large_models_is_for_small_ones_and_the_error_says_why() -> None:
     assert recipe("steps", 4, 0.2, parameters=21_000_000).bits == 0.2
+    for there in (rows("steps", 16, parameters=111_000_000), rows("muon", 4, parameters=111_000_000)):
+        assert 0.2 not in [each.bits for each in there]
     assert [each.bits for each in rows("steps", 4, parameters=111_000_000)] == [4.6, 3.1, 1.6, 0.8]
     with pytest.raises(
-        ValueError, match=r"bits=0\.2 is for models of up to 21\.6 million .* this one has 111: 42 % behind"
+        ValueError,
+        match=r"bits=0\.2 is for models of up to 21\.6 million .* this one has 111: with AdamW and 4 ranks 42 % behind",
     ):
         recipe("steps", 4, 0.2, parameters=111_000_000)
 

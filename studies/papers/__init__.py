@@ -24,9 +24,9 @@ class Claim:
     """A claim of an abstract, and the measurement beside it."""
 
     text: str  # in few words
-    paper: str  # the paper's figure, or "-"
     ours: str  # measured
     verdict: str  # "reproduced", "here it is X, because ...", or "needs ..."
+    paper: str = "-"  # the paper's figure
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from studies.papers.thresholds import (
     Course,
     behind,
     build_up_of_topk,
+    kept_after_settling,
     label,
     low_to_high,
+    no_build_up,
     percent,
     titled,
 )
@@ -45,41 +47,37 @@ def section(folder: Path) -> Section:
     claims = (
         Claim(
             "The aggregated gradients are free from build-up",
-            "-",
             f"union / target {significant(min(ratios))} to {significant(max(ratios))} for P = {RANKS[0]} to {RANKS[-1]}; "
             f"`topk` {build_up_of_topk(exact, RANKS[0])} to {build_up_of_topk(exact, RANKS[-1])}",
-            "reproduced",
+            no_build_up(ratios),
         ),
         Claim(
             "An accurate threshold keeps the traffic the user asked for",
-            "-",
             f"off by {low_to_high(held, percent)} over steps {SETTLED} to {STEPS}; "
             f"after a tenfold growth of the gradients, settled after {', '.join(grown)} steps",
-            "reproduced after settling; before, no: the threshold moves by at most 0.5 % per step. "
-            "`exact_micro` is exact at every step",
+            f"{kept_after_settling(held)}: the threshold moves by at most 0.5 % per step. `exact_micro` is exact at every step",
         ),
         Claim(
             "Selection at nearly no cost",
-            "-",
             f"a rank of 16 reads {part['read']:,} of {whole['read']:,} elements in {significant(part['ms'], 2)} ms of "
             f"processor time; `topk` reads all in {significant(whole['ms'], 2)} ms, `torch.topk` in "
             f"{significant(costs['torch.topk']['ms'], 2)} ms",
-            "reproduced for the selection; adding the residual still passes over all elements: "
-            f"{significant(costs['accumulate']['ms'], 2)} ms",
+            f"{'reproduced' if part['ms'] < whole['ms'] / 4 else 'not reproduced'} for the selection; adding the residual still passes "
+            f"over all elements: {significant(costs['accumulate']['ms'], 2)} ms",
         ),
         Claim(
             "An outstanding convergence rate beside other sparsifiers",
-            "-",
             f"{behind(micro)} behind dense, `topk` {behind(topk)}, `dgc` {behind(dgc)}, at equal union and each at its best "
             f"rate, with {significant(micro.bits / topk.bits, 2)} times their bits",
             convergence_verdict(micro, (topk, dgc)),
         ),
         Claim(
             "Scales and accelerates training",
-            "-",
             f"predicted for {STEP_RANKS[-1]} GPUs: {_speed_up(times, 'micro')} times dense, "
             f"{_speed_up(times, 'topk', 'micro')} times `topk`",
-            "time on hardware needs 4 nodes of 4 V100; predicted, most of the gain over dense is that of any sparse scheme",
+            "time on hardware needs 4 nodes of 4 V100"
+            + "; predicted, most of the gain over dense is that of any sparse scheme"
+            * (times["micro"][-1] > 0.8 * times["topk"][-1]),
         ),
     )
     below = "\n\n".join(
@@ -113,15 +111,8 @@ def density_table(courses: dict[int, dict[str, Course]], exact: dict[str, Course
         row = [f"`{name}`", "1", _steps(held), percent(held[0].error()), significant(held[0].ratio())]
         rows.append(row + _after_jumps([{f: exact[f"{name} x{f:g}"] for f in FACTORS}]))
     jumps = [[f"farthest union / target, gradients x{f:g}", "steps to settle"] for f in FACTORS]
-    heads = [
-        "scheme",
-        "seeds",
-        "steps to settle",
-        f"error, steps {SETTLED} to {STEPS}",
-        "union / target",
-        *jumps[0],
-        *jumps[1],
-    ]
+    fixed = ["scheme", "seeds", "steps to settle", f"error, steps {SETTLED} to {STEPS}", "union / target"]
+    heads = [*fixed, *jumps[0], *jumps[1]]
     under = (
         f"Density held on drawn gradients, {MOST_SEEDS} ranks, {measured.ELEMENTS:,} elements, target "
         f"{percent(measured.DENSITY)}: means over seeds (lowest to highest). Settled: within {percent(measured.CLOSE)} on "

@@ -270,6 +270,16 @@ def build_up_of_topk(exact: Mapping[int, Mapping[str, Course]], P: int) -> str:
     return significant(exact[P]["topk"].ratio(SHORT // 2, SHORT))
 
 
+def no_build_up(ratios: Iterable[float]) -> str:
+    """Judge union / target for all numbers of ranks, after settling."""
+    return "reproduced" if max(ratios) <= 1 + CLOSE else "not reproduced"
+
+
+def kept_after_settling(errors: Iterable[float]) -> str:
+    """Judge the mean errors of unions after settling."""
+    return f"{'reproduced' if max(errors) <= CLOSE else 'here only nearly'} after settling; before, no"
+
+
 def behind(row: MethodRow) -> str:
     """Format how far a method ends behind dense."""
     return f"{row.behind.mean:+.1f} %"

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from sparsync.attached.ddp import DdpHandle, HookState, ignored, registered_hook
 from sparsync.base.scheme import Scheme
@@ -68,7 +69,10 @@ def examine(
     called = [model] if isinstance(model, nn.Module) else list(model)
     models = [inside_wrappers(each) for each in called]
     ranks, sharded = _exchanging(models[0], group, options)
-    parameters = sum(each.numel() for model in models for each in model.parameters() if each.requires_grad)
+    sizes = (
+        each.numel() for model in models for each in model.parameters() if each.requires_grad and not is_lazy(each)
+    )
+    parameters = sum(sizes)
     choice = choose(scheme, bits, exchange, optimizer, ranks, sharded, parameters)
     if choice.recipe is not None and options.parameters is None:
         options = replace(options, parameters=choice.recipe.parameters)

@@ -23,8 +23,6 @@ from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, model_and_optimizer, parameter_count, share
 from sparsync_lab.workloads.job_errors import JobError
 
-POINTS = 4  # evaluations per training, evenly spaced; the last is at its end
-
 FURTHER = 8  # maximum number of rates tried beyond the requested ones
 
 
@@ -45,6 +43,7 @@ class FrontierStudy:
     rates: tuple[float, ...] = (0.5, 1.0, 2.0)
     rates_seed: int | None = None
     device: str = "cpu"
+    points: int = 4  # evaluations per training, evenly spaced; the last is at its end
 
     def check(self) -> Workload:
         """Check the settings together, try every method once, and return the job with its data prepared."""
@@ -177,11 +176,12 @@ def _trained(
     """Yield trainings as they end. With several jobs, each training has a process; the first error ends all."""
     if jobs == 1:
         for key, choice in missing:
-            yield choice, train(study.workload, study.options, choice, key)
+            yield choice, train(study.workload, study.options, choice, key, study.points)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         running: dict[Future[Finished], SchemeChoice] = {
-            pool.submit(train, study.workload, study.options, choice, key): choice for key, choice in missing
+            pool.submit(train, study.workload, study.options, choice, key, study.points): choice
+            for key, choice in missing
         }
         try:
             while running:
@@ -191,8 +191,8 @@ def _trained(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: Key) -> Finished:
-    """Train once on one thread. A training that breaks off counts as failed; dense raises, since the study needs it.
+def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: Key, count: int = 4) -> Finished:
+    """Train once on one thread, and evaluate `count` times. A training that breaks off counts as failed; dense raises.
 
     Raises JobError where a method of the job fails.
     """
@@ -200,7 +200,7 @@ def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: 
     began = time.perf_counter()
     job = workloads.get(workload, **options)
     job = job if key.rate == 1 else job.at_rate(key.rate)
-    points = {round(key.steps * (point + 1) / POINTS) for point in range(POINTS)} - {0}
+    points = {round(key.steps * (point + 1) / count) for point in range(count)} - {0}
     failed = ""
     try:
         trained = train_method(job, choice, key.seed, key.steps, key.ranks, points, device=key.device)

@@ -63,7 +63,7 @@ def check_class(kind: object, name: str) -> None:
 def adapted(job: object, name: str) -> "PlainJob":
     """Wrap an object whose class has passed `check_class` as a Workload.
 
-    Raises ValueError for a quality without `evaluate`, and if `better` is neither lower nor higher.
+    Raises ValueError for a quality without `evaluate`, for methods that would be ignored, and if `better` is neither lower nor higher.
     """
     where = f"workload {name!r}: class {type(job).__qualname__}"
     better = getattr(job, "better", "lower")
@@ -73,6 +73,11 @@ def adapted(job: object, name: str) -> "PlainJob":
         raise ValueError(
             f"{where} names a quality and has no method 'evaluate'; {_written_as('evaluate')}, or leave "
             "metric and better out: then the quality is the mean loss of held-out batches"
+        )
+    if unused := [each for each in ("quality", "describe") if hasattr(job, each)]:
+        raise ValueError(
+            f"{where} has a method {unused[0]!r}, which only a subclass of sparsync_lab.workloads.base.Workload may have; return the "
+            "quality from 'evaluate', or write such a subclass"
         )
     return PlainJob(job)
 
