@@ -9,7 +9,7 @@ import pytest
 import sparsync
 
 COMMANDS = ("--help", "--version", "workloads", "schemes", "compare --help", "launch --help", "simulate --list")
-HEAVY = {"torch", "numpy", "matplotlib", "jinja2"}
+HEAVY = {"torch", "numpy", "matplotlib"}
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -43,7 +43,7 @@ def test_the_command_line_answers_without_torch() -> None:
 def test_what_stands_beside_the_ranks_of_a_launch_imports_neither_torch_nor_packages_of_the_lab() -> None:
     loaded = loaded_after("import sparsync_lab.launch.supervisor")
     assert "sparsync_lab.netlab" in loaded
-    assert not loaded & {"torch", "numpy", "matplotlib", "jinja2"}
+    assert not loaded & {"torch", "numpy", "matplotlib"}
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_the_library_does_not_import_the_lab() -> None:
     loaded = loaded_after("import sparsync\nfor name in sparsync.schemes.__all__: getattr(sparsync.schemes, name)")
     assert "sparsync.schemes.skip_reduce" in loaded
     assert not [name for name in loaded if name.startswith("sparsync_lab")]
-    assert not loaded & {"matplotlib", "jinja2"}
+    assert not loaded & {"matplotlib"}
 
 
 @pytest.mark.parametrize("name", sparsync.__all__)
