@@ -331,11 +331,8 @@ def _constants(law: Law) -> str:
 def _left_out(points: Sequence[Point]) -> str:
     sizes = sorted({point.parameters for point in points})
     bits = [each.bits for each in rows("steps", 4) if each.bits in GOALS]
-    heads = [
-        "law of",
-        *(f"error at {significant(size / 1e6)} M" for size in sizes),
-        *(f"`bits={each:g}`, %" for each in bits),
-    ]
+    at = [f"error at {significant(size / 1e6)} M" for size in sizes]
+    heads = ["law of", *at, *(f"`bits={each:g}`, %" for each in bits)]
     cells: list[list[str]] = []
     for factors in (*SIMPLER, LAW):
         errors = [error_without(points, factors, size) for size in sizes]
@@ -364,19 +361,17 @@ def _table_of(points: Sequence[Point], law: Law) -> str:
         half = interval(range(point.seeds)).half  # of seeds whose gaps differ by 1
         if half is not None and point.deviation is not None:
             half *= point.deviation / statistics.stdev(range(point.seeds))
+        size = f"{significant(point.parameters / 1e6)} M"
         about = [
             point.job,
-            f"{significant(point.parameters / 1e6)} M",
+            size,
             f"{point.tokens_per_step:,}",
             f"{point.steps:,}",
-        ]
-        about += [
             str(point.ranks),
             f"`bits={point.recipe:g}`",
-            str(point.seeds),
-            interval_text(Interval(point.gap, half)),
         ]
-        cells.append([*about, f"{middle:+.3f} ({low:+.3f} to {high:+.3f})", use])
+        gap, law_gap = interval_text(Interval(point.gap, half)), f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"
+        cells.append([*about, str(point.seeds), gap, law_gap, use])
     heads = "job, size, tokens a step, steps, ranks, recipe, seeds, nats behind dense, law (95 %), use"
     return parts.table(heads.split(", "), cells)
 

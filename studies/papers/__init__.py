@@ -66,3 +66,13 @@ def kept(folder: Path, name: str, measure: Callable[[], Any]) -> Any:  # Any: JS
     if not file.is_file():
         written(file, [(json.dumps(measure(), indent=1) + "\n").encode()])
     return json.loads(file.read_text("utf-8"))
+
+
+def best_rate(rates: Sequence[float], end: Callable[[float], float]) -> float:
+    """Find the rate with the lowest `end`; up to 9 are tried, each twice or half the outermost one, until the best is not at an edge."""
+    tried = sorted(rates)
+    while True:
+        best = min(tried, key=end)
+        if best not in (tried[0], tried[-1]) or len(tried) == 9:
+            return best
+        tried = sorted([*tried, best / 2 if best == tried[0] else 2 * best])

@@ -44,7 +44,7 @@ def section(folder: Path) -> Section:
     settling = [each["exdyna"].settled_after() for each in (*courses.values(), *jobs.values())]
     slowest = "all the" if None in settling else max(each for each in settling if each is not None)
     exdyna, topk, dgc = (trained[label(trained, name)] for name in ("exdyna", "topk", "dgc"))
-    times = step_times(first)
+    times = {name: each for name, (each,) in measured.step_times(PRESET, (MOST_SEEDS,), first).items()}
     claims = (
         Claim(
             "Build-up never occurs",
@@ -129,14 +129,6 @@ def jobs_table(jobs: dict[str, dict[str, Course]]) -> str:
     )
     heads = ["job", "scheme", "density error", "union / target", "largest share / mean", "steps to settle"]
     return titled(under, heads, rows)
-
-
-def step_times(first: dict[int, dict[str, Course]]) -> dict[str, float]:
-    """Predict the steps on the authors' machine, in milliseconds."""
-    P = 8
-    uneven = {name: first[P][name].imbalance(SETTLED, STEPS) for name in PUBLISHED}
-    names = ("dense", "topk", *PUBLISHED, *EXACT)
-    return {name: measured.step_ms(PRESET, name, P, uneven.get(name)) for name in names}
 
 
 def times_table(times: dict[str, float]) -> str:

@@ -38,7 +38,7 @@ def section(folder: Path) -> Section:
     exact = {P: measured.drawn_exact(folder, P) for P in RANKS}
     costs = measured.selection_costs(folder)
     trained = {row.label: row for row in measured.trained(folder)}
-    times = step_times(first)
+    times = measured.step_times(PRESET, STEP_RANKS, first)
     held = [each["micro"].error(SETTLED, STEPS) for each in courses.values()]
     ratios = [first[P]["micro"].ratio(SETTLED, STEPS) for P in RANKS]
     grown = [_told(courses[seed][f"micro x{FACTORS[0]:g}"].settled_after()) for seed in SEEDS]
@@ -185,20 +185,9 @@ def convergence_verdict(method: measured.MethodRow, others: Sequence[measured.Me
     return f"here it is {', '.join(f'{word} {_names(labels)}' for word, labels in told.items() if labels)}"
 
 
-def step_times(courses: dict[int, dict[str, Course]]) -> dict[str, list[float]]:
-    """Predict the steps on the authors' cluster, in milliseconds by number of ranks."""
-    times = {name: [measured.step_ms(PRESET, name, P) for P in STEP_RANKS] for name in ("dense", "topk", *EXACT)}
-    for name in PUBLISHED:
-        imbalances = [courses[P][name].imbalance(SETTLED, STEPS) for P in STEP_RANKS]
-        times[name] = [measured.step_ms(PRESET, name, *each) for each in zip(STEP_RANKS, imbalances, strict=True)]
-    return times
-
-
 def times_table(times: dict[str, list[float]]) -> str:
     """Show the predicted steps."""
-    rows = [
-        [f"`{name}`", *(significant(each, 4) for each in times[name])] for name in ("dense", "topk", *PUBLISHED, *EXACT)
-    ]
+    rows = [[f"`{name}`", *(significant(each, 4) for each in found)] for name, found in times.items()]
     under = (
         "Predicted step (ms) on the authors' cluster (an LSTM of 28.9 M parameters on WikiText-2, 4 V100 a node, density "
         "0.1 %), from the bytes sent and the measured imbalance. Links (10 Gbit/s between nodes) and 45 ms of computing "

@@ -22,7 +22,7 @@ from sparsync_lab.traffic.observe import xi
 from sparsync_lab.traffic.stream import Synthetic
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import parameter_count
-from studies.papers import kept
+from studies.papers import best_rate, kept
 
 DENSITY = 0.01
 METHODS = {
@@ -162,12 +162,8 @@ def at_best_rate(folder: Path, name: str) -> tuple[float, list[dict[str, Any]]]:
     def trained(rate: float, seed: int) -> dict[str, Any]:
         return kept(folder, f"oktopk-{name}-{rate:g}-{seed}", lambda: train(METHODS[name], RANKS, rate, seed, STEPS))
 
-    rates = RATES
-    while True:
-        best = min(rates, key=lambda rate: end(trained(rate, SEEDS[0])))
-        if best not in (rates[0], rates[-1]) or len(rates) == 5:
-            return best, [trained(best, seed) for seed in SEEDS]
-        rates = (rates[0] / 2, *rates) if best == rates[0] else (*rates, rates[-1] * 2)
+    best = best_rate(RATES, lambda rate: end(trained(rate, SEEDS[0])))
+    return best, [trained(best, seed) for seed in SEEDS]
 
 
 def end(training: Mapping[str, Any]) -> float:

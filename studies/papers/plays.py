@@ -31,7 +31,7 @@ from sparsync_lab.workloads.base import (
 )
 from sparsync_lab.workloads.shakespeare_text import package, package_works
 from studies import parts
-from studies.papers import Claim, kept
+from studies.papers import Claim, best_rate, kept
 
 TITLES = ["alls_well_that_ends_well", "coriolanus", "hamlet", "henry_v", "lear", "macbeth", "othello", "tempest"]
 LENGTH, TESTED, VOCABULARY = 40, 250, 500  # words per passage, passages of each play for the test, words that count
@@ -157,14 +157,8 @@ def learned(folder: Path, job: Plays, label: str, seeds: Sequence[int], rate: fl
         about = f"{label}-{job.passages}-{job.shards}-{job.batch_size}-{rate:g}-{seed}".replace(" ", "_")
         return kept(folder / "skip_reduce-plays", about, train)
 
-    rates = list(RATES)
-    while rate is None:
-        tried = {each: min(once(each, SEEDS[0])["loss"]) for each in rates}
-        best = min(rates, key=lambda each: tried[each])
-        if best in (rates[0], rates[-1]):
-            rates = sorted([*rates, best / 2 if best == rates[0] else 2 * best])
-        else:
-            rate = best
+    if rate is None:
+        rate = best_rate(RATES, lambda each: min(once(each, SEEDS[0])["loss"]))
     found = [once(rate, seed) for seed in seeds]
     return Learned(
         rate,

@@ -245,6 +245,13 @@ def step_ms(preset: str, name: str, P: int, imbalance: float | None = None) -> f
     return 1e3 * serial(even_backward([job.elements], job.forward_s, job.backward_s), [seconds]).step_s
 
 
+def step_times(preset: str, ranks: Sequence[int], first: Mapping[int, Mapping[str, Course]]) -> dict[str, list[float]]:
+    """Predict the steps on the hardware of a set-up, in milliseconds by number of ranks."""
+    uneven = {(name, P): first[P][name].imbalance(SETTLED, STEPS) for name in PUBLISHED for P in ranks}
+    names = ("dense", "topk", *PUBLISHED, *EXACT)
+    return {name: [step_ms(preset, name, P, uneven.get((name, P))) for P in ranks] for name in names}
+
+
 # Formats.
 
 
