@@ -197,6 +197,10 @@ def _check_entry(runs: Sequence[Run]) -> None:
     what = f"{first.track}, {first.scheme}, {first.steps} steps"
     if len(runs) < FEWEST_SEEDS:
         raise ValueError(f"{what}: at least {FEWEST_SEEDS} seeds are needed, got {len(runs)}")
+    if len(set(losses)) < len(losses):
+        raise ValueError(
+            f"{what}: two runs have the same loss to the last digit, so one is a copy; train with each seed"
+        )
     assert target is not None  # checked by `read`
     mean, p = statistics.fmean(losses), p_value(losses, target)
     if not p < LEVEL:

@@ -142,6 +142,18 @@ class NoMean(Least):
         return model(batch)
 
 
+class Scoring(Least):
+    def quality(self, total: float, count: int) -> float:
+        return 100 * total / count
+
+
+def test_a_method_that_would_be_ignored_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"Scoring has a method 'quality', which only a subclass of .*Workload may have"
+    ):
+        job(Scoring)
+
+
 class Strange(Least):
     def __init__(self) -> None:
         raise OSError("no folder")

@@ -148,6 +148,7 @@ def test_tracks_are_jobs_of_the_laboratory(name: str) -> None:
             "a mean loss of 2.1278 over 3 seeds must be below 2.12 with p < 0.01",
         ),
         ([row(0, 2.0), row(1, 2.001), row(2, 2.2)], "got p = 0.25"),
+        ([row(0, 2.0), row(1, 2.0), row(2, 1.99)], "two runs have the same loss to the last digit, so one is a copy"),
     ],
 )
 def test_runs_that_do_not_show_a_record_are_refused(
