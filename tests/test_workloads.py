@@ -334,3 +334,10 @@ def test_a_recommender_that_knows_the_held_out_film_always_hits(films: Path) -> 
         model.user_factor.weight.scatter_(1, data.ranked[:, :1], 1.0)
         model.output.weight[:, :130] = 1.0
     assert workload.quality(*workload.evaluate(model, 0, 1)) == 100.0
+
+
+def test_a_size_of_zero_and_a_negative_decay_are_refused() -> None:
+    assert vars(workloads.get("gpt-tiny", weight_decay="0.0"))["weight_decay"] == 0
+    for option, value in {"layers": "0", "batch_size": "-1", "learning_rate": "nan", "weight_decay": "-0.1"}.items():
+        with pytest.raises(ValueError, match=rf"{option} must be .*above"):
+            workloads.get("gpt-tiny", **{option: value})

@@ -1,6 +1,7 @@
 """Find the lab's training jobs by name, module or file. Importing this loads neither torch nor data, so listing names is fast."""
 
 import inspect
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -120,6 +121,9 @@ def summaries() -> dict[str, str]:
     return {name: entry.summary for name, entry in WORKLOADS.items()} | others
 
 
+MAY_BE_ZERO = ("weight_decay", "momentum", "warmup")  # options of the lab's jobs; other numbers are above 0
+
+
 def get(name: str, **options: Option) -> "Workload":
     """Make a workload with `options` in place of its defaults; the lab's jobs touch no data before their `prepare`.
 
@@ -142,6 +146,10 @@ def get(name: str, **options: Option) -> "Workload":
             known = ", ".join(defaults) or "none"
             raise ValueError(f"workload {name!r} has no option {option!r}; it has {known}{nearest(option, defaults)}")
     given = {option: _converted(option, value, defaults[option]) for option, value in options.items()}
+    for option, value in given.items() if entry else ():
+        least = 0 if option in MAY_BE_ZERO else math.nextafter(0, 1)
+        if isinstance(value, int | float) and not value >= least:
+            raise ValueError(f"{option} must be {'0 or above' if least == 0 else 'above 0'}, got {value}")
     made = _made(kind, name, {**(entry.options if entry else {}), **given})
     return made if is_workload else plain.adapted(made, name)
 
