@@ -194,9 +194,9 @@ def test_the_command_prints_a_table_with_what_is_known_of_quality_and_a_verdict(
     said = capsys.readouterr().out
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
     for row, quality in (
-        ("default", r"1.6 % ahead of dense \(gpt-default\)"),
+        ("default", "1.6 % ahead.*"),
         ("bf16", "as dense"),
-        ("exact_oktopk:density=0.01:values=int8", "-"),
+        ("exact_oktopk.*", "-"),
     ):
         assert re.search(rf"^ {row} .*  {quality} *$", said, re.MULTILINE)
     assert "~: the probe has no buckets of dense, bf16, default" in said

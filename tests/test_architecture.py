@@ -17,9 +17,9 @@ NODES = {path: list(ast.walk(ast.parse(source))) for path, source in SOURCES.ite
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
     "src": 22_721,
     "elastic": 1_997,
-    "lab": 13_602,
+    "lab": 13_590,
     "studies": 8_733,
-    "tests": 31_523,
+    "tests": 31_513,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0
 LONGER_SCHEMES = 0  # of more than 200 lines

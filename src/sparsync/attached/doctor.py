@@ -69,10 +69,8 @@ def examine(
     called = [model] if isinstance(model, nn.Module) else list(model)
     models = [inside_wrappers(each) for each in called]
     ranks, sharded = _exchanging(models[0], group, options)
-    sizes = (
-        each.numel() for model in models for each in model.parameters() if each.requires_grad and not is_lazy(each)
-    )
-    parameters = sum(sizes)
+    trained = [each for model in models for each in model.parameters() if each.requires_grad and not is_lazy(each)]
+    parameters = sum(each.numel() for each in trained)
     choice = choose(scheme, bits, exchange, optimizer, ranks, sharded, parameters)
     if choice.recipe is not None and options.parameters is None:
         options = replace(options, parameters=choice.recipe.parameters)

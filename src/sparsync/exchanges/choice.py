@@ -138,7 +138,7 @@ def recipe_findings(
     if choice.recipe is not None and choice.recipe.beyond and not choice.recipe.shows(parameters):
         yield Finding(
             f"{choice.recipe.name} with {parameters / 1e6:.3g} million parameters: {choice.recipe.beyond}",
-            "take more bits: without bits=, training is as with dense as far as it was measured",
+            "leave bits= out, or take more bits: they lose less",
         )
     if choice.recipe is None or choice.recipe.family != "other" or exchange is not None:
         return

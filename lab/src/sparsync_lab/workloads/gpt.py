@@ -1,6 +1,7 @@
 """The character-level language model: a decoder that reads up to 64 characters of Shakespeare and predicts the next after each."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,24 +24,24 @@ WARMUP = 0.05  # share of the steps
 LOWEST = 0.1  # share of the learning rate at which the cosine ends
 
 
+def draw(layers: Sequence[nn.Linear], last: Sequence[nn.Linear], branches: int) -> None:
+    """Draw the weights of `layers`, and smaller ones for the `last` layers of residual branches; biases are zero."""
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=DEVIATION / math.sqrt(branches) if layer in last else DEVIATION)
+        if layer.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]  # torch's stubs say it never is
+            nn.init.zeros_(layer.bias)
+
+
 class TransformerBlock(nn.Module):
     """Attention and a perceptron, each with normalised input and a residual connection."""
 
-    def __init__(self, width: int, heads: int, deviation: float) -> None:
-        """Draw the weights; `deviation` is for the two layers at the end of a residual branch."""
+    def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query_key_value, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        for layer, size in (
-            (self.query_key_value, DEVIATION),
-            (self.attended, deviation),
-            (self.up, DEVIATION),
-            (self.down, deviation),
-        ):
-            nn.init.normal_(layer.weight, std=size)
-            nn.init.zeros_(layer.bias)
+        draw([self.query_key_value, self.attended, self.up, self.down], [self.attended, self.down], 2 * layers)
 
     def forward(self, x: Float[Tensor, "windows length width"]) -> Float[Tensor, "windows length width"]:
         split = self.query_key_value(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
@@ -57,9 +58,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.empty(context, width))
-        self.blocks = nn.ModuleList(
-            TransformerBlock(width, heads, DEVIATION / math.sqrt(2 * layers)) for _ in range(layers)
-        )
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, layers) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=DEVIATION)
         nn.init.normal_(self.position, std=DEVIATION)

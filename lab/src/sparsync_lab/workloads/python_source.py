@@ -19,7 +19,7 @@ from torch.nn.functional import glu, linear, pad
 from sparsync_lab.workloads import byte_text
 from sparsync_lab.workloads.byte_level import Code
 from sparsync_lab.workloads.byte_text import ByteText
-from sparsync_lab.workloads.gpt import DEVIATION
+from sparsync_lab.workloads.gpt import DEVIATION, draw
 from sparsync_lab.workloads.store import Package
 
 PACKAGE = Package(
@@ -38,15 +38,12 @@ TAPS = 3  # of a convolution
 class GatedConvolution(nn.Module):
     """A causal, dilated convolution with a gate and normalised input, and a residual connection (arXiv 1612.08083)."""
 
-    def __init__(self, width: int, dilation: int, deviation: float) -> None:
-        """Draw the weights; `deviation` is for the layer at the end of the residual branch."""
+    def __init__(self, width: int, dilation: int, layers: int) -> None:
         super().__init__()
         self.dilation = dilation
         self.norm = nn.LayerNorm(width)
         self.taps, self.mixed = nn.Linear(TAPS * width, 2 * width), nn.Linear(width, width)
-        for layer, size in ((self.taps, DEVIATION), (self.mixed, deviation)):
-            nn.init.normal_(layer.weight, std=size)
-            nn.init.zeros_(layer.bias)
+        draw([self.taps, self.mixed], [self.mixed], layers)
 
     def forward(self, x: Float[Tensor, "windows length width"]) -> Float[Tensor, "windows length width"]:
         length, reach = x.shape[1], self.dilation * (TAPS - 1)
@@ -63,7 +60,7 @@ class GatedConvolutions(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         doublings = max(1, math.ceil(math.log2(context / 4)))
         self.blocks = nn.ModuleList(
-            GatedConvolution(width, 2 ** (layer % doublings), DEVIATION / math.sqrt(layers)) for layer in range(layers)
+            GatedConvolution(width, 2 ** (layer % doublings), layers) for layer in range(layers)
         )
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=DEVIATION)
