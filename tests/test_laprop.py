@@ -66,13 +66,13 @@ def test_one_rank_that_exchanges_all_of_its_adamw_steps_trains_as_laprop() -> No
     assert not math.isclose(by_dense, whole.quality[-1][1], rel_tol=1e-2)
 
 
-def test_beta2_is_that_of_steps_the_jobs_and_at_least_99_percent_unless_it_is_given() -> None:
+def test_beta2_is_that_of_steps_the_jobs_and_at_least_999_per_mille_unless_it_is_given() -> None:
     def end(beta2: float | None, jobs: float) -> float:
         workload = job(lambda model: AdamW(model.parameters(), lr=0.0625, betas=(0.75, jobs)))
         return train_with_scheme(workload, lambda: LaProp(beta2=beta2), 0, 8, 2, {8}).quality[-1][1]
 
-    assert end(None, 0.875) == end(0.99, 0.875) != end(0.875, 0.875)
-    assert end(None, 0.999) == end(0.999, 0.875) != end(0.99, 0.999)
+    assert end(None, 0.875) == end(0.999, 0.875) != end(0.875, 0.875)
+    assert end(None, 0.9995) == end(0.9995, 0.875) != end(0.999, 0.9995)
     with pytest.raises(ValueError, match=r"beta2 must be in \[0, 1\), got 1.0"):
         LaProp(beta2=1.0)
 
@@ -111,7 +111,7 @@ def test_it_is_a_baseline_by_its_name_with_its_setting() -> None:
     [plain, other] = parse_schemes("laprop,laprop:beta2=0.99", 0.01)
     assert [each.make() for each in (plain, other)] == [LaProp(), LaProp(beta2=0.99)]
     assert [kind(each) for each in (plain, other)] == ["baseline"] * 2
-    assert plain.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2='at least 0.99')"}
+    assert plain.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2='at least 0.999')"}
     assert other.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2=0.99)"}
 
 

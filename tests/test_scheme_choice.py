@@ -61,7 +61,7 @@ def test_steps_are_described_with_what_their_defaults_are() -> None:
     )
     assert found["keep"] == Steps().keep_for(made)
     assert found["decay"] == Steps().decay_for(made)
-    assert found["beta2"] == "at least 0.99"
+    assert found["beta2"] == "at least 0.999"
     assert described(f"steps(keep={found['keep']}:decay={found['decay']})/two_shot:density=0.012:values=sign") == found
     assert described("steps/two_shot:density=1.0:values=sign")["keep"] == "0.5, with Muon 0.2"
     given = described("steps(keep=1.0:decay=0.5:beta2=0.75)/topk")

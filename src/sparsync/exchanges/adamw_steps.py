@@ -24,7 +24,7 @@ the variance of the mean one, so without the ratio steps would be too short. Wit
 
 Differs from AdamW, even with one rank or when everything is sent: it divides each gradient by the second moments, and multiplies it by the
 rate, of the step that made the gradient, as LaProp does (arXiv 2002.04839). AdamW applies the latest ones to the momentum. And beta2 is at
-least 0.99. With beta1 = 0 and the same beta2 there is no difference. If elements are left out, the residual forgets a little in each step.
+least 0.999. With beta1 = 0 and the same beta2 there is no difference. If elements are left out, the residual forgets a little in each step.
 Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02888); the estimated ratio and own weights are ours.
 """
 

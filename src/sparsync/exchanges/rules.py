@@ -21,7 +21,7 @@ from sparsync.kernels.step_reference import Move
 from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise
 
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # Muon has no second moments: AdamW's usual values for transformers
-_LONGEST_BETA2 = 0.99  # a smaller beta2 of the optimizer is raised to this
+_LONGEST_BETA2 = 0.999  # a smaller beta2 of the optimizer is raised to this
 _TOGETHER = 1 << 26  # elements of matrices that are moved, and so copied, at once
 _RMS = 0.2  # the RMS of an AdamW step's elements over its rate (arXiv 2502.16982, section 2.2)
 

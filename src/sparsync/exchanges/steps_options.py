@@ -64,7 +64,7 @@ class Steps(StepOptions):
         block: adjacent elements with one ratio.
         measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, and serves
             from the next step on. The first 8 steps all measure; the first measurement serves its own step too.
-        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because one rank's gradients are noisier than their
+        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.999, because one rank's gradients are noisier than their
             mean; for Muon, which has none, 0.95.
         decay: in [0, 1], the share of the residual that stays from step to step. None: 1 if the scheme sends all elements, else 1 minus
             the share that it sends, and at least 0.97, so that elements are forgotten no faster than they are sent. A `decay` of the
@@ -84,7 +84,7 @@ class Steps(StepOptions):
         super().__post_init__()
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ValueError(
-                f"beta2 must be in [0, 1), or None for the optimizer's and at least 0.99, got {self.beta2}"
+                f"beta2 must be in [0, 1), or None for the optimizer's and at least 0.999, got {self.beta2}"
             )
         if self.decay is not None and not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], the share of the residual that a step keeps, got {self.decay}")

@@ -8,7 +8,7 @@ It is what `steps(...)/SCHEME` would do without compression, if every rank had t
 limit of exchanging AdamW steps, as dense is the limit of exchanging gradients.
 
 As with exchanged steps, a step's rate stays with its gradient (without a schedule that is the paper's rule), weights decay as in AdamW,
-and beta2 is at least 0.99 unless given.
+and beta2 is at least 0.999 unless given.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class BorrowedGroups(Optimizer):
 class LaProp(Dense):
     """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
 
-    # Of the second moments; None: as with exchanged steps, the beta2 of the job's AdamW, but at least 0.99.
+    # Of the second moments; None: as with exchanged steps, the beta2 of the job's AdamW, but at least 0.999.
     beta2: float | None = None
 
     name = "laprop"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name

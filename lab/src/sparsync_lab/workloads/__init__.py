@@ -58,6 +58,10 @@ WORKLOADS: dict[str, WorkloadEntry] = {
         "gpt-tiny with Muon for the matrices of its blocks and AdamW for the rest: a minute",
         {"optimizer_name": "muon", "width": 64, "layers": 2, "context": 32},
     ),
+    "words": WorkloadEntry(
+        "sparsync_lab.workloads.gpt:Words",
+        "word-level transformer on Shakespeare's works, 0.37 M parameters, most of them in its embedding: a minute",
+    ),
     "code": WorkloadEntry(
         "sparsync_lab.workloads.byte_level:Code",
         "byte-level transformer on the C source of Linux, 1.03 M parameters, AdamW, bits per byte",

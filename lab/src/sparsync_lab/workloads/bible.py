@@ -9,14 +9,14 @@ import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from sparsync_lab.workloads.gpt import DEVIATION, Gpt, draw
+from sparsync_lab.workloads.gpt import DEVIATION, Words, draw
 from sparsync_lab.workloads.shakespeare_text import Corpus, folder_texts, in_words
 from sparsync_lab.workloads.store import Package
 
@@ -86,17 +86,14 @@ def rotated(
 
 
 @dataclass(frozen=True)
-class Bible(Gpt):
+class Bible(Words):
     """The World English Bible, word by word, trained as `gpt`."""
 
-    vocabulary: int = 4_000  # the commonest words, and one for all others
     width: int = 96
     layers: int = 3
     context: int = 48  # words per window
 
     name: ClassVar[str] = "bible"
-    unit: ClassVar[str] = "validation perplexity per word"
-    items: ClassVar[str] = "words"
     held_out: ClassVar[bool] = True
 
     def new_model(self) -> nn.Module:
@@ -104,11 +101,6 @@ class Bible(Gpt):
 
     def text(self) -> Corpus:
         return bible_words(self.data, self.vocabulary)
-
-    def describe_text(self) -> dict[str, Any]:
-        text = self.text()
-        counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
-        return {"sha256": text.sha256, "words": counts, "types": text.types}
 
 
 @lru_cache(maxsize=2)

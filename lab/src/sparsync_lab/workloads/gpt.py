@@ -1,4 +1,4 @@
-"""The character-level language model: a decoder that reads up to 64 characters of Shakespeare and predicts the next after each."""
+"""The transformers: a decoder that reads up to 64 characters, or words, of Shakespeare and predicts the next after each."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from sparsync_lab.workloads.base import rise_and_cosine, seeded
 from sparsync_lab.workloads.byte_text import ByteText
 from sparsync_lab.workloads.language import LanguageJob
 from sparsync_lab.workloads.muon import Several
-from sparsync_lab.workloads.shakespeare_text import Corpus, characters
+from sparsync_lab.workloads.shakespeare_text import Corpus, characters, corpus
 
 DEVIATION = 0.02  # of the initial weights, as in GPT-2; divided by sqrt(2 layers) at the end of a residual branch
 BETAS = (0.9, 0.95)
@@ -138,3 +138,25 @@ class Gpt(LanguageJob):
         text = characters(self.data)
         counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
         return {"sha256": text.sha256, "characters": counts, "types": text.types}
+
+
+@dataclass(frozen=True)
+class Words(Gpt):
+    """Shakespeare's works, word by word, trained as `gpt`; punctuation marks and line ends are words, too."""
+
+    vocabulary: int = 4_000  # the commonest words, and one for all others
+    width: int = 64
+    layers: int = 2
+    context: int = 32  # words per window
+
+    name: ClassVar[str] = "words"
+    unit: ClassVar[str] = "validation perplexity per word"
+    items: ClassVar[str] = "words"
+
+    def text(self) -> Corpus:
+        return corpus(self.data, self.vocabulary)
+
+    def describe_text(self) -> dict[str, Any]:
+        text = self.text()
+        counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
+        return {"sha256": text.sha256, "words": counts, "types": text.types}
