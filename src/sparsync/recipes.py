@@ -33,7 +33,7 @@ class Recipe:
     bits: float
     family: Family
     text: str
-    quality: str  # after 1000 steps, against the same optimizer with dense gradients; and the part of the page
+    quality: str  # after 1000 steps, against the same optimizer with dense gradients; and the part of docs/frontier.md
     least_ranks: int = 1
     most_ranks: int = _ANY
     parameters: Literal["int4"] | None = None  # of FSDP2's all-gather
@@ -112,6 +112,7 @@ TABLE = (
         "steps/two_shot:density=0.06:values=sign:density_down=0.3",
         "0.5 % behind (gpt-tiny-16-down)",
         least_ranks=16,
+        shown_to=0.1e6,
     ),
     Recipe(
         0.2,
@@ -119,17 +120,18 @@ TABLE = (
         "steps(keep=0.1:measure_every=16)/two_shot:density=0.005:values=sign:density_down=0.02",
         "17 % behind (gpt-tiny-16-low)",
         least_ranks=16,
+        shown_to=0.1e6,
         beyond=_LOWEST_BEYOND,
         most_parameters=_LOWEST_MOST,
     ),
     # Muon, where its rows differ from AdamW's.
-    Recipe(1.6, "muon", "steps/in_turn:every=2", "2.6 % behind (gpt-muon-tiny-turns)"),
-    Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "4.6 % behind (gpt-muon-tiny-turns)"),
+    Recipe(1.6, "muon", "steps/in_turn:every=2", "3.4 % behind (log, Muon)"),
+    Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "5.6 % behind (log, Muon)"),
     Recipe(
         0.2,
         "muon",
         "steps(keep=0.2:measure_every=16)/two_shot:density=0.012:values=sign",
-        "14 % behind (gpt-muon-tiny-1000)",
+        "11 % behind (log, Muon)",
         beyond=_LOWEST_BEYOND,
         most_parameters=_LOWEST_MOST,
     ),
