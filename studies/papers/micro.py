@@ -22,6 +22,7 @@ from studies.papers.thresholds import (
     kept_after_settling,
     label,
     low_to_high,
+    merged,
     no_build_up,
     percent,
     titled,
@@ -56,7 +57,7 @@ def micro(folder: Path) -> Section:
             "An accurate threshold keeps the traffic the user asked for",
             f"off by {low_to_high(held, percent)} over steps {SETTLED} to {STEPS}; "
             f"after a tenfold growth of the gradients, settled after {', '.join(grown)} steps",
-            f"{kept_after_settling(held)}: the threshold moves by at most 0.5 % per step. `exact_micro` is exact at every step",
+            f"{kept_after_settling(held)}: the threshold moves by at most 0.5 % per step",
         ),
         Claim(
             "Selection at nearly no cost",
@@ -68,16 +69,16 @@ def micro(folder: Path) -> Section:
         ),
         Claim(
             "An outstanding convergence rate beside other sparsifiers",
-            f"{behind(own)} behind dense, `topk` {behind(topk)}, `dgc` {behind(dgc)}, at equal union and each at its best "
-            f"rate, with {significant(own.bits / topk.bits, 2)} times their bits",
+            f"{behind(own)} behind dense, `topk` {behind(topk)}, `dgc` {behind(dgc)}, at equal union, with "
+            f"{significant(own.bits / topk.bits, 2)} times their bits",
             convergence_verdict(own, (topk, dgc)),
         ),
         Claim(
             "Scales and accelerates training",
             f"predicted for {STEP_RANKS[-1]} GPUs: {_speed_up(times, 'micro')} times dense, "
             f"{_speed_up(times, 'topk', 'micro')} times `topk`",
-            "time on hardware needs 4 nodes of 4 V100"
-            + "; predicted, most of the gain over dense is that of any sparse scheme"
+            "needs 4 nodes of 4 V100"
+            + "; most of the predicted gain is that of any sparse scheme"
             * (times["micro"][-1] > 0.8 * times["topk"][-1]),
         ),
     )
@@ -111,17 +112,15 @@ def density_table(courses: dict[int, dict[str, Course]], exact: dict[str, Course
         held = [exact[name]]
         row = [f"`{name}`", "1", _steps(held), percent(held[0].error()), significant(held[0].ratio())]
         rows.append(row + _after_jumps([{f: exact[f"{name} x{f:g}"] for f in FACTORS}]))
-    jumps = [[f"farthest union / target, gradients x{f:g}", "steps to settle"] for f in FACTORS]
-    fixed = ["scheme", "seeds", "steps to settle", f"error, steps {SETTLED} to {STEPS}", "union / target"]
-    heads = [*fixed, *jumps[0], *jumps[1]]
+    jumps = [f"after x{f:g}: steps to settle; farthest union / target" for f in FACTORS]
+    heads = ["scheme", "seeds", "steps to settle", f"error, steps {SETTLED} to {STEPS}", "union / target", *jumps]
     under = (
-        f"Density held on drawn gradients, {MOST_SEEDS} ranks, {measured.ELEMENTS:,} elements, target "
-        f"{percent(measured.DENSITY)}: means over seeds (lowest to highest). Settled: within {percent(measured.CLOSE)} on "
-        f"average over {measured.STRETCH} steps, counted from the start or the jump. All gradients change by the factor "
-        f"after step {STEPS}. `bug_compatible` has the threshold of the authors' program. The exact forms ran "
-        f"{measured.SHORT} steps before and after the jump."
+        f"Density on drawn gradients, {MOST_SEEDS} ranks, {measured.ELEMENTS:,} elements, target {percent(measured.DENSITY)}: "
+        f"means over seeds (lowest to highest). A union has settled when it is within {percent(measured.CLOSE)} on average over "
+        f"{measured.STRETCH} steps. After step {STEPS} ({measured.SHORT} for the exact forms) all gradients grow tenfold, or fall to a "
+        "tenth."
     )
-    return titled(under, heads, rows)
+    return titled(under, heads, merged(rows))
 
 
 def build_up_table(published: dict[int, dict[str, Course]], exact: dict[int, dict[str, Course]]) -> str:
@@ -131,23 +130,18 @@ def build_up_table(published: dict[int, dict[str, Course]], exact: dict[int, dic
         [f"`{name}`", *(significant(published[P][name].ratio(SETTLED, STEPS)) for P in RANKS)] for name in PUBLISHED
     ]
     rows += [[f"`{name}`", *(significant(exact[P][name].ratio()) for P in RANKS)] for name in EXACT]
-    under = "Union / target by number of ranks, seed 0. Every rank of `topk` selects as many elements as the others' union has."
-    return titled(under, ["scheme", *(f"P = {P}" for P in RANKS)], rows)
+    under = "Union / target by number of ranks, seed 0. Each rank of `topk` selects the target:"
+    return titled(under, ["scheme", *(f"P = {P}" for P in RANKS)], merged(rows))
 
 
 def cost_table(costs: dict[str, dict[str, float]]) -> str:
     """Show the processor time of a selection, and the share of the elements that it reads."""
     rows = [[f"`{name}`", *(_cost(costs[f"{name} {P}"]) for P in measured.SELECT_RANKS)] for name in ("micro", *EXACT)]
-    rows += [[shown, *[_cost(costs[key])] * len(measured.SELECT_RANKS)] for key, shown in _WHOLE.items()]
     under = (
-        f"Selection of {percent(measured.DENSITY)} of {measured.SELECTED:,} elements on one rank: processor time (ms) on one "
-        f"core, medians of {measured.REPEATS} interleaved runs, and the share of the elements read. `exdyna` selects as "
-        "`micro` does. Every scheme with a residual adds it to the gradient first."
+        f"Selection of {percent(measured.DENSITY)} of {measured.SELECTED:,} elements on one rank: processor time (ms), medians of "
+        f"{measured.REPEATS} interleaved runs, and the share of the elements read. `exdyna` selects as `micro` does:"
     )
-    return titled(under, ["", *(f"P = {P}" for P in measured.SELECT_RANKS)], rows)
-
-
-_WHOLE = {"topk": "`topk`", "torch.topk": "`torch.topk`", "accumulate": "adding the residual"}
+    return titled(under, ["scheme", *(f"P = {P}" for P in measured.SELECT_RANKS)], rows)
 
 
 def convergence_table(trained: dict[str, measured.MethodRow]) -> str:
@@ -167,10 +161,10 @@ def convergence_table(trained: dict[str, measured.MethodRow]) -> str:
     ]
     heads = ["method", "rate", "mean union", "bits per parameter per step", "perplexity", "% behind dense"]
     under = (
-        "Convergence: `shakespeare-small`, SGD with momentum, 4 ranks, 300 steps, each at its best of three or more "
-        f"multiples of the job's rate ({'some' if any(row.edge for row in trained.values()) else 'none'} at an edge), "
-        f"chosen with seed 0; means over {len(SEEDS)} seeds (lowest to highest). At half of MiCRO's bits, `topk` of 1 % in int8 "
-        "ends nearer to dense ([table](frontier.md#a-word-level-language-model-sgd-with-momentum))."
+        "Convergence: `shakespeare-small`, SGD with momentum, 4 ranks, 300 steps, each at its best rate for seed 0 "
+        f"({'some' if any(row.edge for row in trained.values()) else 'none'} at an edge); means over {len(SEEDS)} seeds (lowest to "
+        "highest). At half of MiCRO's bits, `topk` of 1 % in int8 ends nearer to dense "
+        "([table](frontier.md#a-word-level-language-model-sgd-with-momentum))."
     )
     return titled(under, heads, rows)
 
@@ -191,10 +185,10 @@ def times_table(times: dict[str, list[float]]) -> str:
     rows = [[f"`{name}`", *(significant(each, 4) for each in found)] for name, found in times.items()]
     under = (
         "Predicted step (ms) on the authors' cluster (an LSTM of 28.9 M parameters on WikiText-2, 4 V100 a node, density "
-        "0.1 %), from the bytes sent and the measured imbalance. Links (10 Gbit/s between nodes) and 45 ms of computing "
-        f"are assumed (`sparsync simulate --preset {MICRO_PRESET}`). A selection costs one pass over memory here; a sort takes longer."
+        "0.1 %), from the bytes sent, the measured imbalance, one pass over memory per selection, and assumed links "
+        f"(10 Gbit/s between nodes) and computing (45 ms): `sparsync simulate --preset {MICRO_PRESET}`."
     )
-    return titled(under, ["scheme", *(f"P = {P}" for P in STEP_RANKS)], rows)
+    return titled(under, ["scheme", *(f"P = {P}" for P in STEP_RANKS)], merged(rows))
 
 
 def exdyna(folder: Path) -> Section:
@@ -225,8 +219,8 @@ def exdyna(folder: Path) -> Section:
             "Adjusting partitions balances the selection",
             f"largest share over mean {low_to_high(uneven['exdyna'])} after settling, `micro` {low_to_high(uneven['micro'])}; "
             f"P = {RANKS[-1]}: {' and '.join(significant(most[name]) for name in PUBLISHED[::-1])}",
-            "reproduced in part: loads come nearer, but a block only moves between an overloaded and an underloaded "
-            "neighbour, and a partition keeps a quarter of the mean size. `exact_exdyna` selects equally many"
+            "reproduced in part: a block only moves between an overloaded and an underloaded neighbour, and a partition "
+            "keeps a quarter of the mean size"
             if max(uneven["exdyna"]) < min(uneven["micro"])
             else "not reproduced",
         ),
@@ -234,13 +228,15 @@ def exdyna(folder: Path) -> Section:
             "The threshold satisfies the sparsity that the user requires, regardless of models and datasets",
             f"off by {low_to_high(held, percent)} on drawn gradients, by {', '.join(map(percent, of_jobs))} on three jobs, "
             f"whose first unions are {', '.join(starts)} times the target",
-            f"{kept_after_settling([*held, *of_jobs])}: settling takes up to {slowest} steps",
+            f"{kept_after_settling([*held, *of_jobs])}, which takes up to {slowest} steps",
         ),
         Claim(
             "Better training speed; the cost of sparsification stays near optimal as ranks increase",
-            f"predicted on 8 GPUs: {significant(times['dense'] / times['exdyna'])} times dense",
-            "time on hardware needs 8 V100 in one node"
-            + "; predicted, sparsification gains little over NVLink" * (times["dense"] < 1.1 * times["exdyna"]),
+            f"predicted on 8 GPUs: {significant(times['dense'] / times['exdyna'])} times dense; steps of "
+            + ", ".join(f"{significant(times[name], 4)} ms (`{name}`)" for name in ("dense", "topk", "exdyna"))
+            + f" (`sparsync simulate --preset {EXDYNA_PRESET}`)",
+            "needs 8 V100 in one node"
+            + "; sparsification gains little over NVLink" * (times["dense"] < 1.1 * times["exdyna"]),
         ),
         Claim(
             "High accuracy",
@@ -248,9 +244,7 @@ def exdyna(folder: Path) -> Section:
             convergence_verdict(own, (topk, dgc)),
         ),
     )
-    return Section(
-        claims, "\n\n".join((balance_table(courses, first, exact), jobs_table(jobs), exdyna_times_table(times)))
-    )
+    return Section(claims, "\n\n".join((balance_table(courses, first, exact), jobs_table(jobs))))
 
 
 def balance_table(
@@ -274,51 +268,40 @@ def balance_table(
     shown, exact_ones = ([f"`{name}`" for name in names] for names in (PUBLISHED, EXACT))
     heads = ["P", "seeds", *shown, f"moved blocks before step {SETTLED}", "after", *exact_ones]
     under = (
-        f"Balance on drawn gradients of {measured.ELEMENTS:,} elements, {percent(measured.DENSITY)}: the largest share of a "
-        f"rank over the mean, over steps {SETTLED} to {STEPS}; of the exact forms, over their first {measured.SHORT} steps."
+        f"Balance on MiCRO's drawn gradients: the largest share of a rank over the mean, over steps {SETTLED} to {STEPS}; of the "
+        f"exact forms, over their first {measured.SHORT} steps."
     )
     return titled(under, heads, rows)
 
 
 def jobs_table(jobs: dict[str, dict[str, Course]]) -> str:
     """Show density and balance on the gradients of jobs."""
+    last = -measured.JOB_LAST
     rows = [
         [
             f"`{job}`",
-            f"`{name}`",
-            percent(found[name].error(-measured.JOB_LAST)),
-            significant(found[name].ratio(-measured.JOB_LAST)),
-            significant(found[name].imbalance(-measured.JOB_LAST)),
-            str(found[name].settled_after()),
+            ", ".join(percent(found[name].error(last)) for name in PUBLISHED),
+            ", ".join(significant(found[name].ratio(last)) for name in PUBLISHED),
+            ", ".join(significant(found[name].imbalance(last)) for name in PUBLISHED),
+            _steps([found[name] for name in PUBLISHED]),
         ]
         for job, found in jobs.items()
-        for name in PUBLISHED
     ]
     under = (
-        f"Gradients of jobs that train with the dense mean: {measured.JOB_RANKS} ranks, {percent(measured.DENSITY)}, the "
-        f"last {measured.JOB_LAST} of {measured.JOB_STEPS} steps, one seed."
+        f"{' and '.join(f'`{name}`' for name in PUBLISHED)} on gradients of jobs that train densely: {measured.JOB_RANKS} ranks, "
+        f"{percent(measured.DENSITY)}, the last {measured.JOB_LAST} of {measured.JOB_STEPS} steps, one seed."
     )
-    heads = ["job", "scheme", "density error", "union / target", "largest share / mean", "steps to settle"]
+    heads = ["job", "density error", "union / target", "largest share / mean", "steps to settle"]
     return titled(under, heads, rows)
 
 
-def exdyna_times_table(times: dict[str, float]) -> str:
-    """Show the predicted steps."""
-    heads = ["scheme", *(f"`{name}`" for name in times)]
-    under = (
-        "Predicted step (ms) on the authors' machine (Inception-v4 on CIFAR-100, 8 V100 with NVLink, density 0.1 %), as above: "
-        f"`sparsync simulate --preset {EXDYNA_PRESET}`. Computing is assumed."
-    )
-    return titled(under, heads, [["8 GPUs", *(significant(each, 4) for each in times.values())]])
-
-
 def _after_jumps(jumped: Sequence[dict[float, Course]]) -> list[str]:
-    """Format the farthest union / target and the steps to settle after each jump."""
+    """Format the steps to settle and the farthest union / target after each jump."""
     cells = list[str]()
     for factor in FACTORS:
         found = [each[factor] for each in jumped]
         farthest = max((each.worst() for each in found), key=lambda ratio: max(ratio, 1 / ratio))
-        cells += [significant(farthest), _steps(found)]
+        cells.append(f"{_steps(found)}; {significant(farthest)}")
     return cells
 
 

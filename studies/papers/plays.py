@@ -217,19 +217,36 @@ def bias_table(found: Mapping[tuple[str, str], Learned]) -> str:
 
 
 def regularisation_table(found: Mapping[str, Learned]) -> str:
+    batch = Plays.batch_size
+    forms = {  # of the names that `regularisation` gives
+        "ranks left out": "s = {s}",
+        "dense, batch x (P-s)/P": "dense, batch {batch}",
+        "divided by P, dense's rate": "s = {s}, divided by P, dense's rate",
+        "dense, rate x (P-s)/P": "dense, rate x (P-{s})/P",
+        "ranks left out, overfits": "s = {s}, overfits",
+        "dense, batch x (P-s)/P, overfits": "dense, batch {batch}, overfits",
+    }
+
+    def cell(name: str) -> str:
+        values = found[name].end if "overfits" in name else found[name].best
+        return f"{fmean(values):.3f} ± {error(values):.3f}"
+
     rows = [
         [
             shown,
-            f"x{each.rate:g}",
-            *(f"{fmean(x):.3f} ± {error(x):.3f}" for x in (each.best, each.end)),
-            f"{fmean(each.right):.1f} ± {error(each.right):.1f}",
+            cell("dense, overfits" if "overfits" in shown else "dense"),
+            *(cell(form.format(s=s, batch=batch * (P - s) // P)) for s in SKIPS),
         ]
-        for shown, each in found.items()
+        for shown, form in forms.items()
     ]
+    chosen = sorted(
+        {found[name].rate for name in found if name == "dense" or re.fullmatch(r"s = \d|dense, batch \d+", name)}
+    )
     return "\n\n".join(
         [
-            f"24 passages of each play, {len(MANY_SEEDS)} seeds ± standard error; a method's rate is best for its lowest test loss:",
-            parts.table(("method", "rate", "lowest test loss", "last test loss", "right at the end, %"), rows),
+            f"24 passages of each play, {len(MANY_SEEDS)} seeds ± standard error: the lowest test loss at its best rate "
+            f"({', '.join(f'x{rate:g}' for rate in chosen)}), and the last one of a model that overfits (x{OVERFITS:g}):",
+            parts.table(("method", "dense", *(f"s = {s}" for s in SKIPS)), rows),
         ]
     )
 
@@ -237,16 +254,14 @@ def regularisation_table(found: Mapping[str, Learned]) -> str:
 def claims(learnt: Mapping[str, Learned], biased: Mapping[tuple[str, str], Learned]) -> list[Claim]:
     """Format the claims about bias and regularisation."""
     against = "; ".join(
-        f"{about}: "
-        + ", ".join(
-            f"{fmean(biased[shown, kind].best):.2f} {shown}" for shown in ("dense", "random, s = 4", "naive, s = 4")
-        )
+        f"{about} "
+        + ", ".join(f"{fmean(biased[shown, kind].best):.2f}" for shown in ("dense", "random, s = 4", "naive, s = 4"))
         for kind, about in KINDS.items()
     )
     skipped = {
         f"s = {s}": [b - a for a, b in zip(learnt["dense"].best, learnt[f"s = {s}"].best, strict=True)] for s in SKIPS
     }
-    told = ", ".join(f"{fmean(each):+.3f} ± {error(each):.3f} ({shown})" for shown, each in skipped.items())
+    told = ", ".join(f"{fmean(each):+.3f} ± {error(each):.3f}" for each in skipped.values())
 
     def worse(kind: str) -> float:
         return fmean(biased["naive, s = 4", kind].best) / fmean(biased["random, s = 4", kind].best)
@@ -255,19 +270,18 @@ def claims(learnt: Mapping[str, Learned], biased: Mapping[tuple[str, str], Learn
     return [
         Claim(
             "skipping the same ranks biases training, a random shift does not",
-            f"test loss, {against}",
+            f"test loss of dense, random and naive, s = 4: {against}",
             "reproduced where ranks have other kinds of data"
-            + "; with random shards there is little bias to remove" * (worse("mixed") < 1.05)
+            + "; with random shards there is little bias" * (worse("mixed") < 1.05)
             if worse("by play") > 1.1
             else "not reproduced",
         ),
         Claim(
             "regularises",
-            f"lowest test loss over dense: {told}; last test loss of a model that overfits: "
-            + ", ".join(f"{fmean(learnt[f'{each}, overfits'].end):.2f} ({each})" for each in ("dense", *skipped)),
+            f"lowest test loss over dense: {told} for {', '.join(skipped)}; of a model that overfits, see below",
             "reproduced"
             if helps
-            else "here there is none: leaving out ranks acts as a smaller batch, and division by P as a smaller rate",
+            else "here it does not: leaving out ranks acts as a smaller batch, and division by P as a smaller rate",
         ),
     ]
 

@@ -82,20 +82,15 @@ def ratio(times: Sequence[Sequence[float]], scheme: int) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def any_ranks() -> list[list[str]]:
-    """Count the rounds and bytes of `ring_pruning` at half of the ranks, for every number of ranks."""
-    rows: list[list[str]] = []
+def any_ranks_exact() -> bool:
+    """Check `ring_pruning` at half of the ranks for every number of ranks: its rounds and bytes are the form's, and replicas are equal."""
     for P in RANKS:
         skip = P // 2
         sent = skip_reduce.counted(P, SkipReduce.ring_pruning(skip), COUNT)
         uneven = skip_reduce.counted(P, SkipReduce.ring_pruning(skip), COUNT + 1)
-        rounds, nbytes = skip_reduce.expected(P, skip, COUNT)
-        exact = set(sent) == {(rounds, nbytes, True)}
-        dense = skip_reduce.expected(P, 0, COUNT)
-        same = "yes" if all(each[2] for each in sent + uneven) else "no"
-        row = [str(P), str(skip), f"{rounds} of {dense[0]}", f"{nbytes / 4 / COUNT:.3f} of {dense[1] / 4 / COUNT:.3f}"]
-        rows.append([*row, "yes" if exact else "no", same])
-    return rows
+        if set(sent) != {(*skip_reduce.expected(P, skip, COUNT), True)} or not all(same for *_, same in uneven):
+            return False
+    return True
 
 
 def section(folder: Path) -> Section:
@@ -110,7 +105,7 @@ def section(folder: Path) -> Section:
     done = {shown: operations(scheme) for shown, scheme in schemes.items()}
     times = kept(folder, "thesis-times", lambda: thread_times(list(schemes.values())))
     found = {name: skip_reduce.trained(folder / f"skip_reduce-{name}", job) for name, job in skip_reduce.JOBS.items()}
-    ranks = any_ranks()
+    exact, words = any_ranks_exact(), [skip_reduce.expected(P, skip, COUNT)[1] / 4 / COUNT for skip in (P // 2, 0)]
     dense, pruning = list(schemes)[:2]
     # Compiled kernels select the largest elements; torch does not see what they write.
     seen = {shown: shown != list(schemes)[-1] for shown in schemes}
@@ -128,12 +123,11 @@ def section(folder: Path) -> Section:
         for kind in ("`ring_pruning`", "random")
     }
     gaps = {kind: ", ".join(f"{gap:+.1f} % ({name})" for name, gap in each.items()) for kind, each in lost.items()}
-    exact = all(row[-2:] == ["yes", "yes"] for row in ranks)
     return Section(
         [
             Claim(
                 "pruning without positions",
-                "the bytes of the values alone, see below",
+                f"{words[0]:.3f} words per element at {skip_reduce.MIDDLE} of {P}, a dense ring {words[1]:.3f}",
                 "reproduced" if exact else "not reproduced",
             ),
             Claim(
@@ -144,12 +138,12 @@ def section(folder: Path) -> Section:
             ),
             Claim(
                 "any number of devices",
-                f"P = {', '.join(row[0] for row in ranks)}: exact counts, and equal replicas also for lengths that P does not divide",
+                f"P = {', '.join(map(str, RANKS))}: exact counts, and equal replicas also for lengths that P does not divide",
                 "reproduced" if exact else "not reproduced",
             ),
             Claim(
                 "converges with minimal loss",
-                f"perplexity over dense at {skip_reduce.MIDDLE} of {P}: {gaps['`ring_pruning`']}; the random form {gaps['random']}",
+                f"perplexity over dense: {gaps['`ring_pruning`']}; the random form {gaps['random']}",
                 "reproduced" if max(lost["`ring_pruning`"].values()) <= 1 else "here the loss is not minimal",
             ),
         ],
@@ -158,8 +152,6 @@ def section(folder: Path) -> Section:
                 f"{COUNT:,} elements, {P} ranks; additions and elements written, per element of the gradient, and a thread's time over "
                 f"the dense ring's in the same turn (median and quartiles of {PAIRS}):",
                 parts.table(["scheme", "additions", "elements written", "processor time"], rows),
-                "Rounds, and words sent per element, of a dense ring's:",
-                parts.table(["P", "s", "rounds", "words per element", "as the form", "replicas equal"], ranks),
             ]
         ),
     )

@@ -265,6 +265,14 @@ def titled(text: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return f"{textwrap.fill(text, 150, break_on_hyphens=False)}\n\n{parts.table(heads, rows)}"
 
 
+def merged(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Merge rows that differ in their first cell only."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    return [[", ".join(shown), *cells] for cells, shown in names.items()]
+
+
 def low_to_high(values: Iterable[float], form: Callable[[float], str] = lambda value: significant(value, 3)) -> str:
     """Format the mean over seeds, and the lowest and highest of several."""
     found = list(values)
@@ -284,7 +292,7 @@ def no_build_up(ratios: Iterable[float]) -> str:
 
 def kept_after_settling(errors: Iterable[float]) -> str:
     """Judge the mean errors of unions after settling."""
-    return f"{'reproduced' if max(errors) <= CLOSE else 'here only nearly'} after settling; before, no"
+    return f"{'reproduced' if max(errors) <= CLOSE else 'here only nearly'} after settling"
 
 
 def behind(row: MethodRow) -> str:
