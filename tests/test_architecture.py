@@ -18,7 +18,7 @@ MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000
     "src": 22_721,
     "elastic": 1_997,
     "lab": 13_590,
-    "studies": 8_733,
+    "studies": 8_705,
     "tests": 31_513,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0

@@ -124,7 +124,6 @@ TABLE = (
         beyond=_LOWEST_BEYOND,
         most_parameters=_LOWEST_MOST,
     ),
-    # Muon, where its rows differ from AdamW's.
     Recipe(1.6, "muon", "steps/in_turn:every=2", "3.4 % behind (log, Muon)"),
     Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "5.6 % behind (log, Muon)"),
     Recipe(

@@ -212,10 +212,7 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
         f"{_JOB} --schemes --density --ranks --steps --seeds --rates --rates-seed --beside --jobs --device --page --part --out",
         {
             "--workload": {"default": "gpt-tiny"},
-            "--schemes": {
-                "default": FRONTIER,
-                "help": f"{_METHODS}; laprop: dense with LaProp in place of AdamW",
-            },
+            "--schemes": {"default": FRONTIER, "help": f"{_METHODS}; laprop: dense with LaProp in place of AdamW"},
             "--ranks": {"default": "4", "help": "one or more numbers, separated by commas"} | _COUNTS,
             "--steps": {"default": "300", "help": "of a training; one or more, separated by commas"} | _COUNTS,
             "--out": {"default": Path("frontier")},
@@ -223,10 +220,7 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
     ),
     "doctor": ("--scheme command", {}),
     "report": ("folder", {}),
-    "simulate": (
-        "--preset --list --ranks --gbit",
-        {"--ranks": {"help": "instead of the preset's own"}},
-    ),
+    "simulate": ("--preset --list --ranks --gbit", {"--ranks": {"help": "instead of the preset's own"}}),
     "traffic": (
         f"{_JOB} --schemes --ranks --elements --density --steps --seed",
         {

@@ -49,12 +49,7 @@ class Meter:
         links = links_text(self.settings.up_bits_per_s, self.settings.down_bits_per_s, self.settings.delay)
         scheme = _scheme(self.settings, readers, len(endings))
         head = ", ".join(
-            [
-                f"{self.settings.ranks} ranks",
-                links or "loopback, without limits",
-                *scheme,
-                f"{significant(seconds)} s",
-            ]
+            [f"{self.settings.ranks} ranks", links or "loopback, without limits", *scheme, f"{significant(seconds)} s"]
         )
         if not self.ranks:
             lines = [f"rank {rank}: {ending}" for rank, ending in enumerate(endings)]

@@ -115,10 +115,7 @@ def network(
     up, down = (token_bucket(ranks, rate, BATCH_FRAMES, exact_framing) for rate in both)
     addresses = tuple(_address(rank) for rank in range(ranks))
     if delay:
-        with (
-            namespaces(ranks) as anchors,
-            forwarder(anchors, *both, delay) as carrier,
-        ):
+        with namespaces(ranks) as anchors, forwarder(anchors, *both, delay) as carrier:
             run_batches([(anchor, "ip", _delayed_lines(rank, ranks, min(both))) for rank, anchor in enumerate(anchors)])
             prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
             yield RunNetwork(INTERFACE, addresses, prefixes, up, down, anchors, None, delay, carrier)

@@ -135,9 +135,10 @@ class Gpt(LanguageJob):
         return characters(self.data)
 
     def describe_text(self) -> dict[str, Any]:
-        text = characters(self.data)
+        text = self.text()
+        assert isinstance(text, Corpus)
         counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
-        return {"sha256": text.sha256, "characters": counts, "types": text.types}
+        return {"sha256": text.sha256, self.items: counts, "types": text.types}
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,3 @@ class Words(Gpt):
 
     def text(self) -> Corpus:
         return corpus(self.data, self.vocabulary)
-
-    def describe_text(self) -> dict[str, Any]:
-        text = self.text()
-        counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
-        return {"sha256": text.sha256, "words": counts, "types": text.types}
