@@ -144,7 +144,7 @@ class Fault(NamedTuple):
     size: int
 
 
-_RACE = pytest.mark.xfail(reason="ranks that time out together may not agree who was slow, and leave out another")
+_RACE = pytest.mark.xfail(reason="ranks that time out together may not find the slow one; see docs/elastic.md")
 
 
 def fault(port: int, what: str) -> Fault:
