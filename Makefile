@@ -13,10 +13,6 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(READY)
 
-.PHONY: test-annotations test-slice
-# Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
-unexport PYTHONDONTWRITEBYTECODE
-
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
 $(READY): pyproject.toml elastic/pyproject.toml lab/pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
