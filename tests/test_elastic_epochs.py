@@ -117,6 +117,12 @@ WELL, AWAITS_B, STATELESS = Note([9], 9, True), failed(waited_for="b"), failed(p
 REFUSED = {
     "the rank for which the others wait": ([AWAITS_B, failed(), AWAITS_B], "b", "others waited for b (a says: RuntimeError: Timed out"),
     "not before three failures": ([replace(AWAITS_B, failures=TRIES - 1)] * 3, "", ""),
+    "the slow rank, if another one is waited for too": (
+        [failed(), replace(failed(), error="Connection closed", lasted_s=15), failed(waited_for="a")], "b", "waited for b (a says: Run",
+    ),
+    "not a rank that finds closed connections at once": (
+        [failed(), replace(failed(), error="Connection closed", lasted_s=0.1), failed(waited_for="a")], "a", "waited for a (b says: Conn",
+    ),
     "nobody, if two wait for each other": ([AWAITS_B, failed(waited_for="a"), failed()], "", ""),
     "a rank that never gets the weights, for it cannot connect": ([failed(), failed(), STATELESS], "c", "others went on without c"),
     "nobody, if all began at once": ([STATELESS] * 3, "", ""),

@@ -84,15 +84,6 @@ class Hanging(Least):
         return super().batch(step, rank, ranks)
 
 
-class OwnWeights(Least):
-    """Weights that differ from process to process."""
-
-    def model(self) -> nn.Module:
-        model = nn.Linear(4, 1)
-        nn.init.constant_(model.bias, os.getpid())
-        return model
-
-
 class Unused(Least):
     """A model of which each step leaves half unused."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from helpers.exclusive_invariants import RankState
+
 
 @dataclass
 class Restated:
@@ -41,6 +43,16 @@ class Restated:
         self.residuals, self.K = accs, len(union)
         self.t += 1
         return out
+
+    def check(self, steps: list[list[Tensor]], seen: list[list[RankState]]) -> None:
+        """Check that the ranks have `seen` the same bits, with the gradients `steps`."""
+        for step, grads in enumerate(steps):
+            expected = self.step(grads)
+            for rank, states in enumerate(seen):
+                shown = states[step]
+                assert torch.equal(shown.grad, expected) and torch.equal(shown.residual, self.residuals[rank])
+                assert shown.report.details["threshold"] == self.threshold
+                assert (shown.report.union, shown.report.selected) == (self.K, len(self.chosen[rank]))
 
     def _fixed(self) -> list[tuple[int, int]]:
         sizes = [self.n // self.P + (p < self.n % self.P) for p in range(self.P)]

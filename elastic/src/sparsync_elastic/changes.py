@@ -1,5 +1,6 @@
 """The records that a run keeps of its meetings, and a rank's notes on failed epochs for the others."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,18 +45,18 @@ class Failures:
 
     def __init__(self) -> None:
         self._error, self._waited_for = "", ""
-        self._row, self._members = 0, frozenset[str]()
+        self._row, self._members, self._began, self._lasted_s = 0, frozenset[str](), time.monotonic(), 0.0
         self._began_at: list[int] | None = None  # the position of this rank when it connected to the others
 
     def note(self, error: BaseException, epoch: Epoch) -> None:
         """Note the error of a failed epoch, for the next meeting."""
         awaited = waited_for(error)
-        self._error = brief(error)
+        self._error, self._lasted_s = brief(error), time.monotonic() - self._began
         self._waited_for = epoch.members[awaited] if awaited is not None and awaited < len(epoch.members) else ""
 
     def begin(self, position: list[int]) -> None:
         """Note that this rank has connected to the others, at this position."""
-        self._began_at = position
+        self._began_at, self._began = position, time.monotonic()
 
     def told(self, members: Sequence[str], position: list[int]) -> dict[str, Any]:  # Any: fields of Note
         """Return the fields of the note for the next meeting after an epoch of these members."""
@@ -64,5 +65,6 @@ class Failures:
         if self._error:
             self._row = self._row + 1 if self._members == frozenset(members) else 1
             self._members = frozenset(members)
-        error, self._error, self._began_at = self._error, "", None
-        return {"failures": self._row if error else 0, "error": error, "waited_for": self._waited_for}
+        failures, error = self._row if self._error else 0, self._error
+        self._error, self._began_at = "", None
+        return {"failures": failures, "error": error, "waited_for": self._waited_for, "lasted_s": self._lasted_s}

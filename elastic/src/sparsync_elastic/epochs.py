@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 TRIES = 3  # successive failures of the same members, before the rank that they wait for is left out
 LAST_TRIES = 2 * TRIES  # before all raise, if the cause is unknown
+_LATER_S = 0.5  # by which a slow rank fails later than those that wait for it
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Note:
     failures: int = 0  # successive epochs with the same members and without a step
     error: str = ""  # of the last failure
     waited_for: str = ""  # the member that it waited for until the timeout
+    lasted_s: float = 0.0  # seconds until the last epoch failed
 
     @property
     def knows(self) -> bool:
@@ -140,9 +142,13 @@ def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str,
     there = [*present, *joining]
     failing = [each for each in there if notes[each].failures >= TRIES]
     waits = Counter(notes[each].waited_for for each in failing if notes[each].waited_for in there).most_common(2)
-    if waits and (len(waits) == 1 or waits[0][1] > waits[1][1]):
-        awaited = waits[0][0]
-        told = [each for each in failing if notes[each].waited_for == awaited]
+    awaited = waits[0][0] if waits and (len(waits) == 1 or waits[0][1] > waits[1][1]) else ""
+    # A slow rank finds its connections closed, later than the others. One of them may wait for it in a collective of torch, namelessly.
+    *_, before, last = "", *(sorted(failing, key=lambda each: notes[each].lasted_s) or [""])
+    if before and notes[last].lasted_s > notes[before].lasted_s + _LATER_S and "imed out" not in notes[last].error:
+        awaited = last
+    if awaited:
+        told = [each for each in failing if each != awaited and notes[each].waited_for in (awaited, "")]
         return {awaited: _told(f"the others waited for {awaited}", [*told[:1], awaited], step, notes)}
     # A rank that cannot connect to all others never gets the weights.
     knowing = any(notes[each].knows for each in there)

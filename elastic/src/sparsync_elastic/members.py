@@ -116,10 +116,8 @@ class Members(Board):
                 if last.members and kind == "asks":
                     self._check_running()
             found_again, said = self._found_again, self._said()
-            if (proposal := said.next) is not None:
-                return self._advanced(proposal)
-            if elsewhere is not None:
-                return self._advanced(elsewhere)
+            if (found := said.next or elsewhere) is not None:
+                return self._advanced(found)
             waited = time.monotonic() - max(began, self._found_again)
             notes = said.notes
             if notes.get(self.own) != note:  # it has changed, or the store was restarted
@@ -151,9 +149,8 @@ class Members(Board):
 
     def join(self, note: Note) -> Epoch:
         """Join, and return the first epoch with this process. Raises RuntimeError if the run has ended or does not answer."""
-        if self._of_groups is None:
-            with suppress(StoreSilentError):  # `store_of` tries again
-                self._of_groups = self._connected()  # now, because others will wait for `store_of`
+        with suppress(StoreSilentError):  # `store_of` tries again
+            self._of_groups = self._of_groups or self._connected()  # now, because others will wait for `store_of`
         while True:
             self._find()
             epoch = self.meet(note)
@@ -315,22 +312,21 @@ class Members(Board):
         trained = not last.step or any(each.knows for member, each in notes.items() if member in last.members)
         if len(notes) >= self._least and trained:
             return True
-        if waited > self._wait_s and not trained:
+        if waited <= self._wait_s:
+            return False
+        if not trained:
             raise RuntimeError(
                 f"no rank that has the weights of step {last.step} has come within {self._wait_s:g} s; start from a checkpoint"
             )
-        if waited > self._wait_s:
-            raise RuntimeError(
-                f"{len(notes)} ranks are left after {self._wait_s:g} s, and at least {self._least} are to go on (least={self._least})"
-            )
-        return False
+        raise RuntimeError(
+            f"{len(notes)} ranks are left after {self._wait_s:g} s, and at least {self._least} are to go on (least={self._least})"
+        )
 
     def _elsewhere(self, last: Epoch) -> Epoch | None:
         """Read the written epoch; None if it is `last` or older. A newer one means that others have gone on without this process."""
         written = self._written_epoch()
-        if written is None or written.number < max(1, last.number) or written.text == last.text:
-            return None
-        return written
+        newer = written is not None and written.number >= max(1, last.number) and written.text != last.text
+        return written if newer else None
 
     def _advanced(self, epoch: Epoch) -> Epoch:
         self.current = epoch

@@ -48,10 +48,9 @@ class Presence:
         """Connect to members, on a thread each, unless a thread is still connecting."""
         for each in members:
             if each not in self._asked or not self._asked[each].is_alive():
-                self._asked[each] = threading.Thread(
-                    target=self._try, args=(each,), name="sparsync-presence", daemon=True
-                )
-                self._asked[each].start()
+                thread = threading.Thread(target=self._try, args=(each,), name="sparsync-presence", daemon=True)
+                self._asked[each] = thread
+                thread.start()
 
     def _try(self, member: str) -> None:
         host, _, port = member.rpartition("@")[2].rpartition(":")
