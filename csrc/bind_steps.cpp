@@ -91,6 +91,21 @@ std::vector<std::pair<Span, std::vector<double>>> numbered(nb::handle spans, nb:
     return found;
 }
 
+// Rate, beta2 and eps, from `at` on.
+AdamStep adam_step(const std::vector<double> &of, size_t at) {
+    return {static_cast<float>(of[at + 1]), static_cast<float>(1.0 - of[at + 1]), static_cast<float>(of[at + 2]), static_cast<float>(of[at])};
+}
+
+// Second moments of n elements and one over their mean in each block; whether they are of another type.
+bool in_blocks(const Tensor &square, const Tensor &over, int64_t block, int64_t n) {
+    if (!square.is(Element::float32) || !over.is(Element::float32)) return false;
+    expect_equal(square.length, n, "second moments and steps");
+    if (block < 1 || over.length < (n + block - 1) / block)
+        throw nb::value_error((std::to_string(n) + " elements do not lie in " + std::to_string(over.length) + " blocks of " +
+                               std::to_string(block)).c_str());
+    return true;
+}
+
 // Gradients and second moments of n elements.
 struct Spread {
     Placed placed;
@@ -101,42 +116,43 @@ struct Spread {
     Spread(nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors, nb::handle moments,
            nb::handle ratios, int64_t block, nb::handle spans, nb::handle numbers, int64_t n)
         : placed(tensors, starts), square(read(moments)), ratio(read(ratios)),
-          taken(placed.taken && placed.are_gradients() && square.is(Element::float32) && ratio.is(Element::float32)) {
+          taken(placed.taken && placed.are_gradients() && in_blocks(square, ratio, block, n)) {
         if (!taken) return;
         placed.expect_inside(n);
-        expect_equal(square.length, n, "second moments and steps");
-        if (block < 1 || ratio.length < (n + block - 1) / block)
-            throw nb::value_error((std::to_string(n) + " elements do not lie in " + std::to_string(ratio.length) + " blocks of " +
-                                   std::to_string(block)).c_str());
         gradients = {gradient_parts(placed, factors), square.as<float>(), ratio.as<float>(), block, {}};
         for (const auto &[span, of] : numbered(spans, numbers, 4, n)) {
-            const AdamStep step{static_cast<float>(of[1]), static_cast<float>(1.0 - of[1]), static_cast<float>(of[2]),
-                                static_cast<float>(of[0])};
-            gradients.spans.push_back({span.start, span.stop, step, static_cast<float>(of[3])});
+            gradients.spans.push_back({span.start, span.stop, adam_step(of, 0), static_cast<float>(of[3])});
         }
         taken = in_order(gradients.parts) && in_order(gradients.spans);
     }
 };
 
-// Weights and momentum of n elements.
+// Weights and momentum of n elements, and maybe the scales of the gradients in the mean.
 struct Moved {
     Placed placed;
     Tensor momentum;
+    std::optional<Scales> scales;
     std::vector<TargetPart> targets;
     std::vector<MomentumSpan> moves;
     bool taken;
 
-    Moved(nb::handle weights, const std::vector<int64_t> &starts, nb::handle moments, nb::handle spans, nb::handle numbers)
+    Moved(nb::handle weights, const std::vector<int64_t> &starts, nb::handle moments, nb::handle spans, nb::handle numbers, nb::handle of_mean)
         : placed(weights, starts), momentum(read(moments)),
           taken(placed.taken && placed.are(Element::float32) && momentum.is(Element::float32)) {
         if (!taken) return;
+        if (!of_mean.is_none()) {
+            const Tensor square = read(of_mean[nb::int_(0)]), over = read(of_mean[nb::int_(1)]);
+            const auto block = nb::cast<int64_t>(of_mean[nb::int_(2)]);
+            if (!(taken = in_blocks(square, over, block, momentum.length))) return;
+            scales = {square.as<float>(), over.as<float>(), block, static_cast<float>(nb::cast<double>(of_mean[nb::int_(3)]))};
+        }
         placed.expect_inside(momentum.length);
         for (size_t i = 0; i < starts.size(); ++i)
             if (placed.count(i)) targets.push_back({starts[i], starts[i] + placed.count(i), placed.tensors[i].as<float>()});
-        for (const auto &[span, of] : numbered(spans, numbers, 3, momentum.length)) {
+        for (const auto &[span, of] : numbered(spans, numbers, scales ? 7 : 3, momentum.length)) {
             const MomentumStep step{static_cast<float>(of[0]), static_cast<float>(1.0 - of[0]), static_cast<float>(of[1]),
                                     static_cast<float>(of[2])};
-            moves.push_back({span.start, span.stop, step});
+            moves.push_back({span.start, span.stop, step, scales ? adam_step(of, 3) : AdamStep{}, scales ? static_cast<float>(of[6]) : 1.0f});
         }
         taken = in_order(targets) && in_order(moves);
     }
@@ -204,15 +220,16 @@ struct Arrived {
 };
 
 nb::object apply_steps_of(nb::handle targets, const std::vector<int64_t> &starts, nb::handle momentum, nb::handle packets, int64_t bits,
-                          nb::handle spans, nb::handle numbers, nb::handle skip) {
-    const Moved moved(targets, starts, momentum, spans, numbers);
+                          nb::handle spans, nb::handle numbers, nb::handle skip, nb::handle scales) {
+    const Moved moved(targets, starts, momentum, spans, numbers, scales);
     if (!moved.taken) return not_taken();
     const int64_t n = moved.momentum.length;
     const Arrived arrived(packets, n, bits);
     if (!arrived.taken) return not_taken();
     if (is_set(skip)) return nb::none();
     unlocked([&] {
-        apply_steps(level(), moved.targets, moved.momentum.as<float>(), n, arrived.packets, static_cast<int>(bits), moved.moves);
+        apply_steps(level(), moved.targets, moved.momentum.as<float>(), n, arrived.packets, static_cast<int>(bits), moved.moves,
+                    moved.scales ? &*moved.scales : nullptr);
     });
     return nb::none();
 }
@@ -264,16 +281,19 @@ void bind_steps(nb::module_ &m) {
         return nb::object(nb::none());
     }, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("move_steps_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle momentum, nb::handle mean,
-                            nb::handle spans, nb::handle numbers, nb::handle skip) {
-        const Moved moved(targets, starts, momentum, spans, numbers);
+                            nb::handle spans, nb::handle numbers, nb::handle skip, nb::handle scales) {
+        const Moved moved(targets, starts, momentum, spans, numbers, scales);
         const Tensor from = read(mean);
         if (!moved.taken || !from.is(Element::float32)) return not_taken();
         expect_equal(from.length, moved.momentum.length, "mean and momentum");
         if (is_set(skip)) return nb::object(nb::none());
-        unlocked([&] { move_steps(level(), moved.targets, moved.momentum.as<float>(), from.as<float>(), moved.moves); });
+        unlocked([&] {
+            move_steps(level(), moved.targets, moved.momentum.as<float>(), from.as<float>(), moved.moves, moved.scales ? &*moved.scales : nullptr);
+        });
         return nb::object(nb::none());
-    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
-    m.def("apply_steps_", apply_steps_of, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    m.def("apply_steps_", apply_steps_of, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+          nb::arg().none());
     m.def("sketch", [](nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors, nb::handle like,
                        int64_t block, int64_t key) {
         const Placed placed(tensors, starts);

@@ -258,7 +258,7 @@ def test_a_handle_closes_after_a_step_that_could_not_be_applied(monkeypatch: pyt
         handle.close()
         return handle.closed
 
-    monkeypatch.setattr(kernels, "apply_steps_", fail)
+    monkeypatch.setattr(kernels, "move_steps_", fail)
     assert LocalWorld(1).run(body) == [True]
 
 

@@ -57,6 +57,8 @@ struct Passes {
                       AdamStep step);
     // to = weights - share unsent, each operation rounded.
     void (*less)(float *to, const float *weights, const float *unsent, int64_t n, float share);
+    // out = (sqrt(scale v) + floor) mean, each operation rounded.
+    void (*rescaled)(float *out, const float *mean, const float *v, const float *scale, int64_t n, float floor);
     void (*momentum_step)(float *a, float *m, const float *mean, int64_t n, MomentumStep step);
     // Of each of n / block blocks of x, of which `count` elements are not padding, the sum with the signs of the places from `first` on,
     // and the sum of squares; halves are added. `block` is a power of two from 16 on. Overwrites x, and `square`, which is as long.

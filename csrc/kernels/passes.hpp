@@ -322,6 +322,17 @@ void adam_step(float *out, bool adds, const void *grad, Type type, float factor,
     });
 }
 
+void rescaled(float *out, const float *mean, const float *v, const float *scale, int64_t n, float floor) {
+    const Vec::F floors = Vec::all(floor);
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        fetch(v + i, Vec::kWidth);
+        const Vec::F length = Vec::add(Vec::root(Vec::multiply(Vec::load(scale + i), Vec::load(v + i))), floors);
+        Vec::store(out + i, Vec::multiply(length, Vec::load(mean + i)));
+    }
+    for (; i < n; ++i) out[i] = (std::sqrt(scale[i] * v[i]) + floor) * mean[i];
+}
+
 void momentum_step(float *a, float *m, const float *mean, int64_t n, MomentumStep step) {
     const Vec::F beta1 = Vec::all(step.beta1), rest1 = Vec::all(step.rest1), decay = Vec::all(step.decay);
     const Vec::F lengths = Vec::all(step.length);
@@ -392,7 +403,7 @@ void sketch(float *x, int64_t count, float *square, int64_t n, int64_t block, in
 }
 
 constexpr Passes table{add,    select,  select_rows, add_select, max_magnitude, squares,
-                       scaled, divided, adam_step,   less,       momentum_step, sketch};
+                       scaled, divided, adam_step,   less,       rescaled, momentum_step, sketch};
 
 }  // namespace
 }  // namespace sparsync

@@ -40,6 +40,15 @@ const void *at(const GradientPart &part, int64_t place) {
     return static_cast<const char *>(part.data) + (place - part.start) * (part.type == Type::float32 ? 4 : 2);
 }
 
+// Fills `out` with the numbers of the blocks of [from, to), over `divisor`.
+void fill_by_block(float *out, const float *numbers, int64_t block, int64_t from, int64_t to, float divisor) {
+    for (int64_t place = from; place < to;) {
+        const int64_t number = place / block, stop = std::min(to, (number + 1) * block);
+        std::fill(out + (place - from), out + (stop - from), numbers[number] / divisor);
+        place = stop;
+    }
+}
+
 class Steps {
   public:
     Steps(const Passes &passes, const Gradients &gradients)
@@ -54,11 +63,7 @@ class Steps {
 
   private:
     void piece(const AdamSpan &span, int64_t from, int64_t to, float *out, bool adds) {
-        for (int64_t place = from; place < to;) {
-            const int64_t number = place / given_.block, stop = std::min(to, (number + 1) * given_.block);
-            std::fill(scale_ + (place - from), scale_ + (stop - from), given_.ratio[number] / span.unbiased);
-            place = stop;
-        }
+        fill_by_block(scale_, given_.ratio, given_.block, from, to, span.unbiased);
         parts_.each(from, to, [&](const GradientPart *part, int64_t start, int64_t stop) {
             passes_.adam_step(out + start, adds, part ? at(*part, start) : kNothing, part ? part->type : Type::float32,
                               part ? part->factor : 0.0f, given_.square + start, scale_ + (start - from), stop - start, span.step);
@@ -74,26 +79,38 @@ class Steps {
 
 class Moves {
   public:
-    Moves(const Passes &passes, const std::vector<TargetPart> &targets, float *momentum, const std::vector<MomentumSpan> &spans)
-        : passes_(passes), momentum_(momentum), targets_(targets), spans_(spans) {}
+    Moves(const Passes &passes, const std::vector<TargetPart> &targets, float *momentum, const std::vector<MomentumSpan> &spans,
+          const Scales *scales)
+        : passes_(passes), momentum_(momentum), scales_(scales), targets_(targets), spans_(spans) {}
 
     // By the mean of [from, to), of at most a piece.
     void make(int64_t from, int64_t to, const float *mean) {
         spans_.each(from, to, [&](const MomentumSpan *span, int64_t first, int64_t last) {
             if (!span) return;
+            const float *steps = scales_ ? made(*span, first, last, mean + (first - from)) : mean + (first - from);
             targets_.each(first, last, [&](const TargetPart *part, int64_t start, int64_t stop) {
                 float *weights = part ? part->data + (start - part->start) : nobodys_;
-                passes_.momentum_step(weights, momentum_ + start, mean + (start - from), stop - start, span->step);
+                passes_.momentum_step(weights, momentum_ + start, steps + (start - first), stop - start, span->step);
             });
         });
     }
 
   private:
+    // The steps of the mean of gradients over their scales.
+    const float *made(const MomentumSpan &span, int64_t from, int64_t to, const float *mean) {
+        fill_by_block(scale_, scales_->over, scales_->block, from, to, 1.0f);
+        passes_.rescaled(gradient_, mean, scales_->square + from, scale_, to - from, scales_->floor);
+        std::fill(scale_, scale_ + (to - from), 1.0f / span.unbiased);
+        passes_.adam_step(steps_, false, gradient_, Type::float32, 1.0f, scales_->square + from, scale_, to - from, span.made);
+        return steps_;
+    }
+
     const Passes &passes_;
     float *momentum_;
+    const Scales *scales_;
     Walk<TargetPart> targets_;
     Walk<MomentumSpan> spans_;
-    float nobodys_[kPiece] = {};
+    float nobodys_[kPiece] = {}, scale_[kPiece], gradient_[kPiece], steps_[kPiece];
 };
 
 // work(from, to) for the pieces of [start, stop).
@@ -157,15 +174,15 @@ void encode_nan(const Level &level, int64_t n, int64_t rank, int64_t P, int bits
 }
 
 void move_steps(const Level &level, const std::vector<TargetPart> &targets, float *momentum, const float *mean,
-                const std::vector<MomentumSpan> &spans) {
-    Moves moves(*level.passes, targets, momentum, spans);
+                const std::vector<MomentumSpan> &spans, const Scales *scales) {
+    Moves moves(*level.passes, targets, momentum, spans, scales);
     for (const MomentumSpan &span : spans)
         in_pieces(span.start, span.stop, [&](int64_t from, int64_t to) { moves.make(from, to, mean + from); });
 }
 
 void apply_steps(const Level &level, const std::vector<TargetPart> &targets, float *momentum, int64_t n,
-                 const std::vector<const uint8_t *> &packets, int bits, const std::vector<MomentumSpan> &spans) {
-    Moves moves(*level.passes, targets, momentum, spans);
+                 const std::vector<const uint8_t *> &packets, int bits, const std::vector<MomentumSpan> &spans, const Scales *scales) {
+    Moves moves(*level.passes, targets, momentum, spans, scales);
     alignas(64) float mean[kPiece];
     const auto P = static_cast<int64_t>(packets.size());
     for (int64_t owner = 0; owner < P; ++owner) {

@@ -31,6 +31,16 @@ struct AdamSpan {
 struct MomentumSpan {
     int64_t start, stop;
     MomentumStep step;
+    AdamStep made;  // with scales
+    float unbiased;
+};
+
+// Of n elements, whose second moments have their mean of a block in each block; null: none.
+struct Scales {
+    float *square;
+    const float *over;  // one over the mean, of each block
+    int64_t block;
+    float floor;
 };
 
 struct Gradients {
@@ -55,11 +65,12 @@ void encode_sums(const Level &level, const std::vector<GradientPart> &parts, con
 void encode_nan(const Level &level, int64_t n, int64_t rank, int64_t P, int bits, uint8_t *out);
 
 void move_steps(const Level &level, const std::vector<TargetPart> &targets, float *momentum, const float *mean,
-                const std::vector<MomentumSpan> &spans);
+                const std::vector<MomentumSpan> &spans, const Scales *scales = nullptr);
 
 // `move_steps` with what the packets of all chunks stand for.
 void apply_steps(const Level &level, const std::vector<TargetPart> &targets, float *momentum, int64_t n,
-                 const std::vector<const uint8_t *> &packets, int bits, const std::vector<MomentumSpan> &spans);
+                 const std::vector<const uint8_t *> &packets, int bits, const std::vector<MomentumSpan> &spans,
+                 const Scales *scales = nullptr);
 
 // Moves `error`, which may be `grad`, to the residual, unless that is null, and writes what the packets of all chunks stand for to `grad`.
 void write_mean(const Level &level, float *grad, const float *error, float *residual, int64_t n, const std::vector<const uint8_t *> &packets,

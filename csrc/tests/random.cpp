@@ -210,7 +210,7 @@ void check_exchanged(const Level &level, int64_t n, int kind) {
     for (size_t i = 0; i < length; ++i) expect(alike(start[i] + out[i], expected[i]), "make_steps");
 
     const MomentumStep step{0.9f, 0.1f, 0.99f, 1.5f};
-    const std::vector<MomentumSpan> moves{{0, cut, step}, {cut, n, step}};
+    const std::vector<MomentumSpan> moves{{0, cut, step, {}, 1.0f}, {cut, n, step, {}, 1.0f}};
     std::vector<const uint8_t *> arrived;
     for (const auto &packet : packets) arrived.push_back(packet.data());
     apply_steps(level, targets, momentum.data(), n, arrived, bits, moves);

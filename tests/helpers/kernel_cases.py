@@ -37,6 +37,7 @@ THRESHOLDS = [-1.0, 0.0, 1e-45, 1.0, 2.0, 3e38, math.inf, math.nan]
 BOUNDS = [None, 0.1, 3.0, math.inf, math.nan]
 SPREADS = [(3e-4, 0.95, 1e-8, 0.4), (1.0, 0.5, 1.0, 1.0), (1e-3, 0.99, 1e-6, 0.9)]
 MOVES = [(0.9, 0.9997, 1.1), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0)]
+SCALED = [(*move, *spread) for move, spread in zip(MOVES, SPREADS, strict=True)]
 SKIPS = (torch.ones(1), None, torch.zeros(1))
 Arguments = tuple[Any, ...]  # Any: as the operation takes them
 Cases = Callable[[str, int], Iterator[Arguments]]  # (kind, n)
@@ -93,6 +94,10 @@ def laid(kind: str, n: int, dtype: torch.dtype) -> tuple[list[Tensor], list[int]
 
 def three_spans(n: int) -> list[Span]:
     return [Span(0, n // 3), Span(n // 3, n // 3), Span(n // 3, n)]
+
+
+def scales(n: int, block: int) -> tuple[Tensor, Tensor, int, float]:
+    return made("normal", n, 5).abs(), made("normal", -(-n // block), 6).abs(), block, 0.1
 
 
 def counts(n: int) -> list[int]:
@@ -180,14 +185,18 @@ def _encode_steps(kind: str, n: int) -> Iterator[Arguments]:
 def _apply_steps(kind: str, n: int) -> Iterator[Arguments]:
     for width, (P, dtype, skip) in product(WIDTHS, zip((1, 3, 4), WEIGHTS, SKIPS, strict=True)):
         weights, starts, _ = laid("normal", n, dtype)
-        yield weights, starts, made("normal", n), packets_of(kind, n, P, width), width, three_spans(n), MOVES, skip
+        given = weights, starts, made("normal", n), packets_of(kind, n, P, width), width, three_spans(n)
+        yield *given, MOVES, skip, None
+        yield *given, SCALED, skip, scales(n, 64)
 
 
 def _move_steps(kind: str, n: int) -> Iterator[Arguments]:
     for dtype, skip in product(WEIGHTS, SKIPS):
         weights, starts, _ = laid("normal", n, dtype)
         apart = [Span(0, n // 3), Span(n // 2, n - n // 9)]
-        yield weights, starts, made("normal", n, 1), made(kind, n, 2), apart, MOVES[::2], skip
+        given = weights, starts, made("normal", n, 1), made(kind, n, 2), apart
+        yield *given, MOVES[::2], skip, None
+        yield *given, SCALED[::2], skip, scales(n, 7)
 
 
 def _write_mean(kind: str, n: int) -> Iterator[Arguments]:

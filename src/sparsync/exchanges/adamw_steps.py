@@ -127,12 +127,7 @@ class AdamWSteps(StepsState):
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
         self._have_own_weights()
-        self._moments = Moments(
-            replica,
-            self._sender,
-            lambda: self._sender.ratios.clip_factor(self._comm.size, latest=True),
-            self._take_moments,
-        )
+        self._moments = Moments(replica, self._sender, self._own_factor, self._take_moments)
         self._take_moments()
 
     def step(self) -> list[Report]:
@@ -209,8 +204,9 @@ class AdamWSteps(StepsState):
         if self._loads.of_handle:
             self._moments.show()
         elif self._moments.take():
-            self._shares, self._of_mean = True, self._comm.size > 1
+            self._shares, self._of_mean = True, self._comm.size > 1 and not self._sender.common
             self._note_ahead()
+            self._sender.share_squares(self._sender.common, self._comm.size)
             self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
 
     def _exchanged(self) -> tuple[list[Report], Sequence[Mean] | None]:

@@ -7,9 +7,11 @@ Each is one pass over memory, by a kernel, see `sparsync.kernels.step_reference`
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool1d
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
@@ -21,13 +23,15 @@ from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import GradientDivisor
 from sparsync.exchanges.weights import Weights
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.step_reference import Move, Spread
+from sparsync.kernels.step_reference import Move, ScaledMove, Scales, Spread
 from sparsync.kernels.value_reference import nan_packet
 from sparsync.runtime.connection import Reduction
 from sparsync.wire import ValueCodec, Values
 
-VECTORS = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
+VECTORS = ("momentum", "square")  # m, the same on all ranks; v, see `Sender.common`
 COUNTS = ("applied", "seen")  # per parameter: steps that moved it; gradients in its second moments
+_FLOOR = 0.1  # added to the root of an element's second moment over its block's
+_LEAST = 1e-30  # first second moment of an element, so that blocks without gradients have a scale
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,13 @@ class Sender:
     """The moments and counts of `weights`: turns gradients into steps, and moves the weights by mean steps.
 
     `vectors` has the tensors of all buckets, and `counts` the counts of all parameters by name.
+
+    With `common`, second moments are those of mean gradients, the same on all ranks. A rank sends its gradient g over the scale
+    D = sqrt(v / the mean of v in the block) + 0.1, all ranks multiply the mean by D, and take a step of LaProp with it. Otherwise
+    second moments are a rank's own, and it sends steps.
     """
+
+    common = False
 
     def __init__(self, groups: ParameterGroups, weights: Weights, options: Steps) -> None:
         self.groups, self.weights, self.options = groups, weights, options
@@ -89,41 +99,73 @@ class Sender:
         return Gradients(tensors, starts, factors)
 
     def steps_to_make(self, place: int, gradients: Gradients, P: int) -> StepsToMake:
-        """Count a gradient for each participating parameter of bucket `place`, and return the steps to make."""
-
-        def made(rule: Rule, entry: ParameterSpan, t: int) -> Spread:
-            beta2 = self.beta2(rule)
-            return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
-
-        counted = self._counted(place, "seen", made)
+        """Return the steps of bucket `place` to make; unless these are scaled gradients, count one for each participating parameter."""
+        square, block = self.vectors["square"][place], self.ratios.block
+        if self.common:
+            spans = [entry.span for entry in self.taking(place)] if self.idle else [Span(0, square.numel())]
+            scaled = [(1.0, 1.0, _FLOOR, 1.0)] * len(spans)
+            return StepsToMake(gradients, square, self._over_block(place), block, spans, scaled)
+        counted = self._counted(place, "seen", self._spread)
         spans, numbers = [span for span, _ in counted], [number for _, number in counted]
-        ratio, block = self.ratios.ratio(place, P), self.ratios.block
-        return StepsToMake(gradients, self.vectors["square"][place], ratio, block, spans, numbers)
+        return StepsToMake(gradients, square, self.ratios.ratio(place, P), block, spans, numbers)
+
+    def _spread(self, rule: Rule, entry: ParameterSpan, t: int) -> Spread:
+        beta2 = self.beta2(rule)
+        return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
+
+    def _over_block(self, place: int) -> Tensor:
+        """Compute one over the mean second moment of each block, [blocks]. A pooling adds in order, so all ranks get the same bits."""
+        square = self.vectors["square"][place]
+        return avg_pool1d(square[None], self.ratios.block, ceil_mode=True)[0].clamp_(min=_LEAST).reciprocal_()
 
     def move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:
-        """Move the common weights of bucket `place` by the mean step of all ranks, [n], unless `skip`, [1], is not zero."""
+        """Move the common weights of bucket `place` by the mean of what all ranks sent, [n], unless `skip`, [1], is not zero."""
         bucket, momentum = self.weights.buckets[place], self.vectors["momentum"][place]
-        counted = self._counted(place, "applied", lambda rule, _, t: rule.move(t))
         rules = [(entry, self.groups.rules[self.groups.number[entry.name]]) for entry in self.taking(place)]
         matrices = [(entry, rule) for entry, rule in rules if isinstance(rule, MuonRule)]
 
         def move(
-            targets: Sequence[Tensor], starts: Sequence[int], m: Tensor, moves: Sequence[tuple[Span, Move]]
+            targets: Sequence[Tensor],
+            starts: Sequence[int],
+            m: Tensor,
+            mean: Tensor | QuantizedMean,
+            moves: Sequence[tuple[Span, Move | ScaledMove]],
+            scales: Scales | None = None,
         ) -> None:
-            numbers = [span for span, _ in moves], [number for _, number in moves]
+            numbers: Any = [span for span, _ in moves], [number for _, number in moves], skip, scales
             if isinstance(mean, Tensor):
-                kernels.move_steps_(targets, starts, m, mean, *numbers, skip)
+                kernels.move_steps_(targets, starts, m, mean, *numbers)
             else:
                 assert mean.kernel_bits is not None  # of a whole form
-                kernels.apply_steps_(targets, starts, m, mean.packets, mean.kernel_bits, *numbers, skip)
+                kernels.apply_steps_(targets, starts, m, mean.packets, mean.kernel_bits, *numbers)
 
+        scales = None
+        if self.common:
+            scales = self.vectors["square"][place], self._over_block(place), self.ratios.block, _FLOOR
+            counted = self._counted(place, "applied", lambda *of: (*of[0].move(of[2]), *self._spread(*of)))
+            self.counts["seen"] |= {entry.name: self.counts["applied"][entry.name] for entry, _ in rules}
+            if matrices:  # which need the steps twice
+                steps = torch.zeros_like(momentum)
+                move([], [], steps, mean, [(span, (0.0, 1.0, 0.0, *numbers[3:])) for span, numbers in counted], scales)
+                mean, scales, counted = steps, None, [(span, numbers[:3]) for span, numbers in counted]
+        else:
+            counted = self._counted(place, "applied", lambda rule, _, t: rule.move(t))
         with bucket.moved() as (targets, starts):
             followed = momentum.clone() if matrices else momentum
-            move(targets, starts, momentum, counted)
+            move(targets, starts, momentum, mean, counted, scales)
             if matrices:
-                move([], [], followed, [(entry.span, (rule.memory, 1.0, 0.0)) for entry, rule in matrices])
+                move([], [], followed, mean, [(entry.span, (rule.memory, 1.0, 0.0)) for entry, rule in matrices])
                 weights = [(bucket.weights_of(entry), entry.span.of(followed), rule) for entry, rule in matrices]
                 move_matrices_(weights, skip)
+
+    def share_squares(self, common: bool, P: int) -> None:
+        """Go on with common second moments, or with this rank's own ones, which are as many times as large as the ratio says."""
+        for place, square in enumerate(self.vectors["square"]):
+            if common:
+                square.clamp_(min=_LEAST)
+            elif self.common:
+                square.div_(self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()])
+        self.common = common
 
     def taking(self, place: int) -> Sequence[ParameterSpan]:
         """List the parameters of bucket `place` that take part in this step."""

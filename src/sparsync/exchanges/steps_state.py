@@ -192,15 +192,15 @@ class StepsState(StepMethod):
 
     def _start_from(self, moved: SavedState) -> None:
         self._check_own()
-        made = self._step >= 0
+        own = self._step >= 0 and not self._sender.common
         self._take_common(self._weights.from_saved(moved["common"]))
         for key in VECTORS:
             # A rank that has made steps keeps its own second moments.
-            if not (made and key == "square"):
+            if not (own and key == "square"):
                 for vector, values in zip(self._sender.vectors[key], self._weights.from_saved(moved[key]), strict=True):
                     vector.copy_(values)
         self._catching_up = True
-        self._sender.load({key: dict(moved[key]) for key in COUNTS if not (made and key == "seen")})
+        self._sender.load({key: dict(moved[key]) for key in COUNTS if not (own and key == "seen")})
 
     def _replay(self, move: Part) -> None:
         sender, place = self._sender, move["place"]
@@ -218,7 +218,7 @@ class StepsState(StepMethod):
         joined, own = super()._joined(snapshot, mine), mine[self.integration]
         theirs = {**joined[self.integration], **(snapshot.moved or {})}
         kept = {key: own[key] for key in (*VECTORS, "common") if key not in theirs}
-        if mine["step"] >= 0 or "seen" not in theirs:
+        if (mine["step"] >= 0 and not self._sender.common) or "seen" not in theirs:
             # This rank may have counted a step that the others did not take.
             seen = {name: min(t, joined["step"] + 1 + self._ahead) for name, t in own["seen"].items()}
             kept |= {"square": own["square"], "seen": seen}
@@ -239,18 +239,18 @@ class StepsState(StepMethod):
     def _share_squares(self) -> None:
         """Copy the moments of rank 0 to all ranks, with squares scaled to the mean gradient, as other optimizers need them."""
         sender, squares = self._sender, self._moment_buckets("square", self._step + 1)
-        factor = sender.ratios.clip_factor(self._comm.size, latest=True)
         for each in squares:
-            each.grad.div_(factor**2)
+            each.grad.div_(self._own_factor() ** 2)
         for each in [*squares, *self._moment_buckets("momentum", self._step + 1)]:
             self._connection.reduce_before_step(each, FirstRanks())
         sender.ratios.load_state_dict({}, sender.keys, self._step + 1)
         sender.counts["seen"] = dict(sender.counts["applied"])
 
     def _share_momentum(self) -> list[Report]:
-        """Copy the momentum of rank 0 to all ranks: each rank has converted it by its own squares, so the last bits differ."""
+        """Copy the momentum of rank 0, and common squares, to all ranks: each rank has converted it by its squares, so bits differ."""
         self._shares = False
-        return [self._connection.reduce(each, FirstRanks()) for each in self._moment_buckets("momentum", self._step)]
+        shared = [each for key in VECTORS[: 1 + self._sender.common] for each in self._moment_buckets(key, self._step)]
+        return [self._connection.reduce(each, FirstRanks()) for each in shared]
 
     def _moment_buckets(self, which: str, step: int) -> list[Bucket]:
         pairs = zip(self._sender.keys, self._sender.vectors[which], strict=True)
@@ -262,13 +262,19 @@ class StepsState(StepMethod):
         return any(takes)
 
     def _have_own_weights(self) -> None:
-        """Show own weights from here on, if the options say so."""
-        self._keep = self._sender.keep_for(self.exchange, self.scheme)
+        """Show own weights from here on, if the options say so; else second moments are common ones if nothing is left out."""
+        sender = self._sender
+        self._keep = sender.keep_for(self.exchange, self.scheme)
+        sender.share_squares(not self._keep and not self.scheme.leaves_out, self._comm.size)
         # If only rounding errors wait, a loop that goes back need not hear of them.
         self._told_of_loads = not self._keep and not self.scheme.leaves_out
         if self._keep and self._shown is None:
             self._shown = own_weights.shown_from_here(self._replica, self._weights, self._set_outside, self._adopt)
             self._comparison.compare(partial(own_weights.compared, self._replica, self._weights), own_weights.CURE)
+
+    def _own_factor(self) -> float:
+        """Compute by how much the roots of the second moments exceed the mean gradient's."""
+        return 1.0 if self._sender.common else self._sender.ratios.clip_factor(self._comm.size, latest=True)
 
     def show_common(self) -> None:
         """Show the common weights until the model is trained again, also to code that calls a part of it directly."""

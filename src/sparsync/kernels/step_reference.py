@@ -24,6 +24,9 @@ _WORD = 0xFFFFFFFF
 Vector = Float[Tensor, " n"]
 Spread = tuple[float, float, float, float]  # rate, beta2, eps, 1 - beta2^t
 Move = tuple[float, float, float]  # beta1, the share of a weight that stays, 1 / (1 - beta1^t)
+ScaledMove = tuple[float, float, float, float, float, float, float]  # a Move and a Spread
+# Second moments v, [n], one over their mean in each block, [blocks], the length of a block, and what is added to a scale
+Scales = tuple[Tensor, Tensor, int, float]
 
 
 @operation
@@ -167,23 +170,32 @@ def move_steps_(
     momentum: Vector,
     mean: Vector,
     spans: Sequence[Span],
-    numbers: Sequence[Move],
+    numbers: Sequence[Move] | Sequence[ScaledMove],
     skip: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """Move weights by the mean step of all ranks; `targets[i]`, of any shape, begins at position `starts[i]`.
 
     A weight has the numbers (beta1, kept, length) of its span: m = beta1 m + (1 - beta1) mean, weight = kept weight - length m.
+    With `scales` the mean is of gradients over their scales. It is multiplied by these, sqrt(v over) + floor, and replaced by the step that
+    `make_steps_` makes of the product, without a ratio, by the other four numbers of the span. Second moments v change too.
     Nothing changes if `skip`, one number, is not zero.
     """
     if skip is not None and bool(skip):
         return
+    if scales is not None:
+        square, over, block, floor = scales
+        root = (over.repeat_interleave(block)[: square.numel()] * square).double().sqrt_().to(mean.dtype)
+        gradient, mean = root.add_(floor).mul_(mean), torch.zeros_like(mean)
+        spreads = [(rate, beta2, eps, unbiased) for *_, rate, beta2, eps, unbiased in numbers]
+        make_steps_(mean, [gradient], [0], [1.0], square, torch.ones_like(over), block, spans, spreads)
     taken = torch.zeros_like(momentum)
-    for span, (beta1, _, length) in zip(spans, numbers, strict=True):
+    for span, (beta1, _, length, *_) in zip(spans, numbers, strict=True):
         m = span.of(momentum)
         m.mul_(beta1).add_(span.of(mean) * (1 - beta1))
         span.of(taken).copy_(m * length)
     kept = torch.ones_like(momentum)
-    for span, (_, share, _) in zip(spans, numbers, strict=True):
+    for span, (_, share, *_) in zip(spans, numbers, strict=True):
         span.of(kept).fill_(share)
     for target, start in zip(targets, starts, strict=True):
         place = Span(start, start + target.numel())
@@ -198,8 +210,9 @@ def apply_steps_(
     packets: Sequence[Tensor],
     bits: int,
     spans: Sequence[Span],
-    numbers: Sequence[Move],
+    numbers: Sequence[Move] | Sequence[ScaledMove],
     skip: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """Move weights as `move_steps_` does, by the mean in the packets of all chunks, in rank order and `bits` bits, in one pass.
 
@@ -209,7 +222,7 @@ def apply_steps_(
         return
     chunks = chunks_of(momentum.numel(), len(packets))
     parts = [values_decode(packet, len(chunk), bits) for packet, chunk in zip(packets, chunks, strict=True)]
-    move_steps_(targets, starts, momentum, torch.cat(parts).to(momentum.dtype), spans, numbers)
+    move_steps_(targets, starts, momentum, torch.cat(parts).to(momentum.dtype), spans, numbers, None, scales)
 
 
 @operation

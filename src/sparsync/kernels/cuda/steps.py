@@ -18,11 +18,13 @@ from sparsync.core import Span
 from sparsync.kernels.cuda.launch import magnitude, table, takes_all
 from sparsync.kernels.cuda.pieces import ROW, SEVERAL, TYPES, gathered, piece_at, piece_of, pieces_of, read, type_of
 from sparsync.kernels.cuda.values import INFINITE, ROUNDED, decoded, grid_of, places, share, store_packet
-from sparsync.kernels.step_reference import Move, Spread, chunks_of
+from sparsync.kernels.step_reference import Move, ScaledMove, Scales, Spread, chunks_of
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 
 SPREAD: tl.constexpr = tl.constexpr(5)  # numbers per span: rate, beta2, 1 - beta2, eps, unbiased
-MOVE: tl.constexpr = tl.constexpr(4)  # numbers per span: beta1, 1 - beta1, kept, length
+MOVE: tl.constexpr = tl.constexpr(
+    4
+)  # numbers per span: beta1, 1 - beta1, kept, length; with scales, SPREAD more follow
 
 # Any: the result that `operations` declares, or NotImplemented for unsupported arguments.
 
@@ -45,7 +47,9 @@ def make_steps_(
     if n := out.numel():
         with torch.cuda.device_of(out):
             pieces = pieces_of(gradients, starts, spans, out)
-            floats = table([*_spread(spans, numbers), *factors, 1.0], torch.float32, out.device)
+            floats = table(
+                [*(each for row in numbers for each in _spread(row)), *factors, 1.0], torch.float32, out.device
+            )
             form = {"SKIPS": skip is not None, "TYPE": kind, "RATIO": block, **ROUNDED}
             given = (out, square, ratio, out if skip is None else skip, *pieces, floats, len(spans), n)
             _make_kernel[grid_of(n)](*given, **form)
@@ -79,7 +83,9 @@ def encode_steps_(
         return packets
     with torch.cuda.device_of(residual):
         pieces = pieces_of(gradients, starts, spans if moments else [Span(0, n)], residual)
-        floats = table([*_spread(spans, numbers), *factors, 1.0], torch.float32, residual.device)
+        floats = table(
+            [*(each for row in numbers for each in _spread(row)), *factors, 1.0], torch.float32, residual.device
+        )
         form = {"P": P, "MADE": bool(moments), "ADDS": bool(gradients), "SKIPS": skip is not None, "TYPE": kind}
         form |= {"RATIO": block, **ROUNDED}
         about = (*(moments or (residual, residual)), packets, residual if skip is None else skip)
@@ -94,10 +100,11 @@ def move_steps_(
     momentum: Tensor,
     mean: Tensor,
     spans: Sequence[Span],
-    numbers: Sequence[Move],
+    numbers: Sequence[Move] | Sequence[ScaledMove],
     skip: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Any:
-    return _move(targets, starts, momentum, mean, None, 0, spans, numbers, skip)
+    return _move(targets, starts, momentum, mean, None, 0, spans, numbers, skip, scales)
 
 
 def apply_steps_(
@@ -107,13 +114,14 @@ def apply_steps_(
     packets: Sequence[Tensor],
     bits: int,
     spans: Sequence[Span],
-    numbers: Sequence[Move],
+    numbers: Sequence[Move] | Sequence[ScaledMove],
     skip: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Any:
     sizes = [values_nbytes(len(chunk), bits) for chunk in chunks_of(momentum.numel(), len(packets))]
     if bits == TERNARY or [packet.numel() for packet in packets] != sizes or not takes_all([momentum, *packets]):
         return NotImplemented  # the reference reports wrong lengths
-    return _move(targets, starts, momentum, momentum, packets, bits, spans, numbers, skip)
+    return _move(targets, starts, momentum, momentum, packets, bits, spans, numbers, skip, scales)
 
 
 def packets_fit(
@@ -162,33 +170,34 @@ def _move(
     packets: Sequence[Tensor] | None,
     bits: int,
     spans: Sequence[Span],
-    numbers: Sequence[Move],
+    numbers: Sequence[Move] | Sequence[ScaledMove],
     skip: Tensor | None,
+    scales: Scales | None,
 ) -> Any:
     """Move weights by a dense mean, or by the mean in packets."""
-    kind = type_of([momentum, mean], targets, skip)
+    square, over, block, floor = scales or (momentum, momentum, 1, 0.0)
+    kind = type_of([momentum, mean, square, over], targets, skip)
     if kind is None or kind == SEVERAL.value:
         return NotImplemented
     if n := momentum.numel():
         with torch.cuda.device_of(momentum):
             pieces = pieces_of(targets, starts, spans, momentum)
-            rows = [(beta1, 1 - beta1, *rest) for _, (beta1, *rest) in zip(spans, numbers, strict=True)]
-            floats = table([number for row in rows for number in row], torch.float32, momentum.device)
+            rows = zip(spans, numbers, strict=True)
+            listed = [(beta1, 1 - beta1, *rest[:2], *_spread(rest[2:])) for _, (beta1, *rest) in rows]
+            floats = table([number for row in listed for number in row], torch.float32, momentum.device)
             addresses = table([vector.data_ptr() for vector in packets or [mean]], torch.int64, momentum.device)
             chunks = len(packets or [mean])
             form = {"PACKED": packets is not None, "SKIPS": skip is not None, "TYPE": kind, "BITS": bits, **ROUNDED}
-            given = (momentum, mean, addresses, momentum if skip is None else skip, *pieces, floats, n, chunks)
+            form |= {"SCALED": scales is not None, "RATIO": block}
+            about = (square, over, addresses, momentum if skip is None else skip)
+            given = (momentum, mean, *about, *pieces, floats, floor, n, chunks)
             _move_kernel[grid_of(triton.cdiv(n, chunks), chunks)](*given, **form)
     return None
 
 
-def _spread(spans: Sequence[Span], numbers: Sequence[Spread]) -> list[float]:
-    """List the numbers of all spans as kernels read them."""
-    return [
-        number
-        for _, (rate, beta2, *rest) in zip(spans, numbers, strict=True)
-        for number in (rate, beta2, 1 - beta2, *rest)
-    ]
+def _spread(numbers: Sequence[float]) -> list[float]:
+    """List the numbers of a Spread, if there are any, as kernels read them."""
+    return [*numbers[:2], *(1 - beta2 for beta2 in numbers[1:2]), *numbers[2:]]
 
 
 @triton.jit
@@ -205,6 +214,16 @@ def _nbytes(k, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _spread_over(g, v, number, ratio):
+    """Return the second moments `v` with gradients `g`, and the steps."""
+    v = v * tl.load(number + 1) + g * g * tl.load(number + 2)
+    root = tl.sqrt_rn(tl.div_rn(ratio + tl.zeros_like(v), tl.zeros_like(v) + tl.load(number + 4)) * v) + tl.load(
+        number + 3
+    )
+    return v, tl.div_rn(g * tl.load(number), root)
+
+
+@triton.jit
 def _made(base, left, lane, square, ratio, where, pieces, floats, spans, RATIO: tl.constexpr, TYPE: tl.constexpr):
     """Add gradients to second moments at `left` places from `base` on. Return the steps, and a mask of places in spans."""
     step, reached = tl.zeros_like(lane).to(tl.float32), lane < 0
@@ -214,11 +233,10 @@ def _made(base, left, lane, square, ratio, where, pieces, floats, spans, RATIO: 
         inside, there, address, place, span, tensor = piece_of(where, piece, base, left, lane)
         number = floats + SPREAD * span
         g = read(where, piece, address, place, there, TYPE) * tl.load(floats + SPREAD * spans + tensor)
-        v = tl.load(square + base + lane, mask=inside, other=0.0) * tl.load(number + 1) + g * g * tl.load(number + 2)
+        before = tl.load(square + base + lane, mask=inside, other=0.0)
+        v, taken = _spread_over(g, before, number, tl.load(ratios, mask=inside, other=0.0))
         tl.store(square + base + lane, v, mask=inside)
-        r = tl.load(ratios, mask=inside, other=0.0)
-        root = tl.sqrt_rn(tl.div_rn(r, tl.zeros_like(r) + tl.load(number + 4)) * v) + tl.load(number + 3)
-        step = tl.where(inside, tl.div_rn(g * tl.load(number), root), step)
+        step = tl.where(inside, taken, step)
         reached = reached | inside
         piece += 1
     return step, reached
@@ -296,20 +314,25 @@ def _encode_steps_kernel(
     store_packet(packets + offset, upper, code, first, tl.where(chunk == own, 0, left), k, BITS, BLOCKS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["pieces", "n", "chunks"])
+@triton.jit(do_not_specialize=["pieces", "floor", "n", "chunks"])
 def _move_kernel(
     momentum,
     mean,
+    square,
+    over,
     packets,
     skip,
     where,
     pieces,
     floats,
+    floor,
     n,
     chunks,
     PACKED: tl.constexpr,
+    SCALED: tl.constexpr,
     SKIPS: tl.constexpr,
     TYPE: tl.constexpr,
+    RATIO: tl.constexpr,
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -328,8 +351,15 @@ def _move_kernel(
     piece = piece_at(where, pieces, base)
     while tl.load(where + ROW * piece) < base + left:
         inside, there, address, place, span, _ = piece_of(where, piece, base, left, lane)
-        target, number = address.to(tl.pointer_type(TYPE)) + place, floats + MOVE * span
-        m = tl.load(momentum + base + lane, mask=inside, other=0.0) * tl.load(number) + taken * tl.load(number + 1)
+        target, number, step = address.to(tl.pointer_type(TYPE)) + place, floats + MOVE * span, taken
+        if SCALED:
+            number += SPREAD * span
+            v = tl.load(square + base + lane, mask=inside, other=0.0)
+            blocks = over + base // RATIO + ((base % RATIO).to(tl.int32) + lane) // RATIO
+            scale = tl.sqrt_rn(tl.load(blocks, mask=inside, other=0.0) * v) + floor
+            v, step = _spread_over(scale * taken, v, number + MOVE, 1.0)
+            tl.store(square + base + lane, v, mask=inside)
+        m = tl.load(momentum + base + lane, mask=inside, other=0.0) * tl.load(number) + step * tl.load(number + 1)
         tl.store(momentum + base + lane, m, mask=inside)
         weight = tl.load(target, mask=there, other=0).to(tl.float32)
         tl.store(target, (weight * tl.load(number + 2) - m * tl.load(number + 3)).to(TYPE), mask=there)
