@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import avg_pool1d
 from torch.optim import Optimizer
 
 from helpers.quick import one_in
 from sparsync import AdamWSteps, Scheme
+from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import Arriving
@@ -18,6 +20,7 @@ from sparsync.exchanges import adamw_steps
 from sparsync.kernels import operations as kernels
 from sparsync.schemes import State, TwoShot
 from sparsync.schemes.in_turn import InTurn
+from sparsync.wire import ValueCodec
 
 P = 3
 
@@ -54,6 +57,35 @@ def held(steps: AdamWSteps) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())
+
+
+def test_the_default_is_its_formulas_in_plain_torch() -> None:
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
+        steps = started(comm, TwoShot(1.0, "int3"))
+        (bucket,), codec, (beta1, beta2) = steps._weights.buckets, ValueCodec("int3"), (0.9, 0.999)
+
+        def flat(of: Callable[[Any], Tensor]) -> Tensor:
+            return torch.cat([of(each).flatten() for each in bucket.parameters.values()])
+
+        weights = flat(lambda each: each.detach())
+        residual, m, v = torch.zeros_like(weights), torch.zeros_like(weights), torch.full_like(weights, 1e-30)
+        for t in range(1, 7):
+            give_gradients(steps, t)
+            over = 1 / avg_pool1d(v[None], 16, ceil_mode=True)[0]
+            scale = (over.repeat_interleave(16)[: v.numel()] * v).double().sqrt().float() + 0.1
+            residual += flat(lambda each: each.grad) / scale
+            mean = quantized_all_reduce_(residual, comm, codec, codec).decoded() * scale
+            v = v * beta2 + mean.square() * (1 - beta2)
+            root = (v * (1 / torch.tensor(1 - beta2**t))).double().sqrt().float()
+            m = m * beta1 + mean * 0.01 / (root + 1e-8) * (1 - beta1)
+            weights = weights * (1 - 0.01 * 0.125) - m * (1 / (1 - beta1**t))
+            steps.step()
+        assert torch.equal(v, steps._sender.vectors["square"][0])
+        assert torch.equal(weights, flat(lambda each: each.detach()))
+        return weights, v
+
+    first, *others = LocalWorld(P).run(body)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize(("values", "down"), [("int3", None), ("sign", "int3"), ("ternary", "int4"), ("int8", None)])
@@ -258,7 +290,7 @@ def test_a_handle_closes_after_a_step_that_could_not_be_applied(monkeypatch: pyt
         handle.close()
         return handle.closed
 
-    monkeypatch.setattr(kernels, "move_steps_", fail)
+    monkeypatch.setattr(kernels, "apply_steps_", fail)
     assert LocalWorld(1).run(body) == [True]
 
 

@@ -1,31 +1,34 @@
-"""AdamW with compressed communication: each rank divides its gradient by its second moments, and momentum comes after the exchange.
+"""AdamW with compressed communication: each rank divides its gradient, and second moments or momentum come after the exchange.
 
-Compressing gradients costs AdamW quality, because the second moments of sparse means are wrong, and dividing after the exchange
-enlarges what was dropped. Here ranks send steps instead, learning rate included:
+Compressing gradients costs AdamW quality, because dividing after the exchange enlarges the errors of small elements. The default form sends
+every element in int3, and `keep` is 0. There each gradient g is divided by a scale that all ranks know:
 
-    v      = beta2 v + (1 - beta2) g^2                     second moments of a rank's gradient g
-    x      = rate g / (sqrt(ratio v / (1 - beta2^t)) + eps)
-    mean   = scheme.reduce(x)                              what is not sent stays in the residual
-    m      = beta1 m + (1 - beta1) mean                    momentum, the same on all ranks
+    D      = sqrt(v / v's mean in the block) + 0.1
+    mean   = D scheme.reduce(g / D)                        what is not sent stays in the residual
+    v      = beta2 v + (1 - beta2) mean^2                  second moments, the same on all ranks
+    step   = rate mean / (sqrt(v / (1 - beta2^t)) + eps)
+    m      = beta1 m + (1 - beta1) step                    momentum, the same on all ranks
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-The default form sends every element in int3, and `keep` is 0, so W = A. It uses only the formats of the scheme. The path of a step, beside
-which other branches measure the ratio, skip steps, undo failed ones, and serve the forms below 4 bits:
+Where elements are left out, or signs sent, second moments of the mean are wrong. Then ranks send steps made with their own ones:
+
+    v      = beta2 v + (1 - beta2) g^2
+    step   = scheme.reduce(rate g / (sqrt(ratio v / (1 - beta2^t)) + eps))
+
+The path of a step of the default, beside which other branches measure the ratio, skip steps, undo failed ones, and serve the other forms:
 
     backward pass     DDP's hook hands back each bucket as it is; GradientDivisor gives gradients the norm of the mean one, for clipping
     optimizer.step()  a hook of TakenOptimizer calls `_take_step`, and hides the gradients from the optimizer's own step
     _read_loop        takes what the loop has changed
-    _exchanged        a WholeStep per bucket makes x of undivided gradients, exchanges it, and leaves rounding errors in the residual
-    _apply            `Sender.move` updates momentum and weights
+    _exchanged        a WholeStep per bucket scales undivided gradients, exchanges them, and leaves rounding errors in the residual
+    _apply            `Sender.move` updates second moments, momentum and weights
 
 ratio: the squares of the mean gradient over the squares of the local one in earlier steps, see BlockRatios. A local gradient has P times
-the variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
+the variance of the mean one, so without the ratio steps would be too short. The default needs it for clipping only.
 
-Differs from AdamW, even with one rank or when everything is sent: it divides each gradient by the second moments, and multiplies it by the
-rate, of the step that made the gradient, as LaProp does (arXiv 2002.04839). AdamW applies the latest ones to the momentum. And beta2 is at
-least 0.999. With beta1 = 0 and the same beta2 there is no difference. If elements are left out, the residual forgets a little in each step.
-Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02888); the estimated ratio and own weights are ours.
+Differs from AdamW, even with one rank or when everything is sent: as in LaProp (arXiv 2002.04839), each gradient is divided by the second
+moments, and multiplied by the rate, of its own step; and beta2 is at least 0.999. With beta1 = 0 and the same beta2 both are equal.
 """
 
 from collections.abc import Sequence
@@ -126,6 +129,7 @@ class AdamWSteps(StepsState):
         self._totals = {"skipped": 0, **self._totals}
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
+        self._sender.take_squares(self._sender.common_for(self.exchange, scheme))
         self._have_own_weights()
         self._moments = Moments(replica, self._sender, self._own_factor, self._take_moments)
         self._take_moments()
@@ -206,7 +210,7 @@ class AdamWSteps(StepsState):
         elif self._moments.take():
             self._shares, self._of_mean = True, self._comm.size > 1 and not self._sender.common
             self._note_ahead()
-            self._sender.share_squares(self._sender.common, self._comm.size)
+            self._sender.take_squares(self._sender.common)
             self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
 
     def _exchanged(self) -> tuple[list[Report], Sequence[Mean] | None]:

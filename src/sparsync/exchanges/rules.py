@@ -1,8 +1,8 @@
 """The rules of exchanged steps, from the settings of an optimizer: AdamW for most parameters, Muon for matrices.
 
-Both send the same: a rank's gradient over the root of its second moments, times the rate. They differ in what they do with the mean, which
-is the same on all ranks. AdamW moves the weights along the momentum of the means. Muon makes all singular values of that momentum about 1
-first (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; "Muon is Scalable for LLM Training", arXiv 2502.16982).
+Both send the same, see `adamw_steps`. They differ in what they do with the mean step, which is the same on all ranks. AdamW moves the
+weights along the momentum of the means. Muon makes all singular values of that momentum about 1 first (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; "Muon is Scalable for LLM Training", arXiv 2502.16982).
 """
 
 import inspect

@@ -7,7 +7,6 @@ Each is one pass over memory, by a kernel, see `sparsync.kernels.step_reference`
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import GradientDivisor
 from sparsync.exchanges.weights import Weights
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.step_reference import Move, ScaledMove, Scales, Spread
+from sparsync.kernels.step_reference import Move, Scales, Spread
 from sparsync.kernels.value_reference import nan_packet
 from sparsync.runtime.connection import Reduction
 from sparsync.wire import ValueCodec, Values
@@ -100,11 +99,11 @@ class Sender:
 
     def steps_to_make(self, place: int, gradients: Gradients, P: int) -> StepsToMake:
         """Return the steps of bucket `place` to make; unless these are scaled gradients, count one for each participating parameter."""
-        square, block = self.vectors["square"][place], self.ratios.block
         if self.common:
+            square, over, block, floor = self._scales(place)
             spans = [entry.span for entry in self.taking(place)] if self.idle else [Span(0, square.numel())]
-            scaled = [(1.0, 1.0, _FLOOR, 1.0)] * len(spans)
-            return StepsToMake(gradients, square, self._over_block(place), block, spans, scaled)
+            return StepsToMake(gradients, square, over, block, spans, [(1.0, 1.0, floor, 1.0)] * len(spans))
+        square, block = self.vectors["square"][place], self.ratios.block
         counted = self._counted(place, "seen", self._spread)
         spans, numbers = [span for span, _ in counted], [number for _, number in counted]
         return StepsToMake(gradients, square, self.ratios.ratio(place, P), block, spans, numbers)
@@ -113,59 +112,53 @@ class Sender:
         beta2 = self.beta2(rule)
         return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
-    def _over_block(self, place: int) -> Tensor:
-        """Compute one over the mean second moment of each block, [blocks]. A pooling adds in order, so all ranks get the same bits."""
-        square = self.vectors["square"][place]
-        return avg_pool1d(square[None], self.ratios.block, ceil_mode=True)[0].clamp_(min=_LEAST).reciprocal_()
+    def _scales(self, place: int) -> Scales:
+        """Compute the scales of a bucket's gradients. A pooling adds in order, so all ranks get the same bits."""
+        square, block = self.vectors["square"][place], self.ratios.block
+        over = avg_pool1d(square[None], block, ceil_mode=True)[0].clamp_(min=_LEAST).reciprocal_()
+        return square, over, block, _FLOOR
 
     def move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:
         """Move the common weights of bucket `place` by the mean of what all ranks sent, [n], unless `skip`, [1], is not zero."""
         bucket, momentum = self.weights.buckets[place], self.vectors["momentum"][place]
         rules = [(entry, self.groups.rules[self.groups.number[entry.name]]) for entry in self.taking(place)]
         matrices = [(entry, rule) for entry, rule in rules if isinstance(rule, MuonRule)]
-
-        def move(
-            targets: Sequence[Tensor],
-            starts: Sequence[int],
-            m: Tensor,
-            mean: Tensor | QuantizedMean,
-            moves: Sequence[tuple[Span, Move | ScaledMove]],
-            scales: Scales | None = None,
-        ) -> None:
-            numbers: Any = [span for span, _ in moves], [number for _, number in moves], skip, scales
-            if isinstance(mean, Tensor):
-                kernels.move_steps_(targets, starts, m, mean, *numbers)
-            else:
-                assert mean.kernel_bits is not None  # of a whole form
-                kernels.apply_steps_(targets, starts, m, mean.packets, mean.kernel_bits, *numbers)
-
-        scales = None
-        if self.common:
-            scales = self.vectors["square"][place], self._over_block(place), self.ratios.block, _FLOOR
-            counted = self._counted(place, "applied", lambda *of: (*of[0].move(of[2]), *self._spread(*of)))
-            self.counts["seen"] |= {entry.name: self.counts["applied"][entry.name] for entry, _ in rules}
-            if matrices:  # which need the steps twice
-                steps = torch.zeros_like(momentum)
-                move([], [], steps, mean, [(span, (0.0, 1.0, 0.0, *numbers[3:])) for span, numbers in counted], scales)
-                mean, scales, counted = steps, None, [(span, numbers[:3]) for span, numbers in counted]
-        else:
-            counted = self._counted(place, "applied", lambda rule, _, t: rule.move(t))
+        scales, moves = self._scales(place) if self.common else None, self._moves(place)
+        if matrices and scales:  # which need the steps twice
+            made = torch.zeros_like(momentum)
+            _move([], [], made, mean, [(span, (0.0, 1.0, 0.0, *numbers[3:])) for span, numbers in moves], skip, scales)
+            mean, scales, moves = made, None, [(span, numbers[:3]) for span, numbers in moves]
         with bucket.moved() as (targets, starts):
             followed = momentum.clone() if matrices else momentum
-            move(targets, starts, momentum, mean, counted, scales)
+            _move(targets, starts, momentum, mean, moves, skip, scales)
             if matrices:
-                move([], [], followed, mean, [(entry.span, (rule.memory, 1.0, 0.0)) for entry, rule in matrices])
+                remembers = [(entry.span, (rule.memory, 1.0, 0.0)) for entry, rule in matrices]
+                _move([], [], followed, mean, remembers, skip, None)
                 weights = [(bucket.weights_of(entry), entry.span.of(followed), rule) for entry, rule in matrices]
                 move_matrices_(weights, skip)
 
-    def share_squares(self, common: bool, P: int) -> None:
-        """Go on with common second moments, or with this rank's own ones, which are as many times as large as the ratio says."""
-        for place, square in enumerate(self.vectors["square"]):
-            if common:
-                square.clamp_(min=_LEAST)
-            elif self.common:
-                square.div_(self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()])
+    def _moves(self, place: int) -> list[tuple[Span, Move]]:
+        """Count a move of each participating parameter of a bucket; return the spans of equal coefficients, and these."""
+
+        def numbers(rule: Rule, entry: ParameterSpan, t: int) -> Move:
+            return (*rule.move(t), *self._spread(rule, entry, t)) if self.common else rule.move(t)
+
+        counted = self._counted(place, "applied", numbers)
+        if self.common:
+            self.counts["seen"] |= {each.name: self.counts["applied"][each.name] for each in self.taking(place)}
+        return counted
+
+    def take_squares(self, common: bool) -> None:
+        """Take the second moments for those of the mean gradients if `common`, or for this rank's own."""
         self.common = common
+        for square in self.vectors["square"] if common else ():
+            square.clamp_(min=_LEAST)
+
+    def end_common(self, P: int) -> None:
+        """Go on with this rank's own second moments, which are larger by the ratio. Residuals are in units of scaled gradients."""
+        self.common = False
+        for place, square in enumerate(self.vectors["square"]):
+            square.div_(self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()])
 
     def taking(self, place: int) -> Sequence[ParameterSpan]:
         """List the parameters of bucket `place` that take part in this step."""
@@ -179,6 +172,10 @@ class Sender:
     def keep_for(self, options: Steps, scheme: Scheme) -> float:
         """Choose `keep` to suit the scheme and the optimizers if these options leave it open."""
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self.groups.rules))
+
+    def common_for(self, options: Steps, scheme: Scheme) -> bool:
+        """Tell whether second moments are common with these options and this scheme: then the mean is nearly the whole gradient's."""
+        return not self.keep_for(options, scheme) and not scheme.leaves_out
 
     def uncount(self, names: Iterable[str]) -> None:
         """Undo the count of the last step of these parameters."""
@@ -197,6 +194,23 @@ class Sender:
     ) -> list[tuple[Span, Value]]:
         """Count a step for each participating parameter of a bucket; return the spans of equal values. See ParameterGroups.counted."""
         return self.groups.counted((key, place), self.taking(place), self.counts[key], value_of)
+
+
+def _move(
+    targets: Sequence[Tensor],
+    starts: Sequence[int],
+    m: Tensor,
+    mean: Tensor | QuantizedMean,
+    moves: Sequence[tuple[Span, Move]],
+    skip: Tensor | None,
+    scales: Scales | None,
+) -> None:
+    numbers = [span for span, _ in moves], [number for _, number in moves], skip, scales
+    if isinstance(mean, Tensor):
+        kernels.move_steps_(targets, starts, m, mean, *numbers)
+    else:
+        assert mean.kernel_bits is not None  # of a whole form
+        kernels.apply_steps_(targets, starts, m, mean.packets, mean.kernel_bits, *numbers)
 
 
 @dataclass(eq=False)

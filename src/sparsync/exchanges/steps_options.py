@@ -61,7 +61,7 @@ class Steps(StepOptions):
     Args:
         keep: in [0, 1], the share of unsent changes that stays in a rank's own weights. None: 0.2 if the scheme leaves elements out or the
             optimizer is Muon, else 0.5.
-        block: adjacent elements with one ratio.
+        block: adjacent elements with one ratio, or scales relative to their mean.
         measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, and serves
             from the next step on. The first 8 steps all measure; the first measurement serves its own step too.
         beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.999, because one rank's gradients are noisier than their

@@ -262,10 +262,8 @@ class StepsState(StepMethod):
         return any(takes)
 
     def _have_own_weights(self) -> None:
-        """Show own weights from here on, if the options say so; else second moments are common ones if nothing is left out."""
-        sender = self._sender
-        self._keep = sender.keep_for(self.exchange, self.scheme)
-        sender.share_squares(not self._keep and not self.scheme.leaves_out, self._comm.size)
+        """Show own weights from here on, if the options say so."""
+        self._keep = self._sender.keep_for(self.exchange, self.scheme)
         # If only rounding errors wait, a loop that goes back need not hear of them.
         self._told_of_loads = not self._keep and not self.scheme.leaves_out
         if self._keep and self._shown is None:
@@ -291,11 +289,14 @@ class StepsState(StepMethod):
             self._choosing = Choosing(recipes, self._gathered, self._take_recipe)
 
     def _take_recipe(self, recipe: Recipe) -> None:
-        """Switch to another recipe from the next step on, and keep the residuals. The same on all ranks."""
+        """Switch to another recipe from the next step on. The same on all ranks."""
         if recipe == self.recipe:
             return
         scheme, options = self._method_of(recipe.text)
         options = replace(options, check_weights_every=self.exchange.check_weights_every)
+        if self._sender.common and not self._sender.common_for(options, scheme):
+            self._sender.end_common(self._comm.size)
+            self.state.rescale(dict.fromkeys(self._weights.trained, 0.0))  # rounding errors, in other units
         self._take_scheme(scheme)
         self._forget(options)
         self.recipe = recipe

@@ -23,8 +23,7 @@ _WORD = 0xFFFFFFFF
 
 Vector = Float[Tensor, " n"]
 Spread = tuple[float, float, float, float]  # rate, beta2, eps, 1 - beta2^t
-Move = tuple[float, float, float]  # beta1, the share of a weight that stays, 1 / (1 - beta1^t)
-ScaledMove = tuple[float, float, float, float, float, float, float]  # a Move and a Spread
+Move = tuple[float, ...]  # beta1, the share of a weight that stays, 1 / (1 - beta1^t); with scales, a Spread follows
 # Second moments v, [n], one over their mean in each block, [blocks], the length of a block, and what is added to a scale
 Scales = tuple[Tensor, Tensor, int, float]
 
@@ -170,7 +169,7 @@ def move_steps_(
     momentum: Vector,
     mean: Vector,
     spans: Sequence[Span],
-    numbers: Sequence[Move] | Sequence[ScaledMove],
+    numbers: Sequence[Move],
     skip: Tensor | None = None,
     scales: Scales | None = None,
 ) -> None:
@@ -187,7 +186,7 @@ def move_steps_(
         square, over, block, floor = scales
         root = (over.repeat_interleave(block)[: square.numel()] * square).double().sqrt_().to(mean.dtype)
         gradient, mean = root.add_(floor).mul_(mean), torch.zeros_like(mean)
-        spreads = [(rate, beta2, eps, unbiased) for *_, rate, beta2, eps, unbiased in numbers]
+        spreads = [(rate, beta2, eps, unbiased) for _, _, _, rate, beta2, eps, unbiased in numbers]
         make_steps_(mean, [gradient], [0], [1.0], square, torch.ones_like(over), block, spans, spreads)
     taken = torch.zeros_like(momentum)
     for span, (beta1, _, length, *_) in zip(spans, numbers, strict=True):
@@ -210,7 +209,7 @@ def apply_steps_(
     packets: Sequence[Tensor],
     bits: int,
     spans: Sequence[Span],
-    numbers: Sequence[Move] | Sequence[ScaledMove],
+    numbers: Sequence[Move],
     skip: Tensor | None = None,
     scales: Scales | None = None,
 ) -> None:

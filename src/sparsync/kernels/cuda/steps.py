@@ -15,16 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Span
-from sparsync.kernels.cuda.launch import magnitude, table, takes_all
-from sparsync.kernels.cuda.pieces import ROW, SEVERAL, TYPES, gathered, piece_at, piece_of, pieces_of, read, type_of
-from sparsync.kernels.cuda.values import INFINITE, ROUNDED, decoded, grid_of, places, share, store_packet
-from sparsync.kernels.step_reference import Move, ScaledMove, Scales, Spread, chunks_of
+from sparsync.kernels.cuda.launch import table, takes_all
+from sparsync.kernels.cuda.pieces import ROW, SEVERAL, gathered, piece_at, piece_of, pieces_of, read, type_of
+from sparsync.kernels.cuda.values import ROUNDED, decoded, grid_of, places, rounded, share, store_packet
+from sparsync.kernels.step_reference import Move, Scales, Spread, chunks_of
 from sparsync.kernels.value_reference import TERNARY, values_nbytes
 
 SPREAD: tl.constexpr = tl.constexpr(5)  # numbers per span: rate, beta2, 1 - beta2, eps, unbiased
-MOVE: tl.constexpr = tl.constexpr(
-    4
-)  # numbers per span: beta1, 1 - beta1, kept, length; with scales, SPREAD more follow
+MOVE: tl.constexpr = tl.constexpr(4)  # numbers per span: beta1, 1 - beta1, kept, length; with scales also SPREAD
 
 # Any: the result that `operations` declares, or NotImplemented for unsupported arguments.
 
@@ -47,9 +45,7 @@ def make_steps_(
     if n := out.numel():
         with torch.cuda.device_of(out):
             pieces = pieces_of(gradients, starts, spans, out)
-            floats = table(
-                [*(each for row in numbers for each in _spread(row)), *factors, 1.0], torch.float32, out.device
-            )
+            floats = table([*_spread(spans, numbers), *factors, 1.0], torch.float32, out.device)
             form = {"SKIPS": skip is not None, "TYPE": kind, "RATIO": block, **ROUNDED}
             given = (out, square, ratio, out if skip is None else skip, *pieces, floats, len(spans), n)
             _make_kernel[grid_of(n)](*given, **form)
@@ -83,9 +79,7 @@ def encode_steps_(
         return packets
     with torch.cuda.device_of(residual):
         pieces = pieces_of(gradients, starts, spans if moments else [Span(0, n)], residual)
-        floats = table(
-            [*(each for row in numbers for each in _spread(row)), *factors, 1.0], torch.float32, residual.device
-        )
+        floats = table([*_spread(spans, numbers), *factors, 1.0], torch.float32, residual.device)
         form = {"P": P, "MADE": bool(moments), "ADDS": bool(gradients), "SKIPS": skip is not None, "TYPE": kind}
         form |= {"RATIO": block, **ROUNDED}
         about = (*(moments or (residual, residual)), packets, residual if skip is None else skip)
@@ -100,7 +94,7 @@ def move_steps_(
     momentum: Tensor,
     mean: Tensor,
     spans: Sequence[Span],
-    numbers: Sequence[Move] | Sequence[ScaledMove],
+    numbers: Sequence[Move],
     skip: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Any:
@@ -114,7 +108,7 @@ def apply_steps_(
     packets: Sequence[Tensor],
     bits: int,
     spans: Sequence[Span],
-    numbers: Sequence[Move] | Sequence[ScaledMove],
+    numbers: Sequence[Move],
     skip: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Any:
@@ -122,20 +116,6 @@ def apply_steps_(
     if bits == TERNARY or [packet.numel() for packet in packets] != sizes or not takes_all([momentum, *packets]):
         return NotImplemented  # the reference reports wrong lengths
     return _move(targets, starts, momentum, momentum, packets, bits, spans, numbers, skip, scales)
-
-
-def packets_fit(
-    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
-) -> Any:
-    if bits == TERNARY or not any(lengths) or dtype not in TYPES or not takes_all(packets):
-        return NotImplemented
-    fits = torch.ones((), dtype=torch.bool, device=packets[0].device)
-    with torch.cuda.device_of(fits):
-        rows = zip(packets, lengths, strict=True)
-        where = table([number for packet, k in rows for number in (packet.data_ptr(), k)], torch.int64, fits.device)
-        form = {"TIMES": times, "TYPE": TYPES[dtype], "BITS": bits, **ROUNDED}
-        _packets_fit_kernel[grid_of(max(lengths), len(lengths))](where, fits, **form)
-    return fits
 
 
 def write_mean_(
@@ -170,7 +150,7 @@ def _move(
     packets: Sequence[Tensor] | None,
     bits: int,
     spans: Sequence[Span],
-    numbers: Sequence[Move] | Sequence[ScaledMove],
+    numbers: Sequence[Move],
     skip: Tensor | None,
     scales: Scales | None,
 ) -> Any:
@@ -182,9 +162,10 @@ def _move(
     if n := momentum.numel():
         with torch.cuda.device_of(momentum):
             pieces = pieces_of(targets, starts, spans, momentum)
-            rows = zip(spans, numbers, strict=True)
-            listed = [(beta1, 1 - beta1, *rest[:2], *_spread(rest[2:])) for _, (beta1, *rest) in rows]
-            floats = table([number for row in listed for number in row], torch.float32, momentum.device)
+            listed = list[float]()
+            for _, (beta1, *rest) in zip(spans, numbers, strict=True):
+                listed += [beta1, 1 - beta1, *rest[:4], *(1 - beta2 for beta2 in rest[3:4]), *rest[4:]]
+            floats = table(listed, torch.float32, momentum.device)
             addresses = table([vector.data_ptr() for vector in packets or [mean]], torch.int64, momentum.device)
             chunks = len(packets or [mean])
             form = {"PACKED": packets is not None, "SKIPS": skip is not None, "TYPE": kind, "BITS": bits, **ROUNDED}
@@ -195,9 +176,10 @@ def _move(
     return None
 
 
-def _spread(numbers: Sequence[float]) -> list[float]:
-    """List the numbers of a Spread, if there are any, as kernels read them."""
-    return [*numbers[:2], *(1 - beta2 for beta2 in numbers[1:2]), *numbers[2:]]
+def _spread(spans: Sequence[Span], numbers: Sequence[Spread]) -> list[float]:
+    """List the numbers of all spans as kernels read them."""
+    rows = zip(spans, numbers, strict=True)
+    return [each for _, (rate, beta2, *rest) in rows for each in (rate, beta2, 1 - beta2, *rest)]
 
 
 @triton.jit
@@ -217,10 +199,8 @@ def _nbytes(k, BITS: tl.constexpr, BLOCK: tl.constexpr):
 def _spread_over(g, v, number, ratio):
     """Return the second moments `v` with gradients `g`, and the steps."""
     v = v * tl.load(number + 1) + g * g * tl.load(number + 2)
-    root = tl.sqrt_rn(tl.div_rn(ratio + tl.zeros_like(v), tl.zeros_like(v) + tl.load(number + 4)) * v) + tl.load(
-        number + 3
-    )
-    return v, tl.div_rn(g * tl.load(number), root)
+    scale = tl.div_rn(tl.zeros_like(v) + ratio, tl.zeros_like(v) + tl.load(number + 4))
+    return v, tl.div_rn(g * tl.load(number), tl.sqrt_rn(scale * v) + tl.load(number + 3))
 
 
 @triton.jit
@@ -366,29 +346,6 @@ def _move_kernel(
         piece += 1
 
 
-@triton.jit
-def _rounded(x, TYPE: tl.constexpr):
-    """Round `x`, float32, to the nearest number of TYPE; for bfloat16 explicitly, because the interpreter truncates."""
-    if tl.bfloat16 == TYPE:
-        word = x.to(tl.int32, bitcast=True)
-        x = ((word + 0x7FFF + (word >> 16 & 1)) & -0x10000).to(tl.float32, bitcast=True)
-    return x.to(TYPE)
-
-
-@triton.jit
-def _packets_fit_kernel(
-    where, fits, TIMES: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = where + 2 * tl.program_id(1)
-    k = tl.load(row + 1)
-    first, left, lane = places(k, BLOCKS, BLOCK)
-    value = decoded(tl.load(row).to(tl.pointer_type(tl.uint8)), first, left, lane, k, BITS, BLOCKS, BLOCK)
-    value = tl.where(lane < left, value, 0.0)  # sign bits decode to non-zeros after the end too
-    worst = tl.maximum(magnitude(TIMES * value), magnitude(_rounded(value, TYPE).to(tl.float32)))
-    if tl.max(worst) >= INFINITE:
-        tl.store(fits, 0)
-
-
 @triton.jit(do_not_specialize=["n", "rank"])
 def _write_mean_kernel(
     grad,
@@ -411,7 +368,7 @@ def _write_mean_kernel(
     base, live = start + first, tl.load(skip) == 0 if SKIPS else True
     packet = tl.load(packets + chunk).to(tl.pointer_type(tl.uint8))
     mean = decoded(packet, first, left, lane, k, BITS, BLOCKS, BLOCK)
-    written = _rounded(mean, grad.dtype.element_ty)
+    written = rounded(mean, grad.dtype.element_ty)
     if KEEPS:
         kept = tl.load(error + base + lane, mask=lane < left, other=0.0)
         if grad.dtype.element_ty != tl.float32:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes
+from sparsync.kernels.cuda.launch import BYTES, FLOAT32, magnitude, table, takes, takes_all
+from sparsync.kernels.cuda.pieces import TYPES
 from sparsync.kernels.value_reference import BLOCK, TERNARY, values_nbytes
 
 BLOCKS = 4  # blocks of 256 values per program
@@ -55,6 +56,20 @@ def reduce_shares_(
         return NotImplemented
     kinds = FLOAT32, *[BYTES] * len(packets), FLOAT32
     return takes(*kinds)(_reduce_shares)(value, packets, bits, P, bits_down, skip)
+
+
+def packets_fit(
+    packets: Sequence[Tensor], lengths: Sequence[int], bits: int, times: int, dtype: torch.dtype = torch.float32
+) -> Any:
+    if bits == TERNARY or not any(lengths) or dtype not in TYPES or not takes_all(packets):
+        return NotImplemented
+    fits = torch.ones((), dtype=torch.bool, device=packets[0].device)
+    with torch.cuda.device_of(fits):
+        rows = zip(packets, lengths, strict=True)
+        where = table([number for packet, k in rows for number in (packet.data_ptr(), k)], torch.int64, fits.device)
+        form = {"TIMES": times, "TYPE": TYPES[dtype], "BITS": bits, **ROUNDED}
+        _packets_fit_kernel[grid_of(max(lengths), len(lengths))](where, fits, **form)
+    return fits
 
 
 def grid_of(k: int, chunks: int = 1) -> tuple[int, int]:
@@ -267,3 +282,26 @@ def _reduce_kernel(
     tl.store(value + first + lane, lacks.to(tl.float32), mask=lane < taken)
     upper = tl.where(live, upper, 0x7FC0)  # a skipped packet is NaN
     store_packet(packet, upper, code, first, left, k, DOWN, BLOCKS, BLOCK)
+
+
+@triton.jit
+def rounded(x, TYPE: tl.constexpr):
+    """Round `x`, float32, to the nearest number of TYPE; for bfloat16 explicitly, because the interpreter truncates."""
+    if tl.bfloat16 == TYPE:
+        word = x.to(tl.int32, bitcast=True)
+        x = ((word + 0x7FFF + (word >> 16 & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _packets_fit_kernel(
+    where, fits, TIMES: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = where + 2 * tl.program_id(1)
+    k = tl.load(row + 1)
+    first, left, lane = places(k, BLOCKS, BLOCK)
+    value = decoded(tl.load(row).to(tl.pointer_type(tl.uint8)), first, left, lane, k, BITS, BLOCKS, BLOCK)
+    value = tl.where(lane < left, value, 0.0)  # sign bits decode to non-zeros after the end too
+    worst = tl.maximum(magnitude(TIMES * value), magnitude(rounded(value, TYPE).to(tl.float32)))
+    if tl.max(worst) >= INFINITE:
+        tl.store(fits, 0)
