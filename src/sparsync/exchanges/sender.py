@@ -4,6 +4,7 @@
 Each is one pass over memory, by a kernel, see `sparsync.kernels.step_reference`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,6 +111,8 @@ class Sender:
 
     def _spread(self, rule: Rule, entry: ParameterSpan, t: int) -> Spread:
         beta2 = self.beta2(rule)
+        if self.of_gradients(rule):
+            return 1.0, beta2, 1.0, math.inf  # the gradient itself, because its square over infinity is zero
         return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
     def _scales(self, place: int) -> Scales:
@@ -154,11 +157,20 @@ class Sender:
         for square in self.vectors["square"] if common else ():
             square.clamp_(min=_LEAST)
 
+    def of_gradients(self, rule: Rule) -> bool:
+        """Tell whether a parameter's momentum is one of gradients, as torch's Muon has it, and not of steps."""
+        return self.common and isinstance(rule, MuonRule)
+
     def end_common(self, P: int) -> None:
         """Go on with this rank's own second moments, which are larger by the ratio. Residuals are in units of scaled gradients."""
-        self.common = False
-        for place, square in enumerate(self.vectors["square"]):
+        for place, (m, square) in enumerate(zip(*(self.vectors[key] for key in VECTORS), strict=True)):
+            for entry in self.weights.buckets[place].layout:
+                rule, seen = self.groups.rules[self.groups.number[entry.name]], self.counts["seen"][entry.name]
+                if self.of_gradients(rule) and seen:
+                    root = (entry.span.of(square).double() / (1 - self.beta2(rule) ** seen)).sqrt_().to(m)
+                    entry.span.of(m).mul_(rule.sent_rate(entry.shape)).div_(root.add_(rule.eps))
             square.div_(self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()])
+        self.common = False
 
     def taking(self, place: int) -> Sequence[ParameterSpan]:
         """List the parameters of bucket `place` that take part in this step."""
