@@ -3,7 +3,7 @@
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import case, in_turn, run
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import Dense, PerParameter, SkipReduce, TopK
 
@@ -280,23 +280,11 @@ def sharded() -> None:
     gradients(model, 2)
 
 
-def every(checks: Sequence[Callable[[], None]]) -> None:
-    for check in checks:
-        with case(check.__name__):
-            check()
-
-
 def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up() -> None:
-    checks = [
-        copies_of_a_model,
-        another_scheme,
-        schemes_by_parameter_for_others,
-        detached,
-        summaries,
-    ]
-    run(every, 2, checks=checks)
+    parts = (copies_of_a_model, another_scheme, schemes_by_parameter_for_others, detached, summaries)
+    run(in_turn, 2, parts=parts)
 
 
 @pytest.mark.slow
 def test_wrappers_change_no_names_and_density_may_follow_a_schedule_behind_every_integration() -> None:
-    run(every, 2, checks=[names_without_wrappers, scheduled_density, sharded])
+    run(in_turn, 2, parts=(names_without_wrappers, scheduled_density, sharded))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import case, in_turn, run
 from helpers.fsdp_training import KEYS, SHAPES, TIMEOUT_S, Net, as_fsdp, each_unit, everywhere, inputs, made, on, saved
 from invariants.world import same_bits
 from sparsync.attached.fsdp2 import Fsdp2Handle
@@ -276,23 +276,10 @@ def refusals() -> None:
     assert on(made(), SkipReduce()).reports() == []
 
 
-def pair() -> None:
-    for part in (
-        as_torch,
-        there_as_back,
-        recomputing,
-        loaded,
-        failing,
-        refusals,
-    ):
-        with case(part.__name__):
-            part()
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_are_the_same_everywhere_there_and_back_and_follow_their_owners() -> None:
-    run(pair, 2)
+    run(in_turn, 2, parts=(as_torch, there_as_back, recomputing, loaded, failing, refusals))
 
 
 def fewer_in_backward_and_replicas() -> None:

@@ -99,6 +99,13 @@ def case(name: object) -> Iterator[None]:
         raise
 
 
+def in_turn(parts: Sequence[Callable[[], None]]) -> None:
+    """Call the parts, each named in its errors: `run(in_turn, P, parts=(...))` starts processes once for several checks."""
+    for part in parts:
+        with case(part.__name__):
+            part()
+
+
 @dataclass
 class LiveRanks:
     """The processes that wait for the next call, in rank order, and the history of earlier ones."""
