@@ -36,6 +36,7 @@ from helpers.overlapping import IN_ORDER, Overlapping
 from invariants.world import same_bits
 from sparsync.base.scheme import Scheme
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, OkTopk, SkipReduce, TopK
+from test_ddp import batch
 
 pytestmark = pytest.mark.distributed
 
@@ -46,10 +47,6 @@ def perceptron(mesh: DeviceMesh | None = None) -> nn.Sequential:
     for module in (model[0], model[2], model[4], model):
         fully_shard(module, mesh=mesh)
     return model
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def train(scheme: Scheme | None, mesh: DeviceMesh | None = None, **options: Any) -> list[Tensor]:

@@ -25,6 +25,8 @@ from sparsync.comm.announcement import announcement_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.schemes import Dense, SkipReduce, TopK
 from sparsync.wire import ValueCodec, Values
+from test_ddp import batch
+from test_fsdp import perceptron
 
 ROUNDED: tuple[Values, ...] = ("bfloat16", "int8", "int4")
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -116,23 +118,15 @@ def agreed(found: Weights) -> bool:
     return all(same_bits(theirs, x) for x in found.values() for theirs in everywhere(x))
 
 
-def perceptron() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 41), nn.Tanh(), nn.Linear(41, 3))
-    for module in (model[0], model[2], model):
-        fully_shard(module)
-    return model
-
-
 def trained(parameters: Values | None, **options: Any) -> tuple[list[Tensor], float]:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     sparsync.attach(model, Dense(), options=sparsync.Options(parameters=parameters, timeout_s=TIMEOUT_S))
     loss = torch.zeros(())
     for step in range(8):
-        batch = torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        x = batch(dist.get_rank(), step)
         optimizer.zero_grad()
-        loss = (model(batch) - batch[:, :3]).square().mean()
+        loss = (model(x) - x[:, :3]).square().mean()
         loss.backward()
         optimizer.step()
     return list(whole(model).values()), loss.item()
