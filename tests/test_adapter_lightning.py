@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
+from helpers.adapter_training import (
+    DENSITY,
+    MICRO,
+    AdapterResult,
+    Collected,
+    as_torchrun,
+    check,
+    examples,
+    lightning_module,
+    network,
+)
 from helpers.distributed import run
 from sparsync import Options, attach, doctor
 from sparsync.schemes import ExactMiCRO, TopK, TwoShot
@@ -29,20 +39,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::Depre
 EPOCHS, BATCHES = 2, 3
 
 
-class RegressionModule(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.network(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    def train_dataloader(self) -> DataLoader:
-        return examples(BATCHES)
+def regression() -> LightningModule:
+    return lightning_module(BATCHES, torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | None = None) -> AdapterResult:
@@ -60,7 +58,7 @@ def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = RegressionModule()
+    module = regression()
     trainer.fit(module, ckpt_path=goes_on_from)
     assert callback.handle is not None
     trainer.save_checkpoint(folder / "afterwards.ckpt")  # no longer wrapped in DDP, and still with all residuals
@@ -179,7 +177,7 @@ def test_a_model_that_fabric_set_up_can_be_attached_to() -> None:
 
 def alone(folder: Path) -> None:
     as_torchrun()
-    callback, module = Sparsync(TopK()), RegressionModule()
+    callback, module = Sparsync(TopK()), regression()
     trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, callbacks=[callback], logger=False)
     with pytest.warns(UserWarning, match="Lightning trains in one process"):
         trainer.fit(module)

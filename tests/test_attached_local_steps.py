@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
@@ -20,32 +18,22 @@ from sparsync import LocalSteps, OuterSGD
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import Dense, TopK, TwoShot
+from test_attached_steps import Training as Loop
+from test_attached_steps import adamw, bare_model, batch
 
 pytestmark = pytest.mark.distributed
 
-P, STEPS, HALVES, EVERY = 2, 10, 2, 3
-
-
-def bare_model() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(20, 33), nn.BatchNorm1d(33), nn.GELU(), nn.Linear(33, 7))
-
-
-def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(100 * number + rank)
-    return torch.randn(8, 20, generator=source), torch.randn(8, 7, generator=source)
+P, STEPS, EVERY = 2, 10, 3
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+class Training(Loop):
+    """The same loop with batch normalisation and local steps; with `comm` they are counted by hand."""
 
-
-class Training:
-    """A loop as plain torch has it, with clipping, a schedule and accumulation; only `attach` was added."""
+    most = 0.5
 
     def __init__(
         self,
@@ -54,11 +42,7 @@ class Training:
         comm: LocalComm | None = None,
         **options: Any,
     ) -> None:
-        self.bare = bare_model()
-        self.rank = dist.get_rank() if comm is None else comm.rank
-        self.model: Any = DistributedDataParallel(self.bare) if wrapped else self.bare  # Any: of either kind
-        self.optimizer = make(self.model)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.prepare(bare_model(nn.BatchNorm1d), wrapped, make, None if comm is None else comm.rank)
         scheme, options = TwoShot(density=0.1, values="int4"), {"every": EVERY, **options}
         self.handle: Any = (  # Any: of either kind
             sparsync.attach(self.model, scheme, exchange=LocalSteps(**options), optimizer=self.optimizer)
@@ -67,28 +51,10 @@ class Training:
         )
         self.counts = comm is None
 
-    def step(self, number: int) -> float:
-        loss = torch.zeros(())
-        for half in range(HALVES):
-            x, y = batch(self.rank, HALVES * number + half)
-            waits = isinstance(self.model, DistributedDataParallel) and half < HALVES - 1
-            with self.model.no_sync() if waits else nullcontext():
-                loss = (self.model(x) - y).square().mean() / HALVES
-                loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.optimizer.step()
+    def take(self) -> None:
+        super().take()
         if not self.counts:
             self.handle.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
-
-    def own(self) -> list[Tensor]:
-        return [each.detach().clone() for each in self.bare.parameters()]
-
-    def common(self) -> list[Tensor]:
-        with self.handle.averaged():
-            return self.own()
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -107,8 +73,8 @@ def trained_both_ways() -> dict[str, list[Tensor]]:
                 assert bare.step(number) == wrapped.step(number)
             assert same(bare.own(), wrapped.own()) and same(bare.common(), wrapped.common())
             assert same(list(bare.bare.buffers()), list(wrapped.bare.buffers()))
-            assert on_all_ranks(torch.cat([each.flatten() for each in wrapped.common()]))
-            assert not on_all_ranks(torch.cat([each.flatten() for each in wrapped.own()]))
+            assert on_all_ranks(wrapped.common())
+            assert not on_all_ranks(wrapped.own())
             assert wrapped.handle.stats()["steps"] == STEPS
             assert wrapped.handle.stats()["exchanges"] > 0
             assert isinstance(wrapped.handle.exchange, LocalSteps)
@@ -160,7 +126,7 @@ def evaluated_and_saved() -> None:
         training.handle.detach()
         assert same(common, training.own())
         training.step(4)  # plain DDP
-        assert on_all_ranks(torch.cat([each.flatten() for each in training.own()]))
+        assert on_all_ranks(training.own())
         assert not same(common, training.own())
         assert training.model.broadcast_buffers
 
@@ -171,7 +137,7 @@ def test_what_is_evaluated_or_saved_are_the_common_weights() -> None:
 
 def scaled(unscales: bool, fused: bool = False) -> list[list[Tensor]]:
     """Train with a loss scale, and an infinity on one rank in one step; return own and common weights of each step."""
-    model = bare_model()
+    model = bare_model(nn.BatchNorm1d)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=100)
     handle: Any = sparsync.attach(model, Dense(), exchange=LocalSteps(every=2), optimizer=optimizer, scaler=scaler)
@@ -209,7 +175,7 @@ def test_a_step_that_a_loss_scaler_skips_on_one_rank_counts_there_too() -> None:
 
 def several_optimizers() -> None:
     with case("a step counts when all have stepped"):
-        model = bare_model()
+        model = bare_model(nn.BatchNorm1d)
         weights = [each for each in model.parameters() if each.dim() == 2]
         rest = [each for each in model.parameters() if each.dim() < 2]
         first, second = torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(rest)
@@ -224,7 +190,7 @@ def several_optimizers() -> None:
             assert handle.stats()["steps"] == number
             second.step()
             assert handle.stats()["steps"] == number + 1
-            assert on_all_ranks(torch.cat([each.flatten() for each in model.parameters()]))
+            assert on_all_ranks(model.parameters())
         handle.detach()
     with case("an optimizer with a closure"):
         losses = []
@@ -269,11 +235,11 @@ def refused() -> None:
         with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) counts the steps of this handle"):
             training.handle.step()
     with case("FSDP2"):
-        sharded: Any = fully_shard(bare_model())
+        sharded: Any = fully_shard(bare_model(nn.BatchNorm1d))
         with pytest.raises(ValueError, match=r"whole model on each rank, and FSDP2 shards it; exchange steps"):
             sparsync.attach(sharded, TopK(0.1), exchange=exchange, optimizer=sgd(sharded))
     with case("an optimizer without hooks"):
-        bare = bare_model()
+        bare = bare_model(nn.BatchNorm1d)
 
         class Silent(torch.optim.Optimizer):
             def __init__(self) -> None:

@@ -3,7 +3,7 @@
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import case, in_turn, run
+from helpers.replicas import same
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import Dense, PerParameter, SkipReduce, TopK
 
@@ -44,10 +45,6 @@ def gradients(model: nn.Module, step: int, rank: int | None = None) -> list[Tens
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-def equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
 @contextmanager
 def refused(error: type[Exception], *parts: str) -> Iterator[None]:
     with pytest.raises(error) as raised:
@@ -70,7 +67,7 @@ def names_without_wrappers() -> None:
         assert list(handle.layout()) == NAMES, name
         found[name] = gradients(model, 0), handle.state_dict()  # pyright: ignore[reportArgumentType]
         handle.close()
-    assert equal(found["inside"][0], found["around"][0]) and equal(found["inside"][0], found["checkpointed"][0])
+    assert same(found["inside"][0], found["around"][0]) and same(found["inside"][0], found["checkpointed"][0])
     plain = sparsync.attach(ddp(), SkipReduce(0.5, feedback=True, protect=["1.weight"]))
     plain.load_state_dict(found["inside"][1])
     assert list(plain.state_dict()["layout"]) == NAMES
@@ -90,7 +87,7 @@ def copies_of_a_model() -> None:
     file.seek(0)
     wanted = gradients(ddp(), 1)
     for other in (copy.deepcopy(model), averaged.module, torch.load(file, weights_only=False)):
-        assert equal(gradients(other, 1), wanted)  # densely
+        assert same(gradients(other, 1), wanted)  # densely
         own = sparsync.attach(other, TopK(density=1.0))
         gradients(other, 2)
         assert [report.scheme for report in own.reports()] == ["topk"]
@@ -101,7 +98,7 @@ def copies_of_a_model() -> None:
 def another_scheme() -> None:
     model, dense = ddp(), ddp()
     handle = sparsync.attach(model, Dense(), options=sparsync.Options(dense_below=0))
-    assert equal(gradients(model, 0), gradients(dense, 0))
+    assert same(gradients(model, 0), gradients(dense, 0))
     came_in = [torch.zeros_like(each) for each in dense.parameters()]
     written = [torch.zeros_like(each) for each in dense.parameters()]
 
@@ -196,12 +193,12 @@ def detached() -> None:
     for change in changes:
         with refused(RuntimeError, "this handle is detached; attach again"):
             change()
-    assert equal(gradients(model, 1), gradients(dense, 1))
+    assert same(gradients(model, 1), gradients(dense, 1))
     assert len(handle.reports()) == 1 and handle.closed
     # The residual is in the handle's state, and goes on in another handle that is given it.
     again = sparsync.attach(model, handle.scheme)
     again.load_state_dict(handle.state_dict())
-    assert equal(gradients(model, 2), gradients(kept, 2))
+    assert same(gradients(model, 2), gradients(kept, 2))
     again.detach()
     other.close()
 
@@ -280,23 +277,11 @@ def sharded() -> None:
     gradients(model, 2)
 
 
-def every(checks: Sequence[Callable[[], None]]) -> None:
-    for check in checks:
-        with case(check.__name__):
-            check()
-
-
 def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up() -> None:
-    checks = [
-        copies_of_a_model,
-        another_scheme,
-        schemes_by_parameter_for_others,
-        detached,
-        summaries,
-    ]
-    run(every, 2, checks=checks)
+    parts = (copies_of_a_model, another_scheme, schemes_by_parameter_for_others, detached, summaries)
+    run(in_turn, 2, parts=parts)
 
 
 @pytest.mark.slow
 def test_wrappers_change_no_names_and_density_may_follow_a_schedule_behind_every_integration() -> None:
-    run(every, 2, checks=[names_without_wrappers, scheduled_density, sharded])
+    run(in_turn, 2, parts=(names_without_wrappers, scheduled_density, sharded))

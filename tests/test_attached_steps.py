@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,9 +28,9 @@ pytestmark = pytest.mark.distributed
 P, STEPS, HALVES = 2, 9, 2
 
 
-def bare_model() -> nn.Sequential:
+def bare_model(norm: type[nn.Module] = nn.LayerNorm) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(20, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 7))
+    return nn.Sequential(nn.Linear(20, 33), norm(33), nn.GELU(), nn.Linear(33, 7))
 
 
 def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -37,37 +38,59 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 20, generator=source), torch.randn(8, 7, generator=source)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+
+
 class Training:
     """A loop as plain torch has it, with clipping, a schedule and accumulation; only `attach` was added."""
 
+    most = 0.1  # norm of a gradient
+
     def __init__(self, wrapped: bool, scheme: sparsync.Scheme | None = None, **options: Any) -> None:
-        self.bare = bare_model()
-        self.model: Any = DistributedDataParallel(self.bare) if wrapped else self.bare  # Any: of either kind
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.prepare(bare_model(), wrapped)
         scheme = scheme if scheme is not None else TwoShot(density=0.1, values="sign")
-        self.handle: Any = sparsync.attach(
+        self.handle: Any = sparsync.attach(  # Any: of either kind
             self.model, scheme, optimizer=self.optimizer, **options
-        )  # Any: of either kind
+        )
+
+    def prepare(
+        self,
+        bare: nn.Sequential,
+        wrapped: bool,
+        make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        rank: int | None = None,
+    ) -> None:
+        """Make all but the handle."""
+        self.bare, self.rank = bare, dist.get_rank() if rank is None else rank
+        self.model: Any = DistributedDataParallel(bare) if wrapped else bare  # Any: of either kind
+        self.optimizer = make(self.model)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         self.norms: list[float] = []
 
     def step(self, number: int) -> float:
         loss = torch.zeros(())
         for half in range(HALVES):
-            x, y = batch(dist.get_rank(), HALVES * number + half)
+            x, y = batch(self.rank, HALVES * number + half)
             waits = isinstance(self.model, DistributedDataParallel) and half < HALVES - 1
             with self.model.no_sync() if waits else nullcontext():
                 loss = (self.model(x) - y).square().mean() / HALVES
                 loss.backward()
-        self.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)))
-        self.optimizer.step()
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), self.most)))
+        self.take()
         self.schedule.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
 
+    def take(self) -> None:
+        self.optimizer.step()
+
+    def own(self) -> list[Tensor]:
+        return [each.detach().clone() for each in self.bare.parameters()]
+
     def common(self) -> list[Tensor]:
         with self.handle.averaged():
-            return [each.detach().clone() for each in self.bare.parameters()]
+            return self.own()
 
 
 def thawed_on_one_rank() -> str:
@@ -90,23 +113,23 @@ def evaluated_and_saved() -> None:
     training = Training(wrapped=True)
     for number in range(3):
         training.step(number)
-    common, own = training.common(), [each.detach().clone() for each in training.bare.parameters()]
+    common, own = training.common(), training.own()
     assert not same(common, own)
     with case("state_dict has the common weights"):
         saved = training.model.state_dict()
         assert same(common, [saved[f"module.{name}"] for name, _ in training.bare.named_parameters()])
-        assert same(own, [each.detach() for each in training.bare.parameters()])
+        assert same(own, training.own())
     with case("evaluation has them too, and training its own ones afterwards"):
         training.model.eval()
         with torch.no_grad():
             assert on_all_ranks(training.model(batch(0, 0)[0]))
-        assert same(common, [each.detach() for each in training.bare.parameters()])
+        assert same(common, training.own())
         training.model.train()
         with torch.no_grad():
             training.bare(batch(0, 0)[0])  # no gradient is wanted
-        assert same(common, [each.detach() for each in training.bare.parameters()])
+        assert same(common, training.own())
         training.model(batch(0, 0)[0])
-        assert same(own, [each.detach() for each in training.bare.parameters()])
+        assert same(own, training.own())
     with case("what is loaded during evaluation is what is trained"):
         training.model.eval()
         with torch.no_grad():
@@ -132,10 +155,10 @@ def evaluated_and_saved() -> None:
     with case("closing leaves the common weights"):
         common = training.common()
         training.handle.detach()
-        assert same(common, [each.detach() for each in training.bare.parameters()])
+        assert same(common, training.own())
         training.step(4)  # plain DDP
-        assert on_all_ranks(torch.cat([each.detach().flatten() for each in training.bare.parameters()]))
-        assert not same(common, [each.detach() for each in training.bare.parameters()])
+        assert on_all_ranks(training.own())
+        assert not same(common, training.own())
 
 
 def test_what_is_evaluated_or_saved_are_the_common_weights() -> None:
@@ -280,17 +303,12 @@ class ShardedTraining(Training):
 
     def __init__(self, replicas: int, shards: int, **options: Any) -> None:
         mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-        self.bare = bare_model()
-        self.model: Any = self.bare
-        for layer in (self.bare[0], self.bare[3]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.bare, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
-        self.handle: Any = sparsync.attach(
-            self.model, TwoShot(density=0.1, values="sign"), optimizer=self.optimizer, **options
-        )
-        self.norms: list[float] = []
+        bare = bare_model()
+        for part in (bare[0], bare[3], bare):
+            fully_shard(part, mesh=mesh)
+        self.prepare(bare, wrapped=False)
+        scheme = TwoShot(density=0.1, values="sign")
+        self.handle: Any = sparsync.attach(self.model, scheme, optimizer=self.optimizer, **options)
 
     def common(self) -> list[Tensor]:
         """Return the common weights of whole parameters, on all ranks."""

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import pytest
@@ -50,20 +50,22 @@ class Reducer(GradientReducer):
             SGD(each, lr=1.0) for each in ([parameters[:1], parameters[1:]] if several else [parameters])
         )
         self.optimizers = [self.optimizer, *others]
-        made, names = (
-            sparsync.schemes.from_text(scheme),
-            {id(each): name for name, each in self.model.named_parameters()},
-        )
+        names = {id(each): name for name, each in self.model.named_parameters()}
         rescaler = ResidualRescaler(names, self.optimizers if follows else None, scaler)
-        Handle.__init__(self, made, comm, rescaler, Comparison([], names, None, every=0))
+        Handle.__init__(self, sparsync.schemes.from_text(scheme), comm, rescaler, Comparison([], names, None, every=0))
         self.rank, self.scaler = comm.rank, scaler
+
+    def parts(self, grad: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Return the parameters, each with its part of the gradient, [n]."""
+        parameters = list(self.model.parameters())
+        return zip(parameters, grad.split([each.numel() for each in parameters]), strict=True)
 
     def train(
         self, grad: Tensor, clip: Callable[[Sequence[nn.Parameter]], object] = lambda parameters: None, by: int = 0
     ) -> Tensor:
         """Take a step of optimizer `by` with this rank's gradient [n], and return the reduced one before `clip`."""
         scaler, parameters = self.scaler, list(self.model.parameters())
-        for each, part in zip(parameters, grad.split([each.numel() for each in parameters]), strict=True):
+        for each, part in self.parts(grad):
             each.grad = (part if scaler is None else scaler.scale(part)).view_as(each).clone()
         self.reduce()
         if scaler is not None:
@@ -238,15 +240,8 @@ def test_a_gradient_that_is_reduced_twice_before_a_step_counts_as_one() -> None:
         reducer.train(drawn(comm.rank, 0))
         before = reducer.residual
         for step in (1, 2):
-            for name, each in reducer.model.named_parameters():
-                part = dict(
-                    zip(
-                        SHAPES,
-                        drawn(comm.rank, step).split([torch.Size(s).numel() for s in SHAPES.values()]),
-                        strict=True,
-                    )
-                )
-                each.grad = (0 if step == 1 or each.grad is None else each.grad) + part[name].view_as(each)
+            for each, part in reducer.parts(drawn(comm.rank, step)):
+                each.grad = (0 if step == 1 or each.grad is None else each.grad) + part.view_as(each)
             reducer.reduce()
         times(0.0)(list(reducer.model.parameters()))
         reducer.optimizer.step()

@@ -89,14 +89,17 @@ def train_with(
     training = AttachedTraining(scheme, buckets, timeout_s=timeout_s)
     outcome = Outcome([], [], scheme.came)
     for step in range(steps):
-        try:
-            training.step(training.model.inputs(training.rank, step))
-        except RuntimeError as error:
-            outcome.errors.append(str(error))
-        else:
-            outcome.errors.append(None)
+        outcome.errors.append(error_of(training, step))
         outcome.right.append(torch.equal(training.model.gradients(), mean(step, dist.get_world_size())))
     return outcome
+
+
+def error_of(training: AttachedTraining, step: int) -> str | None:
+    try:
+        training.step(training.model.inputs(training.rank, step))
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def mean(step: int, P: int) -> Tensor:
@@ -133,17 +136,12 @@ def fail_outside_the_scheme() -> dict[str, list[str | None]]:
     found: dict[str, list[str | None]] = {}
     for name in ("prepare", "hook"):
         training = AttachedTraining(TopK(0.5), buckets=2, timeout_s=TIMEOUT_S)
-        errors: list[str | None] = []
+        found[name] = []
         for step in range(5):
             if step == 2 and training.rank == 0:
                 handle = training.handle
                 fails_once(*((handle._rescaler, "rescale") if name == "prepare" else (handle, "_bucket")))
-            try:
-                training.step(training.model.inputs(training.rank, step))
-                errors.append(None)
-            except RuntimeError as error:
-                errors.append(str(error))
-        found[name] = errors
+            found[name].append(error_of(training, step))
     return found
 
 
@@ -173,10 +171,8 @@ def fail_and_go_back() -> list[bool]:
     right, step = list[bool](), 0
     while step < 4:
         before = training.handle.state_dict()
-        try:
-            training.step(training.model.inputs(training.rank, step))
-        except RuntimeError as failure:
-            assert "no luck today" in str(failure)
+        if (error := error_of(training, step)) is not None:
+            assert "no luck today" in error
             training.handle.load_state_dict(before)
             continue
         right.append(torch.equal(training.model.gradients(), mean(step, 2)))

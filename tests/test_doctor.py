@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
-from helpers.distributed import run
+from helpers.distributed import in_turn, run
+from integrations.attach import stepping, with_mixed_precision, with_stepping_optimizer
 from sparsync import AdamWSteps, Gradients, Steps
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, InTurn, PerParameter, Quantized, SkipReduce, TopK, TwoShot
 from sparsync_lab.rivals.demo import DeMo
@@ -32,15 +32,9 @@ def named(words: str, model: nn.Module, scheme: sparsync.Scheme, error: type[Exc
 
 
 def refused() -> None:
-    # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
-    from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
-
-    mixed = DistributedDataParallel(nn.Linear(3, 3), mixed_precision=_MixedPrecision())
-    named("without mixed_precision=", mixed, Dense(), RuntimeError)
-    stepping = nn.Linear(3, 3)
-    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
-    named("steps in the backward pass", DistributedDataParallel(stepping), Dense(), RuntimeError)
-    named("an optimizer steps during the backward pass", stepping, Dense(), RuntimeError)
+    named("without mixed_precision=", with_mixed_precision(), Dense(), RuntimeError)
+    named("steps in the backward pass", with_stepping_optimizer(), Dense(), RuntimeError)
+    named("an optimizer steps during the backward pass", stepping(nn.Linear(3, 3)), Dense(), RuntimeError)
     words = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
     named("'words' has sparse=True", words, Dense(), ValueError)
     with pytest.raises(TypeError, match="pass the bare module"):
@@ -138,12 +132,5 @@ def twice() -> None:
         sparsync.attach(model, TopK(0.2), optimizer=optimizer).close()
 
 
-def examined() -> None:
-    twice()
-    refused()
-    warned()
-    optimizers()
-
-
 def test_what_cannot_work_is_refused_with_its_cure_and_what_may_surprise_is_warned_of() -> None:
-    run(examined, 1)
+    run(in_turn, 1, parts=(twice, refused, warned, optimizers))

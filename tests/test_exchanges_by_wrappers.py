@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.fsdp_training import same
+from helpers.replicas import on_all_ranks
 from helpers.resized import check_resized
 from sparsync import Steps
 from sparsync.schemes import TwoShot
@@ -94,9 +96,8 @@ class WrappedTraining:
             [each for each in self.net.parameters() if each.requires_grad], lr=3e-3, weight_decay=0.1
         )
         scheme = TwoShot(density=0.07, values="sign")
-        self.handle: Any = sparsync.attach(
-            self.model, scheme, optimizer=self.optimizer, options=sparsync.Options(timeout_s=60)
-        )
+        options = sparsync.Options(timeout_s=60)
+        self.handle: Any = sparsync.attach(self.model, scheme, optimizer=self.optimizer, options=options)
         assert self.handle.exchange == Steps()
 
     def step(self, number: int) -> None:
@@ -123,21 +124,9 @@ def whole(tensor: Any) -> Tensor:  # Any: as above
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())
-
-
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     """Return the layers that differ."""
     return {name.partition(".")[0] for name, each in before.items() if not torch.equal(each, after[name])}
-
-
-def agreed(weights: dict[str, Tensor]) -> bool:
-    """Return whether all ranks have the same ones."""
-    flat = torch.cat([each.flatten() for each in weights.values()])
-    every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, flat)
-    return all(torch.equal(each, flat) for each in every)
 
 
 def lived(name: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -154,7 +143,7 @@ def lived(name: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]
         training.step(number)
         seen.append(training.common())
         with case(f"step {number}"):
-            assert agreed(seen[-1])
+            assert on_all_ranks(seen[-1].values())
             if reference is not None:
                 reference.step(number)
                 assert same(seen[-1], reference.common())
@@ -200,7 +189,7 @@ def taken_over(name: str, folder: Path, common: dict[str, Tensor]) -> dict[str, 
     residual = training.residual()
     for number in range(SAVED, STEPS):
         training.step(number)
-        assert agreed(training.common())
+        assert on_all_ranks(training.common().values())
     assert moved(common, training.common()) >= {"first", "last"}
     return residual
 

@@ -21,6 +21,7 @@ from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.terminal import markdown
 from sparsync_lab.workloads.one_process import Trained
 
+Trainings = list[tuple[str, int, int, int, float]]  # label, ranks, steps, seed and rate of each
 LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
 
 
@@ -40,9 +41,9 @@ def pretended(quality: Callable[[SchemeChoice, Key], float]) -> Callable[..., Fi
 
 
 @pytest.fixture
-def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int, float]]:
+def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     """The trainings that were done: dense is best at rate 1 with 10 + seed, others at 2 with 12 + seed; each is 1 worse elsewhere."""
-    done: list[tuple[str, int, int, int, float]] = []
+    done: Trainings = []
 
     def quality(choice: SchemeChoice, key: Key) -> float:
         done.append((choice.label, key.ranks, key.steps, key.seed, key.rate))
@@ -69,7 +70,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int,
 def test_rates_are_tried_until_the_best_is_neither_the_lowest_nor_the_highest(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    trainings: list[tuple[str, int, int, int, float]],
+    trainings: Trainings,
     best: float,
     asked: tuple[float, ...],
     tried: set[float],
@@ -88,9 +89,7 @@ def test_rates_are_tried_until_the_best_is_neither_the_lowest_nor_the_highest(
     assert panel.rows[0].edge == edge
 
 
-def test_with_a_seed_for_the_rates_the_others_train_at_the_best(
-    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
-) -> None:
+def test_with_a_seed_for_the_rates_the_others_train_at_the_best(tmp_path: Path, trainings: Trainings) -> None:
     complete(made(seeds=(0, 1, 2), rates_seed=1), tmp_path, 1, print)
     assert {(label, rate) for label, *_, seed, rate in trainings if seed == 1} == {
         *(("dense", rate) for rate in (0.5, 1.0, 2.0)),
@@ -102,7 +101,7 @@ def test_with_a_seed_for_the_rates_the_others_train_at_the_best(
     }
 
 
-def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]) -> None:
+def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: Trainings) -> None:
     complete(made(rates=(1.0,)), tmp_path, 1, print)
     trainings.clear()
     complete(made("dense,topk:density=0.2,topk:density=0.4", rates=(0.5, 1.0, 2.0, 4.0)), tmp_path, 1, print)
@@ -117,9 +116,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: list[tupl
     assert len(runs.read(tmp_path)) == 12
 
 
-def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
-    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
-) -> None:
+def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(tmp_path: Path, trainings: Trainings) -> None:
     asked = made("dense,topk:density=0.2", seeds=(0, 10))
     (panel,) = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
     sparse, dense = panel.rows  # those that send least first
@@ -185,7 +182,7 @@ def test_with_laprop_each_method_is_compared_with_the_better_one_of_dense_and_la
 
 
 def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: list[tuple[str, int, int, int, float]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: Trainings
 ) -> None:
     def quality(choice: SchemeChoice, key: Key) -> float:
         if choice.label != "dense":

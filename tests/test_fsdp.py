@@ -1,6 +1,5 @@
 """attach on models under fully_shard over gloo: what is exact stays exact, residuals lose nothing, and what is sent is counted."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import in_turn, run
 from helpers.fsdp_training import (
     SHAPES,
     TIMEOUT_S,
@@ -37,6 +36,7 @@ from helpers.overlapping import IN_ORDER, Overlapping
 from invariants.world import same_bits
 from sparsync.base.scheme import Scheme
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, OkTopk, SkipReduce, TopK
+from test_ddp import batch
 
 pytestmark = pytest.mark.distributed
 
@@ -47,10 +47,6 @@ def perceptron(mesh: DeviceMesh | None = None) -> nn.Sequential:
     for module in (model[0], model[2], model[4], model):
         fully_shard(module, mesh=mesh)
     return model
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def train(scheme: Scheme | None, mesh: DeviceMesh | None = None, **options: Any) -> list[Tensor]:
@@ -194,12 +190,6 @@ def documented() -> None:
     exec(text.partition("```python ranks 4\n")[2].partition("```")[0], {})
 
 
-def in_turn(parts: Sequence[Callable[[], None]]) -> None:
-    for part in parts:
-        with case(part.__name__):
-            part()
-
-
 @pytest.mark.slow
 def test_on_several_axes_nothing_is_lost_replicas_stay_the_same_and_a_handle_is_detached() -> None:
     run(in_turn, 4, parts=(overflow_on_replicas, accumulated_on_replicas, both_axes, two_axes, detached, documented))
@@ -273,12 +263,6 @@ def refusals() -> None:
         on(apart, TopK(), replicate=mesh["replicate"])
 
 
-def pair() -> None:
-    for part in (divided_otherwise, sharded_along_columns, overlapping, refusals):
-        with case(part.__name__):
-            part()
-
-
 @pytest.mark.slow
 def test_failures_reach_every_rank_and_what_cannot_work_is_refused_with_its_cure() -> None:
-    run(pair, 2)
+    run(in_turn, 2, parts=(divided_otherwise, sharded_along_columns, overlapping, refusals))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import case, in_turn, run
 from helpers.fsdp_training import KEYS, SHAPES, TIMEOUT_S, Net, as_fsdp, each_unit, everywhere, inputs, made, on, saved
 from invariants.world import same_bits
 from sparsync.attached.fsdp2 import Fsdp2Handle
@@ -25,6 +25,8 @@ from sparsync.comm.announcement import announcement_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.schemes import Dense, SkipReduce, TopK
 from sparsync.wire import ValueCodec, Values
+from test_ddp import batch
+from test_fsdp import perceptron
 
 ROUNDED: tuple[Values, ...] = ("bfloat16", "int8", "int4")
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -116,23 +118,15 @@ def agreed(found: Weights) -> bool:
     return all(same_bits(theirs, x) for x in found.values() for theirs in everywhere(x))
 
 
-def perceptron() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 41), nn.Tanh(), nn.Linear(41, 3))
-    for module in (model[0], model[2], model):
-        fully_shard(module)
-    return model
-
-
 def trained(parameters: Values | None, **options: Any) -> tuple[list[Tensor], float]:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     sparsync.attach(model, Dense(), options=sparsync.Options(parameters=parameters, timeout_s=TIMEOUT_S))
     loss = torch.zeros(())
     for step in range(8):
-        batch = torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        x = batch(dist.get_rank(), step)
         optimizer.zero_grad()
-        loss = (model(batch) - batch[:, :3]).square().mean()
+        loss = (model(x) - x[:, :3]).square().mean()
         loss.backward()
         optimizer.step()
     return list(whole(model).values()), loss.item()
@@ -276,23 +270,10 @@ def refusals() -> None:
     assert on(made(), SkipReduce()).reports() == []
 
 
-def pair() -> None:
-    for part in (
-        as_torch,
-        there_as_back,
-        recomputing,
-        loaded,
-        failing,
-        refusals,
-    ):
-        with case(part.__name__):
-            part()
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_are_the_same_everywhere_there_and_back_and_follow_their_owners() -> None:
-    run(pair, 2)
+    run(in_turn, 2, parts=(as_torch, there_as_back, recomputing, loaded, failing, refusals))
 
 
 def fewer_in_backward_and_replicas() -> None:

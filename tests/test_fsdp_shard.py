@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from helpers.distributed import case, run
+from helpers.distributed import case, in_turn, run
 from helpers.fsdp_training import (
     SHAPES,
     backward,
@@ -108,19 +108,9 @@ def residuals_on_the_shard_axis() -> None:
         assert float(report.details["sent_count"]) <= report.elements - report.elements // 4
 
 
-def shard_axis() -> None:
-    for part in (
-        exact_on_the_shard_axis,
-        skipping_on_the_shard_axis,
-        residuals_on_the_shard_axis,
-    ):
-        with case(part.__name__):
-            part()
-
-
 @pytest.mark.slow
 def test_on_the_shard_axis_the_mean_is_over_contributors_and_residuals_lose_nothing() -> None:
-    run(shard_axis, 4)
+    run(in_turn, 4, parts=(exact_on_the_shard_axis, skipping_on_the_shard_axis, residuals_on_the_shard_axis))
 
 
 def save_copies(folder: Path) -> tuple[Tensor, Tensor]:

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import behind, local, perceptron
 from sparsync import Gradients, LocalSteps, Steps
 from sparsync.core import generator
 
@@ -29,14 +28,8 @@ class Training:
     def __init__(
         self, kind: str, scheme: str, exchange: Any, start: Sequence[Any] | None = None, wrapper: str = "ddp"
     ) -> None:
-        torch.manual_seed(0)
-        self.bare = nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 24))
-        self.model: nn.Module = DistributedDataParallel(self.bare) if wrapper == "ddp" else self.bare
-        options = {}
-        if wrapper == "fsdp":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
-            fully_shard(self.bare, mesh=mesh["shards"])
-            options["options"] = sparsync.Options(replicate=mesh["replicas"])
+        self.bare = perceptron()
+        self.model, options = behind(wrapper, self.bare)
         self.optimizers = made(kind, self.bare)
         if start is not None:
             self.go_to(start)
@@ -72,8 +65,7 @@ class Training:
 
 
 def flat(state: Mapping[str, Any]) -> Tensor:  # Any: a Tensor, or a DTensor
-    found = (each.to_local() if hasattr(each, "to_local") else each for each in state.values())
-    return torch.cat([each.flatten() for each in found])
+    return torch.cat([local(each).flatten() for each in state.values()])
 
 
 def made(kind: str, model: nn.Module) -> list[Optimizer]:

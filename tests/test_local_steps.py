@@ -67,6 +67,25 @@ def start(comm: Comm, scheme: Scheme, every: int, rate: float = 1.0, **settings:
     return LocalTraining(made, torch.optim.SGD(made.parameters(), lr=rate), scheme, every=every, comm=comm, **settings)
 
 
+def adam(rank: int, comm: Comm | None = None, **settings: Any) -> LocalTraining:
+    """Begin with other weights on each rank, which has buffers too; without `comm` ranks are processes."""
+    torch.manual_seed(rank)
+    made = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    adamw = torch.optim.AdamW(made.parameters())
+    return LocalTraining(made, adamw, TopK(0.25), comm=comm, timeout_s=120.0, **{"every": 3, **settings})
+
+
+def fit(steps: LocalTraining, span: range) -> list[Tensor]:
+    for step in span:
+        generator = torch.Generator().manual_seed(100 * step + steps.place[0])
+        steps.model(torch.randn(8, 6, generator=generator)).square().sum().backward()
+        steps.clip_grad_norm_(1.0)
+        steps.optimizers[0].step()
+        steps.optimizers[0].zero_grad()
+        steps.step()
+    return [each.detach().clone() for each in (*steps.model.parameters(), *steps.model.buffers())]
+
+
 def train(steps: LocalTraining, span: range) -> list[Tensor]:
     """Train, and return the common weights after each step."""
     seen = []

@@ -21,30 +21,14 @@ from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import Dense, State, TopK
+from test_local_steps import adam, fit
 
 pytestmark = pytest.mark.distributed
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "delayed": {"fragments": 2, "delay": 3},
-    "at every step": {"fragments": 4, "delay": 4, "mixing": 0.5, "outer": OuterSGD()},
+    "plain": {"every": 4},
+    "delayed": {"every": 4, "fragments": 2, "delay": 3},
+    "at every step": {"every": 4, "fragments": 4, "delay": 4, "mixing": 0.5, "outer": OuterSGD()},
 }
-
-
-def made(rank: int, settings: dict[str, Any], comm: Comm | None = None) -> LocalTraining:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(model.parameters())
-    return LocalTraining(model, optimizer, TopK(0.25), comm=comm, timeout_s=120.0, **{"every": 4, **settings})
-
-
-def fit(steps: LocalTraining, span: range) -> list[Tensor]:
-    for step in span:
-        generator = torch.Generator().manual_seed(100 * step + steps.place[0])
-        steps.model(torch.randn(8, 6, generator=generator)).square().sum().backward()
-        steps.optimizers[0].step()
-        steps.optimizers[0].zero_grad()
-        steps.step()
-    return [each.detach().clone() for each in (*steps.model.parameters(), *steps.model.buffers())]
 
 
 def in_processes(folder: Path) -> dict[str, list[Tensor]]:
@@ -53,7 +37,7 @@ def in_processes(folder: Path) -> dict[str, list[Tensor]]:
     for name, settings in SETTINGS.items():
         with case(name):
             rank = dist.get_rank()
-            whole, before, after = (made(rank, settings) for _ in range(3))
+            whole, before, after = (adam(rank, **settings) for _ in range(3))
             found[name] = fit(whole, range(13))
             fit(before, range(7))
             sparsync.checkpoint.save(before, folder / name)
@@ -76,7 +60,7 @@ def test_processes_and_exchanges_in_the_background_give_the_bits_of_a_local_worl
     for name, settings in SETTINGS.items():
 
         def body(comm: LocalComm, settings: dict[str, Any] = settings) -> list[Tensor]:
-            return fit(made(comm.rank, settings, comm), range(13))
+            return fit(adam(comm.rank, comm, **settings), range(13))
 
         for ours, theirs in zip(ranks, LocalWorld(2).run(body), strict=True):
             assert all(map(torch.equal, ours[name], theirs)), name
@@ -163,10 +147,10 @@ def raised(steps: LocalTraining, step: int) -> str:
     return ""
 
 
-def apart(name: str) -> list[Tensor]:
+def apart(name: str) -> None:
     """Have an error on rank 0 only, in the third of five exchanges: after it was reduced, or while it is applied."""
-    rank, settings = dist.get_rank(), {"every": 1}
-    whole, steps = made(rank, settings), made(rank, settings)
+    rank = dist.get_rank()
+    whole, steps = (adam(rank, every=1) for _ in range(2))
     wanted = fit(whole, range(5))
     fit(steps, range(2))
     saved = deepcopy(steps.state_dict())
@@ -183,23 +167,19 @@ def apart(name: str) -> list[Tensor]:
             steps.state_dict()
     steps.load_state_dict(saved)
     assert all(map(torch.equal, fit(steps, range(2, 5)), wanted))
-    return wanted
-
-
-def both_apart() -> None:
-    for name in ("apply_to_common", "held"):
-        with case(name):
-            apart(name)
 
 
 @pytest.mark.slow
-def test_after_an_error_on_one_rank_in_what_all_have_exchanged_all_raise_until_a_checkpoint_is_loaded() -> None:
-    run(both_apart, 2)
+@pytest.mark.parametrize("name", ["apply_to_common", "held"])
+def test_after_an_error_on_one_rank_in_what_all_have_exchanged_all_raise_until_a_checkpoint_is_loaded(
+    name: str,
+) -> None:
+    run(apart, 2, name=name)
 
 
 def pending_failure() -> None:
-    rank, settings = dist.get_rank(), {"every": 2, "delay": 1}
-    whole, steps, other = (made(rank, settings) for _ in range(3))
+    rank = dist.get_rank()
+    whole, steps, other = (adam(rank, every=2, delay=1) for _ in range(3))
     wanted = fit(whole, range(7))
     fit(steps, range(3))
     saved = deepcopy(steps.state_dict())

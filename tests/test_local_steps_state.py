@@ -14,42 +14,25 @@ from helpers.quick import one_in
 from sparsync import OuterSGD
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
-from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.weights import by_name
 from sparsync.schemes import Dense, PerParameter, TopK
-from test_local_steps import SETTINGS, common, flat, held, learn, model, start, total, train
-
-
-def adam(comm: Comm, settings: dict[str, Any], **more: Any) -> LocalTraining:
-    torch.manual_seed(comm.rank)
-    made = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    return LocalTraining(made, torch.optim.AdamW(made.parameters()), TopK(0.25), every=3, comm=comm, **settings, **more)
-
-
-def fit(steps: LocalTraining, span: range) -> None:
-    for step in span:
-        generator = torch.Generator().manual_seed(100 * step + steps.place[0])
-        steps.model(torch.randn(8, 6, generator=generator)).square().sum().backward()
-        steps.clip_grad_norm_(1.0)
-        steps.optimizers[0].step()
-        steps.optimizers[0].zero_grad()
-        steps.step()
+from test_local_steps import SETTINGS, adam, common, fit, flat, held, learn, model, start, total, train
 
 
 @pytest.mark.parametrize("name", one_in(2, SETTINGS))
 def test_a_resumed_run_has_the_same_bits_at_any_step(name: str, tmp_path: Path) -> None:
     def whole(comm: LocalComm) -> list[Tensor]:
-        steps = adam(comm, SETTINGS[name])
+        steps = adam(comm.rank, comm, **SETTINGS[name])
         fit(steps, range(9))
         return held(steps)
 
     def broken(comm: LocalComm, at: int) -> list[Tensor]:
-        before = adam(comm, SETTINGS[name])
+        before = adam(comm.rank, comm, **SETTINGS[name])
         fit(before, range(at))
         sparsync.checkpoint.save(before, tmp_path / str(at))
         comm.all_gather(torch.zeros(1))
-        after = adam(comm, SETTINGS[name])
+        after = adam(comm.rank, comm, **SETTINGS[name])
         sparsync.checkpoint.load(after, tmp_path / str(at))
         fit(after, range(at, 9))
         return held(after)

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.replicas import behind, local, perceptron
 from sparsync import Gradients, Steps
 from sparsync.core import generator
 
@@ -24,20 +23,11 @@ SPIKE = 4  # the number of the batch
 
 class Training:
     def __init__(self, scheme: str, exchange: Any, wrapper: str = "ddp", **options: Any) -> None:
-        torch.manual_seed(0)
-        self.bare = nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 24))
-        self.model: nn.Module = self.bare
-        if wrapper == "ddp":
-            self.model = DistributedDataParallel(self.bare)
-        elif wrapper == "shards":
-            fully_shard(self.bare)
-        elif wrapper == "fsdp":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
-            fully_shard(self.bare, mesh=mesh["shards"])
-            options["options"] = sparsync.Options(replicate=mesh["replicas"])
+        self.bare = perceptron()
+        self.model, given = behind(wrapper, self.bare)
         kind = AdamW if isinstance(exchange, Steps) else SGD
         self.optimizer: Optimizer = kind(self.model.parameters(), lr=0.0625)
-        options = {"optimizer": self.optimizer, **options}
+        options = {"optimizer": self.optimizer, **given, **options}
         self.handle: Any = sparsync.attach(self.model, sparsync.schemes.from_text(scheme), exchange=exchange, **options)
         self.skipped: list[int] = []
         self.norms: list[float] = []
@@ -69,8 +59,7 @@ class Training:
         return torch.cat([state[name] for name in sorted(state)])
 
     def weights(self) -> Tensor:
-        found: list[Any] = [each.detach() for each in self.model.parameters()]
-        return torch.cat([(each.to_local() if hasattr(each, "to_local") else each).flatten() for each in found])
+        return torch.cat([local(each.detach()).flatten() for each in self.model.parameters()])
 
 
 def same(one: Training, other: Training) -> bool:

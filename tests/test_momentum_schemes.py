@@ -1,11 +1,14 @@
 """1-bit Adam, Deep Gradient Compression and random-k beyond the invariants: what they are without compression, and what they keep."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from sparsync.base.scheme import Scheme
 from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Report
@@ -27,17 +30,22 @@ def reduced(schemes: Sequence[State], grads: list[Tensor], step: int = 0) -> lis
     return LocalWorld(len(schemes)).run(body)
 
 
-def test_the_warm_up_and_sgd_are_adam() -> None:
-    P, ours, theirs = 3, torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
-    sgd, adam = torch.optim.SGD([ours], lr=0.01), torch.optim.Adam([theirs], lr=0.01)
-    schemes = [OneBitAdam(warmup_steps=10).start() for _ in range(P)]
+def assert_sgd_is(optimizer: Callable[..., Optimizer], scheme: Scheme, P: int, rate: float) -> None:
+    """Assert that SGD with what the scheme reduces takes the steps of another optimizer with the mean gradient."""
+    ours, theirs = torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
+    sgd, other = torch.optim.SGD([ours], lr=rate), optimizer([theirs], lr=rate)
+    schemes = [scheme.start() for _ in range(P)]
     for step in range(10):
         grads = [numbers(1, step, rank) for rank in range(P)]
         theirs.grad = torch.stack(grads).sum(0) / P
         ours.grad = reduced(schemes, grads, step)[0][0]
         sgd.step()
-        adam.step()
+        other.step()
     torch.testing.assert_close(ours, theirs)
+
+
+def test_the_warm_up_and_sgd_are_adam() -> None:
+    assert_sgd_is(torch.optim.Adam, OneBitAdam(warmup_steps=10), P=3, rate=0.01)
 
 
 def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -> None:
@@ -83,16 +91,7 @@ def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
 
 def test_dgc_that_sends_everything_is_sgd_with_momentum() -> None:
     """Without masking: what is sent would forget its momentum."""
-    P, ours, theirs = 2, torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
-    plain, heavy = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
-    schemes = [DGC(1.0, masking=False).start() for _ in range(P)]
-    for step in range(5):
-        grads = [numbers(step, rank) for rank in range(P)]
-        theirs.grad = torch.stack(grads).sum(0) / P
-        ours.grad = reduced(schemes, grads, step)[0][0]
-        plain.step()
-        heavy.step()
-    torch.testing.assert_close(ours, theirs)
+    assert_sgd_is(partial(torch.optim.SGD, momentum=0.9), DGC(1.0, masking=False), P=2, rate=0.1)
 
 
 def test_masking_forgets_the_momentum_of_what_is_sent() -> None:

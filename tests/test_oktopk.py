@@ -92,33 +92,18 @@ def disjoint(n: int, rank: int, step: int, P: int) -> Tensor:
     return x
 
 
-def hostile(name: str, n: int, P: int, steps: int) -> list[list[Tensor]]:
-    makers: dict[str, Callable[[int, int], Tensor]] = {
-        "one region": lambda r, t: one_region(n, r, t),
-        "drifting": lambda r, t: drifting(n, r, t),
-        "first rank only": lambda r, t: first_rank_only(n, r, t),
-        "one rank in one region": lambda r, t: last_rank_hot(n, r, t),
-        "disjoint": lambda r, t: disjoint(n, r, t, P),
-        "identical": lambda r, t: normal(n, 0, t),
-        "all equal": lambda r, t: torch.ones(n),
-        "all zero": lambda r, t: torch.zeros(n),
-        "heavy": lambda r, t: heavy(n, r, t),
-    }
-    return [[makers[name](rank, step) for rank in range(P)] for step in range(steps)]
-
-
 NEVER = {"imbalance": math.inf}
-HOSTILE = (
-    "one region",
-    "drifting",
-    "first rank only",
-    "one rank in one region",
-    "disjoint",
-    "identical",
-    "all equal",
-    "all zero",
-    "heavy",
-)
+HOSTILE: dict[str, Callable[[int, int, int, int], Tensor]] = {  # n, rank, step and P
+    "one region": lambda n, r, t, P: one_region(n, r, t),
+    "drifting": lambda n, r, t, P: drifting(n, r, t),
+    "first rank only": lambda n, r, t, P: first_rank_only(n, r, t),
+    "one rank in one region": lambda n, r, t, P: last_rank_hot(n, r, t),
+    "disjoint": disjoint,
+    "identical": lambda n, r, t, P: normal(n, 0, t),
+    "all equal": lambda n, r, t, P: torch.ones(n),
+    "all zero": lambda n, r, t, P: torch.zeros(n),
+    "heavy": lambda n, r, t, P: heavy(n, r, t),
+}
 
 
 def bound(k: int, P: int) -> int:
@@ -130,8 +115,9 @@ def bound(k: int, P: int) -> int:
 @pytest.mark.parametrize("P", [2, 3, 8, *(pytest.param(P, marks=pytest.mark.slow) for P in (4, 5, 16))])
 def test_no_rank_ever_sends_more_than_4k_words_and_9_a_peer_and_exactly_k_survive(P: int, name: str) -> None:
     n = 2000
+    grads = [[HOSTILE[name](n, rank, step, P) for rank in range(P)] for step in range(3)]
     for k in (1, 2, P, 50, 400):
-        for written, reports, _ in run([ExactOkTopk(k / n).start() for _ in range(P)], hostile(name, n, P, 3)):
+        for written, reports, _ in run([ExactOkTopk(k / n).start() for _ in range(P)], grads):
             assert max(report.cost.nbytes for report in reports) * P <= bound(k, P)
             assert {(report.cost.steps, report.cost.messages) for report in reports} == {(2, 2 * (P - 1))}
             assert reports[0].union == int(written[0].count_nonzero())
@@ -283,10 +269,8 @@ def test_every_rule_is_the_restated_algorithm_bit_for_bit(rule: Any) -> None:  #
         program = partial(OkTopk, bug_compatible=True, program=cast(Program, rule))
         scheme = {"exact": ExactOkTopk, "paper": OkTopk}.get(rule, program)
         grads = [[make(n, rank, step) for rank in range(P)] for step in range(11)]
-        restated, schemes = (
-            Restated(n, P, k, rule, **(settings | own)),
-            [scheme(k / n, **settings).start() for _ in range(P)],
-        )
+        restated = Restated(n, P, k, rule, **(settings | own))
+        schemes = [scheme(k / n, **settings).start() for _ in range(P)]
         for step, (written, reports, residuals) in zip(grads, run(schemes, grads), strict=True):
             assert torch.equal(written[0], restated.step(step))
             assert all(map(torch.equal, residuals, restated.residuals))

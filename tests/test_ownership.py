@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import case, in_turn, run
 from sparsync import AdamWSteps, GradientReducer
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import Dense
@@ -106,18 +106,8 @@ def axes() -> None:
     GradientReducer(model, Dense()).close()
 
 
-def pairs() -> None:
-    for part in (
-        each_pair,
-        parts_of_one_model,
-        of_a_ddp_model_that_is_gone,
-    ):
-        with case(part.__name__):
-            part()
-
-
 def test_a_model_is_trained_through_one_integration_until_that_is_closed_or_gone() -> None:
-    run(pairs, 1)
+    run(in_turn, 1, parts=(each_pair, parts_of_one_model, of_a_ddp_model_that_is_gone))
 
 
 def test_both_axes_of_an_fsdp2_model_are_attached_to_but_nothing_else_trains_it_meanwhile() -> None:

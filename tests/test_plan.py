@@ -90,11 +90,8 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         seen["lengths"] = list(lengths)
         return gather_positions(levels, index, counts, lengths, comm)
 
-    split, balance, gather_survivors = (
-        sparse_allreduce.split_and_reduce_,
-        sparse_allreduce.balance,
-        sparse_allreduce.gather_survivors,
-    )
+    split, balance = sparse_allreduce.split_and_reduce_, sparse_allreduce.balance
+    gather_survivors = sparse_allreduce.gather_survivors
     gather_positions = exact_micro.gather_positions
     gather, exchanged = sparse_allreduce.all_gather_elements, micro.exchange_counts
     with monkeypatch.context() as patch:

@@ -67,10 +67,7 @@ def test_two_exchanges_carry_both_factors_and_all_that_is_sent_whole(factors: Fa
 def test_the_warm_start_brings_the_factors_nearer_to_the_best_ones() -> None:
     """With the same gradient again and again, the approximation of its residual approaches that of the best rank."""
     source = torch.Generator().manual_seed(0)
-    u, v = (
-        torch.linalg.qr(torch.randn(20, 20, generator=source)).Q,
-        torch.linalg.qr(torch.randn(30, 20, generator=source)).Q,
-    )
+    u, v = (torch.linalg.qr(torch.randn(rows, 20, generator=source)).Q for rows in (20, 30))
     matrix = u @ torch.diag(0.8 ** torch.arange(20.0)) @ v.T
     layout = laid_out([("w", (20, 30))])
     best = matrix - u[:, :1] @ u[:, :1].T @ matrix

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import case, in_turn, run
 from helpers.known_gradients import row, schemes
 from sparsync import AdamWSteps, Bucket, GradientReducer, Options
 from sparsync.base.scheme import Scheme
@@ -346,17 +346,11 @@ def without_more_bytes() -> None:
             assert sent[0] == sent[1]
 
 
-def alike() -> None:
-    for part in (run_out_of_data, left_alone_by_ddp, without_more_bytes):
-        with case(part.__name__):
-            part()
-
-
 @pytest.mark.slow
 def test_a_check_of_weights_sends_nothing_more_and_finds_no_fault_with_ranks_that_joined_or_parameters_that_ddp_ignores() -> (
     None
 ):
-    run(alike, 2)
+    run(in_turn, 2, parts=(run_out_of_data, left_alone_by_ddp, without_more_bytes))
 
 
 def opened(times: int, how: str) -> tuple[int, int]:

@@ -183,16 +183,9 @@ def made(folder: Path) -> None:
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
     example = runpy.run_path(str(EXAMPLE))
     about = [
-        "--job",
-        "gpt-tiny",
-        "--steps",
-        "6",
-        "--evaluations",
-        "2",
-        "--rate",
-        "1.4",
         "--out",
         str(folder / "runs.jsonl"),
+        *["--job", "gpt-tiny", "--steps", "6", "--evaluations", "2", "--rate", "1.4"],
     ]
     local = f"local_steps(every=4)/{SIGNS}"
     for more in ("", f"--scheme {SIGNS}", f"--scheme {SIGNS} --gradients", f"--scheme {local}", "--scheme demo"):

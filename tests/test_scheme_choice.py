@@ -55,10 +55,8 @@ def test_steps_are_described_with_what_their_defaults_are() -> None:
     def described(text: str) -> dict[str, Any]:
         return one(text).described()["adamw_steps"]
 
-    found, made = (
-        described("steps/two_shot:density=0.012:values=sign"),
-        one("two_shot:density=0.012:values=sign").make(),
-    )
+    found = described("steps/two_shot:density=0.012:values=sign")
+    made = one("two_shot:density=0.012:values=sign").make()
     assert found["keep"] == Steps().keep_for(made)
     assert found["decay"] == Steps().decay_for(made)
     assert found["beta2"] == "at least 0.999"

@@ -121,10 +121,8 @@ def test_where_all_is_sent_the_owners_share_of_what_rounding_dropped_of_a_sum_is
     P, n = 4, 999
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        schemes, given = (
-            (Quantized(values).start(), TwoShot(1.0, values).start()),
-            Bucket("w", gradients(P, n)[comm.rank], 0),
-        )
+        schemes = Quantized(values).start(), TwoShot(1.0, values).start()
+        given = Bucket("w", gradients(P, n)[comm.rank], 0)
         for scheme in schemes:
             scheme.reduce(Bucket("w", given.grad.clone(), 0), comm)
         one, other = (scheme.unsent(given, comm) for scheme in schemes)

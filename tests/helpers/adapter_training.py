@@ -39,8 +39,10 @@ def examples(batches: int) -> DataLoader:
     return DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=BATCH)
 
 
-def lightning_module(batches: int) -> Any:  # Any: a LightningModule, of a package that may be missing
-    """Make a module of `network` that trains and validates on `examples` with AdamW."""
+def lightning_module(
+    batches: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any
+) -> Any:  # Any: a LightningModule, of a package that may be missing
+    """Make a module of `network` that trains and validates on `examples` with this optimizer."""
     from lightning.pytorch import LightningModule  # pyright: ignore[reportMissingImports]
 
     class Module(LightningModule):
@@ -58,7 +60,7 @@ def lightning_module(batches: int) -> Any:  # Any: a LightningModule, of a packa
             self.training_step(batch, number)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+            return kind(self.parameters(), **{"lr": 0.01, **settings})
 
         def train_dataloader(self) -> DataLoader:
             return examples(batches)

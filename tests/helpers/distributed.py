@@ -63,7 +63,8 @@ def run(
     """
     __tracebackhide__ = True
     payload = pickle.dumps(functools.partial(function, **arguments))
-    named = function.func if isinstance(function, functools.partial) else function
+    first = arguments["parts"][0] if function is in_turn else function  # what messages name
+    named = first.func if isinstance(first, functools.partial) else first
     if fresh or doomed or P > MOST_LIVE or named.__module__.startswith(FRESH):
         return _run_on_new(P, payload, within_s, set(doomed))
     return _run_on_live(P, payload, within_s, f"{named.__module__}.{named.__qualname__}")
@@ -97,6 +98,13 @@ def case(name: object) -> Iterator[None]:
     except BaseException as error:
         add_note(error, f"in case: {name}")
         raise
+
+
+def in_turn(parts: Sequence[Callable[[], None]]) -> None:
+    """Call the parts, each named in its errors: `run(in_turn, P, parts=(...))` starts processes once for several checks."""
+    for part in parts:
+        with case(part.__name__):
+            part()
 
 
 @dataclass

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -256,10 +257,8 @@ def trained(device: str, wrapper: str, make: Callable[[], Scheme]) -> Record:
     again.load(state)
     for _ in range(SAVED_AT, LONG):
         again.step()
-    record.tensors["common weights, continued"], record.tensors["own weights, continued"] = (
-        again.common(),
-        again.weights(),
-    )
+    record.tensors["common weights, continued"] = again.common()
+    record.tensors["own weights, continued"] = again.weights()
     again.handle.close()
     return record
 
@@ -297,25 +296,23 @@ def deep(device: str, wrapper: str, make: Callable[[], Scheme], join_mb: float =
 
 
 def cases_of_means(device: str, wrapper: str, schemes: Sequence[str]) -> dict[str, Record | str]:
-    """Reduce the same gradients on the CPU and on `device`."""
-    _repeatable()
-    places = ("cpu", device)
-    return each_case(
-        {
-            f"{name} on {where}": lambda where=where, name=name: means(where, wrapper, SCHEMES[name])
-            for name in schemes
-            for where in (places if device != "cpu" else ("cpu",))
-        }
-    )
+    return _on_both(device, schemes, lambda where, make: means(where, wrapper, make))
 
 
 def cases_of_scaling(device: str, schemes: Sequence[str]) -> dict[str, Record | str]:
+    return _on_both(device, schemes, scaled)
+
+
+def _on_both(
+    device: str, schemes: Sequence[str], reduce: Callable[[str, Callable[[], Scheme]], Record]
+) -> dict[str, Record | str]:
+    """Reduce the same gradients on the CPU and on `device`."""
     _repeatable()
     return each_case(
         {
-            f"{name} on {where}": lambda where=where, name=name: scaled(where, SCHEMES[name])
+            f"{name} on {where}": partial(reduce, where, SCHEMES[name])
             for name in schemes
-            for where in (("cpu", device) if device != "cpu" else ("cpu",))
+            for where in dict.fromkeys(("cpu", device))
         }
     )
 

@@ -17,6 +17,7 @@ from integrations.situations import (
     OTHER,
     SAME,
     STEPS,
+    Integration,
     as_in_memory,
     both_same_on_all_ranks,
     common,
@@ -68,13 +69,18 @@ def with_options(id: str, **options: Any) -> RankRecord:
 
 def in_part(id: str) -> RankRecord:
     training = Attached(id, **STABLE)
+    done = trained_in_part(training)
+    assert training.model.get_parameter(UNUSED).grad is None
+    done.grads.nan_to_num_(nan=0.0)  # of the parameter that no rank uses
+    return done
+
+
+def trained_in_part(training: Integration) -> RankRecord:
+    """Train while one of two ranks leaves out some parameters, and both leave out one always."""
     for step in range(STEPS):
         inputs = training.model.inputs(training.rank, step)
         training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
-    assert training.model.get_parameter(UNUSED).grad is None
-    done = training.done()
-    done.grads.nan_to_num_(nan=0.0)  # of the parameter that no rank uses
-    return done
+    return training.done()
 
 
 def of_used(rank: int, step: int, name: str) -> Tensor:
@@ -84,8 +90,7 @@ def of_used(rank: int, step: int, name: str) -> Tensor:
 def uneven(id: str) -> RankRecord:
     training = Attached(id)
     with training.ddp.join():
-        for step in range(BATCHES if training.rank else STEPS):
-            training.step(training.model.inputs(training.rank, step))
+        trained(training, range(BATCHES if training.rank else STEPS))
     return training.done()
 
 
@@ -119,16 +124,14 @@ def in_a_group(id: str) -> RankRecord | None:
 def rebucketed(id: str) -> RankRecord:
     """Train two steps in one bucket and then four; from that state, a step in the same four, and one in two."""
     first = Attached(id)
-    for step in range(2):
-        first.step(first.model.inputs(first.rank, step))
+    trained(first, range(2))
     second = Attached(id, buckets=2, **STABLE)
     second.load(first.state())
     second.rows += first.rows
     second.buckets |= first.buckets
-    for step in range(2, STEPS):
-        second.step(second.model.inputs(second.rank, step))
+    done = trained(second, range(2, STEPS))
     assert [len(second.buckets[step]) for step in range(STEPS)] == [1, 4, 4, 2]
-    return second.done()
+    return done
 
 
 def compiled(id: str) -> RankRecord:
@@ -150,13 +153,17 @@ def with_mixed_precision() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(3, 3), mixed_precision=_MixedPrecision())
 
 
-def with_stepping_optimizer() -> DistributedDataParallel:
+def stepping(model: nn.Module) -> Any:  # Any: the type of the model
+    """Give the model an optimizer that steps in the backward pass, and leaves no gradient."""
     # Imported here, because it compiles TorchScript for seconds; the ranks' fork server has done so.
     from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
-    model = nn.Linear(3, 3)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    return DistributedDataParallel(model)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.125})
+    return model
+
+
+def with_stepping_optimizer() -> DistributedDataParallel:
+    return DistributedDataParallel(stepping(nn.Linear(3, 3)))
 
 
 def with_hook() -> DistributedDataParallel:
@@ -170,13 +177,10 @@ def refusal(model: Callable[[], DistributedDataParallel]) -> Case:
 
 
 CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
-    "gradient_as_bucket_view=True": Case(
-        SAME, trial(partial(with_options, gradient_as_bucket_view=True), same_on_all_ranks)
-    ),
-    "static_graph=True": Case(
-        SAME,
-        trial(partial(with_options, static_graph=True), same_on_all_ranks),
-    ),
+    **{
+        f"{option}=True": Case(SAME, trial(partial(with_options, **{option: True}), same_on_all_ranks))
+        for option in ("gradient_as_bucket_view", "static_graph")
+    },
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
         "an unused parameter counts as zero, and one that no rank uses keeps its gradient",
         trial(in_part, partial(same_on_all_ranks, gradient=of_used)),

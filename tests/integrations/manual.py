@@ -12,13 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
 from helpers.known_gradients import KnownGradients, noted, row
-from integrations.attach import BATCHES, of_used, zero_afterwards
+from integrations.attach import BATCHES, of_used, stepping, trained_in_part, zero_afterwards
 from integrations.situations import SAME, STEPS, common, nothing, same_on_all_ranks, trained, unfrozen
 from integrations.table import Case, absent, refusals, trial
 from invariants.world import same_bits
 from sparsync import Gradients, Options, attach
 from sparsync.attached import checkpoint
-from test_ddp import used
 
 KEYS = ("float32",)
 OPTION = absent("an option of DistributedDataParallel; this integration takes the bare module")
@@ -78,11 +77,7 @@ class Manual:
 
 
 def in_part(id: str) -> RankRecord:
-    training = Manual(id)
-    for step in range(STEPS):
-        inputs = training.model.inputs(training.rank, step)
-        training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
-    return training.done()
+    return trained_in_part(Manual(id))
 
 
 def reduced_later(id: str, ranks: list[tuple[RankRecord, Tensor]]) -> None:
@@ -112,12 +107,7 @@ def compiled(id: str) -> RankRecord:
 
 
 def with_stepping_optimizer(id: str) -> None:
-    # Imported here, because it compiles TorchScript for seconds; the ranks' fork server has done so.
-    from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
-
-    model = KnownGradients(2, N)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    Manual(id, model=model)
+    Manual(id, model=stepping(KnownGradients(2, N)))
 
 
 def with_ddp(id: str) -> None:

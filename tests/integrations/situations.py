@@ -1,6 +1,6 @@
 """Situations that all integrations share: a training made by `integration(id, ...)`, and its check."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -131,9 +131,15 @@ def typed(id: str, integration: Make, dtype: torch.dtype) -> RankRecord:
     return trained(integration(id, dtype=dtype))
 
 
-def trained(training: Integration) -> RankRecord:
-    for step in range(STEPS):
+def trained(training: Integration, steps: Iterable[int] = range(STEPS)) -> RankRecord:
+    for step in steps:
         training.step(training.model.inputs(training.rank, step))
+    return training.done()
+
+
+def trained_by(training: Integration, gradient: Callable[[int, int, str], Tensor]) -> RankRecord:
+    for step in range(STEPS):
+        training.step({name: gradient(training.rank, step, name) for name in NAMES})
     return training.done()
 
 
@@ -142,11 +148,15 @@ def cast(rank: int, step: int, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def several_types(id: str, integration: Make) -> RankRecord:
+    return trained(integration(id, model=model_of_two_types(torch.bfloat16)))
+
+
+def model_of_two_types(dtype: torch.dtype) -> KnownGradients:
     model = KnownGradients(COUNT, N)
     for name, module in model.named_children():
         if of_bfloat16(name):
-            module.bfloat16()
-    return trained(integration(id, model=model))
+            module.to(dtype)
+    return model
 
 
 def of_bfloat16(name: str) -> bool:
@@ -158,33 +168,40 @@ def of_several_types(rank: int, step: int, name: str) -> Tensor:
 
 
 def frozen(id: str, integration: Make) -> RankRecord:
-    model = KnownGradients(COUNT, N)
-    for name in FROZEN:
-        model.get_parameter(name).requires_grad_(False)
-    done = trained(integration(id, model=model))
+    done = trained(integration(id, model=frozen_model(FROZEN)))
     of_name = done.grads.view(len(done.grads), COUNT, N)
     assert all(of_name[:, NAMES.index(name)].isnan().all() for name in FROZEN)  # no gradient
     done.grads = of_name[:, [NAMES.index(name) for name in TRAINED]].flatten(1)
     return done
 
 
-def same_of_the_others(id: str, ranks: list[RankRecord], keys: Sequence[str]) -> None:
-    wanted = expected(id, len(ranks), ranks[0].steps, TRAINED, known, keys)
+def frozen_model(names: Iterable[str]) -> KnownGradients:
+    model = KnownGradients(COUNT, N)
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def same_of_the_others(
+    id: str,
+    ranks: list[RankRecord],
+    keys: Sequence[str],
+    names: Sequence[str] = TRAINED,
+    gradient: Gradient = known,
+) -> None:
+    wanted = expected(id, len(ranks), ranks[0].steps, names, gradient, keys)
     for rank, residual in zip(ranks, wanted.residuals, strict=True):
         rank.check(wanted.grads, residual)
 
 
 def unfrozen(id: str, integration: Make) -> tuple[RankRecord, Tensor]:
     """Train some parameters only from the middle on; return what else was reduced, and the last gradients of these."""
-    model = KnownGradients(COUNT, N)
-    for name in FROZEN:
-        model.get_parameter(name).requires_grad_(False)
+    model = frozen_model(FROZEN)
     training = integration(id, model=model)
-    for step in range(STEPS):
-        for name in FROZEN if step == STEPS // 2 else ():
-            model.get_parameter(name).requires_grad_(True)
-        training.step(model.inputs(training.rank, step))
-    done = training.done()
+    trained(training, range(STEPS // 2))
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(True)
+    done = trained(training, range(STEPS // 2, STEPS))
     of_name = done.grads.view(len(done.grads), COUNT, N)
     late = of_name[-1, [NAMES.index(name) for name in FROZEN]]
     done.grads = of_name[:, [NAMES.index(name) for name in TRAINED]].flatten(1)
@@ -211,10 +228,7 @@ def of_tied(rank: int, step: int, name: str) -> Tensor:
 
 
 def same_of_tied(id: str, ranks: list[RankRecord], keys: Sequence[str]) -> None:
-    names = [name for name in NAMES if name != "head.weight"]
-    wanted = expected(id, len(ranks), ranks[0].steps, names, of_tied, keys)
-    for rank, residual in zip(ranks, wanted.residuals, strict=True):
-        rank.check(wanted.grads, residual)
+    same_of_the_others(id, ranks, keys, [name for name in NAMES if name != "head.weight"], of_tied)
 
 
 def accumulated(id: str, integration: Make) -> RankRecord:
@@ -312,10 +326,7 @@ def with_infinity(rank: int, step: int, name: str) -> Tensor:
 
 
 def overflowing(id: str, integration: Make) -> RankRecord:
-    training = integration(id)
-    for step in range(STEPS):
-        training.step({name: with_infinity(training.rank, step, name) for name in NAMES})
-    return training.done()
+    return trained_by(integration(id), with_infinity)
 
 
 def finite_on_all_ranks(id: str, ranks: list[RankRecord]) -> None:
@@ -327,12 +338,8 @@ def finite_on_all_ranks(id: str, ranks: list[RankRecord]) -> None:
 
 def of_two_types(id: str, integration: Make) -> ScalerRecord:
     """Train in several buckets with every integration, since one of them makes a bucket per dtype."""
-    model = KnownGradients(COUNT, N)
-    for name, module in model.named_children():
-        if of_bfloat16(name):
-            module.double()
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
-    training = integration(id, model=model, scaler=scaler)
+    training = integration(id, model=model_of_two_types(torch.float64), scaler=scaler)
     came = scaled(training, scaler, NAMES, known, "block3.bias")
     layouts = training.buckets[came.overflowing_step]
     came.non_finite = next(names for layout in layouts if "block3.bias" in (names := {slot.name for slot in layout}))
@@ -352,14 +359,10 @@ def unlucky(id: str, integration: Make) -> list[Tensor | Failure]:
 def resumed(id: str, integration: Make, **stable: Any) -> tuple[Tensor, Tensor]:
     """Train four steps at once, and two and two with a saved state between them."""
     whole, first, second = (integration(id, **stable) for _ in range(3))
-    for step in range(STEPS):
-        whole.step(whole.model.inputs(whole.rank, step))
-    for step in range(STEPS // 2):
-        first.step(first.model.inputs(first.rank, step))
+    trained(first, range(STEPS // 2))
     second.load(first.state())
-    for step in range(STEPS // 2, STEPS):
-        second.step(second.model.inputs(second.rank, step))
-    return whole.done().grads, torch.cat([first.done().grads, second.done().grads])
+    again = trained(second, range(STEPS // 2, STEPS))
+    return trained(whole).grads, torch.cat([first.done().grads, again.grads])
 
 
 def resumed_to_the_same_bits(id: str, ranks: list[tuple[Tensor, Tensor]]) -> None:
@@ -372,8 +375,7 @@ def saved(ids: Sequence[str], integration: Make) -> dict[str, tuple[Any, Any]]:
     found = {}
     for id in ids:
         training = integration(id)
-        for step in range(2):
-            training.step(training.model.inputs(training.rank, step))
+        trained(training, range(2))
         found[id] = training.state(), training.residual()
     return found
 

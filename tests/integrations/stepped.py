@@ -1,6 +1,6 @@
 """Trainings whose `Steps` or `LocalSteps` are compared: a bare module, DDP, FSDP2 replicas, and LocalTraining."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from helpers.ddp_training import COUNT, TIMEOUT_S, N
+from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N
 from helpers.known_gradients import KnownGradients, row
-from integrations.situations import (
-    STEPS,
-    Tied,
-    Words,
-)
+from integrations.situations import STEPS, Tied, Words
 from integrations.table import refusals
 from sparsync import AdamWSteps, Options, Steps, attach
 from sparsync.core import Comm
@@ -103,6 +99,11 @@ class SteppedTraining:
     def train(self, first: int = 0, steps: int = STEPS) -> StepsSeen:
         for step in range(first, first + steps):
             self.step(self.model.inputs(self.rank, step))
+        return self.seen
+
+    def train_by(self, gradient: Callable[[int, int, str], Tensor]) -> StepsSeen:
+        for step in range(STEPS):
+            self.step({name: gradient(self.rank, step, name) for name in NAMES})
         return self.seen
 
 
@@ -192,8 +193,5 @@ class Locally(SteppedTraining):
         return LocalTraining(self.model, self.optimizer, self.scheme, **{"every": EVERY, **settings})
 
     def take(self, scaler: GradScaler | None = None) -> None:
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
+        self.optimizer.step() if scaler is None else scaler.step(self.optimizer)
         self.steps.step()

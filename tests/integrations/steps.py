@@ -16,7 +16,7 @@ from helpers.ddp_training import COUNT, NAMES, N
 from helpers.distributed import run
 from helpers.known_gradients import KnownGradients, row
 from helpers.resized import check_resized
-from integrations.attach import BATCHES, with_mixed_precision
+from integrations.attach import BATCHES, stepping, with_mixed_precision
 from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.situations import (
     OTHER,
@@ -24,7 +24,8 @@ from integrations.situations import (
     ChannelsLast,
     Tied,
     Words,
-    of_bfloat16,
+    frozen_model,
+    model_of_two_types,
     of_three,
     with_infinity,
 )
@@ -52,11 +53,7 @@ def trained(id: str, make: Make, **options: Any) -> StepsSeen:
 
 
 def several_types(id: str, make: Make) -> StepsSeen:
-    model = KnownGradients(COUNT, N)
-    for name, module in model.named_children():
-        if of_bfloat16(name):
-            module.bfloat16()
-    return make(id, model=model).train()
+    return make(id, model=model_of_two_types(torch.bfloat16)).train()
 
 
 def in_channels_last(id: str, make: Make) -> StepsSeen:
@@ -72,10 +69,7 @@ def accumulated(id: str, make: Make) -> StepsSeen:
 
 def at_once(id: str, make: Make) -> StepsSeen:
     """Train with the sums of the same gradients."""
-    training = make(id)
-    for step in range(STEPS):
-        training.step({name: of_three(training.rank, step, name) for name in NAMES})
-    return training.seen
+    return make(id).train_by(of_three)
 
 
 UNUSED_FOUND = {"find_unused_parameters": True}  # of DDP
@@ -93,10 +87,7 @@ def in_part(id: str, make: Make) -> StepsSeen:
 
 def frozen(id: str, make: Make) -> StepsSeen:
     """Freeze some parameters from the beginning, and some from a step on."""
-    model = KnownGradients(COUNT, N)
-    for name in NEVER:
-        model.get_parameter(name).requires_grad_(False)
-    training = make(id, model=model)
+    training = make(id, model=frozen_model(NEVER))
     for step in range(STEPS):
         for name in LATE if step == LEFT else ():
             training.model.get_parameter(name).requires_grad_(False).grad = None
@@ -106,10 +97,7 @@ def frozen(id: str, make: Make) -> StepsSeen:
 
 def unfrozen(id: str, make: Make) -> StepsSeen:
     """Train some parameters from a step on."""
-    model = KnownGradients(COUNT, N)
-    for name in NEVER:
-        model.get_parameter(name).requires_grad_(False)
-    training = make(id, model=model)
+    training = make(id, model=frozen_model(NEVER))
     training.train(0, LEFT)
     for name in NEVER:
         training.model.get_parameter(name).requires_grad_(True)
@@ -179,10 +167,7 @@ def compiled(id: str, make: Make) -> StepsSeen:
 
 
 def overflowing(id: str, make: Make) -> StepsSeen:
-    training = make(id)
-    for step in range(STEPS):
-        training.step({name: with_infinity(training.rank, step, name) for name in NAMES})
-    return training.seen
+    return make(id).train_by(with_infinity)
 
 
 def finite(ranks: list[StepsSeen]) -> None:
@@ -272,13 +257,7 @@ def resized(ids: Sequence[str], make: Make) -> dict[str, TrialVerdict]:
 
 
 def with_stepping_optimizer(id: str, make: Make) -> StepsSeen:
-    """Train with a torch optimizer that steps in the backward pass, and leaves no gradient."""
-    # Imported here, as in integrations.attach.
-    from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
-
-    model = KnownGradients(COUNT, N)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.125})
-    return make(id, model=model).train()
+    return make(id, model=stepping(KnownGradients(COUNT, N))).train()
 
 
 def with_ddp(id: str, make: Make) -> None:

@@ -103,7 +103,14 @@ def _dense(id: str, make: Callable[[], Scheme], wire_bits: int = 24) -> Row:
 def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True, slow: bool = False) -> Row:
     """Make a sparse row; `exact`: the scheme sends the requested share, not what the last step's threshold selects."""
     complete = (lambda: make(density=1.0)) if exact else None
-    return Row(id, lambda: make(density=density), complete, has_residual=True, slow=slow)
+    return _keeping(id, lambda: make(density=density), complete, slow=slow)
+
+
+def _keeping(
+    id: str, make: Callable[[], Scheme], complete: Callable[[], Scheme] | None = None, **more: Any
+) -> Row:  # Any: the fields of Row
+    """Make a row of a scheme with a residual."""
+    return Row(id, make, complete, has_residual=True, **more)
 
 
 def _without(row: Row, **reasons: str) -> Row:
@@ -182,15 +189,8 @@ def _skip_rows() -> list[Row]:
 
 
 def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any) -> Row:  # Any: the fields of a scheme
-    scheme = partial(make, values=values, **config)
     exact_in = torch.float32 if "float" in values else torch.float64
-    return Row(
-        f"{name}-{values}",
-        scheme,
-        None,
-        has_residual=True,
-        exact_in=exact_in,
-    )
+    return _keeping(f"{name}-{values}", partial(make, values=values, **config), exact_in=exact_in)
 
 
 def _rounded_rows() -> list[Row]:
@@ -210,7 +210,7 @@ def _low_rank(id: str, **config: Any) -> Row:  # Any: the fields of PowerSGD
     """Make a row of PowerSGD. Orthogonal factors are no integers, so sums are float32-accurate; a huge least_saving sends all whole."""
     whole = partial(PowerSGD, least_saving=1e9) if config.get("factors", "float32") == "float32" else None
     without = {"scale": "writes the part of a gradient that is of low rank"}
-    return Row(id, partial(PowerSGD, **config), whole, has_residual=True, tolerance=1e-5, without=without)
+    return _keeping(id, partial(PowerSGD, **config), whole, tolerance=1e-5, without=without)
 
 
 def _low_rank_rows() -> list[Row]:
@@ -226,17 +226,9 @@ def _two_shot_rows() -> list[Row]:
     contributors = partial(TwoShot, density=0.1, values="float32", divide_by="contributors")
     return [
         *[_sparse(f"two-shot-{density}", partial(TwoShot, values="float32"), density) for density in (0.001, 0.1, 0.5)],
-        Row(
-            "two-shot-contributors",
-            contributors,
-            partial(contributors, density=1.0),
-            has_residual=True,
-            conserves=False,
-        ),
-        Row(
-            "two-shot-contributors-int4", partial(contributors, values="int4"), None, has_residual=True, conserves=False
-        ),
-        Row("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5), None, has_residual=True),
+        _keeping("two-shot-contributors", contributors, partial(contributors, density=1.0), conserves=False),
+        _keeping("two-shot-contributors-int4", partial(contributors, values="int4"), conserves=False),
+        _keeping("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5)),
         *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "sign")],
         *[_rounded(TwoShot, "two-shot", values, density=0.1) for values in formats],
         *_two_shot_down_rows(),
@@ -280,16 +272,8 @@ def _in_turn_rows() -> list[Row]:
     whole = partial(InTurn, values="float32", values_down="float32")
     rounded = partial(_rounded, InTurn, "in-turn")
     return [
-        *[
-            Row(
-                f"in-turn-{every}",
-                partial(whole, every=every),
-                partial(whole, every=1),
-                has_residual=True,
-            )
-            for every in (1, 3, 16)
-        ],
-        Row("in-turn-decay", partial(whole, decay=0.5), None, has_residual=True),
+        *[_keeping(f"in-turn-{every}", partial(whole, every=every), partial(whole, every=1)) for every in (1, 3, 16)],
+        _keeping("in-turn-decay", partial(whole, decay=0.5)),
         *[rounded(values) for values in ("bfloat16", "int4", "sign")],
         _rounded(partial(InTurn, every=2, values_down="sign"), "in-turn-both", "sign"),
     ]
@@ -300,7 +284,7 @@ def _quantized_rows() -> list[Row]:
     return [
         *[_rounded(Quantized, "quantized", values) for values in formats],
         _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
-        Row("loco", partial(LoCo, reset_every=3), None, has_residual=True, conserves=False, exact_in=torch.float64),
+        _keeping("loco", partial(LoCo, reset_every=3), conserves=False, exact_in=torch.float64),
     ]
 
 
@@ -311,15 +295,13 @@ def _tile_rows() -> list[Row]:
     double = torch.float64
     exact = partial(loco, values="float32", decay=0.5)
     return [
-        Row("sparse-loco", partial(SparseLoCo, per_tile=9), None, has_residual=True, conserves=False),
-        Row("sparse-loco-bins", partial(loco, decay=0.5), None, has_residual=True, exact_in=double, tolerance=1e-6),
-        Row("sparse-loco-float32", exact, partial(exact, per_tile=4096), has_residual=True),
-        Row("sparse-loco-int8", partial(loco, values="int8", decay=1.0), None, has_residual=True, exact_in=double),
-        _without(
-            Row("demo", partial(DeMo, per_tile=9), None, has_residual=True, conserves=False), scale="writes signs"
-        ),
-        Row("demo-ranks", partial(demo, decay=0.5), None, has_residual=True, tolerance=1e-5),
-        Row("demo-int8", partial(demo, decay=1.0, values="int8"), None, has_residual=True, tolerance=1e-5),
+        _keeping("sparse-loco", partial(SparseLoCo, per_tile=9), conserves=False),
+        _keeping("sparse-loco-bins", partial(loco, decay=0.5), exact_in=double, tolerance=1e-6),
+        _keeping("sparse-loco-float32", exact, partial(exact, per_tile=4096)),
+        _keeping("sparse-loco-int8", partial(loco, values="int8", decay=1.0), exact_in=double),
+        _without(_keeping("demo", partial(DeMo, per_tile=9), conserves=False), scale="writes signs"),
+        _keeping("demo-ranks", partial(demo, decay=0.5), tolerance=1e-5),
+        _keeping("demo-int8", partial(demo, decay=1.0, values="int8"), tolerance=1e-5),
     ]
 
 
@@ -328,14 +310,13 @@ def _momentum_rows() -> list[Row]:
     plain = partial(DGC, momentum=0.0, warmup_steps=0)
     return [
         _sparse("dgc-plain", plain, 0.1),
-        Row("dgc", partial(DGC, density=0.1, warmup_steps=2), None, has_residual=True, conserves=False),
+        _keeping("dgc", partial(DGC, density=0.1, warmup_steps=2), conserves=False),
         _without(
-            Row("dgc-clip-int8", partial(DGC, 0.1, "int8", clip=1.0), None, has_residual=True, conserves=False),
+            _keeping("dgc-clip-int8", partial(DGC, 0.1, "int8", clip=1.0), conserves=False),
             scale="clips the gradient's norm",
         ),
         _without(
-            Row("onebit-adam", partial(OneBitAdam, 2), None, has_residual=True, conserves=False, observes=2),
-            scale="writes steps of Adam",
+            _keeping("onebit-adam", partial(OneBitAdam, 2), conserves=False, observes=2), scale="writes steps of Adam"
         ),
     ]
 
