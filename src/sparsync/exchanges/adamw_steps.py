@@ -11,7 +11,7 @@ every element in int3, and `keep` is 0. There each gradient g is divided by a sc
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-Where elements are left out, or signs sent, second moments of the mean are wrong. Then ranks send steps made with their own ones:
+Where elements are left out, signs sent, or matrices go through Muon, ranks send steps made with their own second moments:
 
     v      = beta2 v + (1 - beta2) g^2
     step   = scheme.reduce(rate g / (sqrt(ratio v / (1 - beta2^t)) + eps))

@@ -3,8 +3,8 @@
 During training `exp_avg` is a view of m, the momentum of steps, rate included, and `exp_avg_sq` a view of the rank's squares. `state_dict`
 has AdamW's units. It divides the squares by `clip_factor` squared, so that they are as large as the mean gradient's, and exp_avg is
 m (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / rate, with the mean rate of the steps in m. Loading converts back, with the rate at that time.
-So AdamW goes on with updates as long as these steps, and the other way round. If second moments are common, Muon's momentum is torch's.
-Otherwise it is converted in the same way, by the sender's squares. Torch's own Muon saves no squares; its momentum then begins anew.
+So AdamW goes on with updates as long as these steps, and the other way round. Muon's momentum is converted in the same way, by the sender's
+squares. Torch's own Muon saves no squares; its momentum then begins anew.
 """
 
 from collections.abc import Callable, Mapping
@@ -145,10 +145,12 @@ class Moments:
         momentum = self._momentum[name]
         # Elements with gradients only on other ranks get squares too, or AdamW divides by zero: a checkpoint may mix ranks' tensors.
         squares = torch.where((squares == 0) & (momentum != 0), squares.mean(), squares)
-        if not self._sender.of_gradients(rule):
-            rates = self._rates.get(self._groups.number[name], 0.0)
-            rate = rule.sent_rate(like.shape) * rates / rule.rate if rule.rate else 0.0
-            momentum = momentum * ((squares.sqrt() + rule.eps) / rate) if rate else torch.zeros_like(momentum)
+        rate = (
+            rule.sent_rate(like.shape) * self._rates.get(self._groups.number[name], 0.0) / rule.rate
+            if rule.rate
+            else 0.0
+        )
+        momentum = momentum * ((squares.sqrt() + rule.eps) / rate) if rate else torch.zeros_like(momentum)
         squares = squares * (1 - (rule.beta2 if isinstance(rule, AdamWRule) else beta2) ** applied)
 
         def formed(flat: Tensor) -> Tensor:
@@ -167,8 +169,7 @@ class Moments:
         squares.div_(1 - theirs**step) if step else squares
         normalised = momentum.to(squares) / (squares.sqrt() + rule.eps)
         rate = rule.sent_rate(self._replica.trained[name].shape)
-        steps = normalised.masked_fill_(normalised.abs() > _LONGEST, 0.0).mul_(rate)
-        self._momentum[name].copy_(momentum if self._sender.of_gradients(rule) else steps)
+        self._momentum[name].copy_(normalised.masked_fill_(normalised.abs() > _LONGEST, 0.0).mul_(rate))
         squares.mul_(1 - beta2**step)
         # Torch's Muon saves no squares.
         seen = step if bool(squares.any()) else 0

@@ -4,7 +4,6 @@
 Each is one pass over memory, by a kernel, see `sparsync.kernels.step_reference`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,8 +110,6 @@ class Sender:
 
     def _spread(self, rule: Rule, entry: ParameterSpan, t: int) -> Spread:
         beta2 = self.beta2(rule)
-        if self.of_gradients(rule):
-            return 1.0, beta2, 1.0, math.inf  # the gradient itself, because its square over infinity is zero
         return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
     def _scales(self, place: int) -> Scales:
@@ -127,10 +124,6 @@ class Sender:
         rules = [(entry, self.groups.rules[self.groups.number[entry.name]]) for entry in self.taking(place)]
         matrices = [(entry, rule) for entry, rule in rules if isinstance(rule, MuonRule)]
         scales, moves = self._scales(place) if self.common else None, self._moves(place)
-        if matrices and scales:  # which need the steps twice
-            made = torch.zeros_like(momentum)
-            _move([], [], made, mean, [(span, (0.0, 1.0, 0.0, *numbers[3:])) for span, numbers in moves], skip, scales)
-            mean, scales, moves = made, None, [(span, numbers[:3]) for span, numbers in moves]
         with bucket.moved() as (targets, starts):
             followed = momentum.clone() if matrices else momentum
             _move(targets, starts, momentum, mean, moves, skip, scales)
@@ -157,20 +150,11 @@ class Sender:
         for square in self.vectors["square"] if common else ():
             square.clamp_(min=_LEAST)
 
-    def of_gradients(self, rule: Rule) -> bool:
-        """Tell whether a parameter's momentum is one of gradients, as torch's Muon has it, and not of steps."""
-        return self.common and isinstance(rule, MuonRule)
-
     def end_common(self, P: int) -> None:
         """Go on with this rank's own second moments, which are larger by the ratio. Residuals are in units of scaled gradients."""
-        for place, (m, square) in enumerate(zip(*(self.vectors[key] for key in VECTORS), strict=True)):
-            for entry in self.weights.buckets[place].layout:
-                rule, seen = self.groups.rules[self.groups.number[entry.name]], self.counts["seen"][entry.name]
-                if self.of_gradients(rule) and seen:
-                    root = (entry.span.of(square).double() / (1 - self.beta2(rule) ** seen)).sqrt_().to(m)
-                    entry.span.of(m).mul_(rule.sent_rate(entry.shape)).div_(root.add_(rule.eps))
-            square.div_(self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()])
         self.common = False
+        for place, square in enumerate(self.vectors["square"]):
+            square.div_(self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()])
 
     def taking(self, place: int) -> Sequence[ParameterSpan]:
         """List the parameters of bucket `place` that take part in this step."""
@@ -186,8 +170,13 @@ class Sender:
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self.groups.rules))
 
     def common_for(self, options: Steps, scheme: Scheme) -> bool:
-        """Tell whether second moments are common with these options and this scheme: then the mean is nearly the whole gradient's."""
-        return not self.keep_for(options, scheme) and not scheme.leaves_out
+        """Tell whether second moments are common: if the mean is nearly that of the gradients, and nothing goes through Muon.
+
+        Muon makes all directions of a matrix equally long, also those in which rounding errors are as long as the mean gradient; fewer of
+        them are with steps.
+        """
+        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)
+        return not self.keep_for(options, scheme) and not scheme.leaves_out and not muon
 
     def uncount(self, names: Iterable[str]) -> None:
         """Undo the count of the last step of these parameters."""
