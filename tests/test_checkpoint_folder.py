@@ -118,11 +118,11 @@ def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path
     after = fresh()
     for content, message in (
         (b"", "cannot mmap an empty file"),
-        (whole[:7], "it is not a state of format version 3, or was cut"),
-        (whole[:-1], "it is not a state of format version 3, or was cut"),
+        (whole[:7], "it is not a state of format version 4, or was cut"),
+        (whole[:-1], "it is not a state of format version 4, or was cut"),
         (b"x" + whole, "its checksum does not fit its content"),
-        (other.getvalue(), "it is not a state of format version 3"),
-        (whole.replace(b"sparsync 3", b"sparsync 7"), "it has format version 7, and this sparsync reads version 3"),
+        (other.getvalue(), "it is not a state of format version 4"),
+        (whole.replace(b"sparsync 4", b"sparsync 7"), "it has format version 7, and this sparsync reads version 4"),
         (ended(trusted.getvalue()), "Weights only load failed"),
     ):
         file.write_bytes(content)
@@ -135,7 +135,7 @@ def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path
 
 def ended(content: bytes) -> bytes:
     """A zip file with the right comment."""
-    return content[:-2] + b"\x4b\x00sparsync 3 " + hashlib.sha256(content[:-2]).hexdigest().encode()
+    return content[:-2] + b"\x4b\x00sparsync 4 " + hashlib.sha256(content[:-2]).hexdigest().encode()
 
 
 # Writing.

@@ -70,10 +70,10 @@ def test_what_is_no_state_of_this_format_rank_or_number_of_ranks_is_refused() ->
         handle = bare_handle("gradients", comm)
         state, before = handle.state_dict(), bits(handle)
         for wrong, message in (
-            ({}, "has format version None, and this sparsync reads version 3"),
+            ({}, "has format version None, and this sparsync reads version 4"),
             (
                 {**state, "version": 1},
-                "has format version 1, and this sparsync reads version 3; load it with the sparsync",
+                "has format version 1, and this sparsync reads version 4; load it with the sparsync",
             ),
             ({**state, "rank": 1}, "load each rank's own"),  # a residual loaded twice would count twice
             ({**state, "ranks": 2}, "load each rank's own"),

@@ -88,6 +88,38 @@ def test_the_default_is_its_formulas_in_plain_torch() -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+def test_a_bucket_without_elements_takes_its_step() -> None:
+    def body(comm: LocalComm) -> int:
+        model = nn.ParameterDict({"none": torch.zeros(0), "some": torch.zeros(3, dtype=torch.float64)})
+        steps = AdamWSteps(model, torch.optim.AdamW(model.parameters()), TwoShot(1.0, "int3"), comm=comm, keep=0.0)
+        give_gradients(steps, 0)
+        return len(steps.step())
+
+    assert LocalWorld(2).run(body) == [3, 3]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(0.5, 0.0), (0.0, 0.5)])
+def test_a_state_with_own_second_moments_goes_on_with_common_ones_and_the_other_way_round(
+    saved: float, loaded: float
+) -> None:
+    def body(comm: LocalComm) -> list[Tensor]:
+        first, second = (started(comm, TwoShot(1.0, "int3"), keep) for keep in (saved, loaded))
+        for step in range(6):
+            give_gradients(first, step)
+            first.step()
+        second.load_state_dict(first.state_dict())
+        for step in range(6, 9):
+            before = [each.clone() for _, each in second._weights.common()]
+            give_gradients(second, step)
+            second.step()
+            moved = [(each - old).abs().max() for (_, each), old in zip(second._weights.common(), before, strict=True)]
+            assert 0.002 < max(moved) < 0.02  # the rate is 0.01
+        return [*second._sender.vectors["momentum"], *second._sender.vectors["square"][: loaded == 0.0]]
+
+    first, *others = LocalWorld(P).run(body)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize(("values", "down"), [("int3", None), ("sign", "int3"), ("ternary", "int4"), ("int8", None)])
 @pytest.mark.parametrize(("ranks", "keep", "bucket_mb"), [(P, 0.0, None), (1, 0.5, 1e-3)])
 def test_single_passes_have_the_bits_of_one_pass_after_the_other(

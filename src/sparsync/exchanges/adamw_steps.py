@@ -11,7 +11,7 @@ every element in int3, and `keep` is 0. There each gradient g is divided by a sc
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-Where elements are left out, signs sent, or matrices go through Muon, ranks send steps made with their own second moments:
+Where elements are left out, own weights kept, or matrices go through Muon, ranks send steps made with their own second moments:
 
     v      = beta2 v + (1 - beta2) g^2
     step   = scheme.reduce(rate g / (sqrt(ratio v / (1 - beta2^t)) + eps))
@@ -129,7 +129,7 @@ class AdamWSteps(StepsState):
         self._totals = {"skipped": 0, **self._totals}
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
-        self._sender.take_squares(self._sender.common_for(self.exchange, scheme))
+        self._take_form(self._sender.common_for(self.exchange, scheme))
         self._have_own_weights()
         self._moments = Moments(replica, self._sender, self._own_factor, self._take_moments)
         self._take_moments()
@@ -142,8 +142,8 @@ class AdamWSteps(StepsState):
         If only some ranks have a gradient of a parameter, it counts as zero on the others. A parameter that is frozen, or without a
         gradient on any rank, does not move; its moments stay, and its unsent part waits.
         If a rank's gradient holds NaN or Inf, or the square norm of the gradient or its sketch overflows, all ranks skip the step, with a
-        warning: common weights, momentum and ratio stay, and what was sent returns to the residuals. Second moments of ranks with a
-        finite gradient may contain it already. Raises RuntimeError, on all ranks, if 32 steps in a row are skipped.
+        warning: common weights, momentum and ratio stay, and what was sent returns to the residuals. A rank's own second moments may
+        contain a finite gradient already. Raises RuntimeError, on all ranks, if 32 steps in a row are skipped.
         If it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
         connections. The next step raises too if ranks may have applied different steps, or one has applied the mean in part: then
         continue from a checkpoint.
@@ -167,8 +167,6 @@ class AdamWSteps(StepsState):
         with self._connection.step():
             self._read_loop()
             reports, means = self._exchanged()
-            # After the buckets of all ranks: their comparison raises if only some ranks have loaded moments.
-            reports += self._share_momentum() if self._shares else []
         self._count(reports)
         with self._applying():
             self._apply([] if means is None else means)
@@ -210,7 +208,7 @@ class AdamWSteps(StepsState):
         elif self._moments.take():
             self._shares, self._of_mean = True, self._comm.size > 1 and not self._sender.common
             self._note_ahead()
-            self._sender.take_squares(self._sender.common)
+            self._take_form(self._sender.common)
             self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
 
     def _exchanged(self) -> tuple[list[Report], Sequence[Mean] | None]:
@@ -232,6 +230,8 @@ class AdamWSteps(StepsState):
             self._reduce(gradients if finite else None, beside, means, reports, skip)
             if sketch is not None and not first:
                 self._observe(sketch, reports[0])
+            # After the buckets of all ranks: their comparison raises if only some ranks have loaded moments.
+            reports += self._share_moments() if self._shares else []
         except BaseException:
             # After an overflow the residuals are restored already. With `takes_back` the others may have applied the step.
             returns = self.state.has_residual and not _overflow(reports) and not self._rescaler.takes_back

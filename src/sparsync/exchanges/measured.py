@@ -1,7 +1,7 @@
 """Measure a step's gradients: whether they are finite, so that all ranks skip the same steps, and the ratio.
 
 The ratio compares the squares of the mean gradient with those of the rank's gradient, for each block of adjacent elements. Steps are
-divided by the root of the rank's second moments; the ratio scales these down to the mean gradient's.
+divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The moments of exchanged steps in `optimizer.state`, where torch keeps an optimizer's moments, so that it saves and loads them.
 
-During training `exp_avg` is a view of m, the momentum of steps, rate included, and `exp_avg_sq` a view of the rank's squares. `state_dict`
-has AdamW's units. It divides the squares by `clip_factor` squared, so that they are as large as the mean gradient's, and exp_avg is
+During training `exp_avg` is a view of m, the momentum of steps, rate included, and `exp_avg_sq` a view of the squares. `state_dict` has
+AdamW's units. It divides a rank's own squares by `clip_factor` squared, so that they are as large as the mean gradient's, and exp_avg is
 m (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / rate, with the mean rate of the steps in m. Loading converts back, with the rate at that time.
 So AdamW goes on with updates as long as these steps, and the other way round. Muon's momentum is converted in the same way, by the sender's
 squares. Torch's own Muon saves no squares; its momentum then begins anew.
@@ -25,7 +25,7 @@ Saved = dict[str, Any]  # Any: of one parameter, as torch's optimizers have it
 
 
 class Moments:
-    """Shows the vectors of `sender` in the state of its optimizers, until `leave`. `clip_factor()` is the handle's.
+    """Shows the vectors of `sender` in the state of its optimizers, until `leave`. `clip_factor()`: the handle's, or 1 for common squares.
 
     Before a state is saved, `take` takes what was loaded since the last step.
     """

@@ -35,7 +35,7 @@ _LEAST = 1e-30  # first second moment of an element, so that blocks without grad
 
 @dataclass(frozen=True)
 class StepsToMake:
-    """Gradients, and the coefficients that turn them into steps; see `kernels.make_steps_`."""
+    """Gradients, and the coefficients that turn them into steps, or into scaled gradients; see `kernels.make_steps_`."""
 
     gradients: Gradients
     square: Tensor
@@ -115,8 +115,8 @@ class Sender:
     def _scales(self, place: int) -> Scales:
         """Compute the scales of a bucket's gradients. A pooling adds in order, so all ranks get the same bits."""
         square, block = self.vectors["square"][place], self.ratios.block
-        over = avg_pool1d(square[None], block, ceil_mode=True)[0].clamp_(min=_LEAST).reciprocal_()
-        return square, over, block, _FLOOR
+        means = avg_pool1d(square[None], block, ceil_mode=True)[0] if square.numel() else square.clone()
+        return square, means.clamp_(min=_LEAST).reciprocal_(), block, _FLOOR
 
     def move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:
         """Move the common weights of bucket `place` by the mean of what all ranks sent, [n], unless `skip`, [1], is not zero."""
@@ -144,17 +144,15 @@ class Sender:
             self.counts["seen"] |= {each.name: self.counts["applied"][each.name] for each in self.taking(place)}
         return counted
 
-    def take_squares(self, common: bool) -> None:
-        """Take the second moments for those of the mean gradients if `common`, or for this rank's own."""
+    def take_squares(self, common: bool, were_common: bool, P: int) -> None:
+        """Go on with second moments of the mean gradients if `common`, or with this rank's own, which are larger by the ratio."""
         self.common = common
-        for square in self.vectors["square"] if common else ():
-            square.clamp_(min=_LEAST)
-
-    def end_common(self, P: int) -> None:
-        """Go on with this rank's own second moments, which are larger by the ratio. Residuals are in units of scaled gradients."""
-        self.common = False
         for place, square in enumerate(self.vectors["square"]):
-            square.div_(self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()])
+            if common != were_common:
+                ratio = self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()]
+                square.mul_(ratio if common else 1 / ratio)
+            if common:
+                square.clamp_(min=_LEAST)
 
     def taking(self, place: int) -> Sequence[ParameterSpan]:
         """List the parameters of bucket `place` that take part in this step."""

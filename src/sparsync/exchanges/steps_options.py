@@ -64,8 +64,8 @@ class Steps(StepOptions):
         block: adjacent elements with one ratio, or scales relative to their mean.
         measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, and serves
             from the next step on. The first 8 steps all measure; the first measurement serves its own step too.
-        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.999, because one rank's gradients are noisier than their
-            mean; for Muon, which has none, 0.95.
+        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.999, because rare rows and one rank's gradients are noisy;
+            for Muon, which has none, 0.95.
         decay: in [0, 1], the share of the residual that stays from step to step. None: 1 if the scheme sends all elements, else 1 minus
             the share that it sends, and at least 0.97, so that elements are forgotten no faster than they are sent. A `decay` of the
             scheme itself takes precedence.

@@ -40,7 +40,7 @@ class StepsState(StepMethod):
     _choosing: Choosing | None = None  # until the bits are chosen
     chooses = False  # the first steps choose the recipe, or have chosen it
     _ahead = 0  # steps that the moments contain beyond those of this handle
-    # After moments were loaded: momentum must still become rank 0's, and squares belong to the mean gradient.
+    # After moments were loaded: momentum and common squares must still become rank 0's, and squares belong to the mean gradient.
     _shares = _of_mean = False
     _skipped = 0  # steps in a row
     _applied = -1  # the last step that was applied, or skipped
@@ -116,6 +116,7 @@ class StepsState(StepMethod):
             # Own weights that do not follow from the common ones and the residual.
             "own": {name: trained[name].detach().flatten().clone() for name in sorted(sender.idle | self._adopted)},
             "idle": dict.fromkeys(sorted(sender.idle), 1),
+            "mean_squares": int(sender.common),
             "measured": sender.ratios.measured,
             "measure_until": sender.ratios.measure_until,
             "skipped": self._skipped,
@@ -147,6 +148,7 @@ class StepsState(StepMethod):
         self._skipped, sender.idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], sender.keys, self._step + 1)
+        self._take_form(sender.common, bool(saved["mean_squares"]))
         self._divisor.next_step(self.clip_factor)
         own = saved["own"] if self._keep else {}
         for name, values in own.items():
@@ -246,11 +248,12 @@ class StepsState(StepMethod):
         sender.ratios.load_state_dict({}, sender.keys, self._step + 1)
         sender.counts["seen"] = dict(sender.counts["applied"])
 
-    def _share_momentum(self) -> list[Report]:
+    def _share_moments(self) -> list[Report]:
         """Copy the momentum of rank 0, and common squares, to all ranks: each rank has converted it by its squares, so bits differ."""
-        self._shares = False
         shared = [each for key in VECTORS[: 1 + self._sender.common] for each in self._moment_buckets(key, self._step)]
-        return [self._connection.reduce(each, FirstRanks()) for each in shared]
+        reports = [self._connection.reduce(each, FirstRanks()) for each in shared]
+        self._shares = False
+        return reports
 
     def _moment_buckets(self, which: str, step: int) -> list[Bucket]:
         pairs = zip(self._sender.keys, self._sender.vectors[which], strict=True)
@@ -294,15 +297,21 @@ class StepsState(StepMethod):
             return
         scheme, options = self._method_of(recipe.text)
         options = replace(options, check_weights_every=self.exchange.check_weights_every)
-        if self._sender.common and not self._sender.common_for(options, scheme):
-            self._sender.end_common(self._comm.size)
-            self.state.rescale(dict.fromkeys(self._weights.trained, 0.0))  # rounding errors, in other units
+        self._take_form(self._sender.common_for(options, scheme), self._sender.common)
         self._take_scheme(scheme)
         self._forget(options)
         self.recipe = recipe
         self.exchange = self._sender.options = options
         self._sender.ratios.every = options.measure_every
         self._have_own_weights()
+
+    def _take_form(self, common: bool, before: bool | None = None) -> None:
+        """Go on with common second moments or own ones. If it was the other way `before`, residuals have other units, and are dropped."""
+        before = common if before is None else before
+        self._sender.take_squares(common, before, self._comm.size)
+        if common != before:
+            self.state.rescale(dict.fromkeys(self._weights.trained, 0.0))
+            self._shares = common  # rank 0's for all
 
     def load_state_dict(self, state: SavedState) -> None:
         if self._choosing is not None:

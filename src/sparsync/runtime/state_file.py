@@ -20,7 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from sparsync.core import add_note
 
-VERSION = 3  # of the file format and its content
+VERSION = 4  # of the file format and its content
 
 # The end of a zip file: the length of its comment, in two bytes, and the comment.
 _END = re.compile(rb"\x4b\x00sparsync (\d) ([0-9a-f]{64})")
