@@ -120,6 +120,7 @@ REFUSED = {
     "the slow rank, if another one is waited for too": (
         [failed(), replace(failed(), error="Connection closed", lasted_s=15), failed(waited_for="a")], "b", "waited for b (a says: Run",
     ),
+    "nobody, if nobody has waited": ([replace(failed(), error="Connection closed", lasted_s=each) for each in (0, 1, 2)], "", ""),
     "not a rank that finds closed connections at once": (
         [failed(), replace(failed(), error="Connection closed", lasted_s=0.1), failed(waited_for="a")], "a", "waited for a (b says: Conn",
     ),

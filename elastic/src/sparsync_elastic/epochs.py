@@ -1,6 +1,7 @@
 """The epochs that members of a run agree on: the next one follows from the last one and the notes of a meeting."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -145,15 +146,15 @@ def _refused(present: Sequence[str], joining: Sequence[str], notes: Mapping[str,
     awaited = waits[0][0] if waits and (len(waits) == 1 or waits[0][1] > waits[1][1]) else ""
     # A slow rank finds its connections closed, later than the others. One of them may wait for it in a collective of torch, namelessly.
     *_, before, last = "", *(sorted(failing, key=lambda each: notes[each].lasted_s) or [""])
-    if before and notes[last].lasted_s > notes[before].lasted_s + _LATER_S and "imed out" not in notes[last].error:
+    waited = [each for each in failing if notes[each].waited_for or re.search("imed out|timeout", notes[each].error)]
+    if waited and last not in waited and notes[last].lasted_s > notes[before].lasted_s + _LATER_S:
         awaited = last
     if awaited:
         told = [each for each in failing if each != awaited and notes[each].waited_for in (awaited, "")]
         return {awaited: _told(f"the others waited for {awaited}", [*told[:1], awaited], step, notes)}
     # A rank that cannot connect to all others never gets the weights.
     knowing = any(notes[each].knows for each in there)
-    late = [each for each in failing if each in joining or (knowing and not notes[each].knows)]
-    if late:
+    if late := [each for each in failing if each in joining or (knowing and not notes[each].knows)]:
         return {each: _told(f"the others went on without {each}", [each], step, notes) for each in late}
     if all(notes[each].failures >= LAST_TRIES for each in there):
         return dict.fromkeys(there, _told("none of them is known to be the cause", there, step, notes))

@@ -160,8 +160,7 @@ class Members(Board):
     def _find(self) -> None:
         """Take the written epoch for the present one, unless it is older: a new epoch is written shortly after the decision."""
         self._check_running()
-        written = self._written_epoch()
-        if written is not None and written.number >= self.current.number:
+        if (written := self._written_epoch()) is not None and written.number >= self.current.number:
             self.current = written
 
     def source(self) -> tuple[str, Any] | None:  # Any: a store
