@@ -224,6 +224,17 @@ void check_exchanged(const Level &level, int64_t n, int kind) {
             expect(alike(part.data[at - part.start], target[i] * step.decay - moment * step.length), "weights");
         }
 
+    square = before;
+    momentum = start;
+    const Scales scales{square.data(), ratio.data(), given.block, 0.1f};
+    const std::vector<MomentumSpan> scaled{{0, cut, step, adam, 0.25f}, {cut, n, step, adam, 0.25f}};
+    apply_steps(level, {}, momentum.data(), n, arrived, bits, scaled, &scales);
+    for (size_t i = 0; i < length; ++i) {
+        const float g = (std::sqrt(0.5f * before[i]) + 0.1f) * decoded[i], moment = before[i] * adam.beta2 + g * g * adam.rest2;
+        const float made = g * adam.rate / (std::sqrt(4.0f * moment) + adam.eps);
+        expect(alike(square[i], moment) && alike(momentum[i], start[i] * step.beta1 + made * step.rest1), "steps of scaled means");
+    }
+
     const int64_t block = int64_t{16} << below(9), blocks = (n + block - 1) / block;
     const auto key = static_cast<uint32_t>(randomness());
     std::vector<float> projected(static_cast<size_t>(blocks)), norms(static_cast<size_t>(blocks));

@@ -168,10 +168,9 @@ class Sender:
         return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self.groups.rules))
 
     def common_for(self, options: Steps, scheme: Scheme) -> bool:
-        """Tell whether second moments are common: if the mean is nearly that of the gradients, and nothing goes through Muon.
+        """Tell whether second moments are common: if every element is sent, without own weights and without Muon.
 
-        Muon makes all directions of a matrix equally long, also those in which rounding errors are as long as the mean gradient; fewer of
-        them are with steps.
+        Muon ended nearer to dense with steps made of a rank's own second moments (docs/log.md, "Gradients over common scales").
         """
         muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)
         return not self.keep_for(options, scheme) and not scheme.leaves_out and not muon

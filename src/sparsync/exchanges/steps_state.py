@@ -240,9 +240,9 @@ class StepsState(StepMethod):
     @torch.no_grad()
     def _share_squares(self) -> None:
         """Copy the moments of rank 0 to all ranks, with squares scaled to the mean gradient, as other optimizers need them."""
-        sender, squares = self._sender, self._moment_buckets("square", self._step + 1)
+        sender, squares, factor = self._sender, self._moment_buckets("square", self._step + 1), self._own_factor()
         for each in squares:
-            each.grad.div_(self._own_factor() ** 2)
+            each.grad.div_(factor**2)
         for each in [*squares, *self._moment_buckets("momentum", self._step + 1)]:
             self._connection.reduce_before_step(each, FirstRanks())
         sender.ratios.load_state_dict({}, sender.keys, self._step + 1)
