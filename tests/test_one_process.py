@@ -76,6 +76,26 @@ def test_local_steps_are_evaluated_at_the_common_weights_and_cost_what_their_exc
     assert finished.nbytes == pytest.approx(4 / 7 * EXCHANGE)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu-bfloat16"])
+def test_only_training_passes_are_in_bfloat16(device: str) -> None:
+    seen: set[tuple[bool, torch.dtype]] = set()
+
+    class Seen(LineFit):
+        def model(self, seed: int) -> nn.Module:
+            model = super().model(seed)
+            model.register_forward_hook(
+                lambda module, inputs, output: seen.add((torch.is_grad_enabled(), output.dtype))
+            )
+            return model
+
+    made = (
+        train_with_scheme(Seen(), Dense, 0, 1, 2, {1}, device=device),
+        train_locally(Seen(), averaging(1), 0, 1, 2, {1}, device=device),
+    )
+    assert all(len(each.quality) == 1 for each in made)
+    assert seen == {(True, torch.float32 if device == "cpu" else torch.bfloat16), (False, torch.float32)}
+
+
 class ClipFactors(LineFit):
     """A job that AdamW trains, and that keeps the factors of its clips."""
 

@@ -165,9 +165,9 @@ _SAID: dict[str, Changes] = {
     },
     "--jobs": {"type": count, "default": 1, "metavar": "N", "help": "trainings at a time, each on one core"},
     "--device": {
-        "choices": ("cpu", "cuda"),
+        "choices": ("cpu", "cpu-bfloat16", "cuda"),
         "default": "cpu",
-        "help": "where all ranks of a training are; cuda: in bfloat16 autocast",
+        "help": "where all ranks of a training are; cpu-bfloat16 and cuda: in bfloat16 autocast",
     },
     "--page": {"type": Path, "metavar": "FILE.md", "help": "a page in which one part is rewritten"},
     "--part": {"metavar": "NAME", "help": "the part of the page, the name of the workload unless given"},

@@ -149,9 +149,13 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """Make the context of a forward pass: matrix products in bfloat16 on a GPU, float32 elsewhere."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+def mixed_precision(device: str) -> torch.autocast:
+    """Make the context of a forward pass: matrix products in float32 on "cpu", in bfloat16 on "cuda" and "cpu-bfloat16"."""
+    return torch.autocast(device_type(device), torch.bfloat16, enabled=device != "cpu")
+
+
+def device_type(device: str) -> str:
+    return device.removesuffix("-bfloat16")
 
 
 def moved(batch: Any, device: torch.device) -> Any:  # Any: a batch of any form

@@ -21,7 +21,7 @@ from sparsync.core import ParameterSpan, laid_out
 from sparsync.exchanges import local_steps
 from sparsync.runtime.rescaling import ResidualUnits
 from sparsync.schemes import Dense
-from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
+from sparsync_lab.workloads.base import Workload, device_of, device_type, loss_of, mixed_precision
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor
 
@@ -117,6 +117,7 @@ def train(
     reduce: Reduce,
     after: Callable[[int], None] = lambda step: None,
     scheme: Scheme | None = None,
+    device: str = "cpu",
 ) -> None:
     """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps so far.
 
@@ -128,7 +129,7 @@ def train(
     own_clip = own_clip_factor(ranks) if scheme.has_momentum else None
     spans = layout(model)
     for step in range(steps):
-        found = gradients(workload, model, seed, step, ranks, own_clip)
+        found = gradients(workload, model, seed, step, ranks, own_clip, device)
         set_gradient(model, spans, reduce(step, found, float(optimizer.param_groups[0]["lr"])))
         if own_clip is None:
             with naming(workload.job_class(), "clip", step):
@@ -151,9 +152,9 @@ def train_with_scheme(
     """Train with a scheme that reduces the gradients of `ranks` ranks, each with its own state of the scheme from `make`.
 
     The model is evaluated after each number of steps in `evaluate_at`, and finally passed to `finished`. Residuals follow the learning
-    rate if the scheme requests it. The model and the scheme's state are on `device`.
+    rate if the scheme requests it. The model and the scheme's state are on `device` (see `mixed_precision`).
     """
-    model = workload.model(seed).to(device)
+    model = workload.model(seed).to(device_type(device))
     _record_passes(workload, model, seed, ranks)
     scheme, spans = make(), layout(model)
     states = [scheme.start() for _ in range(ranks)]
@@ -179,7 +180,7 @@ def train_with_scheme(
         if step in evaluate_at:
             evaluations.evaluate(model, step)
 
-    train(workload, model, seed, steps, ranks, reduce, after, scheme)
+    train(workload, model, seed, steps, ranks, reduce, after, scheme, device)
     finished(model)
     return _trained(evaluations, sent, steps, spans[-1].span.stop)
 
@@ -199,18 +200,18 @@ def train_locally(
 
     The common weights, as of the last exchange, are evaluated after each number of steps in `evaluate_at`. `exchange_last`: remaining
     changes are exchanged at the end, before the last evaluation. Finally, `finished` is called with the model of rank 0, which has the
-    common weights until it returns. The models are on `device`.
+    common weights until it returns. The models are on `device` (see `mixed_precision`).
     """
     evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
 
     def body(comm: LocalComm) -> Sent:
-        model = workload.model(seed).to(device)
+        model = workload.model(seed).to(device_type(device))
         _record_passes(workload, model, seed, ranks)
         optimizer, schedule = workload.optimizer(model, steps)
         local, sent = make(model, optimizer, comm), Sent()
         for step in range(steps):
             model.zero_grad(set_to_none=True)
-            with mixed_precision(device_of(model)):
+            with mixed_precision(device):
                 loss = loss_of(workload, model, seed, step, comm.rank, ranks)
             loss.backward()
             with naming(workload.job_class(), "clip", step, comm.rank, ranks):
@@ -262,11 +263,17 @@ def _record_passes(workload: Workload, model: nn.Module, seed: int, ranks: int) 
 
 
 def gradients(
-    workload: Workload, model: nn.Module, seed: int, step: int, ranks: int, clip_factor: float | None = None
+    workload: Workload,
+    model: nn.Module,
+    seed: int,
+    step: int,
+    ranks: int,
+    clip_factor: float | None = None,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """Compute the gradient [n] of each rank's share of the batch; zero for unused parameters. Buffers become rank 0's.
 
-    `clip_factor`: for the job's clip of each gradient; None: no clipping.
+    `clip_factor`: for the job's clip of each gradient; None: no clipping. `device`: see `mixed_precision`.
     """
     buffers = list(model.buffers())
     before, after = [each.clone() for each in buffers], buffers
@@ -275,7 +282,7 @@ def gradients(
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         model.zero_grad(set_to_none=True)
-        with mixed_precision(device_of(model)):
+        with mixed_precision(device):
             loss = loss_of(workload, model, seed, step, rank, ranks)
         loss.backward()
         if clip_factor is not None:
