@@ -309,6 +309,13 @@ void bind_steps(nb::module_ &m) {
         });
         return nb::object(nb::make_tuple(sums.object, squares.object));
     });
+    m.def("over_means", [](nb::handle of, int64_t block, double least) {
+        const Tensor x = read(of);
+        if (!x.is(Element::float32) || !is_sketched(block)) return not_taken();
+        const Made over = make((x.length + block - 1) / block, Element::float32);
+        unlocked([&] { over_means(level(), x.as<float>(), x.length, block, static_cast<float>(least), over.as<float>()); });
+        return over.object;
+    });
     m.def("write_own_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle weights, nb::handle unsent,
                            nb::handle rows, double divisor, double share) {
         const Tensor from = read(weights), less = read(unsent);

@@ -64,6 +64,8 @@ struct Passes {
     // and the sum of squares; halves are added. `block` is a power of two from 16 on. Overwrites x, and `square`, which is as long.
     void (*sketch)(float *x, int64_t count, float *square, int64_t n, int64_t block, int64_t first, uint32_t key, float *sums,
                    float *squares);
+    // The sums of these blocks, with halves added. Overwrites x.
+    void (*block_sums)(float *x, int64_t n, int64_t block, float *sums);
 };
 
 // Null where this build or this processor lacks the instructions.

@@ -379,6 +379,12 @@ float folded(const float *row) {
 }
 
 constexpr int64_t kFolded = 16;
+
+void block_sums(float *x, int64_t n, int64_t block, float *sums) {
+    fold(x, n, block, kFolded);
+    for (int64_t i = 0; i < n; i += block) *sums++ = folded(x + i);
+}
+
 typedef uint32_t Words __attribute__((vector_size(4 * Vec::kWidth)));
 
 void sketch(float *x, int64_t count, float *square, int64_t n, int64_t block, int64_t first, uint32_t key, float *sums, float *squares) {
@@ -394,16 +400,12 @@ void sketch(float *x, int64_t count, float *square, int64_t n, int64_t block, in
         std::memcpy(x + i, &value, sizeof value);
     }
     for (int64_t i = count; i < n; ++i) x[i] = 0.0f;  // the signs of nothing do not count
-    fold(x, n, block, kFolded);
-    fold(square, n, block, kFolded);
-    for (int64_t i = 0; i < n; i += block) {
-        *sums++ = folded(x + i);
-        *squares++ = folded(square + i);
-    }
+    block_sums(x, n, block, sums);
+    block_sums(square, n, block, squares);
 }
 
 constexpr Passes table{add,    select,  select_rows, add_select, max_magnitude, squares,
-                       scaled, divided, adam_step,   less,       rescaled, momentum_step, sketch};
+                       scaled, divided, adam_step,   less,       rescaled, momentum_step, sketch, block_sums};
 
 }  // namespace
 }  // namespace sparsync

@@ -224,4 +224,19 @@ void sketch(const Level &level, const std::vector<GradientPart> &parts, int64_t 
     }
 }
 
+void over_means(const Level &level, const float *x, int64_t n, int64_t block, float least, float *out) {
+    alignas(64) float part[kSketched];
+    const int64_t step = std::max(block, kPiece);
+    for (int64_t from = 0; from < n; from += step) {
+        const int64_t to = std::min(n, from + step), filled = (to - from + block - 1) / block * block;
+        std::copy(x + from, x + to, part);
+        std::fill(part + (to - from), part + filled, 0.0f);
+        level.passes->block_sums(part, filled, block, out + from / block);
+    }
+    for (int64_t from = 0; from < n; from += block, ++out) {
+        const float mean = *out / static_cast<float>(std::min(block, n - from));
+        *out = 1.0f / (mean < least ? least : mean);
+    }
+}
+
 }  // namespace sparsync

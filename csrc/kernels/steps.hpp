@@ -76,11 +76,14 @@ void apply_steps(const Level &level, const std::vector<TargetPart> &targets, flo
 void write_mean(const Level &level, float *grad, const float *error, float *residual, int64_t n, const std::vector<const uint8_t *> &packets,
                 int bits);
 
-// Whether `sketch` takes blocks of this length.
+// Whether `sketch` and `over_means` take blocks of this length.
 bool is_sketched(int64_t block);
 
 // The sum, with the signs of places and `key`, and the sum of squares of each block of n gradients.
 void sketch(const Level &level, const std::vector<GradientPart> &parts, int64_t n, int64_t block, uint32_t key, float *sums, float *squares);
+
+// One over the mean of each block of x, the last maybe shorter; means count as at least `least`.
+void over_means(const Level &level, const float *x, int64_t n, int64_t block, float least, float *out);
 
 // Chunk `number` of P adjacent ones of n elements, as `core.spans` cuts them.
 struct Chunk {

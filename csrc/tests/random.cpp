@@ -253,6 +253,15 @@ void check_exchanged(const Level &level, int64_t n, int kind) {
         expect(alike(projected[static_cast<size_t>(number)], folded(sum)), "sums of a sketch");
         expect(alike(norms[static_cast<size_t>(number)], folded(squares)), "squares of a sketch");
     }
+    std::vector<float> over(static_cast<size_t>(blocks));
+    over_means(level, before.data(), n, block, 0.5f, over.data());
+    for (int64_t number = 0; number < blocks; ++number) {
+        std::vector<float> part(static_cast<size_t>(block));
+        const int64_t count = std::min(block, n - number * block);
+        std::copy_n(before.begin() + number * block, count, part.begin());
+        const float mean = folded(part) / static_cast<float>(count);
+        expect(alike(over[static_cast<size_t>(number)], 1.0f / (mean < 0.5f ? 0.5f : mean)), "one over a mean");
+    }
     double total = 0.0;
     for (const GradientPart &part : given.parts) total += level.passes->squares(part.data, part.type, part.stop - part.start, part.factor);
     double right = 0.0;

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
@@ -113,10 +112,9 @@ class Sender:
         return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
     def _scales(self, place: int) -> Scales:
-        """Compute the scales of a bucket's gradients. A pooling adds in order, so all ranks get the same bits."""
+        """Compute the scales of a bucket's gradients."""
         square, block = self.vectors["square"][place], self.ratios.block
-        means = avg_pool1d(square[None], block, ceil_mode=True)[0] if square.numel() else square.clone()
-        return square, means.clamp_(min=_LEAST).reciprocal_(), block, _FLOOR
+        return square, kernels.over_means(square, block, _LEAST), block, _FLOOR
 
     def move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:
         """Move the common weights of bucket `place` by the mean of what all ranks sent, [n], unless `skip`, [1], is not zero."""

@@ -20,6 +20,7 @@ from sparsync.kernels.step_reference import apply_steps_ as apply_steps_
 from sparsync.kernels.step_reference import encode_steps_ as encode_steps_
 from sparsync.kernels.step_reference import make_steps_ as make_steps_
 from sparsync.kernels.step_reference import move_steps_ as move_steps_
+from sparsync.kernels.step_reference import over_means as over_means
 from sparsync.kernels.step_reference import packets_fit as packets_fit
 from sparsync.kernels.step_reference import reduce_shares_ as reduce_shares_
 from sparsync.kernels.step_reference import sketch as sketch

@@ -238,6 +238,14 @@ def sketch(
 
 
 @operation
+def over_means(x: Vector, block: int, least: float) -> Float[Tensor, " blocks"]:
+    """Compute one over the mean of each block of `block` elements, the last maybe shorter. Means count as at least `least`."""
+    counts = torch.full_like(means := _folded(x, block), block)
+    counts[-1:] -= -x.numel() % block
+    return 1 / means.div_(counts).clamp_(min=least)
+
+
+@operation
 def reduce_shares_(
     value: Float[Tensor, " k"],
     packets: Sequence[Tensor],

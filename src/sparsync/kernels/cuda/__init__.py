@@ -24,5 +24,5 @@ from sparsync.kernels.cuda.passes import accumulate, all_finite, finite_each
 from sparsync.kernels.cuda.positions import decode_positions, encode_positions, locate
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.steps import apply_steps_, encode_steps_, make_steps_, move_steps_, write_mean_
-from sparsync.kernels.cuda.sums import sketch, squares_fit
+from sparsync.kernels.cuda.sums import over_means, sketch, squares_fit
 from sparsync.kernels.cuda.values import packets_fit, reduce_shares_, values_decode, values_encode

@@ -1,4 +1,4 @@
-"""Sums over all gradients of a vector: the squared norm, and sketches of blocks."""
+"""Sums over all gradients of a vector, the squared norm and sketches of blocks, and means of blocks."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Span
-from sparsync.kernels.cuda.launch import programs, table
+from sparsync.kernels.cuda.launch import programs, table, takes_all
 from sparsync.kernels.cuda.pieces import gathered, pieces_of, type_of
 from sparsync.kernels.cuda.values import fold
 from sparsync.kernels.step_reference import HASH
@@ -47,16 +47,33 @@ def sketch(
     gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Tensor, block: int, key: int
 ) -> Any:
     kind, n = type_of([like], gradients), like.numel()
-    if kind is None or block > PARTIAL or block & (block - 1):
+    if kind is None or not _is_folded(block):
         return NotImplemented
     sums, squares = like.new_empty(2, triton.cdiv(n, block))
     if n:
         with torch.cuda.device_of(like):
             pieces = pieces_of(gradients, starts, [Span(0, n)], like)
             numbers = table([*factors, 1.0], torch.float32, like.device)
-            form = {"ROWS": PARTIAL // block, "WIDTH": block, "HALVINGS": block.bit_length() - 1, "TYPE": kind, **EXACT}
-            _sketch_kernel[programs(n, PARTIAL)](*pieces, numbers, sums, squares, n, key, **form)
+            _sketch_kernel[programs(n, PARTIAL)](*pieces, numbers, sums, squares, n, key, TYPE=kind, **_rows_of(block))
     return sums, squares
+
+
+def over_means(x: Tensor, block: int, least: float) -> Any:
+    if not takes_all([x]) or not _is_folded(block):
+        return NotImplemented
+    out = x.new_empty(triton.cdiv(n := x.numel(), block))
+    if n:
+        with torch.cuda.device_of(x):
+            _over_means_kernel[programs(n, PARTIAL)](x, out, n, least, **_rows_of(block))
+    return out
+
+
+def _is_folded(block: int) -> bool:
+    return block <= PARTIAL and not block & (block - 1)
+
+
+def _rows_of(block: int) -> dict[str, int | bool]:
+    return {"ROWS": PARTIAL // block, "WIDTH": block, "HALVINGS": block.bit_length() - 1, **EXACT}
 
 
 @triton.jit(do_not_specialize=["pieces", "n", "programs"])
@@ -106,3 +123,15 @@ def _sketch_kernel(
     at, inside = first // WIDTH + row, row * WIDTH < left
     tl.store(sums + at, fold(signed, ROWS, WIDTH, HALVINGS), mask=inside)
     tl.store(squares + at, fold(g * g, ROWS, WIDTH, HALVINGS), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "least"])
+def _over_means_kernel(x, out, n, least, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * (ROWS * WIDTH)
+    left = tl.minimum(n - first, ROWS * WIDTH).to(tl.int32)
+    row = tl.arange(0, ROWS)[:, None]
+    lane = row * WIDTH + tl.arange(0, WIDTH)[None, :]
+    sums = fold(tl.load(x + first + lane, mask=lane < left, other=0.0), ROWS, WIDTH, HALVINGS)
+    mean = tl.div_rn(sums, tl.maximum(tl.minimum(left - row * WIDTH, WIDTH), 1).to(tl.float32))
+    over = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), tl.where(mean < least, least, mean))
+    tl.store(out + first // WIDTH + row, over, mask=row * WIDTH < left)
