@@ -83,16 +83,11 @@ def test_only_training_passes_are_in_bfloat16(device: str) -> None:
     class Seen(LineFit):
         def model(self, seed: int) -> nn.Module:
             model = super().model(seed)
-            model.register_forward_hook(
-                lambda module, inputs, output: seen.add((torch.is_grad_enabled(), output.dtype))
-            )
+            model.register_forward_hook(lambda *about: seen.add((torch.is_grad_enabled(), about[2].dtype)))
             return model
 
-    made = (
-        train_with_scheme(Seen(), Dense, 0, 1, 2, {1}, device=device),
-        train_locally(Seen(), averaging(1), 0, 1, 2, {1}, device=device),
-    )
-    assert all(len(each.quality) == 1 for each in made)
+    train_with_scheme(Seen(), Dense, 0, 1, 2, {1}, device=device)
+    train_locally(Seen(), averaging(1), 0, 1, 2, {1}, device=device)
     assert seen == {(True, torch.float32 if device == "cpu" else torch.bfloat16), (False, torch.float32)}
 
 

@@ -47,33 +47,30 @@ def sketch(
     gradients: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float], like: Tensor, block: int, key: int
 ) -> Any:
     kind, n = type_of([like], gradients), like.numel()
-    if kind is None or not _is_folded(block):
+    if kind is None or (form := _form_of(block)) is None:
         return NotImplemented
     sums, squares = like.new_empty(2, triton.cdiv(n, block))
     if n:
         with torch.cuda.device_of(like):
             pieces = pieces_of(gradients, starts, [Span(0, n)], like)
             numbers = table([*factors, 1.0], torch.float32, like.device)
-            _sketch_kernel[programs(n, PARTIAL)](*pieces, numbers, sums, squares, n, key, TYPE=kind, **_rows_of(block))
+            _sketch_kernel[programs(n, PARTIAL)](*pieces, numbers, sums, squares, n, key, TYPE=kind, **form)
     return sums, squares
 
 
 def over_means(x: Tensor, block: int, least: float) -> Any:
-    if not takes_all([x]) or not _is_folded(block):
+    if not takes_all([x]) or (form := _form_of(block)) is None:
         return NotImplemented
     out = x.new_empty(triton.cdiv(n := x.numel(), block))
     if n:
         with torch.cuda.device_of(x):
-            _over_means_kernel[programs(n, PARTIAL)](x, out, n, least, **_rows_of(block))
+            _over_means_kernel[programs(n, PARTIAL)](x, out, n, least, **form)
     return out
 
 
-def _is_folded(block: int) -> bool:
-    return block <= PARTIAL and not block & (block - 1)
-
-
-def _rows_of(block: int) -> dict[str, int | bool]:
-    return {"ROWS": PARTIAL // block, "WIDTH": block, "HALVINGS": block.bit_length() - 1, **EXACT}
+def _form_of(block: int) -> dict[str, Any] | None:
+    rows, halvings = PARTIAL // block, block.bit_length() - 1
+    return {"ROWS": rows, "WIDTH": block, "HALVINGS": halvings, **EXACT} if rows << halvings == PARTIAL else None
 
 
 @triton.jit(do_not_specialize=["pieces", "n", "programs"])
