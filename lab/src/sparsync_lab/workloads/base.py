@@ -151,7 +151,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def mixed_precision(device: str) -> torch.autocast:
     """Make the context of a forward pass: matrix products in float32 on "cpu", in bfloat16 on "cuda" and "cpu-bfloat16"."""
-    return torch.autocast(device.split("-")[0], torch.bfloat16, enabled=device != "cpu")
+    return torch.autocast("cuda" if device == "cuda" else "cpu", torch.bfloat16, enabled=device != "cpu")
 
 
 def moved(batch: Any, device: torch.device) -> Any:  # Any: a batch of any form

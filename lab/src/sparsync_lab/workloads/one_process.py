@@ -154,7 +154,7 @@ def train_with_scheme(
     The model is evaluated after each number of steps in `evaluate_at`, and finally passed to `finished`. Residuals follow the learning
     rate if the scheme requests it. The model and the scheme's state are on `device` (see `mixed_precision`).
     """
-    model = workload.model(seed).to(device.split("-")[0])
+    model = workload.model(seed).to(device.removesuffix("-bfloat16"))
     _record_passes(workload, model, seed, ranks)
     scheme, spans = make(), layout(model)
     states = [scheme.start() for _ in range(ranks)]
@@ -205,7 +205,7 @@ def train_locally(
     evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
 
     def body(comm: LocalComm) -> Sent:
-        model = workload.model(seed).to(device.split("-")[0])
+        model = workload.model(seed).to(device.removesuffix("-bfloat16"))
         _record_passes(workload, model, seed, ranks)
         optimizer, schedule = workload.optimizer(model, steps)
         local, sent = make(model, optimizer, comm), Sent()
