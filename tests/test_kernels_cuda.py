@@ -53,9 +53,7 @@ def test_an_operation_is_its_specification(operation: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "operation", ["accumulate", "accumulate_top_k", "select_ge", "top_k", "values_encode", "coalesce", "digests"]
-)
+@pytest.mark.parametrize("operation", WRITTEN_IN_TRITON)
 def test_an_operation_on_several_blocks_is_its_specification(operation: str) -> None:
     cases = list(TABLE[operation]("normal", 2 * BLOCK + 5))
     taken = [compare(cuda, operation, on(DEVICE, each)) for each in cases[::4]]

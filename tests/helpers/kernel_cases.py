@@ -303,7 +303,10 @@ TABLE: dict[str, Cases] = {
     "move_steps_": _move_steps,
     "apply_steps_": _apply_steps,
     "sketch": _sketch,
-    "over_means": lambda kind, n: ((made(kind, n).abs(), *each) for each in product((16, 64, 1024), (1e-30, 0.5))),
+    "over_means": lambda kind, n: (
+        (made(kind, n).to(dtype).abs(), *each)
+        for dtype, *each in [*product([torch.float32], (1, 16, 64, 1024, 2048), (1e-30, 0.5)), (torch.float64, 64, 0.5)]
+    ),
     "reduce_shares_": _reduce_shares,
     "values_encode": lambda kind, n: ((made(kind, n), width) for width in WIDTHS),
     "values_decode": lambda kind, n: ((reference.values_encode(made(kind, n), width), n, width) for width in WIDTHS),

@@ -185,9 +185,8 @@ class AdamWSteps(StepsState):
         if later:
             weights.compare_later()
         # Ranks compare this, because moments must be the same on all of them.
-        self._comparison.loaded = self._go_back(self._step - 1) if self._loads.found() else []
-        if self._shares and "optimizer" not in self._comparison.loaded:
-            self._comparison.loaded = [*self._comparison.loaded, "optimizer"]
+        loaded = self._go_back(self._step - 1) if self._loads.found() else []
+        self._comparison.loaded = [*loaded, *["optimizer"] * (sender.shares and "optimizer" not in loaded)]
         self._comparison.thrown_away = self._divisor.passes.thrown_away
         self._divisor.passes.stepped()  # even if the step fails
         self._check_trained()
@@ -206,7 +205,7 @@ class AdamWSteps(StepsState):
         if self._loads.of_handle:
             self._moments.show()
         elif self._moments.take():
-            self._shares, self._of_mean = True, self._comm.size > 1 and not self._sender.common
+            self._sender.shares, self._of_mean = True, self._comm.size > 1 and not self._sender.common
             self._note_ahead()
             self._take_form(self._sender.common)
             self._sender.ratios.load_state_dict({}, self._sender.keys, self._applied + 1)
@@ -231,7 +230,7 @@ class AdamWSteps(StepsState):
             if sketch is not None and not first:
                 self._observe(sketch, reports[0])
             # After the buckets of all ranks: their comparison raises if only some ranks have loaded moments.
-            reports += self._share_moments() if self._shares else []
+            reports += self._share_moments() if sender.shares else []
         except BaseException:
             # After an overflow the residuals are restored already. With `takes_back` the others may have applied the step.
             returns = self.state.has_residual and not _overflow(reports) and not self._rescaler.takes_back
@@ -316,6 +315,7 @@ class AdamWSteps(StepsState):
                 self._note_move([whole], place=place, idle=sorted(self._sender.idle))
             if (arrived := mean.mean) is not None:  # read once: it may be made here
                 self._sender.move(place, arrived, skip)
+        self._sender.shares = False
         self._write_own()
 
     def _adopt(self) -> list[str]:

@@ -75,6 +75,7 @@ class Sender:
     """
 
     common = False
+    shares = False  # moments were loaded or converted: until this step ends, those of ranks may differ
 
     def __init__(self, groups: ParameterGroups, weights: Weights, options: Steps) -> None:
         self.groups, self.weights, self.options = groups, weights, options
@@ -112,8 +113,10 @@ class Sender:
         return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
     def _scales(self, place: int) -> Scales:
-        """Compute the scales of a bucket's gradients."""
+        """Compute the scales of a bucket's gradients. In a step that shares second moments all elements have one, because they differ."""
         square, block = self.vectors["square"][place], self.ratios.block
+        if self.shares:
+            return square, square.new_zeros(-(-square.numel() // block)), block, 1.0 + _FLOOR
         return square, kernels.over_means(square, block, _LEAST), block, _FLOOR
 
     def move(self, place: int, mean: Tensor | QuantizedMean, skip: Tensor | None = None) -> None:

@@ -40,8 +40,7 @@ class StepsState(StepMethod):
     _choosing: Choosing | None = None  # until the bits are chosen
     chooses = False  # the first steps choose the recipe, or have chosen it
     _ahead = 0  # steps that the moments contain beyond those of this handle
-    # After moments were loaded: momentum and common squares must still become rank 0's, and squares belong to the mean gradient.
-    _shares = _of_mean = False
+    _of_mean = False  # squares that were loaded belong to the mean gradient
     _skipped = 0  # steps in a row
     _applied = -1  # the last step that was applied, or skipped
     _catching_up = False  # since `_start_from`: the common weights are ahead of the steps taken
@@ -136,7 +135,7 @@ class StepsState(StepMethod):
         loaded = {key: self._weights.from_saved(saved[key]) for key in VECTORS}
         super()._load(state)
         self._applied, self._catching_up = self._step, False
-        self._shares = self._of_mean = False
+        sender.shares = self._of_mean = False
         for key, vectors in sender.vectors.items():
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)
@@ -251,9 +250,7 @@ class StepsState(StepMethod):
     def _share_moments(self) -> list[Report]:
         """Copy the momentum of rank 0, and common squares, to all ranks: each rank has converted it by its squares, so bits differ."""
         shared = [each for key in VECTORS[: 1 + self._sender.common] for each in self._moment_buckets(key, self._step)]
-        reports = [self._connection.reduce(each, FirstRanks()) for each in shared]
-        self._shares = False
-        return reports
+        return [self._connection.reduce(each, FirstRanks()) for each in shared]
 
     def _moment_buckets(self, which: str, step: int) -> list[Bucket]:
         pairs = zip(self._sender.keys, self._sender.vectors[which], strict=True)
@@ -311,7 +308,7 @@ class StepsState(StepMethod):
         self._sender.take_squares(common, before, self._comm.size)
         if common != before:
             self.state.rescale(dict.fromkeys(self._weights.trained, 0.0))
-            self._shares = common  # rank 0's for all
+            self._sender.shares = common  # rank 0's for all
 
     def load_state_dict(self, state: SavedState) -> None:
         if self._choosing is not None:

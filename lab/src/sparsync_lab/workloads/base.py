@@ -150,7 +150,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def mixed_precision(device: str) -> torch.autocast:
-    """Make the context of a forward pass: matrix products in float32 on "cpu", in bfloat16 on "cuda" and "cpu-bfloat16"."""
+    """Make the context of a forward pass: float32 on "cpu", torch's bfloat16 autocast on "cuda" and "cpu-bfloat16"."""
     return torch.autocast("cuda" if device == "cuda" else "cpu", torch.bfloat16, enabled=device != "cpu")
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Span
-from sparsync.kernels.cuda.launch import programs, table, takes_all
+from sparsync.kernels.cuda.launch import FLOAT32, programs, table, takes
 from sparsync.kernels.cuda.pieces import gathered, pieces_of, type_of
 from sparsync.kernels.cuda.values import fold
 from sparsync.kernels.step_reference import HASH
@@ -58,13 +58,13 @@ def sketch(
     return sums, squares
 
 
+@takes(FLOAT32)
 def over_means(x: Tensor, block: int, least: float) -> Any:
-    if not takes_all([x]) or (form := _form_of(block)) is None:
+    if (form := _form_of(block)) is None:
         return NotImplemented
     out = x.new_empty(triton.cdiv(n := x.numel(), block))
     if n:
-        with torch.cuda.device_of(x):
-            _over_means_kernel[programs(n, PARTIAL)](x, out, n, least, **form)
+        _over_means_kernel[programs(n, PARTIAL)](x, out, n, least, **form)
     return out
 
 
