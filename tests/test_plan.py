@@ -10,7 +10,7 @@ import torch
 
 from helpers.quick import one_in
 from helpers.recorded_exchanges import RecordedStep, busiest, recorded_step
-from sparsync import Bucket, Comm, Report, schemes
+from sparsync import Bucket, Comm, Report, Steps, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm import Cost
@@ -249,8 +249,12 @@ def test_local_steps_are_the_mean_of_the_steps_between_two_exchanges() -> None:
 
 
 def test_steps_of_adamw_add_a_measurement_every_few_steps() -> None:
-    plan = predict.adamw_steps(schemes.get("dense"), [6400], 4, block=64, measure_every=8)
+    plan = predict.adamw_steps(schemes.get("dense"), [6400], 4, Steps())
     assert sum(exchange.nbytes for exchange in plan.exchanges) == 4 * 6400 * 1.5 + 2 * 100 * 1.5 / 8
+    assert (
+        plan.state_nbytes - predict.adamw_steps(schemes.get("dense"), [6400], 4, Steps(keep=0.0)).state_nbytes
+        == 4 * 6400
+    )
 
 
 def test_numbers_that_make_no_plan_are_refused() -> None:

@@ -34,11 +34,8 @@ def weights() -> list[nn.Parameter]:
 
 def planned_bits(each: Recipe, ranks: int) -> float:
     """Return what a rank sends by the closed forms, with what the integration sends besides."""
-    scheme, exchange = method_of(each.text)
-    if isinstance(exchange, Steps):
-        plan = plans.adamw_steps(scheme, [N], ranks, exchange.block, exchange.measure_every)
-    else:
-        plan = plans.plan(scheme, N, ranks)
+    scheme, how = method_of(each.text)
+    plan = plans.adamw_steps(scheme, [N], ranks, how) if isinstance(how, Steps) else plans.plan(scheme, N, ranks)
     return 8 * sum(one.nbytes for one in plan.exchanges) / N
 
 

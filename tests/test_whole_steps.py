@@ -106,12 +106,15 @@ def test_a_bucket_without_elements_takes_its_step() -> None:
 def test_a_state_with_own_second_moments_goes_on_with_common_ones_and_the_other_way_round(
     saved: float, loaded: float
 ) -> None:
+    states = dict[int, dict[str, Any]]()  # Any: as Handle.state_dict
+
     def body(comm: LocalComm) -> list[Tensor]:
         first, second = (started(comm, TwoShot(1.0, "int8"), keep) for keep in (saved, loaded))
         for step in range(6):
             give_gradients(first, step)
             first.step()
-        second.load_state_dict(first.state_dict())
+        states[comm.rank] = first.state_dict()
+        second.load_state_dict(states[comm.rank])
         (square,) = second._sender.vectors["square"]
         for step in range(6, 9):
             before, old_square = [each.clone() for _, each in second._weights.common()], square.clone()
@@ -124,8 +127,16 @@ def test_a_state_with_own_second_moments_goes_on_with_common_ones_and_the_other_
             assert 0.002 < max(moved) < 0.02  # the rate is 0.01
         return [*second._sender.vectors["momentum"], *second._sender.vectors["square"][: loaded == 0.0]]
 
+    def on_fewer_ranks(comm: LocalComm) -> float:
+        steps = started(comm, TwoShot(1.0, "int8"), loaded)
+        steps.load_state_dict(steps.resized([states[rank] for rank in range(P)]))
+        return float(steps._sender.vectors["square"][0].mean())
+
     first, *others = LocalWorld(P).run(body)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    for rank, new in enumerate(LocalWorld(P - 1).run(on_fewer_ranks)):
+        old = torch.cat([*states[rank]["adamw_steps"]["square"].values()]).mean().item()
+        assert 2.5 < (new / old if loaded else old / new) < P + 0.1  # gradients are noise
 
 
 @pytest.mark.parametrize(("values", "down"), [("int3", None), ("sign", "int3"), ("ternary", "int4"), ("int8", None)])

@@ -67,6 +67,7 @@ class Recipe:
 
 
 _INT3 = "steps(keep=0.0)/two_shot:density=1.0:values=int3"
+_SIGN = "steps/two_shot:density=1.0:values=sign"
 _INT4 = "two_shot:density=1.0:values=int4"
 _LOWEST_BEYOND = "with AdamW and 4 ranks 42 % behind dense after 300 steps of 111 million parameters"
 _LOWEST_MOST = 21.6e6
@@ -74,21 +75,8 @@ _LOWEST_MOST = 21.6e6
 # The first row of a family is its default. Of rows with the same bits, the last one that suits the number of ranks counts.
 TABLE = (
     Recipe(4.6, "steps", _INT3, "0.8 % ahead (gpt-1000), held out 5.4 and 1.0 % ahead"),
-    Recipe(
-        3.1,
-        "steps",
-        "steps/two_shot:density=1.0:values=sign:values_down=int3",
-        "1.4 % ahead (code-10m-1000)",
-        shown_to=10.8e6,
-    ),
-    Recipe(
-        1.6,
-        "steps",
-        "steps/two_shot:density=1.0:values=sign",
-        "0.3 % behind (code-10m-1000)",
-        most_ranks=15,
-        shown_to=10.8e6,
-    ),
+    Recipe(3.1, "steps", _SIGN + ":values_down=int3", "1.4 % ahead (code-10m-1000)", shown_to=10.8e6),
+    Recipe(1.6, "steps", _SIGN, "0.3 % behind (code-10m-1000)", most_ranks=15, shown_to=10.8e6),
     Recipe(
         0.8,
         "steps",
@@ -124,6 +112,8 @@ TABLE = (
         beyond=_LOWEST_BEYOND,
         most_parameters=_LOWEST_MOST,
     ),
+    Recipe(4.6, "muon", _INT3, "0.6 % behind (log, The default)", shown_to=0.1e6),
+    Recipe(3.1, "muon", _SIGN + ":values_down=int3", "0.9 % behind (log, Muon)"),
     Recipe(1.6, "muon", "steps/in_turn:every=2", "3.4 % behind (log, Muon)"),
     Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "5.6 % behind (log, Muon)"),
     Recipe(
@@ -160,9 +150,8 @@ def rows(family: Family, ranks: int, parameters: int = 0) -> list[Recipe]:
     """List the recipes of a family for this number of ranks and of parameters, its default first."""
     by_bits: dict[float, Recipe] = {}
     for each in TABLE:
-        if each.family in (family, "steps" if family == "muon" else "") and (
-            each.least_ranks <= ranks <= each.most_ranks and parameters <= each.most_parameters
-        ):
+        fits = each.least_ranks <= ranks <= each.most_ranks and parameters <= each.most_parameters
+        if each.family == family and fits:
             by_bits[each.bits] = each
     return list(by_bits.values())
 

@@ -28,7 +28,7 @@ ratio: the squares of the mean gradient over the squares of the local one in ear
 the variance of the mean one, so without the ratio steps would be too short. The default needs it for clipping only.
 
 Differs from AdamW, even with one rank or when everything is sent: as in LaProp (arXiv 2002.04839), each gradient is divided by the second
-moments, and multiplied by the rate, of its own step; and beta2 is at least 0.999. With beta1 = 0 and the same beta2 both are equal.
+moments, and multiplied by the rate, of its own step; and AdamW's beta2 is at least 0.999. With beta1 = 0 and the same beta2 both are equal.
 """
 
 from collections.abc import Sequence
@@ -67,8 +67,8 @@ class AdamWSteps(StepsState):
     exchanges until `close()`, which leaves the common weights in the model. The constructor copies rank 0's parameters and buffers to all
     ranks; later buffers differ between ranks. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
     parameters are rounded to 16 bits. Collective over the ranks of `group`, with the same settings.
-    Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step one
-    bucket's gradient, and the mean steps of the other buckets if these are sparse.
+    Memory, in vectors of all trained parameters: momentum, second moments, the state of the scheme, and common weights unless parameters
+    have 32 bits and `keep=0.0`; during a step, if elements are left out, one bucket's step and the mean steps of the others.
 
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.

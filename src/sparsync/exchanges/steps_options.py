@@ -54,13 +54,13 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(StepOptions):
-    """Exchange the steps of the optimizer, at every step: `sparsync.attach(..., exchange=Steps())`, the same on all ranks.
+    """Exchange what makes the optimizer's steps, at every step: `sparsync.attach(..., exchange=Steps())`, the same on all ranks.
 
     For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
 
     Args:
         keep: in [0, 1], the share of unsent changes that stays in a rank's own weights. None: 0.2 if the scheme leaves elements out or the
-            optimizer is Muon, else 0.5.
+            optimizer is Muon, else 0.5. With 0 and every element sent, gradients over common scales are exchanged.
         block: adjacent elements with one ratio, or scales relative to their mean.
         measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, and serves
             from the next step on. The first 8 steps all measure; the first measurement serves its own step too.

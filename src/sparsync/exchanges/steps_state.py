@@ -124,10 +124,10 @@ class StepsState(StepMethod):
     def resized(self, states: Sequence[SavedState]) -> dict[str, Any]:  # Any: as Handle
         """Make a state for this rank from the states of another number of ranks, with second moments and buffers of one of them.
 
-        The ratio depends on the number of ranks, and is measured again. Own weights follow from the common ones and from the residual.
+        The ratio depends on the number of ranks, and is converted. Own weights follow from the common ones and from the residual.
         """
         own = states[self.place[0] % len(states)][self.integration]
-        return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}, "idle": {}}}
+        return {**super().resized(states), self.integration: {**own, "own": {}, "idle": {}, "ranks": len(states)}}
 
     def _load(self, state: SavedState) -> None:
         saved, sender, ratios = state[self.integration], self._sender, self._sender.ratios
@@ -147,7 +147,10 @@ class StepsState(StepMethod):
         self._skipped, sender.idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], sender.keys, self._step + 1)
-        self._take_form(sender.common, bool(saved["mean_squares"]))
+        before = saved.get("ranks", self._comm.size)
+        self._take_form(sender.common, bool(saved["mean_squares"]), before)
+        if before != self._comm.size:
+            ratios.regrouped(self._step + 1, before, self._comm.size)
         self._divisor.next_step(self.clip_factor)
         own = saved["own"] if self._keep else {}
         for name, values in own.items():
@@ -302,10 +305,13 @@ class StepsState(StepMethod):
         self._sender.ratios.every = options.measure_every
         self._have_own_weights()
 
-    def _take_form(self, common: bool, before: bool | None = None) -> None:
-        """Go on with common second moments or own ones. If it was the other way `before`, residuals have other units, and are dropped."""
+    def _take_form(self, common: bool, before: bool | None = None, ranks: int | None = None) -> None:
+        """Go on with common second moments or own ones. If it was the other way `before`, residuals have other units, and are dropped.
+
+        `ranks`: how many made the second moments, if not as many as now.
+        """
         before = common if before is None else before
-        self._sender.take_squares(common, before, self._comm.size)
+        self._sender.take_squares(common, before, ranks or self._comm.size)
         if common != before:
             self.state.rescale(dict.fromkeys(self._weights.trained, 0.0))
             self._sender.shares = common  # rank 0's for all

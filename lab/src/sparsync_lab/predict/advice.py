@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sparsync import Scheme
+from sparsync import Scheme, Steps
 from sparsync_lab.predict import schemes
 from sparsync_lab.predict.exchanges import Plan
 from sparsync_lab.predict.probe_file import Backward, Probe, ProbedNetwork, ReadyBucket, SchemeTimes
@@ -170,10 +170,10 @@ def step_around(
     reduction = ReductionTime(scheme, probe, measured_times(label.partition("/")[2], scheme, probe))
     ranks = probed_ranks(probe)
     if steps == "adamw_steps":
-        block, measure_every = int(settings.get("block", 64)), int(settings.get("measure_every", 8))
-        ratio_s = ranks.seconds(schemes.ratio([elements], P, block))
-        line = serial(backward, [reduction.seconds(elements), ratio_s / measure_every])
-        return _step(label, line, schemes.adamw_steps(scheme, [elements], P, block, measure_every), reduction)
+        options = Steps(**settings)
+        ratio_s = ranks.seconds(schemes.ratio([elements], P, options.block))
+        line = serial(backward, [reduction.seconds(elements), ratio_s / options.measure_every])
+        return _step(label, line, schemes.adamw_steps(scheme, [elements], P, options), reduction)
     defaults = {"every": 1, "fragments": 1, "delay": 0}
     every, fragments, delay = (int(settings.get(name, default)) for name, default in defaults.items())
     sizes = [elements // fragments + (place < elements % fragments) for place in range(fragments)]

@@ -9,7 +9,7 @@ from functools import singledispatch
 
 import torch
 
-from sparsync import ErrorFeedbackScheme, Scheme
+from sparsync import ErrorFeedbackScheme, Scheme, Steps
 from sparsync.collectives.skipping import first_offsets, skip_count
 from sparsync.core import ParameterSpan, count_for, laid_out, matches, spans
 from sparsync.schemes.auto_protect import AutoProtect
@@ -90,18 +90,18 @@ def agreement(P: int) -> Plan:
     return Plan((counts_exchange(P, _AGREEMENT_NBYTES),), beside=(announcement_exchange(P),)) if P > 1 else Plan()
 
 
-def adamw_steps(scheme: Scheme, buckets: Iterable[int], P: int, block: int = 64, measure_every: int = 8) -> Plan:
+def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps) -> Plan:
     """Plan the mean step of `sparsync.AdamWSteps` with buckets of these sizes, in float32 elements.
 
-    The state is the scheme's plus common weights, momentum, second moments and two numbers per block. The first 8 steps, which all
-    measure the ratio, are not included.
+    The state is the scheme's plus momentum, second moments, two numbers per block, and common weights unless `options.keep` is 0. The
+    first 8 steps, which all measure the ratio, are not included.
     """
-    sizes = list(buckets)
-    blocks = [-(-n // block) for n in sizes]
-    state = 4 * sum(2 * n + each * block + 2 * each for n, each in zip(sizes, blocks, strict=True))
+    blocks = [-(-n // options.block) for n in buckets]
+    state = 4 * ((2 - (options.keep == 0)) * sum(buckets) + (options.block + 2) * sum(blocks))
     # Second moments and steps are read and written, the gradient is read; likewise momentum and weights.
-    own = Plan(passes=4 * 10 * sum(sizes), state_nbytes=state)
-    return sum([plan(scheme, n, P) for n in sizes], own) + averaged(ratio(sizes, P, block), measure_every)
+    own = Plan(passes=4 * 10 * sum(buckets), state_nbytes=state)
+    measured = averaged(ratio(buckets, P, options.block), options.measure_every)
+    return sum([plan(scheme, n, P) for n in buckets], own) + measured
 
 
 def ratio(buckets: Iterable[int], P: int, block: int = 64) -> Plan:
