@@ -280,6 +280,9 @@ def test_a_block_measured_once_hardly_counts_beside_its_parameter_and_later_it_d
     assert ratios.ratio(0, P).tolist() == [0.5, 0.5625, 0.25]  # "a" has 17/32; "b" 1/8, and noise 1/P
     ratios.measured = 48
     assert ratios.ratio(0, P).tolist() == [0.25, 59.5 / 64, 0.25]
+    ratios.regrouped(50, 2, 1)
+    ratios.regrouped(60, 1, 16)  # what one rank holds is of other ranks
+    assert ratios.measured == 0
 
 
 def test_whoever_asks_for_the_clip_factor_or_saves_before_a_device_has_measured_changes_nothing() -> None:

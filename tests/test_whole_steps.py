@@ -115,6 +115,7 @@ def test_a_state_with_own_second_moments_goes_on_with_common_ones_and_the_other_
             first.step()
         states[comm.rank] = first.state_dict()
         second.load_state_dict(states[comm.rank])
+        second.load_state_dict(second.state_dict())
         (square,) = second._sender.vectors["square"]
         for step in range(6, 9):
             before, old_square = [each.clone() for _, each in second._weights.common()], square.clone()

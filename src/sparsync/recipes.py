@@ -7,7 +7,7 @@ steps and a scheme have names. This file imports nothing of sparsync: `sparsync.
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Bits = (
     float | Literal["auto"] | tuple[Literal["auto"], float]
@@ -69,8 +69,9 @@ class Recipe:
 _INT3 = "steps(keep=0.0)/two_shot:density=1.0:values=int3"
 _SIGN = "steps/two_shot:density=1.0:values=sign"
 _INT4 = "two_shot:density=1.0:values=int4"
+_LOWEST_SIGN = "/two_shot:density=0.012:values=sign"
 _LOWEST_BEYOND = "with AdamW and 4 ranks 42 % behind dense after 300 steps of 111 million parameters"
-_LOWEST_MOST = 21.6e6
+_LOWEST: dict[str, Any] = {"beyond": _LOWEST_BEYOND, "most_parameters": 21.6e6}  # Any: numbers and texts
 
 # The first row of a family is its default. Of rows with the same bits, the last one that suits the number of ranks counts.
 TABLE = (
@@ -88,11 +89,10 @@ TABLE = (
     Recipe(
         0.2,
         "steps",
-        "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign",
+        "steps(keep=0.35:measure_every=16)" + _LOWEST_SIGN,
         "3.2 % behind (gpt-10m-1000), held out at 1 M 7.8 and 3.1 % behind",
         shown_to=10.7e6,
-        beyond=_LOWEST_BEYOND,
-        most_parameters=_LOWEST_MOST,
+        **_LOWEST,
     ),
     # Many ranks: a mean of many signs loses less if more comes down than goes up.
     Recipe(
@@ -110,21 +110,13 @@ TABLE = (
         "17 % behind (gpt-tiny-16-low)",
         least_ranks=16,
         shown_to=0.1e6,
-        beyond=_LOWEST_BEYOND,
-        most_parameters=_LOWEST_MOST,
+        **_LOWEST,
     ),
     Recipe(4.6, "muon", _INT3, "0.6 % behind (log, The default)", shown_to=0.1e6),
     Recipe(3.1, "muon", _SIGN + ":values_down=int3", "0.9 % behind (log, Muon)"),
     Recipe(1.6, "muon", "steps/in_turn:every=2", "3.4 % behind (log, Muon)"),
     Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "5.6 % behind (log, Muon)"),
-    Recipe(
-        0.2,
-        "muon",
-        "steps(keep=0.2:measure_every=16)/two_shot:density=0.012:values=sign",
-        "11 % behind (log, Muon)",
-        beyond=_LOWEST_BEYOND,
-        most_parameters=_LOWEST_MOST,
-    ),
+    Recipe(0.2, "muon", "steps(keep=0.2:measure_every=16)" + _LOWEST_SIGN, "11 % behind (log, Muon)", **_LOWEST),
     Recipe(6.1, "linear", _INT4, "not measured on 1000 steps of SGD"),
     Recipe(0.8, "linear", "two_shot:density=0.05:values=int4", "2.0 % behind (shakespeare-small)"),
     # Its bytes grow with the number of ranks.

@@ -116,6 +116,8 @@ class StepsState(StepMethod):
             "own": {name: trained[name].detach().flatten().clone() for name in sorted(sender.idle | self._adopted)},
             "idle": dict.fromkeys(sorted(sender.idle), 1),
             "mean_squares": int(sender.common),
+            "shares": int(sender.shares),
+            "of_mean": int(self._of_mean),
             "measured": sender.ratios.measured,
             "measure_until": sender.ratios.measure_until,
             "skipped": self._skipped,
@@ -135,7 +137,7 @@ class StepsState(StepMethod):
         loaded = {key: self._weights.from_saved(saved[key]) for key in VECTORS}
         super()._load(state)
         self._applied, self._catching_up = self._step, False
-        sender.shares = self._of_mean = False
+        sender.shares, self._of_mean = bool(saved.get("shares")), bool(saved.get("of_mean"))
         for key, vectors in sender.vectors.items():
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)
@@ -314,7 +316,7 @@ class StepsState(StepMethod):
         self._sender.take_squares(common, before, ranks or self._comm.size)
         if common != before:
             self.state.rescale(dict.fromkeys(self._weights.trained, 0.0))
-            self._sender.shares = common  # rank 0's for all
+            self._sender.shares |= common  # rank 0's for all
 
     def load_state_dict(self, state: SavedState) -> None:
         if self._choosing is not None:
