@@ -69,6 +69,8 @@ class Recipe:
 _INT3 = "steps(keep=0.0)/two_shot:density=1.0:values=int3"
 _SIGN = "steps/two_shot:density=1.0:values=sign"
 _INT4 = "two_shot:density=1.0:values=int4"
+_SPARSE = "steps/two_shot:density=0.03:values=sign:density_down=0.12"
+_SPARSE_BEYOND = "7 % behind dense after 300 steps of 111 million parameters"
 _LOWEST_SIGN = "/two_shot:density=0.012:values=sign"
 _LOWEST_BEYOND = "with AdamW and 4 ranks 42 % behind dense after 300 steps of 111 million parameters"
 _LOWEST: dict[str, Any] = {"beyond": _LOWEST_BEYOND, "most_parameters": 21.6e6}  # Any: numbers and texts
@@ -81,10 +83,10 @@ TABLE = (
     Recipe(
         0.8,
         "steps",
-        "steps/two_shot:density=0.03:values=sign:density_down=0.12",
+        _SPARSE,
         "0.1 % ahead (gpt-10m-1000), 1.0 % behind (code-10m-1000)",
         shown_to=10.8e6,
-        beyond="7 % behind dense after 300 steps of 111 million parameters",
+        beyond=_SPARSE_BEYOND,
     ),
     Recipe(
         0.2,
@@ -95,6 +97,8 @@ TABLE = (
         **_LOWEST,
     ),
     # Many ranks: a mean of many signs loses less if more comes down than goes up.
+    Recipe(4.6, "steps", _INT3, "0.2 % behind (gpt-16-1000)", least_ranks=16),
+    Recipe(0.8, "steps", _SPARSE, "2.5 % behind (gpt-16-1000)", least_ranks=16, beyond=_SPARSE_BEYOND),
     Recipe(
         1.4,
         "steps",
@@ -141,12 +145,8 @@ PUBLISHED = {
 
 def rows(family: Family, ranks: int, parameters: int = 0) -> list[Recipe]:
     """List the recipes of a family for this number of ranks and of parameters, its default first."""
-    by_bits: dict[float, Recipe] = {}
-    for each in TABLE:
-        fits = each.least_ranks <= ranks <= each.most_ranks and parameters <= each.most_parameters
-        if each.family == family and fits:
-            by_bits[each.bits] = each
-    return list(by_bits.values())
+    fitting = (row for row in TABLE if row.least_ranks <= ranks <= row.most_ranks and parameters <= row.most_parameters)
+    return list({row.bits: row for row in fitting if row.family == family}.values())
 
 
 def candidates(family: Family, ranks: int, bits: Bits | None, parameters: int = 0) -> list[Recipe]:
