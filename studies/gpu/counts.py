@@ -60,7 +60,6 @@ Pair = list[int]  # launches and syncs
 def texts() -> list[str]:
     """List every recipe, with "muon " before those for Muon, and every scheme with its default settings."""
     steps = [f"muon {each.text}" if each.family == "muon" else each.text for each in recipes.TABLE]
-    steps.append(f"muon {recipes.recipe('muon', max(RANKS)).text}")  # its default, which it has with AdamW
     own = [name for name in schemes.names() if registry.where(name).startswith("sparsync.")]
     return list(dict.fromkeys([*steps, *own]))
 
