@@ -168,6 +168,7 @@ def on_several() -> None:
             f"squares of AdamW are those of the mean gradient, and become a rank's own with {scheme} if it leaves out"
         ):
             training = _given(Training(scheme), dense.optimizer.state_dict())
+            training.handle.load_state_dict(training.handle.state_dict())  # which says that they are the mean's
             training.step(6)
             squares = training.handle.state_dict()["adamw_steps"]["square"].values()
             assert training.handle.clip_factor > 1.1

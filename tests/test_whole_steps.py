@@ -109,7 +109,7 @@ def test_a_state_with_own_second_moments_goes_on_with_common_ones_and_the_other_
     states = dict[int, dict[str, Any]]()  # Any: as Handle.state_dict
 
     def body(comm: LocalComm) -> list[Tensor]:
-        first, second = (started(comm, TwoShot(1.0, "int8"), keep) for keep in (saved, loaded))
+        first, second = (started(comm, TwoShot(1.0, "int3"), keep) for keep in (saved, loaded))
         for step in range(6):
             give_gradients(first, step)
             first.step()
@@ -123,13 +123,13 @@ def test_a_state_with_own_second_moments_goes_on_with_common_ones_and_the_other_
                 each.grad = torch.ones_like(each)
             second.step()
             if step == 6 and loaded == 0.0 and comm.rank == 0:  # whose squares become all ranks'
-                assert ((square - 0.999 * old_square) / 0.001 - 1).abs().max() < 0.01
+                assert ((square - 0.999 * old_square) / 0.001 - 1).abs().max() < 0.02
             moved = [(each - old).abs().max() for (_, each), old in zip(second._weights.common(), before, strict=True)]
             assert 0.002 < max(moved) < 0.02  # the rate is 0.01
         return [*second._sender.vectors["momentum"], *second._sender.vectors["square"][: loaded == 0.0]]
 
     def on_fewer_ranks(comm: LocalComm) -> float:
-        steps = started(comm, TwoShot(1.0, "int8"), loaded)
+        steps = started(comm, TwoShot(1.0, "int3"), loaded)
         steps.load_state_dict(steps.resized([states[rank] for rank in range(P)]))
         return float(steps._sender.vectors["square"][0].mean())
 

@@ -58,10 +58,10 @@ def attach(
             local steps also several models, under DistributedDataParallel or bare, that the same optimizer trains together.
         scheme: reduces what is exchanged. None: the recipe, or what the environment variable SPARSYNC_SCHEME says: "bits=0.8", a
             scheme, or one with steps around it.
-        bits: the most bits that a rank may send per parameter per step, counted with 4 ranks (P ranks send (P-1)/P / 0.75 of it). Takes
-            the recipe with the most bits up to this. None: the default recipe. "auto": time 20 steps of the
-            default recipe, then take the most bits with which a step waits at most a tenth of its time, or is at most a tenth longer than
-            with the fewest bits; never fewer bits than the default, or than 0.8 with ("auto", 0.8).
+        bits: the most bits that a rank may send per parameter per step, counted with 4 ranks (P ranks send (P-1)/P / 0.75 of it). Takes the
+            recipe with the most bits up to this. None: the default recipe. "auto": time 20 steps of the default recipe, then take the most
+            bits with which a step waits at most a tenth of its time, or is at most a tenth longer than with the fewest bits; never fewer
+            bits than the default, or than 0.8 with ("auto", 0.8).
             Steps below 4 bits train slightly different weights on every rank. `handle.recipe` is the recipe taken.
         optimizer: the one that trains the model, or several, such as a Muon for matrices and an AdamW for the rest. With steps its `step`
             exchanges them until `close()`; of several, the first to step does it for all. With local steps a step counts when all have

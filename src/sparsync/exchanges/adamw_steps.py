@@ -185,8 +185,9 @@ class AdamWSteps(StepsState):
         if later:
             weights.compare_later()
         # Ranks compare this, because moments must be the same on all of them.
-        loaded = self._go_back(self._step - 1) if self._loads.found() else []
-        self._comparison.loaded = [*loaded, *["optimizer"] * (sender.shares and "optimizer" not in loaded)]
+        self._comparison.loaded = self._go_back(self._step - 1) if self._loads.found() else []
+        if sender.shares and "optimizer" not in self._comparison.loaded:
+            self._comparison.loaded = [*self._comparison.loaded, "optimizer"]
         self._comparison.thrown_away = self._divisor.passes.thrown_away
         self._divisor.passes.stepped()  # even if the step fails
         self._check_trained()

@@ -174,7 +174,8 @@ class BlockRatios:
         """
         self._changed()
         self.measure_until = step + FIRST
-        self.measured *= before > 1  # one rank measures nothing, so what it holds is of other ranks
+        if before == 1:  # one rank measures nothing, so what it holds is of other ranks
+            self.measured = 0
         if before > 1 and ranks > 1:
             for mean, own in zip(self.of_mean, self.of_own, strict=True):
                 expected = ((before * mean - own) / (before - 1)).clamp_(min=0.0)

@@ -147,7 +147,7 @@ class Sender:
 
     def take_squares(self, common: bool, were_common: bool, P: int) -> None:
         """Go on with second moments of the mean gradients if `common`, or with this rank's own, which are larger by the ratio."""
-        self.common = common
+        self.common, self.shares = common, self.shares or (common and not were_common)
         for place, square in enumerate(self.vectors["square"]):
             if common != were_common:
                 ratio = self.ratios.ratio(place, P).repeat_interleave(self.ratios.block)[: square.numel()]

@@ -54,9 +54,9 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(StepOptions):
-    """Exchange what makes the optimizer's steps, at every step: `sparsync.attach(..., exchange=Steps())`, the same on all ranks.
+    """Exchange an optimizer's steps, or gradients over common scales, at every step: `sparsync.attach(..., exchange=Steps())`.
 
-    For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
+    The same settings on all ranks. For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
 
     Args:
         keep: in [0, 1], the share of unsent changes that stays in a rank's own weights. None: 0.2 if the scheme leaves elements out or the

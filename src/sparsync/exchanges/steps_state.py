@@ -316,7 +316,6 @@ class StepsState(StepMethod):
         self._sender.take_squares(common, before, ranks or self._comm.size)
         if common != before:
             self.state.rescale(dict.fromkeys(self._weights.trained, 0.0))
-            self._sender.shares |= common  # rank 0's for all
 
     def load_state_dict(self, state: SavedState) -> None:
         if self._choosing is not None:
