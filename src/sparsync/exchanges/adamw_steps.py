@@ -185,9 +185,8 @@ class AdamWSteps(StepsState):
         if later:
             weights.compare_later()
         # Ranks compare this, because moments must be the same on all of them.
-        self._comparison.loaded = self._go_back(self._step - 1) if self._loads.found() else []
-        if sender.shares and "optimizer" not in self._comparison.loaded:
-            self._comparison.loaded = [*self._comparison.loaded, "optimizer"]
+        loaded = self._go_back(self._step - 1) if self._loads.found() else []
+        self._comparison.loaded = sorted({*loaded, "optimizer"}) if sender.shares else loaded
         self._comparison.thrown_away = self._divisor.passes.thrown_away
         self._divisor.passes.stepped()  # even if the step fails
         self._check_trained()
