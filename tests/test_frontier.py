@@ -172,13 +172,13 @@ def test_with_laprop_each_method_is_compared_with_the_better_one_of_dense_and_la
     asked = made("dense,laprop,laprop:beta2=0.5,topk:density=0.2", rates=(1.0,))
     (panel,) = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
     shown = table(panel, "error")
-    place = shown.heads.index("% behind\ndense or laprop")
+    place = shown.heads.index("% behind the\nbest uncompressed")
     assert {row[0]: row[place] for row in shown.rows} == {
         "dense": "+25.0", "laprop": "0", "laprop:beta2=0.5": "+12.5", "topk:density=0.2": "+50.0"
     }  # fmt: skip
     alone = made(rates=(1.0,))
     (panel,) = panels(alone, complete(alone, tmp_path, 1, print), lower=True)
-    assert "% behind\ndense or laprop" not in table(panel, "error").heads
+    assert "% behind the\nbest uncompressed" not in table(panel, "error").heads
 
 
 def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(

@@ -13,7 +13,7 @@ from helpers.third_party import LineFit
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.schemes import Dense
 from sparsync_lab.frontier.figures import kind
-from sparsync_lab.rivals.laprop import LaProp, LaPropOptimizer
+from sparsync_lab.rivals.laprop import LaProp, LaPropOptimizer, LongAdamW
 from sparsync_lab.scheme_choice import check_optimizer, parse_schemes
 from sparsync_lab.workloads.muon import Several
 from sparsync_lab.workloads.one_process import train_locally, train_with_scheme
@@ -41,7 +41,7 @@ def by_adamw(model: nn.Module) -> Optimizer:
 def test_a_step_is_the_gradient_over_the_root_of_its_second_moments_then_momentum() -> None:
     weight, still = nn.Parameter(torch.tensor([1.0, 1.0])), nn.Parameter(torch.ones(1))
     inner = AdamW([weight, still], lr=0.5, betas=(0.5, 0.875), eps=1e-30, weight_decay=0.25)
-    optimizer = LaPropOptimizer(inner, beta2=0.75)
+    optimizer = LaProp(beta2=0.75).replace(inner)
     weight.grad = torch.tensor([4.0, -2.0])
     optimizer.step()  # v = g^2 / 4; m = rate sign(g) / 2, and corrected the rate
     assert weight.tolist() == [0.875 - 0.5, 0.875 + 0.5]
@@ -104,13 +104,26 @@ def test_a_job_that_adamw_does_not_train_is_refused_before_it_trains(
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=f"'laprop' cannot train this job: .*{message}"):
         check_optimizer(parse_schemes("laprop", 0.01), lambda: (model, optimizer(model)))
-    check_optimizer(parse_schemes("laprop", 0.01), lambda: (model, Adam(model.parameters())))
+    check_optimizer(parse_schemes("laprop,adamw", 0.01), lambda: (model, Adam(model.parameters())))
+    with pytest.raises(
+        ValueError, match="'adamw' cannot train this job: adamw takes the place of an AdamW, and the job has SGD"
+    ):
+        check_optimizer(parse_schemes("adamw", 0.01), lambda: (model, SGD(model.parameters(), lr=0.1)))
+
+
+def test_adamw_is_dense_with_another_beta2() -> None:
+    def end(make: Callable[[], Dense], jobs: float) -> float:
+        workload = job(lambda model: AdamW(model.parameters(), lr=0.0625, betas=(0.75, jobs)))
+        return train_with_scheme(workload, make, 0, 8, 2, {8}).quality[-1][1]
+
+    assert end(LongAdamW, 0.875) == end(Dense, 0.999) != end(Dense, 0.875)
+    assert end(lambda: LongAdamW(beta2=0.875), 0.5) == end(Dense, 0.875)
 
 
 def test_it_is_a_baseline_by_its_name_with_its_setting() -> None:
-    [plain, other] = parse_schemes("laprop,laprop:beta2=0.99", 0.01)
-    assert [each.make() for each in (plain, other)] == [LaProp(), LaProp(beta2=0.99)]
-    assert [kind(each) for each in (plain, other)] == ["baseline"] * 2
+    [plain, other, adamw] = parse_schemes("laprop,laprop:beta2=0.99,adamw", 0.01)
+    assert [each.make() for each in (plain, other, adamw)] == [LaProp(), LaProp(beta2=0.99), LongAdamW()]
+    assert [kind(each) for each in (plain, other, adamw)] == ["baseline"] * 3
     assert plain.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2='at least 0.999')"}
     assert other.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2=0.99)"}
 

@@ -212,7 +212,10 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
         f"{_JOB} --schemes --density --ranks --steps --seeds --rates --rates-seed --beside --jobs --device --page --part --out",
         {
             "--workload": {"default": "gpt-tiny"},
-            "--schemes": {"default": FRONTIER, "help": f"{_METHODS}; laprop: dense with LaProp in place of AdamW"},
+            "--schemes": {
+                "default": FRONTIER,
+                "help": f"{_METHODS}; adamw: dense with beta2 >= 0.999; laprop: with LaProp",
+            },
             "--ranks": {"default": "4", "help": "one or more numbers, separated by commas"} | _COUNTS,
             "--steps": {"default": "300", "help": "of a training; one or more, separated by commas"} | _COUNTS,
             "--out": {"default": Path("frontier")},

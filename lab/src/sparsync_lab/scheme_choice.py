@@ -24,10 +24,11 @@ from sparsync.exchanges.choice import exchange_of, family_of, method_of
 from sparsync.recipes import Family, bits_of, candidates, recipe
 from sparsync.testing.momentum import undeclared
 from sparsync_lab.recipes import SYSTEMS
-from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
+from sparsync_lab.rivals.laprop import LongAdamW, beta2_described
 
-# Names that only the lab supports: elsewhere LaProp would be `dense`.
+# Names that only the lab supports: elsewhere both would be `dense`.
 LAB_SCHEMES = {
+    "adamw": "sparsync_lab.rivals.laprop:LongAdamW",
     "laprop": "sparsync_lab.rivals.laprop:LaProp",
 }
 MOST_FRAGMENTS = 4096  # of local steps
@@ -167,17 +168,17 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 
 
 def check_optimizer(choices: Sequence[SchemeChoice], make: Callable[[], tuple[nn.Module, Optimizer]]) -> None:
-    """Raise ValueError if steps around a scheme, or LaProp, cannot train with the model and the optimizer that `make` returns."""
+    """Raise ValueError if steps around a scheme, or laprop or adamw, cannot train with what `make` returns."""
     for choice in choices:
-        if choice.local is not None or choice.name == LAB_SCHEMES["laprop"]:
+        if choice.local is not None or choice.name in LAB_SCHEMES.values():
             model, optimizer = make()
             _check_steps(choice, model, optimizer)
 
 
 def _check_steps(choice: SchemeChoice, model: nn.Module, optimizer: Optimizer) -> None:
     try:
-        if choice.local is None:
-            in_place_of_adamw(optimizer)
+        if isinstance(scheme := choice.make(), LongAdamW) and choice.local is None:
+            scheme.replace(optimizer)
         else:
             LocalWorld(1).run(lambda comm: choice.make_local(model, optimizer, comm=comm))
     except (TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ from sparsync.schemes import Dense
 from sparsync_lab import workloads
 from sparsync_lab.compare.settings import CompareSettings, settings_from_json
 from sparsync_lab.netlab import interface_counters
-from sparsync_lab.rivals.laprop import LaProp
+from sparsync_lab.rivals.laprop import LongAdamW
 from sparsync_lab.rivals.torch_ddp import TorchDDP
 from sparsync_lab.scheme_choice import SchemeChoice
 from sparsync_lab.workers.process import Emit, Place
@@ -323,6 +323,6 @@ def _digest_of(tensors: Iterable[Tensor]) -> bytes:
 def _described(choice: SchemeChoice, workload: Workload) -> dict[str, Any]:  # Any: JSON
     scheme = choice.make()
     local = {} if choice.local is None else {choice.steps: choice.local}
-    replaces = choice.local is None and (scheme.has_momentum or isinstance(scheme, LaProp))
+    replaces = choice.local is None and (scheme.has_momentum or isinstance(scheme, LongAdamW))
     trained_by = {"optimizer": made_for(scheme, workload)} if replaces else {}
     return {"name": choice.name, **choice.config, **local, **trained_by, "full": repr(scheme)}

@@ -14,7 +14,7 @@ from sparsync_lab.scheme_choice import LAB_SCHEMES, SchemeChoice
 
 Kind = Literal["baseline", "published", "ours", "your own"]
 
-BASELINES = ("dense", "bf16", LAB_SCHEMES["laprop"])
+BASELINES = ("dense", "bf16", *LAB_SCHEMES.values())
 # metric -> unit of the loss: ln(perplexity), or the metric itself
 LOSSES = {"perplexity": "nats", "bits per byte": "bits per byte"}
 OURS = ("two_shot", "in_turn", "exact_micro", "exact_exdyna", "exact_oktopk", "auto_protect")
@@ -52,7 +52,7 @@ class MethodRow:
     behind: Mean  # percent behind dense at its best rate, seed by seed, at the end
     broken: str = ""  # why it is no result: "exchanged nothing", or "failed: " and the cause
     loss_behind: Interval | None = None  # excess over dense's loss, seed by seed; None for a metric without a loss
-    behind_best: float | None = None  # percent behind the better of dense and laprop; None without laprop
+    behind_best: float | None = None  # percent behind the best of dense, adamw and laprop; None without the last two
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def _panel(
         keys = [study.key(choice.label, ranks, steps, seed, rate) for seed in study.seeds]
         trainings[choice.label] = [finished[key] for key in keys]
     ends = {label: [each.end for each in trained] for label, trained in trainings.items()}
-    laprops = [each.label for each in study.schemes if each.local is None and each.name == LAB_SCHEMES["laprop"]]
-    best = _first(ends, ["dense", *laprops], lower)
+    others = [each.label for each in study.schemes if each.local is None and each.name in LAB_SCHEMES.values()]
+    best = _first(ends, ["dense", *others], lower)
     losses = {label: _losses(values, metric) for label, values in ends.items()} if metric in LOSSES else {}
 
     def percent(label: str, base: str) -> Mean:
@@ -108,7 +108,7 @@ def _panel(
             behind=percent(label, "dense"),
             broken=_broken(trained),
             loss_behind=interval(_gaps(losses[label], losses["dense"])) if losses else None,
-            behind_best=percent(label, best).mean if laprops else None,
+            behind_best=percent(label, best).mean if others else None,
         )
 
     rows = sorted(map(row, study.schemes), key=lambda row: (row.bits, row.behind.mean))

@@ -30,7 +30,7 @@ def table(panel: Panel, metric: str, beside: Mapping[str, Panel] = MappingProxyT
         columns.append((f"{unit}\nbehind dense", lambda row: interval_text(row.loss_behind), True))
     columns.append(("% behind\ndense", _range, True))
     if panel.rows[0].behind_best is not None:
-        columns.append(("% behind\ndense or laprop", lambda row: behind_text(row.behind_best or 0.0), True))
+        columns.append(("% behind the\nbest uncompressed", lambda row: behind_text(row.behind_best or 0.0), True))
     columns += [(f"% behind\ndense,\n{name}", _range_in(other), True) for name, other in beside.items()]
     rows = tuple(
         tuple(NOTHING if row.broken and result else cell(row) for _, cell, result in columns) for row in panel.rows

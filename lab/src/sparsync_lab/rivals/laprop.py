@@ -1,17 +1,18 @@
-"""LaProp: AdamW that divides each gradient by the root of its second moments before the momentum (Ziyin et al., arXiv 2002.04839).
+"""Uncompressed baselines with other optimizers: AdamW with a longer beta2, and LaProp (Ziyin et al., arXiv 2002.04839), which divides
+each gradient by the root of its second moments before the momentum.
 
     v = beta2 v + (1 - beta2) g^2                                                      g: the mean gradient, clipped as the job does
     m = beta1 m + (1 - beta1) rate g / (sqrt(v / (1 - beta2^t)) + eps)
     w = (1 - rate * weight_decay) w - m / (1 - beta1^t)
 
-It is what `steps(...)/SCHEME` would do without compression, if every rank had the second moments of the mean gradient: the uncompressed
+LaProp is what `steps(...)/SCHEME` would do without compression, if every rank had the second moments of the mean gradient: the uncompressed
 limit of exchanging AdamW steps, as dense is the limit of exchanging gradients.
 
 As with exchanged steps, a step's rate stays with its gradient (without a schedule that is the paper's rule), weights decay as in AdamW,
 and beta2 is at least 0.999 unless given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,13 @@ class BorrowedGroups(Optimizer):
 
 
 @dataclass(frozen=True)
-class LaProp(Dense):
-    """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
+class LongAdamW(Dense):
+    """Write the mean gradient, as `dense`, and train with the job's AdamW, but with the beta2 of exchanged steps."""
 
     # Of the second moments; None: as with exchanged steps, the beta2 of the job's AdamW, but at least 0.999.
     beta2: float | None = None
 
-    name = "laprop"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name
+    name = "adamw"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]  # a class has one name
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,32 +69,61 @@ class LaProp(Dense):
 
     def __repr__(self) -> str:
         """Show all settings, with the rule in place of a missing beta2."""
-        return f"LaProp(wire={self.wire!r}, form={self.form!r}, beta2={beta2_described(self.beta2)!r})"
+        settings = f"wire={self.wire!r}, form={self.form!r}, beta2={beta2_described(self.beta2)!r}"
+        return f"{type(self).__name__}({settings})"
+
+    def replace(self, optimizer: Optimizer) -> Optimizer:
+        """Make the optimizer in place of the job's; of one with `members`, as Muon and AdamW, only AdamW, and in place.
+
+        Raises ValueError without an AdamW.
+        """
+        members: list[Optimizer] | None = getattr(optimizer, "members", None)
+        if members is None:
+            return self.replace_adamw(optimizer)
+        places = [place for place, each in enumerate(members) if isinstance(each, Adam)] or range(len(members))
+        for place in places:
+            members[place] = self.replace_adamw(members[place])
+        return optimizer
+
+    def replace_adamw(self, optimizer: Optimizer) -> Optimizer:
+        """Make the optimizer in place of an AdamW. Raises ValueError for any other."""
+        if not isinstance(optimizer, Adam):
+            raise ValueError(
+                f"{self.name} takes the place of an AdamW, and the job has {type(optimizer).__name__}; leave {self.name} out, or "
+                "choose a job with AdamW"
+            )
+        for group in optimizer.param_groups:
+            group["betas"] = group["betas"][0], beta2_of_steps(self.beta2, group["betas"][1])
+        return optimizer
+
+
+@dataclass(frozen=True, repr=False)
+class LaProp(LongAdamW):
+    """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
+
+    name = "laprop"
+
+    def replace_adamw(self, optimizer: Optimizer) -> Optimizer:
+        """Make LaProp in place of an AdamW. Raises ValueError as LaPropOptimizer."""
+        return LaPropOptimizer(super().replace_adamw(optimizer))
 
 
 class LaPropOptimizer(BorrowedGroups):
     """Replace `optimizer`, an AdamW, by LaProp on its groups, so that the job's schedule sets the rates.
 
-    Settings are read from the groups in each step; `beta2` is as in LaProp. Raises ValueError unless the optimizer is an AdamW, or an Adam
-    without weight decay.
+    Settings are read from the groups in each step. Raises ValueError unless the optimizer is an AdamW, or an Adam without weight decay.
     """
 
-    def __init__(self, optimizer: Optimizer, beta2: float | None = None) -> None:
-        if not isinstance(optimizer, Adam):
-            raise ValueError(
-                f"laprop takes the place of an AdamW, and the job has {type(optimizer).__name__}; leave laprop out, or choose a job "
-                "with AdamW"
-            )
+    def __init__(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             if group["amsgrad"] or group["maximize"]:
                 raise ValueError("laprop has neither amsgrad nor maximize; make the job's optimizer without")
             if group["weight_decay"] and not group["decoupled_weight_decay"]:
                 raise ValueError("laprop decays weights as AdamW does, and this Adam decays gradients; use AdamW")
         super().__init__(optimizer)
-        self._beta2 = beta2
 
     def update_(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
-        beta1, beta2 = group["betas"][0], beta2_of_steps(self._beta2, group["betas"][1])
+        beta1, beta2 = group["betas"]
         state = self.state[parameter]
         if not state:
             state.update(t=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
@@ -113,24 +143,3 @@ def beta2_of_steps(given: float | None, adamw: float) -> float:
 def beta2_described(given: float | None) -> float | str:
     """Describe the beta2 of exchanged steps with any AdamW: the number, or the rule."""
     return f"at least {beta2_of_steps(None, 0.0)}" if given is None else float(given)
-
-
-def in_place_of_adamw(optimizer: Optimizer, beta2: float | None = None) -> Optimizer:
-    """Replace AdamW by LaProp; in an optimizer with `members`, as Muon and AdamW, only AdamW is replaced.
-
-    Such an optimizer is changed in place. Raises ValueError as LaPropOptimizer.
-    """
-    members: list[Optimizer] | None = getattr(optimizer, "members", None)
-    if members is None:
-        return LaPropOptimizer(optimizer, beta2)
-    if not _adams(members):
-        raise ValueError(
-            f"laprop takes the place of an AdamW, and the job has {', '.join(type(each).__name__ for each in members)}"
-        )
-    for place in _adams(members):
-        members[place] = LaPropOptimizer(members[place], beta2)
-    return optimizer
-
-
-def _adams(members: Sequence[Optimizer]) -> list[int]:
-    return [place for place, each in enumerate(members) if isinstance(each, Adam)]

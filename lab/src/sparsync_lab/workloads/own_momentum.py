@@ -1,4 +1,4 @@
-"""Train with the optimizer that a scheme needs: SGD without momentum, after clipping, if the scheme has its own momentum; or LaProp.
+"""Train with the optimizer that a scheme needs: SGD without momentum, after clipping, if the scheme has its own momentum; or a baseline's.
 
 The job's groups of parameters, schedule and weight decay stay.
 """
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Scheme
 from sparsync.schemes import PerParameter
-from sparsync_lab.rivals.laprop import BorrowedGroups, LaProp, in_place_of_adamw
+from sparsync_lab.rivals.laprop import BorrowedGroups, LongAdamW
 from sparsync_lab.workloads.base import Workload
 from sparsync_lab.workloads.muon import Several
 
@@ -40,15 +40,15 @@ class PlainSGD(BorrowedGroups):
 
 
 def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-    """Make the job's optimizer and schedule; replace the optimizer by PlainSGD for a scheme with its own momentum, or for LaProp.
+    """Make the job's optimizer and schedule; replace the optimizer by PlainSGD for a scheme with a momentum, or as laprop says.
 
     A job with AdamW, or another optimizer that divides, has a rate for Adam; a job with SGD, a rate for SGD. If the scheme needs the other
     kind, see its `writes_steps`, PlainSGD multiplies Adam's rate by 100 or divides SGD's by 100, as a first guess.
-    Raises ValueError for LaProp with a job without AdamW.
+    Raises ValueError for these two with a job without AdamW.
     """
     optimizer, schedule = workload.optimizer(model, steps)
-    if isinstance(scheme, LaProp):
-        return in_place_of_adamw(optimizer, scheme.beta2), schedule
+    if isinstance(scheme, LongAdamW):
+        return scheme.replace(optimizer), schedule
     if not scheme.has_momentum:
         return optimizer, schedule
     by_sgd = isinstance(optimizer, SGD)
