@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
 .PHONY: setup demo campaign test test-annotations test-grids test-worlds test-slow test-slice test-all test-adapters test-versions
-.PHONY: mutations wheel check docs sanitize fuzz fuzz-coverage clean
+.PHONY: mutations wheel check docs sanitize fuzz clean
 
 # Many tests start interpreters, so what Python has compiled is kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
@@ -112,15 +112,6 @@ fuzz:
 	$(CXX) $(FUZZED) -O2 -Wconversion -fsanitize=$(FUZZ_CHECKS) \
 		csrc/tests/fuzz_codecs.cpp csrc/codecs/scalar.cpp build/fuzz_avx2.o -o build/fuzz_codecs
 	build/fuzz_codecs $(EXECUTIONS) $(SEED)
-
-# The same decoders under libFuzzer, which wants clang and its runtime: make fuzz-coverage CLANGXX=clang++-14.
-CLANGXX ?= clang++
-fuzz-coverage:
-	mkdir -p build/corpus
-	$(CLANGXX) $(FUZZED) -O1 -fsanitize=fuzzer-no-link,$(FUZZ_CHECKS) $(AVX2) -c csrc/codecs/avx2.cpp -o build/coverage_avx2.o
-	$(CLANGXX) $(FUZZED) -O1 -fsanitize=fuzzer,$(FUZZ_CHECKS) \
-		csrc/tests/coverage_fuzz_codecs.cpp csrc/codecs/scalar.cpp build/coverage_avx2.o -o build/coverage_fuzz_codecs
-	build/coverage_fuzz_codecs -runs=$(EXECUTIONS) -seed=$(SEED) -max_len=600 -print_final_stats=1 build/corpus
 
 # The C++ kernels without Python, under the address and undefined-behaviour sanitizers.
 sanitize: $(READY)

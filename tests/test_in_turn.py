@@ -11,8 +11,6 @@ from sparsync.core import generator, spans
 from sparsync.schemes import InTurn, TwoShot
 from sparsync.selection.turns import Turns
 from sparsync.wire import Values
-from sparsync_lab.predict.exchanges import Given
-from sparsync_lab.predict.schemes import plan_of
 
 CPU = torch.device("cpu")
 
@@ -115,19 +113,6 @@ def test_what_is_not_finite_shows_on_all_ranks_whoever_has_the_turn(step: int, n
     assert mean.isnan().any()
     assert all(report.details["overflow"] for report in reports)
     assert all(torch.equal(*pair) for pair in zip(residuals, before, strict=True))
-
-
-@pytest.mark.parametrize(("every", "down", "bits"), [(4, "int3", 0.774), (2, "sign", 0.797), (16, "int3", 0.194)])
-def test_bits_are_known_beforehand(every: int, down: Any, bits: float) -> None:  # Any: a format
-    P, n, sent = 4, 100_000, 0
-    schemes = [InTurn(every, values_down=down).start() for _ in range(P)]
-    for step in range(every):
-        _, reports, _ = reduced(schemes, [torch.randn(n)] * P, step)
-        form = plan_of(schemes[0].scheme, Given(n, P, step=step)).cost()
-        assert (form.steps, form.messages) == (2, 6)
-        assert max(report.cost.nbytes for report in reports) <= form.nbytes <= 1.01 * reports[0].cost.nbytes
-        sent += reports[0].cost.nbytes
-    assert sent * 8 / n / every == pytest.approx(bits, rel=0.01)
 
 
 @pytest.mark.parametrize(("stride", "every"), [(2, 2), (2, 4), (4, 4), (3, 6), (16, 16)])

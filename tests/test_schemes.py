@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invariants.world import COUNT, assert_mass, integers, layout, marks, run, same_bits, started
+from invariants.world import COUNT, assert_mass, layout, marks, run, same_bits, started
 from sparsync import Bucket, Report, schemes
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
@@ -120,15 +120,6 @@ def test_a_mean_that_overflows_the_gradients_type_leaves_the_residual_as_it_was(
 
 
 # ---- Dense
-
-
-@pytest.mark.parametrize("wire", ["gradient", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("form", ["native", "ring"])
-def test_dense_writes_the_mean_in_the_gradients_type(wire: Any, form: Any) -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        step = run(started(Dense(wire, form), 4), integers(4, COUNT, 1, dtype=dtype))[0]
-        assert step.written[0].dtype == dtype
-        assert torch.equal(step.written[0].double(), torch.stack(step.grads).double().mean(dim=0))
 
 
 def test_a_wider_wire_saves_a_narrow_gradient_from_overflow() -> None:

@@ -104,18 +104,6 @@ def test_all_elements_in_other_values_on_the_way_down_are_a_quantized_all_reduce
     assert reports[0].cost.nbytes == to_owners + 3 * 4 * 250
 
 
-@pytest.mark.parametrize("density", [0.05, 1.0])
-def test_has_two_exchanges_whose_bytes_depend_on_neither_gradients_nor_divisor(density: float) -> None:
-    costs = []
-    for given in (gradients(4, 4000), [torch.zeros(4000) for _ in range(4)]):
-        for divide_by in get_args(Divisor):
-            _, reports, _ = reduced([TwoShot(density, divide_by=divide_by).start() for _ in range(4)], given)
-            costs.append([report.cost for report in reports])
-    assert all(each == costs[0] for each in costs)
-    # An all-to-all and an all-gather.
-    assert {(cost.steps, cost.messages) for cost in costs[0]} == {(2, 3 + 3)}
-
-
 @pytest.mark.parametrize("values", ["int8", "sign"])
 def test_where_all_is_sent_the_owners_share_of_what_rounding_dropped_of_a_sum_is_a_pth(values: Bits) -> None:
     P, n = 4, 999

@@ -49,7 +49,6 @@ RULES = {  # settings of the re-used thresholds, with their names
 }
 XI_RANKS = (4, 8, 16)
 UNEQUAL = "oktopk:dense_steps=1"  # so regions have equal widths until they are divided at step 64
-SHORTS = (*RULES.values(), UNEQUAL)
 VOLUME_RANKS = (2, 4, 8, 16, 32, 64, 128)
 VOLUME_ELEMENTS, VOLUME_STEPS = 2**18, 4
 

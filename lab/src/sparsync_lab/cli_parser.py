@@ -43,7 +43,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(arguments)
     warnings.formatwarning = _told
-    signal.signal(signal.SIGTERM, _interrupt)  # stop and clean up as for Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop and clean up as for Ctrl-C
     try:
         options.run(options, arguments)
         sys.stdout.flush()
@@ -60,7 +60,3 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 def _told(message: Warning | str, *_: object) -> str:
     """Format a warning without its place in the code."""
     return wrapped(f"sparsync: warning: {message}", error=True) + "\n"
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

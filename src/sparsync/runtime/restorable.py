@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from sparsync.core import Comm
 from sparsync.feedback import redistributed
 from sparsync.recipes import Recipe
@@ -18,7 +16,6 @@ from sparsync.runtime.rescaling import UsualShare
 from sparsync.runtime.state_file import VERSION
 
 SavedState = Mapping[str, Any]  # Any: as Restorable.state_dict
-_Vectors = Mapping[str, Tensor]  # by parameter name
 
 # The exchange, by integration. Their residuals have different units.
 _SAVED_WITH = {

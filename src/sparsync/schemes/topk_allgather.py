@@ -4,12 +4,11 @@ The selections of P ranks overlap little, so up to P * k elements of the result 
 with P. Differs from the paper: NaN and Inf pass through without changing the residual.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.state import State
-from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, exact_divisor, phase
+from sparsync.core import Bucket, Comm, Sparse, check_density, count_for, exact_divisor, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.wire import Elements, Values, check_values
@@ -40,34 +39,15 @@ class TopK(ErrorFeedbackScheme):
         return count_for(self.density, bucket.grad.numel())
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        selected = acc.top_k(self.count(bucket))  # [k]
-        return gather_selections(selected, [selected.index.numel()] * comm.size, self.values, bucket, comm)
-
-
-def gather_selections(
-    selected: Sparse,
-    counts: Sequence[int],
-    values: Values,
-    bucket: Bucket,
-    comm: Comm,
-    details: Mapping[str, Detail] | None = None,
-    commit: Callable[[], None] = lambda: None,
-) -> Update:
-    """Gather all ranks' selections. The mean is their sum divided by P; the selection leaves this rank's residual.
-
-    All ranks know `counts[r]`, the number of elements that rank r selected; `values` is the format of values.
-    Steps: 1
-    Bytes sent per rank: P-1 times the packet of its selection
-    """
-    n, P, dtype, k = bucket.grad.numel(), comm.size, selected.value.dtype, selected.index.numel()
-    codec = Elements(values)
-    with phase("encode"):
-        # Quantized values are sent divided by P: P times a decoded share is exact, whereas a mean of decoded values is not.
-        packets, errors = codec.encode_each([selected], 1 if codec.exact else P)
-    packets = comm.all_gather(packets[0], [codec.nbytes(count, n, dtype) for count in counts])
-    with phase("decode"):
-        # In rank order, for the same bits on every rank.
-        mean = kernels.coalesce(codec.decode_each(packets, counts, [n] * P, dtype))
-    if codec.exact:
-        mean, errors = Sparse(mean.index, mean.value.div_(exact_divisor(mean.value, P)), n), []
-    return Update(mean, selected.index, k, errors, details or {}, commit)
+        selected, P, codec = acc.top_k(self.count(bucket)), comm.size, Elements(self.values)  # [k]
+        n, k = bucket.grad.numel(), selected.index.numel()
+        with phase("encode"):
+            # Quantized values are sent divided by P: P times a decoded share is exact, whereas a mean of decoded values is not.
+            packets, errors = codec.encode_each([selected], 1 if codec.exact else P)
+        packets = comm.all_gather(packets[0], [codec.nbytes(k, n, selected.value.dtype)] * P)
+        with phase("decode"):
+            # In rank order, for the same bits on every rank.
+            mean = kernels.coalesce(codec.decode_each(packets, [k] * P, [n] * P, selected.value.dtype))
+        if codec.exact:
+            mean, errors = Sparse(mean.index, mean.value.div_(exact_divisor(mean.value, P)), n), []
+        return Update(mean, selected.index, k, errors)
