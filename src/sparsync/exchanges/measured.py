@@ -1,7 +1,8 @@
 """Measure a step's gradients: whether they are finite, so that all ranks skip the same steps, and the ratio.
 
 The ratio compares the squares of the mean gradient with those of the rank's gradient, for each block of adjacent elements. Steps are
-divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's.
+divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's. The message of a measurement also
+has the roots of some of the second moments, which become those of their mean over ranks: of a rare row, one rank sees too few gradients.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
+from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor, spans
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
@@ -20,6 +21,8 @@ FIRST = 8  # first steps, which all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
 _SHARED = 16  # measurements after which a block weighs as much as its whole parameter
 _SEED = 0xFFFFFFFF  # of the signs of a sketch
+_ROUND = 256  # steps in which ranks average all second moments once
+_WHOLE = (32, 128)  # early steps that average all of them at once
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,9 @@ class BlockRatios:
         counts = None if skip is None else skip == 0
         of_mean = of_mean if skip is None else of_mean.nan_to_num(0.0, 0.0, 0.0)
         means = of_mean.split([len(each) for each in of_own])
-        for i, (mean, own, spans) in enumerate(zip(means, of_own, taking, strict=True)):
+        for i, (mean, own, taken) in enumerate(zip(means, of_own, taking, strict=True)):
             done = 0
-            for span in spans:
+            for span in taken:
                 blocks = slice(max(done, span.start // self.block), done := -(-span.stop // self.block))
                 for kept, new in (
                     (self.of_mean[i][blocks], mean[blocks].to(own)),
@@ -246,7 +249,10 @@ class MeanOfSketches(Reduction):
 
 
 class Measurement:
-    """A measurement of the ratio in one step. `gradients`: this rank's, by bucket. If they are not `finite`, all sums are NaN."""
+    """A measurement of the ratio in one step. `gradients`: this rank's, by bucket. If they are not `finite`, all sums are NaN.
+
+    `squares`: this rank's own second moments, some of which are averaged over ranks, in place.
+    """
 
     def __init__(
         self,
@@ -255,6 +261,7 @@ class Measurement:
         step: int,
         finite: bool,
         gradients: Sequence[Gradients],
+        squares: Sequence[Tensor] = (),
         skip: Skip | None = None,
     ) -> None:
         self._ratios, self._own, self._skip, found = ratios, list[Tensor](), skip, list[Tensor]()
@@ -263,12 +270,15 @@ class Measurement:
             sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
             found.append(sums.to(found[0].device) if found else sums)
             self._own.append(own)
-        sums = torch.cat(found) if len(found) > 1 else found[0]
-        self._bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
+        for each in found if not finite else ():
+            each.fill_(torch.nan)
+        self._squares = list(_averaged(squares, step, ratios.every))
+        found += [each.sqrt().to(found[0]) for each in self._squares]
+        self._bucket = Bucket("ratio", torch.cat(found) if len(found) > 1 else found[0], step)
 
     @property
     def reduction(self) -> tuple[Bucket, MeanOfSketches]:
-        """The bucket of the sums of all blocks, and the reduction to the squares of their means."""
+        """The bucket of the sums of all blocks and of roots, and the reduction to the squares of their means."""
         return self._bucket, MeanOfSketches(self._skip)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
@@ -277,4 +287,16 @@ class Measurement:
         With `skip` it may hold NaN or Inf, and counts unless the step is skipped.
         """
         flag = None if self._skip is None else self._skip.flag
-        self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)
+        sizes = [sum(map(len, self._own)), *(each.numel() for each in self._squares)]
+        of_mean, *averages = self._bucket.grad.split(sizes)
+        self._ratios.observe(of_mean, self._own, [SpanSet.of(each).spans for each in taking], flag)
+        for mine, mean in zip(self._squares, averages, strict=True):
+            mine.copy_(mean if flag is None else torch.where(flag.to(mine.device) == 0, mean.to(mine), mine))
+
+
+def _averaged(squares: Iterable[Tensor], step: int, every: int) -> Iterable[Tensor]:
+    """Choose the part of each bucket's second moments that ranks average in this step, of those that measure every `every` steps."""
+    parts = 1 if step in _WHOLE else max(1, _ROUND // every)
+    if step < min(_WHOLE) or step % every:
+        return ()
+    return (spans(each.numel(), parts)[step // every % parts].of(each) for each in squares)

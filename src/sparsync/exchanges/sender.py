@@ -15,7 +15,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, phase, spans
-from sparsync.exchanges.measured import BlockRatios, Gradients, Skip
+from sparsync.exchanges.measured import BlockRatios, Gradients, Measurement, Skip
 from sparsync.exchanges.rules import MuonRule, ParameterGroups, Rule, Value, move_matrices_
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import GradientDivisor
@@ -144,6 +144,12 @@ class Sender:
         if self.common:
             self.counts["seen"] |= {each.name: self.counts["applied"][each.name] for each in self.taking(place)}
         return counted
+
+    def measurement(self, step: int, finite: bool, gradients: Sequence[Gradients], skip: Skip | None) -> Measurement:
+        """Measure the ratio of a step's gradients, and average own second moments; not beside Muon, whose memory is short."""
+        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)
+        squares = () if self.common or muon else self.vectors["square"]
+        return Measurement(self.ratios, self.keys, step, finite, gradients, squares, skip)
 
     def take_squares(self, common: bool, were_common: bool, P: int) -> None:
         """Go on with second moments of the mean gradients if `common`, or with this rank's own, which are larger by the ratio."""
