@@ -21,8 +21,8 @@ FIRST = 8  # first steps, which all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
 _SHARED = 16  # measurements after which a block weighs as much as its whole parameter
 _SEED = 0xFFFFFFFF  # of the signs of a sketch
-_ROUND = 256  # steps in which ranks average all second moments once
-_WHOLE = (32, 128)  # early steps that average all of them at once
+ROUND = 1024  # steps in which ranks average all second moments once
+_WHOLE = (16, 64, 256)  # early steps that average all of them at once
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Measurement:
 
 def _averaged(squares: Iterable[Tensor], step: int, every: int) -> Iterable[Tensor]:
     """Choose the part of each bucket's second moments that ranks average in this step, of those that measure every `every` steps."""
-    parts = 1 if step in _WHOLE else max(1, _ROUND // every)
+    parts = 1 if step in _WHOLE else max(1, ROUND // every)
     if step < min(_WHOLE) or step % every:
         return ()
     return (spans(each.numel(), parts)[step // every % parts].of(each) for each in squares)

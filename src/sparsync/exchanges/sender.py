@@ -146,9 +146,8 @@ class Sender:
         return counted
 
     def measurement(self, step: int, finite: bool, gradients: Sequence[Gradients], skip: Skip | None) -> Measurement:
-        """Measure the ratio of a step's gradients, and average own second moments; not beside Muon, whose memory is short."""
-        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)
-        squares = () if self.common or muon else self.vectors["square"]
+        """Measure the ratio of a step's gradients, and average own second moments."""
+        squares = () if self.common else self.vectors["square"]
         return Measurement(self.ratios, self.keys, step, finite, gradients, squares, skip)
 
     def take_squares(self, common: bool, were_common: bool, P: int) -> None:

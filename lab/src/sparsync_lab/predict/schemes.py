@@ -12,6 +12,7 @@ import torch
 from sparsync import ErrorFeedbackScheme, Scheme, Steps
 from sparsync.collectives.skipping import first_offsets, skip_count
 from sparsync.core import ParameterSpan, count_for, laid_out, matches, spans
+from sparsync.exchanges.measured import ROUND
 from sparsync.schemes.auto_protect import AutoProtect
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exact_exdyna import ExactExDyna
@@ -64,7 +65,7 @@ from sparsync_lab.rivals.onebit_adam import OneBitAdam
 # traffic` draws them.
 PEAK = 0.6
 _AGREEMENT_NBYTES = 24  # LocalSteps sends three float64 numbers before the buckets of an exchange
-_RATIO_NBYTES = 2  # AdamWSteps sends one bfloat16 number per block
+_MEASURED_NBYTES = 2  # AdamWSteps sends bfloat16 numbers
 
 
 def plan(scheme: Scheme, n: int, P: int, *, itemsize: int = 4, layout: Sequence[ParameterSpan] = ()) -> Plan:
@@ -94,22 +95,27 @@ def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps) 
     """Plan the mean step of `sparsync.AdamWSteps` with buckets of these sizes, in float32 elements.
 
     The state is the scheme's plus momentum, second moments, two numbers per block, and common weights unless `options.keep` is 0. The
-    first 8 steps, which all measure the ratio, are not included.
+    first steps, which measure the ratio more often and average all second moments at once, are not included.
     """
     blocks = [-(-n // options.block) for n in buckets]
     state = 4 * ((2 - (options.keep == 0)) * sum(buckets) + (options.block + 2) * sum(blocks))
     # Second moments and steps are read and written, the gradient is read; likewise momentum and weights.
     own = Plan(passes=4 * 10 * sum(buckets), state_nbytes=state)
-    measured = averaged(ratio(buckets, P, options.block), options.measure_every)
+    measured = averaged(measurement(scheme, buckets, P, options), options.measure_every)
     return sum([plan(scheme, n, P) for n in buckets], own) + measured
 
 
-def ratio(buckets: Iterable[int], P: int, block: int = 64) -> Plan:
-    """Plan one ratio measurement of `sparsync.AdamWSteps` for buckets of these sizes: one number per block, from all ranks."""
+def measurement(scheme: Scheme, buckets: Iterable[int], P: int, options: Steps) -> Plan:
+    """Plan one measurement of `sparsync.AdamWSteps` for buckets of these sizes, in float32 elements.
+
+    All ranks send one number per block, and a part of the second moments unless these are common.
+    """
     if P == 1:
         return Plan()
-    blocks = sum(-(-n // block) for n in buckets)
-    return Plan((all_reduce_exchange(blocks, _RATIO_NBYTES, P),), beside=(announcement_exchange(P),))
+    common = not options.keep_for(scheme) and not scheme.leaves_out
+    parts = max(1, ROUND // options.measure_every)
+    count = sum(-(-n // options.block) + (0 if common else -(-n // parts)) for n in buckets)
+    return Plan((all_reduce_exchange(count, _MEASURED_NBYTES, P),), beside=(announcement_exchange(P),))
 
 
 def averaged(made: Plan, steps: int) -> Plan:
