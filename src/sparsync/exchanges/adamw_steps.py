@@ -217,7 +217,7 @@ class AdamWSteps(StepsState):
         measures = self._comm.size > 1 and sender.ratios.due(self._step)
         finite = self._found_finite(gradients, measures)
         skip = None if self._pending is None else self._pending.skip
-        sketch = sender.measurement(self._step, finite, gradients, skip) if measures else None
+        sketch = sender.measurement(self._step, finite, gradients, skip, self.scheme) if measures else None
         first = sketch is not None and sender.ratios.measured == 0
         try:
             # The first measurement comes before the steps, which need a ratio. Later ones travel beside the steps and serve the next one.

@@ -145,9 +145,11 @@ class Sender:
             self.counts["seen"] |= {each.name: self.counts["applied"][each.name] for each in self.taking(place)}
         return counted
 
-    def measurement(self, step: int, finite: bool, gradients: Sequence[Gradients], skip: Skip | None) -> Measurement:
-        """Measure the ratio of a step's gradients, and average own second moments."""
-        squares = () if self.common else self.vectors["square"]
+    def measurement(
+        self, step: int, finite: bool, gradients: Sequence[Gradients], skip: Skip | None, scheme: Scheme
+    ) -> Measurement:
+        """Measure the ratio of a step's gradients, and average second moments where `scheme` leaves elements out."""
+        squares = self.vectors["square"] if scheme.leaves_out else ()
         return Measurement(self.ratios, self.keys, step, finite, gradients, squares, skip)
 
     def take_squares(self, common: bool, were_common: bool, P: int) -> None:

@@ -108,13 +108,12 @@ def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps) 
 def measurement(scheme: Scheme, buckets: Iterable[int], P: int, options: Steps) -> Plan:
     """Plan one measurement of `sparsync.AdamWSteps` for buckets of these sizes, in float32 elements.
 
-    All ranks send one number per block, and a part of the second moments unless these are common.
+    All ranks send one number per block, and a part of the second moments where the scheme leaves elements out.
     """
     if P == 1:
         return Plan()
-    common = not options.keep_for(scheme) and not scheme.leaves_out
     parts = max(1, ROUND // options.measure_every)
-    count = sum(-(-n // options.block) + (0 if common else -(-n // parts)) for n in buckets)
+    count = sum(-(-n // options.block) + (-(-n // parts) if scheme.leaves_out else 0) for n in buckets)
     return Plan((all_reduce_exchange(count, _MEASURED_NBYTES, P),), beside=(announcement_exchange(P),))
 
 
