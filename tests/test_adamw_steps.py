@@ -337,6 +337,40 @@ def test_steps_too_short_for_16_bits_add_up_in_the_common_weights() -> None:
     assert LocalWorld(2).run(body) == [(264.0, 264.0)] * 2
 
 
+@pytest.mark.parametrize("scheme", ["topk", "dense"])
+def test_ranks_average_their_second_moments_if_elements_are_left_out(scheme: str) -> None:
+    """At step 16 all of them, and from then on a part in each measurement; a skipped step averages nothing."""
+
+    def body(comm: LocalComm) -> list[Tensor]:
+        steps, seen = start(comm, SCHEMES[scheme](), bucket_mb=1.0), list[Tensor]()
+        (square,) = steps._sender.vectors["square"]
+        for step in range(19):
+            learn(steps.model, comm.rank, step)
+            steps.step()
+            seen.append(square.clone())
+        next(steps.model.parameters()).grad = torch.full((8, 6), torch.nan)
+        learn(steps.model[1:], comm.rank, 19)
+        steps._step = 63
+        steps.step()  # would average all
+        return [*seen, square.clone()]
+
+    ranks = LocalWorld(P).run(body)
+    before, whole, after, part, skipped = (
+        torch.stack([each[place] for each in ranks]) for place in (15, 16, 17, 18, 19)
+    )
+    if scheme == "dense":
+        assert not (whole == whole[0]).all()
+        return
+    assert not (before == before[0]).all()
+    assert (whole == whole[0]).all()
+    torch.testing.assert_close(whole[0], before.sqrt().mean(0).square(), rtol=0.03, atol=0)
+    assert not (after == after[0]).all()
+    assert (part[:, 18 // EVERY] == part[0, 18 // EVERY]).all()
+    assert not (part == part[0]).all()
+    assert skipped.isfinite().all()
+    assert not (skipped == skipped[0]).all()
+
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
