@@ -52,7 +52,7 @@ def frontier(
         write(page, replaced(page, part, _markdown(found, full, command, name)))
     warnings = [(f"!!! {line}", "bold white on red") for line in broken(found)]
     show(
-        _tables(found, others, workload.metric, rates=True),
+        full,
         warnings,
         [*((line, "dim") for line in remarks(found)), *warnings],
     )
@@ -67,12 +67,9 @@ def _panels(study: FrontierStudy, out: Path, jobs: int) -> tuple[Panel, ...]:
     return panels(study, finished, workload.better == "lower", metric=workload.metric)
 
 
-def _tables(
-    found: Sequence[Panel], others: Mapping[str, Sequence[Panel]], metric: str, rates: bool = False
-) -> list[Table]:
+def _tables(found: Sequence[Panel], others: Mapping[str, Sequence[Panel]], metric: str) -> list[Table]:
     return [
-        table(panel, metric, {name: each[place] for name, each in others.items()}, rates)
-        for place, panel in enumerate(found)
+        table(panel, metric, {name: each[place] for name, each in others.items()}) for place, panel in enumerate(found)
     ]
 
 

@@ -49,7 +49,9 @@ class MethodRow:
     rounds: float
     union: float
     end: Mean  # quality
-    behind: Mean  # percent behind dense at its best rate, seed by seed, at the end
+    behind: (
+        Mean  # percent behind dense at its best rate, seed by seed, at the end; for bits per byte, of 2 to their power
+    )
     broken: str = ""  # why it is no result: "exchanged nothing", or "failed: " and the cause
     loss_behind: Interval | None = None  # excess over dense's loss, seed by seed; None for a metric without a loss
     behind_best: float | None = None  # percent behind the best of dense, adamw and laprop; None without the last two
@@ -93,7 +95,10 @@ def _panel(
     losses = {label: _losses(values, metric) for label, values in ends.items()} if metric in LOSSES else {}
 
     def percent(label: str, base: str) -> Mean:
-        return _mean([behind(*pair, lower) for pair in zip(ends[label], ends[base], strict=True)])
+        pairs = zip(ends[label], ends[base], strict=True)
+        if metric == "bits per byte":  # of the perplexity per byte, as that of words
+            pairs = ((2**one, 2**other) for one, other in pairs)
+        return _mean([behind(*pair, lower) for pair in pairs])
 
     def row(choice: SchemeChoice) -> MethodRow:
         label, trained = choice.label, trainings[choice.label]

@@ -12,20 +12,16 @@ from sparsync_lab.terminal import NOTHING, Table
 Column = tuple[str, Callable[[MethodRow], str], bool]
 
 
-def table(panel: Panel, metric: str, beside: Mapping[str, Panel] = MappingProxyType({}), rates: bool = False) -> Table:
-    """Tabulate one panel, fewest bits first.
-
-    `beside`: the same methods on other jobs, by name, with a column each. `rates`: with a column of the best rates.
-    """
+def table(panel: Panel, metric: str, beside: Mapping[str, Panel] = MappingProxyType({})) -> Table:
+    """Tabulate one panel, fewest bits first. `beside`: the same methods on other jobs, by name, with a column each."""
     unit = LOSSES.get(metric, "")
     columns: list[Column] = [
         ("method", lambda row: row.label, False),
         ("bits per\nparameter\nper step", lambda row: significant(row.bits), False),
         ("message\nrounds", lambda row: significant(row.rounds, 2), False),
+        ("\nrate", lambda row: f"{row.rate:g}{'!' if row.edge else ''}", False),
+        (f"{metric}\nat the end", _end, False),
     ]
-    if rates:
-        columns.append(("\nrate", lambda row: f"{row.rate:g}{'!' if row.edge else ''}", False))
-    columns.append((f"{metric}\nat the end", _end, False))
     if unit:
         columns.append((f"{unit}\nbehind dense", lambda row: interval_text(row.loss_behind), True))
     columns.append(("% behind\ndense", _range, True))
