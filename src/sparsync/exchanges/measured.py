@@ -2,7 +2,7 @@
 
 The ratio compares the squares of the mean gradient with those of the rank's gradient, for each block of adjacent elements. Steps are
 divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's. The message of a measurement also
-has the roots of some of the second moments, which become those of their mean over ranks: of a rare row, one rank sees too few gradients.
+has the roots of some of the second moments, which become their means over ranks, squared: of a rare row, one rank sees too few gradients.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,8 +21,9 @@ FIRST = 8  # first steps, which all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
 _SHARED = 16  # measurements after which a block weighs as much as its whole parameter
 _SEED = 0xFFFFFFFF  # of the signs of a sketch
-ROUND = 1024  # steps in which ranks average all second moments once
-_WHOLE = (16, 64, 256)  # early steps that average all of them at once
+ROUND = 1024  # steps in which ranks average all second moments once, in at least `_PARTS` parts
+_PARTS = 8  # of an early round, one in each measurement
+_EARLY = (0, 2, 8)  # early rounds, the first from the third measurement on
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,8 @@ class MeanOfSketches(Reduction):
 
     name = "bf16"
 
-    def __init__(self, skip: Skip | None = None) -> None:
-        self._skip = skip
+    def __init__(self, blocks: int, skip: Skip | None = None) -> None:
+        self._blocks, self._skip = blocks, skip
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         comm = MeteredComm(comm)
@@ -244,14 +245,14 @@ class MeanOfSketches(Reduction):
             self._skip.agree(comm)
         total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
         total.div_(exact_divisor(total, comm.size)).square_()
-        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
+        n, overflow = self._blocks, self._skip is None and not kernels.all_finite(bucket.grad)
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
 
 class Measurement:
     """A measurement of the ratio in one step. `gradients`: this rank's, by bucket. If they are not `finite`, all sums are NaN.
 
-    `squares`: this rank's own second moments, some of which are averaged over ranks, in place.
+    `squares`: this rank's own second moments, some of which are averaged over ranks, in place, without the gradients of this step.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class Measurement:
     @property
     def reduction(self) -> tuple[Bucket, MeanOfSketches]:
         """The bucket of the sums of all blocks and of roots, and the reduction to the squares of their means."""
-        return self._bucket, MeanOfSketches(self._skip)
+        return self._bucket, MeanOfSketches(sum(map(len, self._own)), self._skip)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
         """Add the reduced measurement, without NaN and Inf; `taking`: the participating parameters of each bucket.
@@ -296,7 +297,13 @@ class Measurement:
 
 def _averaged(squares: Iterable[Tensor], step: int, every: int) -> Iterable[Tensor]:
     """Choose the part of each bucket's second moments that ranks average in this step, of those that measure every `every` steps."""
-    parts = 1 if step in _WHOLE else max(1, ROUND // every)
-    if step < min(_WHOLE) or step % every:
+    number = step // every - 2
+    parts = _PARTS if number // _PARTS in _EARLY else parts_of_round(every)
+    if number < 0 or step % every:
         return ()
-    return (spans(each.numel(), parts)[step // every % parts].of(each) for each in squares)
+    return (spans(each.numel(), parts)[number % parts].of(each) for each in squares)
+
+
+def parts_of_round(every: int) -> int:
+    """Into how many parts a round of averages is cut that has one in each measurement, every `every` steps."""
+    return max(_PARTS, ROUND // every)

@@ -148,8 +148,9 @@ class Sender:
     def measurement(
         self, step: int, finite: bool, gradients: Sequence[Gradients], skip: Skip | None, scheme: Scheme
     ) -> Measurement:
-        """Measure the ratio of a step's gradients, and average second moments where `scheme` leaves elements out."""
-        squares = self.vectors["square"] if scheme.leaves_out else ()
+        """Measure the ratio of a step's gradients, and average second moments where `scheme` leaves elements out, without Muon's."""
+        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)  # its second moments remember few steps
+        squares = self.vectors["square"] if scheme.leaves_out and not muon else ()
         return Measurement(self.ratios, self.keys, step, finite, gradients, squares, skip)
 
     def take_squares(self, common: bool, were_common: bool, P: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from sparsync import ErrorFeedbackScheme, Scheme, Steps
 from sparsync.collectives.skipping import first_offsets, skip_count
 from sparsync.core import ParameterSpan, count_for, laid_out, matches, spans
-from sparsync.exchanges.measured import ROUND
+from sparsync.exchanges.measured import parts_of_round
 from sparsync.schemes.auto_protect import AutoProtect
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exact_exdyna import ExactExDyna
@@ -95,7 +95,7 @@ def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps) 
     """Plan the mean step of `sparsync.AdamWSteps` with buckets of these sizes, in float32 elements.
 
     The state is the scheme's plus momentum, second moments, two numbers per block, and common weights unless `options.keep` is 0. The
-    first steps, which measure the ratio more often and average all second moments at once, are not included.
+    first steps, which measure the ratio and average second moments more often, are not included.
     """
     blocks = [-(-n // options.block) for n in buckets]
     state = 4 * ((2 - (options.keep == 0)) * sum(buckets) + (options.block + 2) * sum(blocks))
@@ -112,7 +112,7 @@ def measurement(scheme: Scheme, buckets: Iterable[int], P: int, options: Steps) 
     """
     if P == 1:
         return Plan()
-    parts = max(1, ROUND // options.measure_every)
+    parts = parts_of_round(options.measure_every)
     count = sum(-(-n // options.block) + (-(-n // parts) if scheme.leaves_out else 0) for n in buckets)
     return Plan((all_reduce_exchange(count, _MEASURED_NBYTES, P),), beside=(announcement_exchange(P),))
 
