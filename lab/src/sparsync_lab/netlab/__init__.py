@@ -21,7 +21,6 @@ and simultaneous runs do not interfere: see `namespaces`.
 
 from sparsync_lab.netlab.counters import Counters, interface_counters
 from sparsync_lab.netlab.delay import NO_DELAY, Delay, delay_of, parse_delay
-from sparsync_lab.netlab.forwarder import Forwarded
 from sparsync_lab.netlab.rate import FRAME_BYTES, TokenBucket, parse_link, parse_rate, rates
 from sparsync_lab.netlab.rights import NetworkUnavailableError, reexecution_prefix, restart_with_rights
 from sparsync_lab.netlab.topology import MAX_RANKS, RunNetwork, network
@@ -32,7 +31,6 @@ __all__ = [
     "NO_DELAY",
     "Counters",
     "Delay",
-    "Forwarded",
     "NetworkUnavailableError",
     "RunNetwork",
     "TokenBucket",

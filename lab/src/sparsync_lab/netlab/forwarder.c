@@ -48,9 +48,7 @@ static Queue on_the_way[MOST_RANKS], link_down[MOST_RANKS];  // by sender; by re
 static int64_t up_free[MOST_RANKS], down_free[MOST_RANKS], held[MOST_RANKS];
 static double up_bits_per_s, down_bits_per_s;
 static int64_t delay_ns, jitter_ns, burst_ns, queue_bytes;
-static struct {
-	long long packets, bytes, frame_bytes, dropped;
-} count;
+static long long carried_bytes;
 
 static void fail(const char *format, ...) {
 	const char *why = strerror(errno);
@@ -123,10 +121,8 @@ static int64_t carrying_ns(int64_t bytes, double bits_per_s) {
 static void send_off(int from, const unsigned char *content, int length) {
 	const unsigned char *ip = content + sizeof(struct virtio_net_hdr);
 	int to = length >= (int)sizeof(struct virtio_net_hdr) + 20 && ip[0] >> 4 == 4 ? ip[19] - 1 : -1;
-	if (to < 0 || to >= ranks || to == from || is_cut[from] || is_cut[to]) {
-		count.dropped++;
+	if (to < 0 || to >= ranks || to == from || is_cut[from] || is_cut[to])
 		return;
-	}
 	Packet *packet = malloc(sizeof *packet + (size_t)length);
 	if (!packet)
 		fail("no memory for packets under way");
@@ -152,11 +148,8 @@ static void come_down(Packet *packet) {
 
 static void deliver(Packet *packet) {
 	// A rank that takes its interface down gets nothing.
-	if (is_cut[packet->from] || is_cut[packet->to] || write(device[packet->to], packet->content, (size_t)packet->length) < 0) {
-		count.dropped++;
-	} else {
-		count.packets++, count.bytes += packet->length - (int)sizeof(struct virtio_net_hdr), count.frame_bytes += packet->frame_bytes;
-	}
+	if (!is_cut[packet->from] && !is_cut[packet->to] && write(device[packet->to], packet->content, (size_t)packet->length) >= 0)
+		carried_bytes += packet->frame_bytes;
 	held[packet->from] -= packet->frame_bytes;
 	free(packet);
 }
@@ -199,8 +192,7 @@ static void obey(char *line) {
 		is_cut[rank] = 1;
 	if (sscanf(line, "mend %d", &rank) == 1 && rank >= 0 && rank < ranks)
 		is_cut[rank] = 0;
-	printf("{\"packets\": %lld, \"nbytes\": %lld, \"frame_nbytes\": %lld, \"dropped\": %lld, \"processor_s\": %.6f}\n", count.packets,
-	       count.bytes, count.frame_bytes, count.dropped, 1e-9 * (double)now_ns(CLOCK_PROCESS_CPUTIME_ID));
+	printf("%lld\n", carried_bytes);
 	fflush(stdout);
 }
 

@@ -4,7 +4,6 @@ The program is `forwarder.c` beside this file, which explains how it treats a pa
 """
 
 import hashlib
-import json
 import os
 import select
 import shlex
@@ -29,25 +28,14 @@ RECEIVED_BYTES, SENT_BYTES, MOST_BYTES, WINDOWS = 6 << 20, 4 << 20, 1 << 30, 4
 CURE = "or leave --delay out: links without a delay need neither a compiler nor TUN devices"
 
 
-@dataclass(frozen=True)
-class Forwarded:
-    """The traffic and the cost of the forwarder since its start."""
-
-    packets: int  # of up to 64 kB each, as the ranks' interfaces count them
-    nbytes: int  # with one IP and TCP header per packet
-    frame_nbytes: int  # as Ethernet frames of 1514 bytes, which count against the rate
-    dropped: int  # to or from a rank that is cut or has no interface
-    processor_s: float  # of the forwarder, including the receiving half of TCP
-
-
 @dataclass(eq=False)
 class Forwarder:
     """The running program."""
 
     process: subprocess.Popen[bytes]
 
-    def count(self) -> Forwarded:
-        """Query the counters. Raises RuntimeError if the program has ended."""
+    def count(self) -> int:
+        """Count the bytes carried, as Ethernet frames of 1514 bytes. Raises NetworkUnavailableError if the program has ended."""
         return self._ask("count")
 
     def cut(self, rank: int) -> None:
@@ -58,11 +46,11 @@ class Forwarder:
         """Carry the packets of this rank again."""
         self._ask(f"mend {rank}")
 
-    def _ask(self, command: str) -> Forwarded:
+    def _ask(self, command: str) -> int:
         assert self.process.stdin
         with suppress(BrokenPipeError):  # its reason is read below
             self.process.stdin.write(f"{command}\n".encode())
-        return Forwarded(**json.loads(_line(self.process)))
+        return int(_line(self.process))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sparsync_lab.netlab.delay import NO_DELAY, Delay, check_delay
-from sparsync_lab.netlab.forwarder import Forwarded, Forwarder, forwarder
+from sparsync_lab.netlab.forwarder import Forwarder, forwarder
 from sparsync_lab.netlab.namespaces import inside, namespaces, run_batches
 from sparsync_lab.netlab.rate import FRAME_BYTES, TokenBucket, token_bucket
 
@@ -73,8 +73,8 @@ class RunNetwork:
             taken.bind((self.addresses[0], 0))
             return taken.getsockname()[1]
 
-    def forwarded(self) -> Forwarded | None:
-        """Query the traffic and cost of the program that delays packets; None on links without a delay."""
+    def forwarded(self) -> int | None:
+        """Count the bytes carried by the program that delays packets, as Ethernet frames; None on links without a delay."""
         return None if self.forwarder is None else self.forwarder.count()
 
     def _set_port(self, rank: int, state: str) -> None:
