@@ -16,7 +16,7 @@ from sparsync import AdamWSteps
 from sparsync.base.scheme import Scheme
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
-from sparsync.core import Comm, Span, digest, laid_out, spans
+from sparsync.core import Comm, Span, digest, laid_out
 from sparsync.exchanges.measured import BlockRatios
 from sparsync.kernels.step_reference import signs
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, PerParameter, SkipReduce, TopK, TwoShot
@@ -109,11 +109,13 @@ def taking_part(P: int, step: int) -> Tensor:
 
 
 @cache
-def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: float) -> list[Tensor]:
-    """Return x of one rank by the formulas, on whole vectors and with loops over blocks."""
+def own_steps(
+    rank: int, P: int, count: int, rate: float, beta2: float, eps: float, scaled: bool = False
+) -> list[Tensor]:
+    """Return x of one rank by the formulas, on whole vectors and with loops over blocks; `scaled`: elements are left out."""
     n = gradient(0, 0).numel()
     blocks = [slice(first, min(first + BLOCK, n)) for first in range(0, n, BLOCK)]
-    square, of_mean, of_own = torch.zeros(n), torch.zeros(len(blocks)), torch.zeros(len(blocks))
+    squares, of_mean, of_own = torch.zeros(P, n), torch.zeros(len(blocks)), torch.zeros(len(blocks))
     ends = list(accumulate(each.numel() for each in model().parameters()))
     place = torch.tensor([bisect_right(ends, block.start) for block in blocks])  # the parameter of each block
     found, measured, seen = [], 0, torch.zeros(n)
@@ -140,8 +142,14 @@ def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: flo
                 both = (known * of_mean[i] / of_own[i] + 16 * around) / (known + 16)
                 ratio[block] = both.clamp(1 / P, 1.0)
         active = taking_part(P, step)
-        square, seen = torch.where(active, beta2 * square + (1 - beta2) * own**2, square), seen + active
-        found.append(rate * own / ((ratio * square / (1 - beta2**seen).clamp(min=eps)).sqrt() + eps))
+        before, each = squares, torch.stack(gradients)
+        squares, seen = torch.where(active, beta2 * squares + (1 - beta2) * each**2, squares), seen + active
+        found.append(rate * own / ((ratio * squares[rank] / (1 - beta2**seen).clamp(min=eps)).sqrt() + eps))
+        for block in blocks if scaled and due and measured > 1 else ():
+            means = before[:, block].mean(1)
+            mean = sum(means.sqrt().bfloat16(), torch.zeros(1).bfloat16()).float().div(P).square()
+            for square, known in zip(squares, means, strict=True):
+                square[block] = square[block] * (mean / known) if known > 0 else square[block] + mean
         if due and measured > 1:  # it serves from the next step on
             measure(gradients, step)
     return found
@@ -207,7 +215,7 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
 ) -> None:
     def body(comm: LocalComm) -> tuple[list[Tensor], Tensor, Tensor]:
         scheme = SCHEMES[name]()
-        steps = start(comm, scheme, (0.0, 0.95), keep=keep, measure_every=8)
+        steps = start(comm, scheme, (0.0, 0.95), keep=keep)
         seen = train(steps, range(10))
         reports = steps.reports()
         assert all(report.sent == report.cost for report in reports)
@@ -225,7 +233,7 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
         wanted = bucket.common if share is None else bucket.common - keep * share
         assert torch.equal(flat(steps.model.parameters()), wanted)
         assert (stats["drift"] > 0) == (keep > 0 and name != "dense")
-        return seen, held, sum(own_steps(comm.rank, P, 10, 0.25, 0.95, 1e-8), torch.zeros(83))
+        return seen, held, sum(own_steps(comm.rank, P, 10, 0.25, 0.95, 1e-8, scheme.leaves_out), torch.zeros(83))
 
     ranks = LocalWorld(P).run(body)
     for seen, _, _ in ranks:
@@ -338,31 +346,47 @@ def test_steps_too_short_for_16_bits_add_up_in_the_common_weights() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["topk", "dense"])
-def test_ranks_average_their_second_moments_in_parts_if_elements_are_left_out(scheme: str) -> None:
-    """From the third measurement on an eighth in each, and later less; a skipped step averages nothing."""
+def test_a_measurement_makes_blocks_of_second_moments_equally_large_if_elements_are_left_out(scheme: str) -> None:
+    """A block that was zero on a rank becomes the mean; a skipped step scales nothing."""
 
-    def body(comm: LocalComm) -> list[Tensor]:
-        steps, seen = start(comm, SCHEMES[scheme](), bucket_mb=1.0), list[Tensor]()
+    def body(comm: LocalComm) -> tuple[list[Tensor], Tensor]:
+        torch.manual_seed(0)
+        made = nn.Linear(9, 3, bias=False)  # three blocks of 8, and one of 3
+        optimizer = torch.optim.AdamW(made.parameters(), betas=(0.9, 0.5))
+        steps = AdamWSteps(made, optimizer, SCHEMES[scheme](), comm=comm, block=8, measure_every=1, beta2=0.5)
         (square,) = steps._sender.vectors["square"]
-        for step in range(21):
-            learn(steps.model, comm.rank, step)
-            if step == 8 and comm.rank == 1:
-                next(steps.model.parameters()).grad = torch.full((8, 6), torch.nan)
+        seen = list[Tensor]()
+        for step in range(5):
+            grads = torch.randn(27, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+            grads[:8] *= comm.rank == 0 and step == 0
+            grads[9] = torch.nan if step == 3 and comm.rank == 1 else grads[9]
+            made.weight.grad = grads.view(3, 9)
             steps.step()
             seen.append(square.clone())
-        return seen
+        return seen, torch.full((27,), 0.5) * square + 0.5 * grads.square()
 
-    ranks = [torch.stack(each) for each in zip(*LocalWorld(P).run(body), strict=True)]
-    alike = [(each == each[0]).all(0) for each in ranks]  # [steps][n]: whether an element has the same on all ranks
-    parts = spans(83, 8)
-    for step, place in ((4, 0), (6, 1), (8, 2), (10, 3), (18, 7)):
-        assert bool(parts[place].of(alike[step]).all()) == (scheme == "topk" and step != 8)
-        assert not alike[step].all()
-    own, averaged = (parts[1].of(ranks[step].mT).mT for step in (5, 6))
-    if scheme == "topk":
-        torch.testing.assert_close(averaged[0], own.sqrt().mean(0).square(), rtol=0.03, atol=0)
-        assert alike[20][8]  # of a round in 512 parts
-        assert not alike[20][9:12].all()
+    ranks = LocalWorld(P).run(body)
+
+    def roots(step: int, block: Span) -> Tensor:
+        return torch.stack([block.of(seen[step]).mean().sqrt() for seen, _ in ranks])
+
+    assert roots(0, Span(0, 8)).tolist() == [
+        pytest.approx(roots(0, Span(0, 8))[0].item() if rank == 0 else 0.0) for rank in range(P)
+    ]
+    if scheme == "dense":
+        assert roots(1, Span(0, 8))[1:].tolist() == [0.0] * (P - 1)
+        return
+    # Step 1 measured the squares after step 0, and scaled those after step 1.
+    first, second = roots(0, Span(0, 8)), roots(1, Span(0, 8))
+    assert second[0].item() == pytest.approx(first[0].item() / P * 0.5**0.5, rel=0.01)
+    assert second[1:].tolist() == pytest.approx([first[0].item() / P] * (P - 1), rel=0.01)
+    for block in (Span(8, 16), Span(24, 27)):
+        for rank, (seen, _) in enumerate(ranks):
+            grads = torch.randn(27, generator=torch.Generator().manual_seed(10 + rank))
+            moved = block.of(0.5 * seen[0] + 0.5 * grads.square())
+            factor = (roots(0, block).mean() / roots(0, block)[rank]) ** 2
+            torch.testing.assert_close(block.of(seen[1]), factor * moved, rtol=0.02, atol=0)
+    assert all(torch.equal(seen[3], seen[2]) or bool(seen[3].isfinite().all()) for seen, _ in ranks)
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

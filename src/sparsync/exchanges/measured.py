@@ -2,7 +2,8 @@
 
 The ratio compares the squares of the mean gradient with those of the rank's gradient, for each block of adjacent elements. Steps are
 divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's. The message of a measurement also
-has the roots of some of the second moments, which become their means over ranks, squared: of a rare row, one rank sees too few gradients.
+has the root of the mean of each block's second moments, so that blocks are equally large on all ranks: of a rare row, one rank sees too
+few gradients.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor, spans
+from sparsync.core import Arriving, Bucket, Comm, ParameterSpan, Report, Span, SpanSet, digest, exact_divisor
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
@@ -21,9 +22,7 @@ FIRST = 8  # first steps, which all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
 _SHARED = 16  # measurements after which a block weighs as much as its whole parameter
 _SEED = 0xFFFFFFFF  # of the signs of a sketch
-ROUND = 1024  # steps in which ranks average all second moments once, in at least `_PARTS` parts
-_PARTS = 8  # of an early round, one in each measurement
-_EARLY = (0, 2, 8)  # early rounds, the first from the third measurement on
+_LEAST = 1e-30  # mean of a block's second moments below which it counts as zero
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ class MeanOfSketches(Reduction):
 class Measurement:
     """A measurement of the ratio in one step. `gradients`: this rank's, by bucket. If they are not `finite`, all sums are NaN.
 
-    `squares`: this rank's own second moments, some of which are averaged over ranks, in place, without the gradients of this step.
+    `squares`: this rank's own second moments. A block is scaled, in place, to the square of the mean over ranks of the root of its mean.
     """
 
     def __init__(
@@ -273,13 +272,13 @@ class Measurement:
             self._own.append(own)
         for each in found if not finite else ():
             each.fill_(torch.nan)
-        self._squares = list(_averaged(squares, step, ratios.every))
-        found += [each.sqrt().to(found[0]) for each in self._squares]
+        self._squares, self._over = squares, [kernels.over_means(each, ratios.block, _LEAST) for each in squares]
+        found += [each.rsqrt().to(found[0]) for each in self._over]
         self._bucket = Bucket("ratio", torch.cat(found) if len(found) > 1 else found[0], step)
 
     @property
     def reduction(self) -> tuple[Bucket, MeanOfSketches]:
-        """The bucket of the sums of all blocks and of roots, and the reduction to the squares of their means."""
+        """The bucket of the sums and roots of all blocks, and the reduction to the squares of their means."""
         return self._bucket, MeanOfSketches(sum(map(len, self._own)), self._skip)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
@@ -288,22 +287,19 @@ class Measurement:
         With `skip` it may hold NaN or Inf, and counts unless the step is skipped.
         """
         flag = None if self._skip is None else self._skip.flag
-        sizes = [sum(map(len, self._own)), *(each.numel() for each in self._squares)]
-        of_mean, *averages = self._bucket.grad.split(sizes)
+        of_mean, *means = self._bucket.grad.split([sum(map(len, self._own)), *map(len, self._over)])
         self._ratios.observe(of_mean, self._own, [SpanSet.of(each).spans for each in taking], flag)
-        for mine, mean in zip(self._squares, averages, strict=True):
-            mine.copy_(mean if flag is None else torch.where(flag.to(mine.device) == 0, mean.to(mine), mine))
+        for square, over, mean in zip(self._squares, self._over, means, strict=True):
+            _scale_(square, over, mean.to(square), self._ratios.block, flag)
 
 
-def _averaged(squares: Iterable[Tensor], step: int, every: int) -> Iterable[Tensor]:
-    """Choose the part of each bucket's second moments that ranks average in this step, of those that measure every `every` steps."""
-    number = step // every - 2
-    parts = _PARTS if number // _PARTS in _EARLY else parts_of_round(every)
-    if number < 0 or step % every:
-        return ()
-    return (spans(each.numel(), parts)[number % parts].of(each) for each in squares)
-
-
-def parts_of_round(every: int) -> int:
-    """Into how many parts a round of averages is cut that has one in each measurement, every `every` steps."""
-    return max(_PARTS, ROUND // every)
+def _scale_(square: Tensor, over: Tensor, means: Tensor, block: int, skip: Tensor | None) -> None:
+    """Scale the blocks of `square` from means of 1 / `over` to `means`, unless `skip`, [1], is not zero. Zeros become the mean."""
+    taken = torch.ones_like(over, dtype=torch.bool) if skip is None else (skip.to(over.device) == 0).expand_as(over)
+    known = over < 0.5 / _LEAST
+    factors, added = torch.where(taken & known, over * means, 1.0), torch.where(taken & ~known, means, 0.0)
+    whole = square.numel() // block
+    for blocks, part in ((slice(whole), square[: whole * block]), (slice(whole, None), square[whole * block :])):
+        if part.numel():
+            rows = part.view(len(over[blocks]), -1)
+            rows.mul_(factors[blocks, None]).add_(added[blocks, None])

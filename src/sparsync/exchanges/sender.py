@@ -148,8 +148,8 @@ class Sender:
     def measurement(
         self, step: int, finite: bool, gradients: Sequence[Gradients], skip: Skip | None, scheme: Scheme
     ) -> Measurement:
-        """Measure the ratio of a step's gradients, and average second moments where `scheme` leaves elements out, without Muon's."""
-        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)  # its second moments remember few steps
+        """Measure the ratio; where `scheme` leaves elements out, blocks of second moments become equally large, but not with Muon."""
+        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)
         squares = self.vectors["square"] if scheme.leaves_out and not muon else ()
         return Measurement(self.ratios, self.keys, step, finite, gradients, squares, skip)
 

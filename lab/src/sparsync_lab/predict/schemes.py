@@ -12,7 +12,6 @@ import torch
 from sparsync import ErrorFeedbackScheme, Scheme, Steps
 from sparsync.collectives.skipping import first_offsets, skip_count
 from sparsync.core import ParameterSpan, count_for, laid_out, matches, spans
-from sparsync.exchanges.measured import parts_of_round
 from sparsync.schemes.auto_protect import AutoProtect
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exact_exdyna import ExactExDyna
@@ -91,29 +90,28 @@ def agreement(P: int) -> Plan:
     return Plan((counts_exchange(P, _AGREEMENT_NBYTES),), beside=(announcement_exchange(P),)) if P > 1 else Plan()
 
 
-def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps) -> Plan:
+def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps, muon: bool = False) -> Plan:
     """Plan the mean step of `sparsync.AdamWSteps` with buckets of these sizes, in float32 elements.
 
     The state is the scheme's plus momentum, second moments, two numbers per block, and common weights unless `options.keep` is 0. The
-    first steps, which measure the ratio and average second moments more often, are not included.
+    first 8 steps, which all measure, are not included.
     """
     blocks = [-(-n // options.block) for n in buckets]
     state = 4 * ((2 - (options.keep == 0)) * sum(buckets) + (options.block + 2) * sum(blocks))
     # Second moments and steps are read and written, the gradient is read; likewise momentum and weights.
     own = Plan(passes=4 * 10 * sum(buckets), state_nbytes=state)
-    measured = averaged(measurement(scheme, buckets, P, options), options.measure_every)
+    measured = averaged(measurement(scheme, buckets, P, options, muon), options.measure_every)
     return sum([plan(scheme, n, P) for n in buckets], own) + measured
 
 
-def measurement(scheme: Scheme, buckets: Iterable[int], P: int, options: Steps) -> Plan:
+def measurement(scheme: Scheme, buckets: Iterable[int], P: int, options: Steps, muon: bool = False) -> Plan:
     """Plan one measurement of `sparsync.AdamWSteps` for buckets of these sizes, in float32 elements.
 
-    All ranks send one number per block, and a part of the second moments where the scheme leaves elements out.
+    All ranks send one number per block, and another one where the scheme leaves elements out and there is no Muon.
     """
     if P == 1:
         return Plan()
-    parts = parts_of_round(options.measure_every)
-    count = sum(-(-n // options.block) + (-(-n // parts) if scheme.leaves_out else 0) for n in buckets)
+    count = (1 + (scheme.leaves_out and not muon)) * sum(-(-n // options.block) for n in buckets)
     return Plan((all_reduce_exchange(count, _MEASURED_NBYTES, P),), beside=(announcement_exchange(P),))
 
 
