@@ -235,8 +235,8 @@ class MeanOfSketches(Reduction):
 
     name = "bf16"
 
-    def __init__(self, blocks: int, skip: Skip | None = None) -> None:
-        self._blocks, self._skip = blocks, skip
+    def __init__(self, skip: Skip | None = None) -> None:
+        self._skip = skip
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         comm = MeteredComm(comm)
@@ -244,7 +244,7 @@ class MeanOfSketches(Reduction):
             self._skip.agree(comm)
         total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
         total.div_(exact_divisor(total, comm.size)).square_()
-        n, overflow = self._blocks, self._skip is None and not kernels.all_finite(bucket.grad)
+        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
 
@@ -279,7 +279,7 @@ class Measurement:
     @property
     def reduction(self) -> tuple[Bucket, MeanOfSketches]:
         """The bucket of the sums and roots of all blocks, and the reduction to the squares of their means."""
-        return self._bucket, MeanOfSketches(sum(map(len, self._own)), self._skip)
+        return self._bucket, MeanOfSketches(self._skip)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
         """Add the reduced measurement, without NaN and Inf; `taking`: the participating parameters of each bucket.
