@@ -149,7 +149,9 @@ def own_steps(
             means = before[:, block].mean(1)
             mean = sum(means.sqrt().bfloat16(), torch.zeros(1).bfloat16()).float().div(P).square()
             for square, known in zip(squares, means, strict=True):
-                square[block] = square[block] * (mean / known) if known > 0 else square[block] + mean
+                now = square[block].mean()
+                wanted = mean + (now - known).clamp(min=0)
+                square[block] = square[block] * (wanted / now) if now > 0 else mean
         if due and measured > 1:  # it serves from the next step on
             measure(gradients, step)
     return found

@@ -294,12 +294,17 @@ class Measurement:
 
 
 def _scale_(square: Tensor, over: Tensor, means: Tensor, block: int, skip: Tensor | None) -> None:
-    """Scale the blocks of `square` from means of 1 / `over` to `means`, unless `skip`, [1], is not zero. Zeros become the mean."""
-    taken = torch.ones_like(over, dtype=torch.bool) if skip is None else (skip.to(over.device) == 0).expand_as(over)
-    known = over < 0.5 / _LEAST
-    factors, added = torch.where(taken & known, over * means, 1.0), torch.where(taken & ~known, means, 0.0)
+    """Raise or lower the blocks of `square` by as much as `means` differ from 1 / `over`, their means before this step's gradients.
+
+    Nothing changes if `skip`, [1], is not zero. A block of zeros becomes the mean.
+    """
+    now = kernels.over_means(square, block, _LEAST)
+    grown = (1 / now - 1 / over).clamp_(min=0.0)
+    taken = torch.ones_like(now, dtype=torch.bool) if skip is None else (skip.to(now.device) == 0).expand_as(now)
+    known = now < 0.5 / _LEAST
+    factors, added = torch.where(taken & known, now * (means + grown), 1.0), torch.where(taken & ~known, means, 0.0)
     whole = square.numel() // block
     for blocks, part in ((slice(whole), square[: whole * block]), (slice(whole, None), square[whole * block :])):
         if part.numel():
-            rows = part.view(len(over[blocks]), -1)
+            rows = part.view(len(now[blocks]), -1)
             rows.mul_(factors[blocks, None]).add_(added[blocks, None])
