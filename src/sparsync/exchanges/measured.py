@@ -1,9 +1,7 @@
 """Measure a step's gradients: whether they are finite, so that all ranks skip the same steps, and the ratio.
 
 The ratio compares the squares of the mean gradient with those of the rank's gradient, for each block of adjacent elements. Steps are
-divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's. The message of a measurement also
-has the root of the mean of each block's second moments, so that blocks are equally large on all ranks: of a rare row, one rank sees too
-few gradients.
+divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +20,6 @@ FIRST = 8  # first steps, which all measure the ratio
 _MEMORY = 0.98  # weight of older measurements
 _SHARED = 16  # measurements after which a block weighs as much as its whole parameter
 _SEED = 0xFFFFFFFF  # of the signs of a sketch
-_LEAST = 1e-30  # mean of a block's second moments below which it counts as zero
 
 
 @dataclass(frozen=True)
@@ -157,9 +154,9 @@ class BlockRatios:
         counts = None if skip is None else skip == 0
         of_mean = of_mean if skip is None else of_mean.nan_to_num(0.0, 0.0, 0.0)
         means = of_mean.split([len(each) for each in of_own])
-        for i, (mean, own, taken) in enumerate(zip(means, of_own, taking, strict=True)):
+        for i, (mean, own, spans) in enumerate(zip(means, of_own, taking, strict=True)):
             done = 0
-            for span in taken:
+            for span in spans:
                 blocks = slice(max(done, span.start // self.block), done := -(-span.stop // self.block))
                 for kept, new in (
                     (self.of_mean[i][blocks], mean[blocks].to(own)),
@@ -249,10 +246,7 @@ class MeanOfSketches(Reduction):
 
 
 class Measurement:
-    """A measurement of the ratio in one step. `gradients`: this rank's, by bucket. If they are not `finite`, all sums are NaN.
-
-    `squares`: this rank's own second moments. A block is scaled, in place, to the square of the mean over ranks of the root of its mean.
-    """
+    """A measurement of the ratio in one step. `gradients`: this rank's, by bucket. If they are not `finite`, all sums are NaN."""
 
     def __init__(
         self,
@@ -261,7 +255,6 @@ class Measurement:
         step: int,
         finite: bool,
         gradients: Sequence[Gradients],
-        squares: Sequence[Tensor] = (),
         skip: Skip | None = None,
     ) -> None:
         self._ratios, self._own, self._skip, found = ratios, list[Tensor](), skip, list[Tensor]()
@@ -270,15 +263,12 @@ class Measurement:
             sums, own = kernels.sketch(given.tensors, given.starts, given.factors, like, ratios.block, seed)
             found.append(sums.to(found[0].device) if found else sums)
             self._own.append(own)
-        for each in found if not finite else ():
-            each.fill_(torch.nan)
-        self._squares, self._over = squares, [kernels.over_means(each, ratios.block, _LEAST) for each in squares]
-        found += [each.rsqrt().to(found[0]) for each in self._over]
-        self._bucket = Bucket("ratio", torch.cat(found) if len(found) > 1 else found[0], step)
+        sums = torch.cat(found) if len(found) > 1 else found[0]
+        self._bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
 
     @property
     def reduction(self) -> tuple[Bucket, MeanOfSketches]:
-        """The bucket of the sums and roots of all blocks, and the reduction to the squares of their means."""
+        """The bucket of the sums of all blocks, and the reduction to the squares of their means."""
         return self._bucket, MeanOfSketches(self._skip)
 
     def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
@@ -287,24 +277,4 @@ class Measurement:
         With `skip` it may hold NaN or Inf, and counts unless the step is skipped.
         """
         flag = None if self._skip is None else self._skip.flag
-        of_mean, *means = self._bucket.grad.split([sum(map(len, self._own)), *map(len, self._over)])
-        self._ratios.observe(of_mean, self._own, [SpanSet.of(each).spans for each in taking], flag)
-        for square, over, mean in zip(self._squares, self._over, means, strict=True):
-            _scale_(square, over, mean.to(square), self._ratios.block, flag)
-
-
-def _scale_(square: Tensor, over: Tensor, means: Tensor, block: int, skip: Tensor | None) -> None:
-    """Raise or lower the blocks of `square` by as much as `means` differ from 1 / `over`, their means before this step's gradients.
-
-    Nothing changes if `skip`, [1], is not zero. A block of zeros becomes the mean.
-    """
-    now = kernels.over_means(square, block, _LEAST)
-    grown = (1 / now - 1 / over).clamp_(min=0.0)
-    taken = torch.ones_like(now, dtype=torch.bool) if skip is None else (skip.to(now.device) == 0).expand_as(now)
-    known = now < 0.5 / _LEAST
-    factors, added = torch.where(taken & known, now * (means + grown), 1.0), torch.where(taken & ~known, means, 0.0)
-    whole = square.numel() // block
-    for blocks, part in ((slice(whole), square[: whole * block]), (slice(whole, None), square[whole * block :])):
-        if part.numel():
-            rows = part.view(len(now[blocks]), -1)
-            rows.mul_(factors[blocks, None]).add_(added[blocks, None])
+        self._ratios.observe(self._bucket.grad, self._own, [SpanSet.of(each).spans for each in taking], flag)

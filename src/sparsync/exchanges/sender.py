@@ -15,7 +15,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, phase, spans
-from sparsync.exchanges.measured import BlockRatios, Gradients, Measurement, Skip
+from sparsync.exchanges.measured import BlockRatios, Gradients, Skip
 from sparsync.exchanges.rules import MuonRule, ParameterGroups, Rule, Value, move_matrices_
 from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import GradientDivisor
@@ -144,14 +144,6 @@ class Sender:
         if self.common:
             self.counts["seen"] |= {each.name: self.counts["applied"][each.name] for each in self.taking(place)}
         return counted
-
-    def measurement(
-        self, step: int, finite: bool, gradients: Sequence[Gradients], skip: Skip | None, scheme: Scheme
-    ) -> Measurement:
-        """Measure the ratio; where `scheme` leaves elements out, blocks of second moments become equally large, but not with Muon."""
-        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)
-        squares = self.vectors["square"] if scheme.leaves_out and not muon else ()
-        return Measurement(self.ratios, self.keys, step, finite, gradients, squares, skip)
 
     def take_squares(self, common: bool, were_common: bool, P: int) -> None:
         """Go on with second moments of the mean gradients if `common`, or with this rank's own, which are larger by the ratio."""
