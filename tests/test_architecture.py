@@ -17,7 +17,7 @@ NODES = {path: list(ast.walk(ast.parse(source))) for path, source in SOURCES.ite
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
     "src": 22_824,
     "elastic": 2_000,
-    "lab": 13_590,
+    "lab": 13_588,
     "studies": 8_703,
     "tests": 31_257,
 }

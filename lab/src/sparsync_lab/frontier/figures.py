@@ -49,9 +49,7 @@ class MethodRow:
     rounds: float
     union: float
     end: Mean  # quality
-    behind: (
-        Mean  # percent behind dense at its best rate, seed by seed, at the end; for bits per byte, of 2 to their power
-    )
+    behind: Mean  # percent behind dense at its best rate, seed by seed, at the end; for bits per byte, of a byte's perplexity
     broken: str = ""  # why it is no result: "exchanged nothing", or "failed: " and the cause
     loss_behind: Interval | None = None  # excess over dense's loss, seed by seed; None for a metric without a loss
     behind_best: float | None = None  # percent behind the best of dense, adamw and laprop; None without the last two
@@ -96,7 +94,7 @@ def _panel(
 
     def percent(label: str, base: str) -> Mean:
         pairs = zip(ends[label], ends[base], strict=True)
-        if metric == "bits per byte":  # of the perplexity per byte, as that of words
+        if metric == "bits per byte":  # 2 to their power is the perplexity of a byte
             pairs = ((2**one, 2**other) for one, other in pairs)
         return _mean([behind(*pair, lower) for pair in pairs])
 

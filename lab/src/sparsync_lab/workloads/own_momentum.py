@@ -1,4 +1,4 @@
-"""Train with the optimizer that a scheme needs: SGD without momentum, after clipping, if the scheme has its own momentum; or a baseline's.
+"""Train with the optimizer that a scheme needs: SGD without momentum, after clipping, if it has its own momentum; or a baseline's.
 
 The job's groups of parameters, schedule and weight decay stay.
 """
@@ -40,11 +40,11 @@ class PlainSGD(BorrowedGroups):
 
 
 def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-    """Make the job's optimizer and schedule; replace the optimizer by PlainSGD for a scheme with a momentum, or as laprop says.
+    """Make the job's optimizer and schedule; replace the optimizer by PlainSGD for a scheme with a momentum, or by a baseline's.
 
     A job with AdamW, or another optimizer that divides, has a rate for Adam; a job with SGD, a rate for SGD. If the scheme needs the other
     kind, see its `writes_steps`, PlainSGD multiplies Adam's rate by 100 or divides SGD's by 100, as a first guess.
-    Raises ValueError for these two with a job without AdamW.
+    Raises ValueError for `adamw` and `laprop` with a job without AdamW.
     """
     optimizer, schedule = workload.optimizer(model, steps)
     if isinstance(scheme, LongAdamW):
