@@ -57,6 +57,10 @@ class Traces:
 
     def left(self) -> list[str]:
         """End the process group, and list everything else that was left behind."""
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()  # it would give a later mesh of the same shape the groups that end here
         gc.collect()
         traces = ["another default process group"] if dist.group.WORLD is not self._group else []
         if is_initialized():
