@@ -62,6 +62,12 @@ def common(steps: LocalTraining) -> Tensor:
         return flat(list(steps.model.parameters()))
 
 
+def waiting(steps: LocalTraining) -> Tensor:
+    """The residual of all parameters, in order."""
+    kept = steps.state.state_dict().get("residual", {})
+    return torch.cat([kept.get(name, torch.zeros(each.numel())) for name, each in steps.model.named_parameters()])
+
+
 def start(comm: Comm, scheme: Scheme, every: int, rate: float = 1.0, **settings: Any) -> LocalTraining:
     made = model()
     return LocalTraining(made, torch.optim.SGD(made.parameters(), lr=rate), scheme, every=every, comm=comm, **settings)
@@ -134,14 +140,7 @@ def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weigh
             reports = steps.step()
             assert bool(reports) == (step % 2 == 1)
             assert all(report.sent == report.cost and report.step == step for report in reports)
-        residual = steps.state.state_dict().get("residual", {})
-        names = [name for name, _ in steps.model.named_parameters()]
-        held = torch.cat(
-            [
-                residual.get(each, torch.zeros(p.numel()))
-                for each, p in zip(names, steps.model.parameters(), strict=True)
-            ]
-        )
+        held = waiting(steps)
         shares = [steps.state.unsent(each.bucket(each.common, 0), comm) for each in steps._weights.buckets]
         share = torch.zeros(83) if None in shares else torch.cat([each for each in shares if each is not None])
         assert torch.equal(flat(list(steps.model.parameters())), common(steps) - keep * share.double())
@@ -171,8 +170,7 @@ def test_with_fragments_and_delay_nothing_is_lost_either_and_a_result_depends_on
             steps.step()
             seen.append(common(steps))
         steps.flush()
-        residual = torch.cat([steps.state.state_dict()["residual"][name] for name, _ in steps.model.named_parameters()])
-        rest = learnt - residual.double()
+        rest = learnt - waiting(steps).double()
         return [*seen, common(steps)], before, rest, [(report.key, report.step) for report in steps.reports()]
 
     ranks = LocalWorld(P).run(body)

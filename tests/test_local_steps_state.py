@@ -17,7 +17,7 @@ from sparsync.comm.local import LocalComm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.weights import by_name
 from sparsync.schemes import Dense, PerParameter, TopK
-from test_local_steps import SETTINGS, adam, common, fit, flat, held, learn, model, start, total, train
+from test_local_steps import SETTINGS, adam, common, fit, flat, held, learn, model, start, total, train, waiting
 
 
 @pytest.mark.parametrize("name", one_in(2, SETTINGS))
@@ -70,12 +70,7 @@ def test_with_another_number_of_ranks_nothing_of_residuals_or_of_what_was_learnt
         for exchange in list(steps._exchanger.pending):  # what was on its way is applied as it would have been
             steps._finish(exchange)
         steps._note_written()
-        residual = torch.cat(
-            [
-                steps.state.state_dict()["residual"].get(name, torch.zeros(each.numel())).double()
-                for name, each in steps.model.named_parameters()
-            ]
-        )
+        residual = waiting(steps).double()
         loaded, own = common(steps), flat(list(steps.model.parameters()))
         train(steps, range(at, at + 8))
         return loaded, own - loaded + 0.5 * residual, residual

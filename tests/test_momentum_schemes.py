@@ -1,17 +1,16 @@
 """1-bit Adam, Deep Gradient Compression and random-k beyond the invariants: what they are without compression, and what they keep."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helpers.reducing import reduced
 from sparsync.base.scheme import Scheme
-from sparsync.base.state import State
-from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import Bucket, Report
+from sparsync.core import Bucket
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
 
@@ -22,14 +21,6 @@ def numbers(*seed: int) -> Tensor:
     return torch.randn(N, generator=torch.Generator().manual_seed(hash(seed) % 2**31))
 
 
-def reduced(schemes: Sequence[State], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
-    def body(comm: LocalComm) -> tuple[Tensor, Report]:
-        bucket = Bucket("w", grads[comm.rank].clone(), step)
-        return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
-
-    return LocalWorld(len(schemes)).run(body)
-
-
 def assert_sgd_is(optimizer: Callable[..., Optimizer], scheme: Scheme, P: int, rate: float) -> None:
     """Assert that SGD with what the scheme reduces takes the steps of another optimizer with the mean gradient."""
     ours, theirs = torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
@@ -38,7 +29,7 @@ def assert_sgd_is(optimizer: Callable[..., Optimizer], scheme: Scheme, P: int, r
     for step in range(10):
         grads = [numbers(1, step, rank) for rank in range(P)]
         theirs.grad = torch.stack(grads).sum(0) / P
-        ours.grad = reduced(schemes, grads, step)[0][0]
+        ours.grad = reduced(schemes, grads, step)[0]
         sgd.step()
         other.step()
     torch.testing.assert_close(ours, theirs)
@@ -55,7 +46,7 @@ def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -
         before = schemes[0].state_dict()
         grads = [numbers(step, rank) for rank in range(P)]
         kept = sum(each.state_dict()["residual"].get("w", torch.zeros(N)) for each in schemes)
-        written, report = reduced(schemes, grads, step)[0]
+        written, (report, *_), _ = reduced(schemes, grads, step)
         after = schemes[0].state_dict()
         assert report.details["warmup"] == (step < warmup)
         if step >= warmup:
@@ -84,7 +75,7 @@ def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
     scheme, grad = OneBitAdam(warmup_steps=1).start(), numbers(0)
     grad[:10] = 0
     reduced([scheme], [grad])
-    written, _ = reduced([scheme], [numbers(1)], 1)[0]
+    written, *_ = reduced([scheme], [numbers(1)], 1)
     assert not written[:10].any()
     assert written[10:].all()
 
@@ -96,7 +87,7 @@ def test_dgc_that_sends_everything_is_sgd_with_momentum() -> None:
 
 def test_masking_forgets_the_momentum_of_what_is_sent() -> None:
     scheme = DGC(0.1, warmup_steps=0).start()
-    written, _ = reduced([scheme], [numbers(0)])[0]
+    written, *_ = reduced([scheme], [numbers(0)])
     velocity = scheme.state_dict()["velocity"]["w"]
     assert torch.equal(velocity == 0, written != 0)
     assert torch.equal(velocity + written, numbers(0))
@@ -115,21 +106,17 @@ def test_each_rank_clips_its_gradient_to_where_a_mean_of_unlike_ones_has_the_nor
     P = 4
     unlike = [torch.zeros(N).index_fill_(0, torch.tensor(rank), 100.0) for rank in range(P)]
     schemes = [DGC(1.0, clip=2.0).start() for _ in range(P)]
-    written, _ = reduced(schemes, unlike)[0]
+    written, *_ = reduced(schemes, unlike)
     assert float(written.norm()) == 2.0
     assert written[:P].tolist() == [1.0] * P
     small = numbers(0) / numbers(0).norm() * 3.5  # below 2 sqrt(4)
     schemes = [DGC(1.0, clip=2.0).start() for _ in range(P)]
-    torch.testing.assert_close(reduced(schemes, [small] * P)[0][0], small)
+    torch.testing.assert_close(reduced(schemes, [small] * P)[0], small)
 
 
 def test_dgc_tells_of_a_mean_that_the_gradients_type_cannot_hold() -> None:
     schemes = [DGC(1.0, momentum=0.5, masking=False, warmup_steps=0).start() for _ in range(2)]
     for step, wanted in enumerate((False, True)):
-
-        def body(comm: LocalComm, step: int = step) -> tuple[bool, bool]:
-            bucket = Bucket("w", torch.full((8,), 50_000.0, dtype=torch.float16), step)
-            report = schemes[comm.rank].reduce(bucket, comm)
-            return bool(report.details["overflow"]), bool(bucket.grad.isfinite().all())
-
-        assert LocalWorld(2).run(body) == [(wanted, not wanted)] * 2
+        written, reports, _ = reduced(schemes, [torch.full((8,), 50_000.0, dtype=torch.float16)] * 2, step)
+        assert [bool(report.details["overflow"]) for report in reports] == [wanted] * 2
+        assert bool(written.isfinite().all()) != wanted

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from helpers.plain_oktopk import Restated
 from helpers.quick import one_in
-from sparsync import Bucket, ErrorFeedbackScheme, Report
+from sparsync import ErrorFeedbackScheme, Report
 from sparsync.base.state import State
-from sparsync.comm import LocalWorld, MeteredComm
-from sparsync.core import generator
+from sparsync.core import generator, laid_out
 from sparsync.runtime.rescaling import ResidualRescaler
 from sparsync.schemes import ExDyna, MiCRO
 from sparsync.schemes.exact_oktopk import ExactOkTopk
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.selection.scaling import Program
+from sparsync.testing import world
 
 Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order
 MAKES: dict[str, Callable[[float], ErrorFeedbackScheme]] = {
@@ -31,22 +31,11 @@ MAKES: dict[str, Callable[[float], ErrorFeedbackScheme]] = {
 
 def run(schemes: list[State], gradients: list[list[Tensor]], first: int = 0) -> list[Step]:
     """Reduces `gradients[step][rank]`; every report's cost is checked against what was counted, every rank's result against rank 0's."""
-
-    def body(comm: MeteredComm) -> list[tuple[Tensor, Report, Tensor]]:
-        seen = []
-        for step, grads in enumerate(gradients, first):
-            bucket = Bucket("w", grads[comm.rank].clone(), step)
-            report = schemes[comm.rank].reduce(bucket, comm)
-            assert comm.take()[0] == report.cost
-            kept = schemes[comm.rank].state_dict()["residual"].get("w", torch.zeros_like(bucket.grad))
-            seen.append((bucket.grad, report, kept))
-        return seen
-
-    ranks = LocalWorld(len(schemes)).run(lambda comm: body(MeteredComm(comm)))
-    steps = [tuple(list(part) for part in zip(*seen, strict=True)) for seen in zip(*ranks, strict=True)]
-    for written, _, _ in steps:
-        assert all(torch.equal(x, written[0]) or bool(x.isnan().all()) for x in written)
-    return steps  # pyright: ignore[reportReturnType]  # zip forgets the types
+    steps = world.run(schemes, gradients, first, laid_out([("w", gradients[0][0].numel())]), "w")
+    for step in steps:
+        assert step.counted == [report.cost for report in step.reports]
+        assert all(torch.equal(x, step.written[0]) or bool(x.isnan().all()) for x in step.written)
+    return [(step.written, step.reports, step.residuals) for step in steps]
 
 
 def normal(n: int, rank: int, step: int) -> Tensor:
@@ -74,10 +63,6 @@ def drifting(n: int, rank: int, step: int) -> Tensor:
     return x
 
 
-def first_rank_only(n: int, rank: int, step: int) -> Tensor:
-    return normal(n, rank, step) if rank == 0 else torch.zeros(n)
-
-
 def last_rank_hot(n: int, rank: int, step: int) -> Tensor:
     """Rank 1 alone is large, and only in what is rank 0's region at first."""
     x = 1e-6 * normal(n, rank, step)
@@ -96,7 +81,7 @@ NEVER = {"imbalance": math.inf}
 HOSTILE: dict[str, Callable[[int, int, int, int], Tensor]] = {  # n, rank, step and P
     "one region": lambda n, r, t, P: one_region(n, r, t),
     "drifting": lambda n, r, t, P: drifting(n, r, t),
-    "first rank only": lambda n, r, t, P: first_rank_only(n, r, t),
+    "first rank only": lambda n, r, t, P: normal(n, r, t) if r == 0 else torch.zeros(n),
     "one rank in one region": lambda n, r, t, P: last_rank_hot(n, r, t),
     "disjoint": disjoint,
     "identical": lambda n, r, t, P: normal(n, 0, t),

@@ -108,17 +108,6 @@ def test_ties_at_the_threshold_are_sent_in_order_of_position() -> None:
     assert step.reports[0].selected == step.reports[0].union == n // 2
 
 
-def test_a_mean_that_overflows_the_gradients_type_leaves_the_residual_as_it_was() -> None:
-    """Two finite float16 gradients with a residual each: the step is one a loss scaler skips, so nothing may be spent."""
-    big = torch.full((COUNT,), 60000.0, dtype=torch.float16)
-    schemes = [TopK(0.5).start() for _ in range(2)]
-    first, second = run(schemes, [[big, big], [big, big]])
-    assert first.written[0].isfinite().all()
-    assert not second.written[0].isfinite().all()
-    for before, after in zip(first.residuals, second.residuals, strict=True):
-        assert torch.equal(before, after)
-
-
 # ---- Dense
 
 

@@ -136,23 +136,20 @@ class ReportsOtherBytes(Alternating):
         return Cost(cost.steps, cost.messages, cost.nbytes // 2)
 
 
+def with_state(kind: type[State]) -> type[Alternating]:
+    """Make the scheme with this state, under the state's name."""
+    return type(kind.__name__, (Alternating,), {"state_kind": kind})
+
+
 class NotRestored(State):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return
-
-
-class DoesNotRestore(Alternating):
-    state_kind = NotRestored
 
 
 class OfOneWorld(State):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         residual = {name: part for name, part in state["residual"].items() if name != "head.bias"}
         super().load_state_dict({"residual": residual})
-
-
-class ForgetsOtherWorlds(Alternating):
-    state_kind = OfOneWorld
 
 
 class NamesNoParameter(Alternating):
@@ -165,26 +162,14 @@ class NotRolledBack(State):
         return
 
 
-class DoesNotRollBack(Alternating):
-    state_kind = NotRolledBack
-
-
 class NotWeighed(State):
     def weigh(self, factors: Mapping[str, float]) -> None:
         return
 
 
-class ForgetsWhatItHeldBefore(Alternating):
-    state_kind = NotWeighed
-
-
 class ResetWhole(State):
     def reset_shared_state(self) -> None:
         self.vectors.load_state_dict({})
-
-
-class ResetsItsResidual(Alternating):
-    state_kind = ResetWhole
 
 
 class NeverSendsTheLast(Alternating):
@@ -227,12 +212,12 @@ BROKEN = {
     SendsToItself: "one_rank",
     DrawsFromTheGlobalGenerator: "determinism",
     ReportsOtherBytes: "traffic",
-    DoesNotRestore: "resume",
-    ForgetsOtherWorlds: "another_world",
+    with_state(NotRestored): "resume",
+    with_state(OfOneWorld): "another_world",
     NamesNoParameter: "layouts",
-    DoesNotRollBack: "rollback",
-    ForgetsWhatItHeldBefore: "clipping",
-    ResetsItsResidual: "reset",
+    with_state(NotRolledBack): "rollback",
+    with_state(NotWeighed): "clipping",
+    with_state(ResetWhole): "reset",
     NeverSendsTheLast: "examination",
     SendsEmptyBuckets: "sizes",
     OverflowsInTheResidual: "values",

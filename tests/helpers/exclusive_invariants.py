@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
-from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, ParameterSpan, Report, laid_out
+from sparsync.core import ParameterSpan, Report, laid_out
+from sparsync.testing import world
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,10 @@ def run(
     layout: tuple[ParameterSpan, ...] = (),
 ) -> list[list[RankState]]:
     """Reduce on all ranks and return their states, [P][steps]; checks that every report states the counted traffic."""
-
-    def body(comm: LocalComm) -> list[RankState]:
-        metered, state, seen = MeteredComm(comm), make().start(), []
-        for step, grads in enumerate(steps, start=first):
-            bucket = Bucket("bucket", grads[comm.rank].clone(), step, layout)
-            report = state.reduce(bucket, metered)
-            assert metered.take()[0] == report.cost
-            by_name = state.state_dict()["residual"]
-            parts = [by_name[each.name] for each in bucket.layout if each.name in by_name]
-            residual = torch.cat([bucket.grad[:0], *parts])
-            seen.append(RankState(bucket.grad, residual, report))
-        return seen
-
-    return LocalWorld(P).run(body)
+    layout = layout or cut_in({"bucket": len(steps[0][0])})
+    found = world.run(world.started(make(), P), steps, first, layout, "bucket")
+    assert all(each.counted == [report.cost for report in each.reports] for each in found)
+    return [[RankState(each.written[r], each.residuals[r], each.reports[r]) for each in found] for r in range(P)]
 
 
 def cut_in(lengths: dict[str, int]) -> tuple[ParameterSpan, ...]:

@@ -69,7 +69,9 @@ class Joining:
             full = last or held + bucket.grad.nbytes >= self._nbytes
             if full and not self._waiting:
                 return self._pass_on(bucket, self._prepared())
-        promised = self._hold(bucket)
+        waiting = _WaitingBucket(bucket, future_on(bucket.grad.device))
+        self._waiting.append(waiting)
+        promised = promise(waiting.done, waiting.error)
         if full:
             self.flush()
         return promised
@@ -78,7 +80,7 @@ class Joining:
         """Submit the waiting buckets."""
         wanted, self._wanted = self._wanted, []
         buckets = [each.bucket for each in self._waiting]
-        made = _rearranged(wanted, buckets) or _grouped(buckets)
+        made = _rearranged(wanted, buckets) or [_joined(list(run)) for _, run in groupby(buckets, _kind)]
         parts, self._waiting = self._waiting, []
         pending, written = list(made), list[Any]()  # Any: torch's stubs know two unrelated Event classes
 
@@ -112,12 +114,6 @@ class Joining:
             each.error.append(f"{type(error).__name__}: {error}")
             each.done.set_result(each.bucket.grad)
 
-    def _hold(self, bucket: Bucket) -> Promised:
-        """Keep a bucket until `flush`, and return its future."""
-        waiting = _WaitingBucket(bucket, future_on(bucket.grad.device))
-        self._waiting.append(waiting)
-        return promise(waiting.done, waiting.error)
-
     def _pass_on(self, bucket: Bucket, prepare: Prepare | None) -> Promised:
         self._submitted.append((bucket.key, [entry.name for entry in bucket.layout]))
         return self._submit(bucket, prepare)
@@ -133,11 +129,6 @@ class _Copied:
 
     bucket: Bucket
     parts: list[Tensor]
-
-
-def _grouped(buckets: Sequence[Bucket]) -> list[_Copied]:
-    """Join each run of buckets of one type on one device."""
-    return [_joined(list(run)) for _, run in groupby(buckets, _kind)]
 
 
 def _joined(buckets: Sequence[Bucket]) -> _Copied:

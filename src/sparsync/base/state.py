@@ -54,14 +54,6 @@ class Tables:
             known = self._common[key] = ByParameter(known)
         return known.of(bucket, torch.promote_types(bucket.grad.dtype, torch.float32))
 
-    def continue_from(self, other: "Tables") -> None:
-        """Take over the numbers and tensors of `other`."""
-        self._shared, self._own, self._common = other._shared, other._own, other._common
-
-    def forget_shared(self) -> None:
-        """Forget the state that all ranks share."""
-        self._shared, self._common = {}, {}
-
     def text(self, bucket: str, names: Sequence[str]) -> str:
         """Format the state that all ranks share for the bucket with this key and these parameters, without tensors."""
         lines = [f"{key}: {_fields(table[bucket])}" for key, table in self._shared.items() if bucket in table]
@@ -259,7 +251,7 @@ class State(Tables):
     def reset_shared_state(self) -> None:
         """Forget thresholds, partitions and all else that must agree across ranks but may differ after a failure; keep residuals."""
         for state in tree(self):
-            state.forget_shared()
+            state._shared, state._common = {}, {}
 
     def followed_by(self, scheme: Any) -> Self:  # Any: a Scheme
         """Create a state of `scheme` that takes over these vectors, and all other state if the classes are the same.
@@ -280,7 +272,7 @@ class State(Tables):
                 "handle.scheme and train one step, which sends all of it; then detach, and attach with the other scheme"
             )
         for new, old in zip(now, before, strict=True) if same else ():
-            new.continue_from(old)
+            new._shared, new._own, new._common = old._shared, old._own, old._common
         self.vectors.lay_out_again()  # in the precision of `scheme`
         return after
 

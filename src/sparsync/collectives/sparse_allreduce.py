@@ -89,13 +89,15 @@ def split_and_reduce_(
         outgoing = [elements.index.numel() for elements in pieces]
         packets = [codec.encode(elements) for elements in pieces]
     if counts_first:
-        incoming = _counts_exchanged(outgoing, comm, region.device)
+        counts = torch.tensor(outgoing, dtype=torch.int32, device=region.device).split(1)
+        # A host sync: the sizes of the receive buffers depend on it.
+        incoming: list[int] = torch.cat(comm.all_to_all(counts, [1] * comm.size)).tolist()
         received = comm.all_to_all(packets, [codec.nbytes(k, n, dtype) for k in incoming])
     else:
         heads = counts_as_bytes(outgoing, region.device)
         parts = [torch.cat([head, packet]) for head, packet in zip(heads, packets, strict=True)]
         heads, received = heads_and_packets(comm.all_to_all(parts))
-        incoming: list[int] = heads.tolist()  # a host sync: decoding needs the counts
+        incoming = heads.tolist()  # a host sync: decoding needs the counts
     with phase("decode"):
         addends = [
             # With an exact codec this rank's piece need not be decoded.
@@ -130,13 +132,6 @@ def heads_and_packets(received: Sequence[Tensor], numbers: int = 1) -> tuple[Ten
     if any(packet.numel() < head for packet in received):
         raise RuntimeError(f"a packet begins with {head} bytes, got {[packet.numel() for packet in received]}")
     return torch.cat([packet[:head] for packet in received]).view(torch.int32), [packet[head:] for packet in received]
-
-
-def _counts_exchanged(outgoing: Sequence[int], comm: Comm, device: torch.device) -> list[int]:
-    """Tell the other ranks the counts `outgoing`, and return theirs."""
-    counts = torch.tensor(outgoing, dtype=torch.int32, device=device)
-    # A host sync: the sizes of the receive buffers depend on it.
-    return torch.cat(comm.all_to_all(list(counts.split(1)), [1] * comm.size)).tolist()
 
 
 def equal_holdings(held: Sequence[int]) -> list[int]:

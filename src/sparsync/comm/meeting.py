@@ -81,10 +81,6 @@ class _Note:
     status: Literal["waits", "met", "left"]
     digest: int
 
-    def is_at(self, number: int) -> bool:
-        """Return whether the rank is at this meeting, and has not left."""
-        return self.round == number and self.status != "left"
-
 
 @dataclass(frozen=True)
 class Meeting:
@@ -238,4 +234,4 @@ class Meeting:
 
 
 def _all_at(notes: Sequence[_Note | None], number: int) -> bool:
-    return all(note is not None and note.is_at(number) for note in notes)
+    return all(note is not None and note.round == number and note.status != "left" for note in notes)

@@ -35,7 +35,9 @@ class SubsetComm:
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if counts is None:
-            counts = self._exchange_counts([part.numel() for part in parts], parts[0].device)
+            sent = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=parts[0].device)
+            told = self.all_to_all(sent.split(1), [1] * self.size)
+            counts = [int(count) for count in told]  # a host sync: buffer sizes depend on it
         received = [torch.empty(0)] * self.size
         received[self.rank] = parts[self.rank]
         # In round i every rank sends to the rank i places on, so that no rank receives from two at once.
@@ -48,8 +50,3 @@ class SubsetComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum in rank order, for a few numbers. Bytes sent per rank: (P-1) * nbytes(x)."""
         return sum_in_rank_order(self.all_gather(x, [x.numel()] * self.size))
-
-    def _exchange_counts(self, outgoing: list[int], device: torch.device) -> list[int]:
-        sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
-        received = self.all_to_all([sent[r : r + 1] for r in range(self.size)], [1] * self.size)
-        return [int(count) for count in received]  # a host sync: buffer sizes depend on it

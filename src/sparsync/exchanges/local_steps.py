@@ -137,11 +137,12 @@ class LocalTraining(LocalState):
         self._step += 1
         done = self._step + 1
         reports = []
+        every, fragments = self.options.every, self.options.fragments
         try:
             for number in [each for each, exchange in self._exchanger.pending.items() if exchange.due <= done]:
                 reports += self._finish(number)
-            for number in range(self.options.fragments):
-                if self._is_time_of(number, done):
+            for number in range(fragments):
+                if done % every == (number + 1) * every // fragments % every:
                     reports += self._start(number, self.options.delay)
         finally:
             self._note_written()
@@ -199,11 +200,6 @@ class LocalTraining(LocalState):
         """
         with super().averaged(), self._exchanger.buffers.in_model():
             yield
-
-    def _is_time_of(self, fragment: int, done: int) -> bool:
-        """Tell whether a fragment is sent after `done` steps."""
-        every = self.options.every
-        return done % every == (fragment + 1) * every // self.options.fragments % every
 
     def _start(self, fragment: int, delay: int) -> list[Report]:
         """Send a fragment, and apply it unless it is delayed."""

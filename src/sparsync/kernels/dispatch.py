@@ -13,7 +13,7 @@ its tensors returns NotImplemented, and `run` tries the next; the specification 
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import wraps
 from inspect import signature
 from types import ModuleType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -145,11 +145,6 @@ def _triton() -> ModuleType | None:
     """Return the Triton kernels; None without Triton or without a GPU. Not cached, because its interpreter may be turned on."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return None
-    return _triton_kernels()
-
-
-@cache
-def _triton_kernels() -> ModuleType | None:
     try:
         from sparsync.kernels import cuda
     except ImportError:

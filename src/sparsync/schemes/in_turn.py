@@ -61,7 +61,7 @@ class InTurn(ErrorFeedbackScheme):
             values = turn.of(summed)  # [K]
             if not acc.finite:
                 values.fill_(torch.nan)  # the non-finite element may not be in this turn
-        mean = quantized_all_reduce_(values, comm, *self._codecs)
+        mean = quantized_all_reduce_(values, comm, ValueCodec(self.values), ValueCodec(self.values_down))
         with phase("apply"):
             turn.put_(summed, values)
         return DenseUpdate(_MeanInTurn(mean, turn), summed, values.numel(), values.numel())
@@ -82,10 +82,6 @@ class InTurn(ErrorFeedbackScheme):
     def _turn(self, bucket: Bucket, comm: Comm) -> Turn:
         turns = self._turns(bucket.grad.numel(), comm.size)
         return _turn_at(turns, turns.number(bucket.step), bucket.grad.device)
-
-    @property
-    def _codecs(self) -> tuple[ValueCodec, ValueCodec]:
-        return ValueCodec(self.values), ValueCodec(self.values_down)
 
 
 @lru_cache(maxsize=256)

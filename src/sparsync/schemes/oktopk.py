@@ -150,7 +150,7 @@ class OkTopk(ErrorFeedbackScheme):
 
     def _local_threshold(self, acc: Accumulator, k: int, t: int, local: "OwnControl") -> float:
         if t % self.threshold_steps == 0 or local.threshold is None:
-            return float(_magnitude(acc.top_k(k).value).min())
+            return float(kernels.magnitude(acc.top_k(k).value).min())
         above = CONSTANTS[self.program].tightened_above if self.bug_compatible else None
         return local.threshold if above is None else _tightened(acc.values, local.threshold, above * k)
 
@@ -187,14 +187,9 @@ class OwnControl:
 
 def _tightened(acc: Tensor, threshold: float, most: Fraction) -> float:
     """Raise the threshold by 3 %, up to five times, while it selects more than `most` elements, as the authors' code does."""
-    size = _magnitude(acc)
+    size = kernels.magnitude(acc)
     for _ in range(5):
         if int((size >= threshold).sum()) <= most:
             break
         threshold *= 1.03
     return threshold
-
-
-def _magnitude(x: Tensor) -> Tensor:
-    """Return |x|, with NaN as infinity."""
-    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -44,7 +44,7 @@ class TwoShotReduceScatter(KeepingReduceScatter):
 
     def total(self, acc: Accumulator, own: Span, bucket: Bucket, comm: Comm) -> tuple[Tensor, int, dict[str, Detail]]:
         P, rank, m, codec, dtype = comm.size, comm.rank, len(own), Elements(self.config.values), acc.values.dtype
-        count, chunks = count_for(self.config.density, m), [chunk_of(acc.values, owner, m) for owner in range(P)]
+        count, chunks = count_for(self.config.density, m), [acc.values[p * m : (p + 1) * m] for p in range(P)]
         chosen = {p: acc.top_k_of(chunk, count, "sent") for p, chunk in enumerate(chunks) if p != rank}
         if not acc.finite:  # so that every owner learns of it without another message
             chosen = {p: replace(part, value=torch.full_like(part.value, torch.nan)) for p, part in chosen.items()}
@@ -186,8 +186,3 @@ def _parts_of_a_chunk(
     first = [replace(entry, name=parameter_of(entry.name)) for entry in layout[: len(layout) // P]]
     dense, skipping = split(first, protect)
     return dense.spans, skipping.spans
-
-
-def chunk_of(x: Tensor, owner: int, m: int) -> Tensor:
-    """Return the chunk of `owner` in `x` [P m]."""
-    return x[owner * m : (owner + 1) * m]

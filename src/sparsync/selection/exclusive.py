@@ -112,26 +112,13 @@ class BlockCyclic:
 
 @lru_cache(maxsize=1024)
 def _rows_of(partition: BlockCyclic, device: torch.device) -> list[Rows]:
-    """Return the rows of all partitions."""
-    starts = _starts(partition.n, partition.P, partition.row, device)
-    # A tail is at most as long as a row, so it counts as one more row.
-    return [Rows(begins, partition.row, length) for begins, length in zip(starts, partition.lengths(), strict=True)]
-
-
-@lru_cache(maxsize=1024)
-def _starts(n: int, P: int, row: int, device: torch.device) -> Tensor:
-    """Compute the starts of the rows and the tail, by partition, int32 [P, groups + 1]."""
-    inner = n // (row * P) * row * P
-    tails = torch.tensor([span.start + inner for span in spans(n - inner, P)], dtype=torch.int32, device=device)
-    return torch.cat([_rows(n // (row * P), P, device) * row, tails[:, None]], dim=1)
-
-
-@lru_cache(maxsize=1024)
-def _rows(groups: int, P: int, device: torch.device) -> Tensor:
-    """Compute the row numbers by partition and group, int32 [P, groups]."""
-    group = torch.arange(groups, device=device)
-    p = torch.arange(P, device=device)[:, None]
-    return (group * P + (p + rotations(group, P)) % P).to(torch.int32)
+    """Return the rows of all partitions. A tail is at most as long as a row, so it counts as one more row."""
+    P, row = partition.P, partition.row
+    group, p = torch.arange(partition.groups, device=device), torch.arange(P, device=device)[:, None]
+    rows = ((group * P + (p + rotations(group, P)) % P) * row).to(torch.int32)
+    tails = torch.tensor([[span.start] for span in partition._tails()], dtype=torch.int32, device=device)
+    starts = torch.cat([rows, tails], dim=1)
+    return [Rows(begins, row, length) for begins, length in zip(starts, partition.lengths(), strict=True)]
 
 
 def rotations(group: Numbers, P: int) -> Numbers:

@@ -73,10 +73,6 @@ class RunNetwork:
             taken.bind((self.addresses[0], 0))
             return taken.getsockname()[1]
 
-    def forwarded(self) -> int | None:
-        """Count the bytes carried by the program that delays packets, as Ethernet frames; None on links without a delay."""
-        return None if self.forwarder is None else self.forwarder.count()
-
     def _set_port(self, rank: int, state: str) -> None:
         if self.switch is None:
             raise ValueError("over loopback there is no link to cut; make the network with a rate")

@@ -196,14 +196,10 @@ def _table(name: str, record: Any, several: bool) -> list[str]:  # Any: one of t
 
 def _plain(value: str | int | float) -> str:
     if isinstance(value, str):
-        return _quoted(value)
+        # TOML's escapes are JSON's, except for surrogates and DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     short = f"{value:g}"  # 6.586e+08, not 658600000.0
     return short if isinstance(value, float) and float(short) == value else repr(value)
-
-
-def _quoted(value: str) -> str:
-    """Quote a TOML basic string. Its escapes are JSON's, except for surrogates and DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def rounded(value: int | float) -> float:

@@ -215,8 +215,9 @@ def summarise(records: RunRecords) -> RunSummary:
         )
         for label, traces in by_label.items()
     )
+    compute = [seed.own_compute_s for scheme in schemes for seed in scheme.seeds]
     about = (
-        _noise_s(schemes),
+        max(compute) - min(compute) if compute else 0.0,
         tuple(_banners(run, schemes)),
         tuple(_notes(schemes)),
     )
@@ -338,11 +339,6 @@ def _link_s(run: Run, nbytes: Spread | None) -> float | None:
     if not run.limited or run.rate_bits_per_s is None or nbytes is None:
         return None
     return nbytes.median * 8 / run.rate_bits_per_s
-
-
-def _noise_s(schemes: Sequence[SchemeFigures]) -> float:
-    compute = [seed.own_compute_s for scheme in schemes for seed in scheme.seeds]
-    return max(compute) - min(compute) if compute else 0.0
 
 
 def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:

@@ -30,7 +30,8 @@ def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: fl
     memory_s = 1 / (setup.memory.gb_per_s * 1e9) if setup.memory.gb_per_s else 0.0  # per byte
     group = Ranks(P, _network(setup.network, rate), lambda each: each.passes * memory_s)
     # Trainings that exchange weights every few steps exchange fragments; those that reduce gradients, buckets.
-    count = entry.fragments if entry.every > 1 else _bucket_count(job.elements * job.itemsize, job.bucket_mb)
+    buckets = max(1, math.ceil(job.elements * job.itemsize / (job.bucket_mb * 2**20))) if job.bucket_mb else 1
+    count = entry.fragments if entry.every > 1 else buckets
     n = job.elements // count
     made = plan(scheme_text.made(entry.name, dict(entry.settings)), n, P, itemsize=job.itemsize)
     backward = even_backward([n] * count, job.forward_s, job.backward_s, job.optimizer_s)
@@ -51,8 +52,3 @@ def _network(settings: NetworkSettings, gbit_per_s: float) -> Nodes:
     if settings.ranks_per_node > 1:
         inside = Link(settings.inside_gbit_per_s * 1e9, settings.inside_latency_us * 1e-6)
     return Nodes(between, settings.ranks_per_node, inside, settings.all_reduce, settings.rings)
-
-
-def _bucket_count(nbytes: int, bucket_mb: float) -> int:
-    """Count the buckets of `bucket_mb` in a gradient; 1 for 0."""
-    return max(1, math.ceil(nbytes / (bucket_mb * 2**20))) if bucket_mb else 1
