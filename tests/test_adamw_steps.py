@@ -109,11 +109,13 @@ def taking_part(P: int, step: int) -> Tensor:
 
 
 @cache
-def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: float) -> list[Tensor]:
-    """Return x of one rank by the formulas, on whole vectors and with loops over blocks."""
+def own_steps(
+    rank: int, P: int, count: int, rate: float, beta2: float, eps: float, scaled: bool = False
+) -> list[Tensor]:
+    """Return x of one rank by the formulas, on whole vectors and with loops over blocks; `scaled`: elements are left out."""
     n = gradient(0, 0).numel()
     blocks = [slice(first, min(first + BLOCK, n)) for first in range(0, n, BLOCK)]
-    square, of_mean, of_own = torch.zeros(n), torch.zeros(len(blocks)), torch.zeros(len(blocks))
+    squares, of_mean, of_own, shared = torch.zeros(P, n), *(torch.zeros(len(blocks)) for _ in range(3))
     ends = list(accumulate(each.numel() for each in model().parameters()))
     place = torch.tensor([bisect_right(ends, block.start) for block in blocks])  # the parameter of each block
     found, measured, seen = [], 0, torch.zeros(n)
@@ -121,10 +123,13 @@ def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: flo
     def measure(gradients: list[Tensor], step: int) -> None:
         weight = max(0.02, 1 / measured)
         less = signs(n, digest(f"ratio/float32/cpu/0/{step}") % 2**32, gradients[0].device)
+        seen = torch.stack([torch.stack([(each[block] ** 2).sum() for block in blocks]) for each in gradients])
         for i, block in enumerate(blocks):
             mean = sum(float(torch.where(less, -each, each)[block].sum()) for each in gradients) / P
             of_mean[i] += weight * (mean**2 - of_mean[i])
-            of_own[i] += weight * ((gradients[rank][block] ** 2).sum() - of_own[i])
+            alike = [each[place == place[i]].mean().bfloat16() for each in seen]  # of the parameter, by rank
+            own = sum(alike, torch.zeros(()).bfloat16()).float() / P if scaled else seen[rank][i]
+            of_own[i] += weight * (own - of_own[i])
 
     for step in range(count):
         gradients = [gradient(each, step) for each in range(P)]
@@ -136,12 +141,23 @@ def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: flo
         for i, block in enumerate(blocks):
             if of_own[i] > 0:
                 around = of_mean[place == place[i]].sum() / of_own[place == place[i]].sum()
-                known = measured - (due and measured > 1)
+                known = 0 if scaled else measured - (due and measured > 1)
                 both = (known * of_mean[i] / of_own[i] + 16 * around) / (known + 16)
                 ratio[block] = both.clamp(1 / P, 1.0)
         active = taking_part(P, step)
-        square, seen = torch.where(active, beta2 * square + (1 - beta2) * own**2, square), seen + active
-        found.append(rate * own / ((ratio * square / (1 - beta2**seen).clamp(min=eps)).sqrt() + eps))
+        before, each = squares, torch.stack(gradients)
+        squares, seen = torch.where(active, beta2 * squares + (1 - beta2) * each**2, squares), seen + active
+        found.append(rate * own / ((ratio * squares[rank] / (1 - beta2**seen).clamp(min=eps)).sqrt() + eps))
+        for i, block in enumerate(blocks) if scaled and due else ():
+            if bisect_right(ends, block.stop - 1) > place[i]:
+                continue
+            means = before[:, block].mean(1)
+            moved = sum((means - 0.998 * shared[i]).bfloat16(), torch.zeros(1).bfloat16())
+            mean = shared[i] = 0.998 * shared[i] + moved.float() / P
+            for square, known in zip(squares, means, strict=True):
+                now = square[block].mean()
+                wanted = mean + now - known if now > known else mean * now / known
+                square[block] = square[block] * (wanted / now) if now > 0 else mean
         if due and measured > 1:  # it serves from the next step on
             measure(gradients, step)
     return found
@@ -225,7 +241,7 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
         wanted = bucket.common if share is None else bucket.common - keep * share
         assert torch.equal(flat(steps.model.parameters()), wanted)
         assert (stats["drift"] > 0) == (keep > 0 and name != "dense")
-        return seen, held, sum(own_steps(comm.rank, P, 10, 0.25, 0.95, 1e-8), torch.zeros(83))
+        return seen, held, sum(own_steps(comm.rank, P, 10, 0.25, 0.95, 1e-8, scheme.leaves_out), torch.zeros(83))
 
     ranks = LocalWorld(P).run(body)
     for seen, _, _ in ranks:
@@ -292,7 +308,7 @@ def test_whoever_asks_for_the_clip_factor_or_saves_before_a_device_has_measured_
             assert ratios.state_dict(["all"])["all"]["known"].tolist() == [0.0, 0.0]
             assert ratios.clip_factor(P) == 1.0
         ratios.observe(torch.ones(1), [torch.full((1,), 4.0)], [[Span(0, 4)]], skip=torch.zeros(1))
-        return ratios.clip_factor(P), ratios.clip_factor(P, latest=True)
+        return ratios.clip_factor(P), ratios.own_factor(P)
 
     assert measured(asks=True) == measured(asks=False) == (1.0, 2.0)
 
@@ -335,6 +351,67 @@ def test_steps_too_short_for_16_bits_add_up_in_the_common_weights() -> None:
         return float(steps._weights.buckets[0].common), made.weight.item()
 
     assert LocalWorld(2).run(body) == [(264.0, 264.0)] * 2
+
+
+@pytest.mark.parametrize("scheme", ["topk", "dense"])
+def test_a_measurement_makes_blocks_of_second_moments_equally_large_if_elements_are_left_out(scheme: str) -> None:
+    """Ranks with other gradients agree on the means and the ratio. A block that was zero on a rank becomes the mean."""
+
+    def body(comm: LocalComm) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        made = nn.Linear(9, 3, bias=False)  # three blocks of 8, and one of 3
+        optimizer = torch.optim.AdamW(made.parameters(), betas=(0.9, 0.5))
+        steps = AdamWSteps(made, optimizer, SCHEMES[scheme](), comm=comm, block=8, measure_every=1, beta2=0.5)
+        ratios, seen = steps._sender.ratios, list[Tensor]()
+        for step in range(5):
+            grads = torch.randn(27, generator=torch.Generator().manual_seed(10 * step + comm.rank)) * (1 + comm.rank)
+            grads[:8] *= comm.rank == 0 and step == 0
+            grads[9] = torch.nan if step == 3 and comm.rank == 1 else grads[9]
+            made.weight.grad = grads.view(3, 9)
+            steps.step()
+            seen.append(ratios.squares[0].clone())
+        return seen, [*ratios._shared, ratios.ratio(0, P)]
+
+    ranks = LocalWorld(P).run(body)
+    touched = [[seen[:8].mean().item() for seen in steps] for steps, _ in ranks]
+    assert touched[0][0] > 0
+    assert [each[0] for each in touched[1:]] == [0.0] * (P - 1)
+    same = [list(map(torch.equal, shared, ranks[0][1])) for _, shared in ranks]
+    if scheme == "dense":
+        assert [each[1] for each in touched[1:]] == [0.0] * (P - 1)
+        assert not all(map(all, same))
+        return
+    # Step 1 measured the squares after step 0, and scaled those after step 1.
+    mean = touched[0][0] / P
+    assert [each[1] for each in touched] == pytest.approx([mean / 2] + [mean] * (P - 1), rel=0.01)
+    assert all(map(all, same))
+    # The step of the NaN is skipped: those who found a finite gradient forget half, and nothing is scaled.
+    assert [each[3] / each[2] for each in touched] == [0.5, 1.0] + [0.5] * (P - 2)
+
+
+def test_blocks_stay_if_a_device_skips_the_step_or_they_overflow_or_have_several_parameters() -> None:
+    squares = torch.ones(12)
+    ratios = BlockRatios([squares], [laid_out([("a", torch.Size([4])), ("b", torch.Size([8]))])], block=8, every=8)
+    ratios.average(True)
+    for moved, flag, then in ((3.0, 1.0, 1.0), (torch.inf, 0.0, 1.0), (3.0, 0.0, 3.0), (torch.inf, None, 3.0)):
+        skip = None if flag is None else torch.tensor([flag])
+        ratios.share(0, torch.ones(2), torch.full((2,), moved), skip)
+        assert squares.tolist() == [1.0] * 8 + [then] * 4
+
+
+def test_a_row_that_was_nearly_forgotten_keeps_second_moments_of_its_size() -> None:
+    """Without its own gradient of this step the block would be scaled by the others' mean over nearly nothing."""
+
+    def body(comm: LocalComm) -> Tensor:
+        made = nn.Linear(8, 1, bias=False)
+        steps = AdamWSteps(made, torch.optim.AdamW(made.parameters()), TopK(0.25), comm=comm, block=8, measure_every=1)
+        for size in (1e-12, 1.0) if comm.rank == 0 else (1.0, 0.0):
+            made.weight.grad = torch.full((1, 8), size)
+            steps.step()
+        return steps._sender.vectors["square"][0]
+
+    for square in LocalWorld(2).run(body):
+        assert 1e-4 < square.mean() < 2e-3
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

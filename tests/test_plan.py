@@ -21,6 +21,7 @@ from sparsync.schemes.exact_micro import ExactMiCRO
 from sparsync.selection.exclusive import budget
 from sparsync_lab import predict
 from sparsync_lab.predict.exchanges import Given
+from sparsync_lab.predict.schemes import measurement
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.traffic.stream import Synthetic
 
@@ -252,6 +253,8 @@ def test_steps_of_adamw_add_a_measurement_every_few_steps() -> None:
     plan, bare = (predict.adamw_steps(schemes.get("dense"), [6400], 4, Steps(keep=keep)) for keep in (None, 0.0))
     assert sum(exchange.nbytes for exchange in plan.exchanges) == 4 * 6400 * 1.5 + 2 * 100 * 1.5 / 8
     assert plan.state_nbytes - bare.state_nbytes == 4 * 6400  # common weights
+    more = measurement(schemes.get("topk"), [6400], 4, Steps()).exchanges[0].nbytes
+    assert more == 2 * 2 * 100 * 1.5
 
 
 def test_numbers_that_make_no_plan_are_refused() -> None:

@@ -35,7 +35,11 @@ def weights() -> list[nn.Parameter]:
 def planned_bits(each: Recipe, ranks: int) -> float:
     """Return what a rank sends by the closed forms, with what the integration sends besides."""
     scheme, how = method_of(each.text)
-    plan = plans.adamw_steps(scheme, [N], ranks, how) if isinstance(how, Steps) else plans.plan(scheme, N, ranks)
+    plan = (
+        plans.adamw_steps(scheme, [N], ranks, how, each.family == "muon")
+        if isinstance(how, Steps)
+        else plans.plan(scheme, N, ranks)
+    )
     return 8 * sum(one.nbytes for one in plan.exchanges) / N
 
 

@@ -140,7 +140,7 @@ class AdamWSteps(StepsState):
         Returns the reports of the ratio, if measured, and of each bucket, also if the step is skipped. Call this or `optimizer.step()`, on
         every rank. Weights that were set from outside since the last step, the same on all ranks, become the common ones.
         If only some ranks have a gradient of a parameter, it counts as zero on the others. A parameter that is frozen, or without a
-        gradient on any rank, does not move; its moments stay, and its unsent part waits.
+        gradient on any rank, does not move; its momentum stays, and its unsent part waits.
         If a rank's gradient holds NaN or Inf, or the square norm of the gradient or its sketch overflows, all ranks skip the step, with a
         warning: common weights, momentum and ratio stay, and what was sent returns to the residuals. A rank's own second moments may
         contain a finite gradient already. Raises RuntimeError, on all ranks, if 32 steps in a row are skipped.

@@ -3,7 +3,6 @@
 Not used with `Steps(keep=0.0)`: there the parameters are the common weights.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from sparsync.core import Comm
 from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import WeightBucket, Weights
 from sparsync.kernels import operations as kernels
+from sparsync.runtime.between_steps import WeakHook
 from sparsync.runtime.parameters import plain_name
 
 WITHOUT = "attach with bits=4.6, or with exchange=sparsync.Steps(keep=0.0), with which all ranks train the same weights"
@@ -54,11 +54,11 @@ class ShownWeights:
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
         self._hooks = [
             *(
-                each.register_forward_pre_hook(_Hook(self, "before_forward"), prepend=True)  # before FSDP2 gathers
+                each.register_forward_pre_hook(WeakHook(self, "before_forward"), prepend=True)  # before FSDP2 gathers
                 for each in replica.called
             ),
-            *(each.register_forward_hook(_Hook(self, "after_forward")) for each in replica.bodies),
-            *(each.register_state_dict_post_hook(_Hook(self, "put_common")) for each in replica.bodies),
+            *(each.register_forward_hook(WeakHook(self, "after_forward")) for each in replica.bodies),
+            *(each.register_state_dict_post_hook(WeakHook(self, "put_common")) for each in replica.bodies),
         ]
 
     @property
@@ -213,30 +213,6 @@ def _tensors(output: object) -> Iterator[Tensor]:
     held = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
     for each in vars(output).values() if is_dataclass(output) and not held else held:
         yield from _tensors(each)
-
-
-class _Hook:
-    """Calls a method of `shown`, which it refers to weakly. In a copied or pickled model it does nothing."""
-
-    def __init__(self, shown: ShownWeights | None = None, method: str = "") -> None:
-        self._shown: Callable[[], ShownWeights | None] = (lambda: None) if shown is None else weakref.ref(shown)
-        self._method = method
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(self), ()
-
-    def __call__(self, *arguments: Any) -> None:  # Any: as torch calls its hooks
-        if (shown := self._shown()) is not None:
-            getattr(shown, self._method)(*arguments)
-
-
-def shown_from_here(
-    replica: Replica, weights: Weights, set_outside: Callable[[], Collection[str]], adopt: Callable[[], object]
-) -> ShownWeights:
-    """Keep the common weights apart from here on, and show own ones that differ."""
-    if weights.hold_common() and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # compiled code does not look for new hooks
-    return ShownWeights(replica, weights, set_outside, adopt)
 
 
 def write_own(

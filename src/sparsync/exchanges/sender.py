@@ -83,7 +83,7 @@ class Sender:
         self.vectors = {key: [each.empty().zero_() for each in weights.buckets] for key in VECTORS}
         self.counts = {key: dict.fromkeys(weights.trained, 0) for key in COUNTS}
         layouts = [each.layout for each in weights.buckets]
-        self.ratios = BlockRatios(self.vectors["momentum"], layouts, options.block, options.measure_every)
+        self.ratios = BlockRatios(self.vectors["square"], layouts, options.block, options.measure_every)
         self.idle: frozenset[str] = frozenset()  # parameters that take no part in the step
 
     def gradients(self, place: int, divisor: GradientDivisor) -> Gradients:
@@ -145,6 +145,16 @@ class Sender:
             self.counts["seen"] |= {each.name: self.counts["applied"][each.name] for each in self.taking(place)}
         return counted
 
+    @property
+    def own_squares(self) -> bool:
+        """Tell whether second moments are this rank's alone."""
+        return not self.common and not self.ratios.averaged
+
+    @property
+    def has_muon(self) -> bool:
+        """Tell whether any parameter moves by Muon."""
+        return any(isinstance(rule, MuonRule) for rule in self.groups.rules)
+
     def take_squares(self, common: bool, were_common: bool, P: int) -> None:
         """Go on with second moments of the mean gradients if `common`, or with this rank's own, which are larger by the ratio."""
         self.common, self.shares = common, self.shares or (common and not were_common)
@@ -166,15 +176,14 @@ class Sender:
 
     def keep_for(self, options: Steps, scheme: Scheme) -> float:
         """Choose `keep` to suit the scheme and the optimizers if these options leave it open."""
-        return options.keep_for(scheme, any(isinstance(rule, MuonRule) for rule in self.groups.rules))
+        return options.keep_for(scheme, self.has_muon)
 
     def common_for(self, options: Steps, scheme: Scheme) -> bool:
         """Tell whether second moments are common: if every element is sent, without own weights and without Muon.
 
         Muon ended nearer to dense with steps made of a rank's own second moments (docs/log.md, "Gradients over common scales").
         """
-        muon = any(isinstance(rule, MuonRule) for rule in self.groups.rules)
-        return not self.keep_for(options, scheme) and not scheme.leaves_out and not muon
+        return not self.keep_for(options, scheme) and not scheme.leaves_out and not self.has_muon
 
     def uncount(self, names: Iterable[str]) -> None:
         """Undo the count of the last step of these parameters."""

@@ -1,5 +1,6 @@
 """The state of AdamWSteps: saves and loads it, follows other ranks, shows own weights, and switches to chosen bits."""
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
@@ -116,6 +117,7 @@ class StepsState(StepMethod):
             "own": {name: trained[name].detach().flatten().clone() for name in sorted(sender.idle | self._adopted)},
             "idle": dict.fromkeys(sorted(sender.idle), 1),
             "mean_squares": int(sender.common),
+            "averaged": int(sender.ratios.averaged),
             "shares": int(sender.shares),
             "of_mean": int(self._of_mean),
             "measured": sender.ratios.measured,
@@ -148,9 +150,11 @@ class StepsState(StepMethod):
         self._moments.follow_rates(restart=True)
         self._skipped, sender.idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
+        ratios.average(bool(saved.get("averaged")))
         ratios.load_state_dict(saved["ratio"], sender.keys, self._step + 1)
         before = saved.get("ranks", self._comm.size)
         self._take_form(sender.common, bool(saved["mean_squares"]), before)
+        self._average()
         if before != self._comm.size:
             ratios.regrouped(self._step + 1, before, self._comm.size)
         self._divisor.next_step(self.clip_factor)
@@ -198,7 +202,7 @@ class StepsState(StepMethod):
 
     def _start_from(self, moved: SavedState) -> None:
         self._check_own()
-        own = self._step >= 0 and not self._sender.common
+        own = self._step >= 0 and self._sender.own_squares
         self._take_common(self._weights.from_saved(moved["common"]))
         for key in VECTORS:
             # A rank that has made steps keeps its own second moments.
@@ -224,7 +228,7 @@ class StepsState(StepMethod):
         joined, own = super()._joined(snapshot, mine), mine[self.integration]
         theirs = {**joined[self.integration], **(snapshot.moved or {})}
         kept = {key: own[key] for key in (*VECTORS, "common") if key not in theirs}
-        if (mine["step"] >= 0 and not self._sender.common) or "seen" not in theirs:
+        if (mine["step"] >= 0 and self._sender.own_squares) or "seen" not in theirs:
             # This rank may have counted a step that the others did not take.
             seen = {name: min(t, joined["step"] + 1 + self._ahead) for name, t in own["seen"].items()}
             kept |= {"square": own["square"], "seen": seen}
@@ -269,15 +273,21 @@ class StepsState(StepMethod):
     def _have_own_weights(self) -> None:
         """Show own weights from here on, if the options say so."""
         self._keep = self._sender.keep_for(self.exchange, self.scheme)
+        self._average()
         # If only rounding errors wait, a loop that goes back need not hear of them.
         self._told_of_loads = not self._keep and not self.scheme.leaves_out
         if self._keep and self._shown is None:
-            self._shown = own_weights.shown_from_here(self._replica, self._weights, self._set_outside, self._adopt)
+            if self._weights.hold_common() and "torch._dynamo" in sys.modules:
+                torch.compiler.reset()  # compiled code does not look for new hooks
+            self._shown = own_weights.ShownWeights(self._replica, self._weights, self._set_outside, self._adopt)
             self._comparison.compare(partial(own_weights.compared, self._replica, self._weights), own_weights.CURE)
+
+    def _average(self) -> None:
+        self._sender.ratios.average(self.scheme.leaves_out and not self._sender.has_muon)
 
     def _own_factor(self) -> float:
         """Compute by how much the roots of the second moments exceed the mean gradient's."""
-        return 1.0 if self._sender.common else self._sender.ratios.clip_factor(self._comm.size, latest=True)
+        return 1.0 if self._sender.common else self._sender.ratios.own_factor(self._comm.size)
 
     def show_common(self) -> None:
         """Show the common weights until the model is trained again, also to code that calls a part of it directly."""

@@ -4,7 +4,7 @@
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,12 @@ class Loads:
         self._weights = weights
         self.forget()
         # Any: torch's handles of hooks
-        self._hooks: list[Any] = [each.register_load_state_dict_pre_hook(_BeforeLoad(self)) for each in modules]
+        note = WeakHook(self, "note_model")
+        self._hooks: list[Any] = [each.register_load_state_dict_pre_hook(note) for each in modules]
         for each in (inner for given in optimizers for inner in with_inner(given)):
             if "_optimizer_load_state_dict_post_hooks" in vars(each):  # not if a wrapper passes on to another
-                self._hooks.append(each.register_load_state_dict_pre_hook(_BeforeOptimizerLoad(self)))
-                self._hooks.append(each.register_load_state_dict_post_hook(_AfterLoad(self)))
+                self._hooks.append(each.register_load_state_dict_pre_hook(WeakHook(self, "note_moments")))
+                self._hooks.append(each.register_load_state_dict_post_hook(WeakHook(self, "note_optimizer")))
 
     def forget(self) -> None:
         """Begin again: a step was taken."""
@@ -72,7 +73,7 @@ class Loads:
         optimizer = self._optimizer and (model or others)
         return ["model"] * model + ["optimizer"] * optimizer
 
-    def note_model(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    def note_model(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
         """Note that `state` is about to be loaded into the model."""
         owned, known = set[int](), set[int]()
         for name, each in module.named_parameters(remove_duplicate=False):
@@ -84,12 +85,12 @@ class Loads:
         if owned == known:
             self._before, self._new = self._digests() if self._before is None else self._before, True
 
-    def note_moments(self, optimizer: Optimizer) -> None:
+    def note_moments(self, optimizer: Optimizer, *_: object) -> None:
         """Note that a state is about to be loaded into an optimizer."""
         if not any(known() is optimizer for known, _ in self._moments):
             self._moments.append((weakref.ref(optimizer), _moments_of(optimizer)))
 
-    def note_optimizer(self) -> None:
+    def note_optimizer(self, *_: object) -> None:
         """Note that a state of an optimizer was loaded."""
         self._optimizer = self._new = True
 
@@ -148,7 +149,7 @@ class StepBoundary:
         self._pass = -1  # the last backward pass
         self._model_hooks: list[Any] = []  # Any: torch's handles of hooks
         if len(rescaler.clippings) == 1 and module is not None:
-            rescaler.clippings[0].passes = BackwardPasses(partial(_gradients_of, weakref.ref(module)))
+            rescaler.clippings[0].passes = BackwardPasses(partial(_of_trained, weakref.ref(module), "grad"))
             begins = partial(_note_pass, weakref.ref(self))
             self._model_hooks += [each.register_hook(begins) for _, each in driven]
         weakref.finalize(self, _remove, self._model_hooks).atexit = False
@@ -213,7 +214,7 @@ class StepBoundary:
         if module is None:
             return Loads([], optimizers, list)
         inside = [module.get_submodule("_orig_mod")] if hasattr(module, "_orig_mod") else []  # of torch.compile
-        return Loads([module, *inside], optimizers, partial(_trained_of, weakref.ref(module)))
+        return Loads([module, *inside], optimizers, partial(_of_trained, weakref.ref(module), "data"))
 
     def _go_back(self, last: int) -> list[str]:
         """Drop residuals if the model or an optimizer, and not this handle, has loaded another state since the step `last`.
@@ -275,19 +276,10 @@ def _note_pass(handle: "weakref.ref[StepBoundary]", _: Tensor) -> None:
         boundary._pass_begins()
 
 
-def _gradients_of(module: Callable[[], nn.Module | None]) -> Iterator[Tensor | None]:
-    """Give this rank's part of the gradients of a module."""
+def _of_trained(module: Callable[[], nn.Module | None], field: str) -> list[Any]:  # Any: tensors, DTensors or None
+    """List this rank's part of "grad" or "data" of the trained parameters of a module."""
     model = module()
-    # Any: a DTensor may be among them.
-    gradients: Any = () if model is None else (each.grad for _, each in trained(model))
-    return (each.to_local() if hasattr(each, "to_local") else each for each in gradients)
-
-
-def _trained_of(module: Callable[[], nn.Module | None]) -> list[Tensor]:
-    """List this rank's part of the trained parameters of a module."""
-    model = module()
-    # Any: a DTensor may be among them.
-    values: list[Any] = [each.detach() for _, each in trained(model)] if model is not None else []
+    values = [] if model is None else [getattr(each, field) for _, each in trained(model)]
     return [each.to_local() if hasattr(each, "to_local") else each for each in values]
 
 
@@ -302,29 +294,16 @@ def _moments_of(optimizer: Optimizer) -> list[object]:
     return values
 
 
-class _Hook:
-    """Refers to `loads` weakly. In a copied or pickled model it does nothing."""
+class WeakHook:
+    """Calls a method of `owner`, to which it refers weakly. In a copied or pickled model it does nothing."""
 
-    def __init__(self, loads: Loads | None = None) -> None:
-        self._loads: Callable[[], Loads | None] = (lambda: None) if loads is None else weakref.ref(loads)
+    def __init__(self, owner: object = None, method: str = "") -> None:
+        self._owner: Callable[[], object] = (lambda: None) if owner is None else weakref.ref(owner)
+        self._method = method
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
-
-class _BeforeLoad(_Hook):
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
-        if (loads := self._loads()) is not None:
-            loads.note_model(module, state, prefix)
-
-
-class _BeforeOptimizerLoad(_Hook):
-    def __call__(self, optimizer: Optimizer, _: object) -> None:
-        if (loads := self._loads()) is not None:
-            loads.note_moments(optimizer)
-
-
-class _AfterLoad(_Hook):
-    def __call__(self, _: Optimizer) -> None:
-        if (loads := self._loads()) is not None:
-            loads.note_optimizer()
+    def __call__(self, *arguments: Any) -> None:  # Any: as torch calls its hooks
+        if (owner := self._owner()) is not None:
+            getattr(owner, self._method)(*arguments)

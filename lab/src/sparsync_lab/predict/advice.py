@@ -171,8 +171,8 @@ def step_around(
     ranks = probed_ranks(probe)
     if steps == "adamw_steps":
         options = Steps(**settings)
-        ratio_s = ranks.seconds(schemes.ratio([elements], P, options.block))
-        line = serial(backward, [reduction.seconds(elements), ratio_s / options.measure_every])
+        measured_s = ranks.seconds(schemes.measurement(scheme, [elements], P, options))
+        line = serial(backward, [reduction.seconds(elements), measured_s / options.measure_every])
         return _step(label, line, schemes.adamw_steps(scheme, [elements], P, options), reduction)
     defaults = {"every": 1, "fragments": 1, "delay": 0}
     every, fragments, delay = (int(settings.get(name, default)) for name, default in defaults.items())

@@ -64,7 +64,7 @@ from sparsync_lab.rivals.onebit_adam import OneBitAdam
 # traffic` draws them.
 PEAK = 0.6
 _AGREEMENT_NBYTES = 24  # LocalSteps sends three float64 numbers before the buckets of an exchange
-_RATIO_NBYTES = 2  # AdamWSteps sends one bfloat16 number per block
+_MEASURED_NBYTES = 2  # AdamWSteps sends bfloat16 numbers
 
 
 def plan(scheme: Scheme, n: int, P: int, *, itemsize: int = 4, layout: Sequence[ParameterSpan] = ()) -> Plan:
@@ -90,26 +90,30 @@ def agreement(P: int) -> Plan:
     return Plan((counts_exchange(P, _AGREEMENT_NBYTES),), beside=(announcement_exchange(P),)) if P > 1 else Plan()
 
 
-def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps) -> Plan:
+def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps, muon: bool = False) -> Plan:
     """Plan the mean step of `sparsync.AdamWSteps` with buckets of these sizes, in float32 elements.
 
-    The state is the scheme's plus momentum, second moments, two numbers per block, and common weights unless `options.keep` is 0. The
-    first 8 steps, which all measure the ratio, are not included.
+    The state is the scheme's plus momentum, second moments, two or four numbers per block, and common weights unless `options.keep` is
+    0. The first 8 steps, which all measure, are not included.
     """
-    blocks = [-(-n // options.block) for n in buckets]
-    state = 4 * ((2 - (options.keep == 0)) * sum(buckets) + (options.block + 2) * sum(blocks))
+    blocks, sent = [-(-n // options.block) for n in buckets], 1 + (scheme.leaves_out and not muon)
+    state = 4 * ((2 - (options.keep == 0)) * sum(buckets) + (options.block + 2 * sent) * sum(blocks))
     # Second moments and steps are read and written, the gradient is read; likewise momentum and weights.
     own = Plan(passes=4 * 10 * sum(buckets), state_nbytes=state)
-    measured = averaged(ratio(buckets, P, options.block), options.measure_every)
+    measured = averaged(measurement(scheme, buckets, P, options, muon), options.measure_every)
     return sum([plan(scheme, n, P) for n in buckets], own) + measured
 
 
-def ratio(buckets: Iterable[int], P: int, block: int = 64) -> Plan:
-    """Plan one ratio measurement of `sparsync.AdamWSteps` for buckets of these sizes: one number per block, from all ranks."""
+def measurement(scheme: Scheme, buckets: Iterable[int], P: int, options: Steps, muon: bool = False) -> Plan:
+    """Plan one measurement of `sparsync.AdamWSteps` for buckets of these sizes, in float32 elements.
+
+    All ranks send one number per block, and another one where the scheme leaves elements out and there is no Muon; then also
+    one per parameter, not included.
+    """
     if P == 1:
         return Plan()
-    blocks = sum(-(-n // block) for n in buckets)
-    return Plan((all_reduce_exchange(blocks, _RATIO_NBYTES, P),), beside=(announcement_exchange(P),))
+    count = (1 + (scheme.leaves_out and not muon)) * sum(-(-n // options.block) for n in buckets)
+    return Plan((all_reduce_exchange(count, _MEASURED_NBYTES, P),), beside=(announcement_exchange(P),))
 
 
 def averaged(made: Plan, steps: int) -> Plan:
