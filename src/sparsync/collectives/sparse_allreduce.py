@@ -134,11 +134,6 @@ def heads_and_packets(received: Sequence[Tensor], numbers: int = 1) -> tuple[Ten
     return torch.cat([packet[:head] for packet in received]).view(torch.int32), [packet[head:] for packet in received]
 
 
-def equal_holdings(held: Sequence[int]) -> list[int]:
-    """Compute near-equal counts with the same sum, to which the paper balances."""
-    return [len(span) for span in spans(sum(held), len(held))]
-
-
 def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], int]:
     """Plan at most 2P - 1 moves that turn the counts `held` into `wanted`: (from, to) -> count."""
     missing = [[rank, want - have] for rank, (have, want) in enumerate(zip(held, wanted, strict=True)) if want > have]

@@ -302,7 +302,7 @@ class AdamWSteps(StepsState):
         sketch.observe(map(self._sender.taking, range(len(self._weights.buckets))))
         if self._of_mean:
             for each in self._sender.vectors["square"]:
-                each.mul_(self.clip_factor**2)
+                each.mul_(self._own_factor() ** 2)
             self._of_mean = False
 
     def _apply(self, means: Sequence[Mean]) -> None:

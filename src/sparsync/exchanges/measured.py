@@ -115,6 +115,7 @@ class BlockRatios:
         self._known: dict[tuple[int, int, int, bool], Tensor] = {}  # ratios of the last measurement
         # The sum over the blocks of each vector, mean gradients first, as far as the host knows.
         self._sums: list[float] | None = [0.0] * (2 * len(squares))
+        self._sums_of_all: list[float] | None = None  # likewise
         self._arriving: Arriving | None = None
 
     def average(self, averaged: bool) -> None:
@@ -122,6 +123,7 @@ class BlockRatios:
         if averaged != self.averaged:
             self.averaged, self._of_all = averaged, [each.clone() for each in self.of_own] if averaged else self.of_own
             self._shared = [torch.zeros_like(each) for each in self.of_own if averaged]
+            self._sums_of_all = None
 
     def due(self, step: int) -> bool:
         """Tell whether this step measures. It depends only on the step number, which ranks agree on after a failure too."""
@@ -131,19 +133,23 @@ class BlockRatios:
         """Compute the squares of the mean gradient over the local ones, [blocks]; 1 for parameters that were always zero.
 
         One measurement of a block is noisy, and a small value makes its steps too long. So a block is averaged with its whole parameter:
-        its weight is small at first, and close to 1 later, or 0 if second moments are `averaged`. A gradient that is all noise has 1/P, the
-        lower bound.
+        its weight is small at first, and close to 1 later. If second moments are averaged, blocks of one parameter have its ratio, with
+        the squares of the average rank. A gradient that is all noise has 1/P, the lower bound.
         """
         key = place, P, self.measured, self.averaged
         if (known := self._known.get(key)) is not None:
             return known
-        mean, mine, lengths = self.of_mean[place], self._of_all[place], self._lengths[place]
-        whole = [torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True) for each in (mean, mine)]
-        ratios = (whole[0] / whole[1]).index_select(0, self._owners[place])
-        if not self.averaged:
-            ratios.lerp_(mean / mine, self.measured / (self.measured + _SHARED))
+        ratios = self._of_parameter(place, self.of_own)
+        ratios.lerp_(self.of_mean[place] / self.of_own[place], self.measured / (self.measured + _SHARED))
+        if self.averaged:
+            ratios = torch.where(self._whole[place], self._of_parameter(place, self._of_all), ratios)
         ratios = self._known[key] = ratios.nan_to_num_(1.0).clamp_(1 / P, 1.0)
         return ratios
+
+    def _of_parameter(self, place: int, own: Sequence[Tensor]) -> Tensor:
+        lengths = self._lengths[place]
+        sums = (torch.segment_reduce(each[place], "sum", lengths=lengths, unsafe=True) for each in (self.of_mean, own))
+        return torch.div(*sums).index_select(0, self._owners[place])
 
     def settle(self) -> None:
         """Read the result of the last measurement, if a device made it."""
@@ -159,6 +165,7 @@ class BlockRatios:
 
     def _changed(self) -> None:
         self._known.clear()
+        self._sums_of_all = None
         self._sums = self._arriving = None
 
     def observe(
@@ -175,6 +182,7 @@ class BlockRatios:
         With `skip`, [1], all blocks stay if it is not zero, and a non-finite mean sum counts as zero; the host does not wait.
         """
         self._known.clear()
+        self._sums_of_all = None
         self.measured += 1
         weight = max(1 - _MEMORY, 1 / self.measured)
         counts = None if skip is None else skip == 0
@@ -238,7 +246,9 @@ class BlockRatios:
 
     def own_factor(self, P: int) -> float:
         """Compute `clip_factor` of the ranks whose gradients `squares` hold, after the last measurement: a device is waited for."""
-        return self._factor(self._totals(self._of_all).tolist(), P)
+        if self._sums_of_all is None:
+            self._sums_of_all = self._totals(self._of_all).tolist()
+        return self._factor(self._sums_of_all, P)
 
     def _factor(self, sums: list[float] | None, P: int) -> float:
         mean, own = map(sum, self._split(sums))
@@ -287,24 +297,24 @@ class BlockRatios:
             self._arriving = Arriving(self._totals(self.of_own))
 
 
+@dataclass(eq=False)
 class MeanOfSketches(Reduction):
     """The mean over ranks, sent in bfloat16; its first `squared` elements become their squares.
 
     The report's "overflow" says whether they hold NaN or Inf. With `skip` it does not: only the device knows.
     """
 
+    squared: int
+    skip: Skip | None = None
     name = "bf16"
-
-    def __init__(self, squared: int, skip: Skip | None = None) -> None:
-        self._squared, self._skip = squared, skip
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         comm = MeteredComm(comm)
-        if self._skip is not None:
-            self._skip.agree(comm)
+        if self.skip is not None:
+            self.skip.agree(comm)
         total = bucket.grad.copy_(comm.all_reduce(bucket.grad.bfloat16()))
-        total.div_(exact_divisor(total, comm.size))[: self._squared].square_()
-        n, overflow = bucket.grad.numel(), self._skip is None and not kernels.all_finite(bucket.grad)
+        total.div_(exact_divisor(total, comm.size))[: self.squared].square_()
+        n, overflow = bucket.grad.numel(), self.skip is None and not kernels.all_finite(bucket.grad)
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": overflow})
 
 
@@ -354,7 +364,7 @@ class Measurement:
         sizes = [len(each) for pair in zip(self._before, ratios._lengths, strict=False) for each in pair]
         of_mean, *means = self._bucket.grad.split([sum(map(len, self._own)), *sizes])
         known = zip(means[1::2], self._own, ratios._owners, strict=False)
-        of_all = [each.to(own).index_select(0, owners) for each, own, owners in known]
+        of_all = [each.to(own).nan_to_num_(0.0, 0.0, 0.0).index_select(0, owners) for each, own, owners in known]
         ratios.observe(of_mean, self._own, taken, flag, of_all)
         for place, (before, moved) in enumerate(zip(self._before, means[::2], strict=True)):
             ratios.share(place, before, moved, flag)

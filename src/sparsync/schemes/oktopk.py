@@ -35,6 +35,7 @@ from sparsync.core import (
     count_for,
     exact_divisor,
     raise_if_found_inf,
+    spans,
 )
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
@@ -114,7 +115,7 @@ class OkTopk(ErrorFeedbackScheme):
         kept = Sparse(kept.index + regions[rank].start, kept.value, n)
         imbalance = CONSTANTS[self.program].imbalance if self.bug_compatible else self.imbalance
         balances = not evaluate and sparse_allreduce.uneven(held, imbalance)
-        wanted = sparse_allreduce.equal_holdings(held) if balances else held
+        wanted = [len(each) for each in spans(sum(held), len(held))] if balances else held
         kept, places = sparse_allreduce.balance(kept, held, wanted, regions, comm, Raw())
         survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, Raw())
         if evaluate:
