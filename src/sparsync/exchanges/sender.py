@@ -71,7 +71,7 @@ class Sender:
 
     With `common`, second moments are those of mean gradients, the same on all ranks. A rank sends its gradient g over the scale
     D = sqrt(v / the mean of v in the block) + 0.1, all ranks multiply the mean by D, and take a step of LaProp with it. Otherwise
-    second moments are a rank's own, and it sends steps.
+    second moments are a rank's own, or averaged by block (see BlockRatios), and it sends steps.
     """
 
     common = False
