@@ -60,7 +60,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the processor time of the run, because `make test` has a budget of 150 s."""
     from helpers import distributed  # not above: it imports sparsync
 
-    distributed.end_live()
+    distributed.LIVE.end()
     for reason in distributed.LIVE.thrown_away:
         terminalreporter.write_line(f"live ranks were started anew: {reason}")
     # HACK: the time of the ranks counts once the fork server that started them has ended, and only this private method ends it now.

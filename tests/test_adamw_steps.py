@@ -181,9 +181,7 @@ def test_with_dense_the_common_weights_follow_the_formulas(P: int) -> None:
         assert torch.allclose(ranks[0][t], weights, rtol=1e-5, atol=1e-5)
 
 
-def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_groups_a_schedule_and_gradients_that_are_missing() -> (
-    None
-):
+def test_one_rank_without_momentum_takes_torchs_adamw_steps_also_with_groups_a_schedule_and_missing_gradients() -> None:
     def body(comm: LocalComm) -> None:
         steps = start(comm, Dense(), (0.0, 0.95), (0.25, 0.0625), (0.125, 0.5), keep=0.0)
         reference = model()
@@ -270,9 +268,8 @@ def test_the_ratio_is_1_for_alike_gradients_a_quarter_for_the_noise_of_4_ranks_a
                 each.grad = (1 - share) ** 0.5 * alike + share**0.5 * own
             steps.step()
         ratios = steps._sender.ratios
-        assert ratios.ratio(0, P).shape == (
-            513,
-        )  # the last block is half full; twice as many as there are rows of signs
+        # The last block is half full; twice as many as there are rows of signs.
+        assert ratios.ratio(0, P).shape == (513,)
         assert float(ratios.ratio(0, P).min()) >= 0.25
         made.zero_grad()
         made(torch.ones(1, 40)).sum().backward()

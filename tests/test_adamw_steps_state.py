@@ -72,6 +72,26 @@ def test_own_weights_of_a_layer_are_put_back_and_resumed_with_their_bits_whateve
     LocalWorld(2).run(body)
 
 
+def test_second_moments_go_on_where_a_scheme_begins_or_ends_to_average_them() -> None:
+    """Ranks that begin agree on the means of blocks; the others' squares of the ratio are at first their own."""
+
+    def body(comm: LocalComm, densities: tuple[float, float]) -> tuple[list[Tensor], list[Tensor]]:
+        before, after = (start(comm, TwoShot(density, values="sign"), keep=0.5) for density in densities)
+        train(before, range(9))
+        after.load_state_dict(deepcopy(before.state_dict()))
+        old, new = before._sender.ratios, after._sender.ratios
+        known = [*before._sender.vectors["square"], *old.of_mean, *old.of_own]
+        assert all(map(torch.equal, known, [*after._sender.vectors["square"], *new.of_mean, *new.of_own]))
+        assert all(map(torch.equal, new._of_all, old.of_own))
+        train(after, range(9, 9 + 2 * EVERY))
+        return new._shared, [common(after)]
+
+    for densities in ((0.25, 1.0), (1.0, 0.25)):
+        (shared, weights), (others, same) = LocalWorld(2).run(partial(body, densities=densities))
+        assert len(shared) == (densities[1] < 1)
+        assert all(map(torch.equal, [*shared, *weights], [*others, *same]))
+
+
 def test_weights_that_are_loaded_inside_averaged_are_an_error_because_they_would_be_lost() -> None:
     def body(comm: LocalComm) -> None:
         steps = start(comm, TopK(0.25))

@@ -53,9 +53,8 @@ def interrupted(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
             checkpoint.restore(after.handle, torch.load(folder / id, weights_only=True))
         else:
             assert checkpoint.holds_states(folder / id)
-            with (
-                warnings.catch_warnings()
-            ):  # torch warns that torch.distributed is disabled, where a rank reads its entry alone
+            # torch warns that torch.distributed is disabled, where a rank reads its entry alone
+            with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 checkpoint.load(after.handle, folder / id)
         for step in range(2, 4):

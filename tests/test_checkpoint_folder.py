@@ -29,11 +29,6 @@ def alone(body: Callable[[LocalComm], Any]) -> Any:
     return LocalWorld(1).run(body)[0]
 
 
-def world(P: int, body: Callable[[LocalComm], Any]) -> list[Any]:
-    """What `body` returned on P ranks, each a thread."""
-    return LocalWorld(P).run(body)
-
-
 def wait(comm: LocalComm) -> None:
     comm.all_gather(torch.zeros(1))
 
@@ -204,7 +199,7 @@ def test_a_training_changes_its_number_of_ranks_in_one_folder(tmp_path: Path) ->
         return loaded, handle.residual
 
     for P in (4, 2, 3, 3, 1, 4):
-        ranks = world(P, body)
+        ranks = LocalWorld(P).run(body)
         if held and len(held[-1]) != P:
             check_resized(held[-1], [loaded for loaded, _ in ranks], f"on {P} ranks")
         elif held:
@@ -239,9 +234,9 @@ def test_ranks_that_die_between_their_saves_leave_the_checkpoint_before(tmp_path
         wait(comm)
         return loaded
 
-    kept = world(3, train)
+    kept = LocalWorld(3).run(train)
     for _ in range(2):
-        assert all(map(torch.equal, world(3, resume), kept))
+        assert all(map(torch.equal, LocalWorld(3).run(resume), kept))
     assert names(tmp_path)[-1] == "sparsync.step4.rank2of3.pt"
 
 
@@ -259,7 +254,7 @@ def test_a_rank_ahead_of_the_others_removes_nothing_that_they_need(tmp_path: Pat
                     assert turn == 0 or checkpoint.holds_states(tmp_path)
             wait(comm)
 
-    world(2, body)
+    LocalWorld(2).run(body)
     assert names(tmp_path) == [f"sparsync.step3.rank{rank}of2.pt" for rank in range(2)]
 
 
@@ -281,7 +276,7 @@ def test_a_folder_without_all_states_is_refused(tmp_path: Path) -> None:
         if comm.rank == 1:
             checkpoint.save(Stepped(comm), tmp_path)
 
-    world(3, body)
+    LocalWorld(3).run(body)
     assert checkpoint.holds_states(tmp_path)
     with pytest.raises(ValueError, match=r"step 0 has those of ranks \[1\] of 3"):
         checkpoint.load(fresh(), tmp_path)

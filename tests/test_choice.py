@@ -6,23 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
+from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, summary
 from sparsync_lab.report.choice import choose, failure, sentences, speed_baseline
-from sparsync_lab.report.results import Run, read
-from sparsync_lab.report.summary import RunSummary, summarise
+from sparsync_lab.report.results import Run
+from sparsync_lab.report.summary import RunSummary
 from sparsync_lab.report.tables import as_text, tables
 
 NAN, NO_TARGET = float("nan"), run(target=None)
-BEHIND = replace(
-    SPARSE, scheme="worse", values=(400.0, 200.0, 100.0, 99.0), step_s=0.875
-)  # 10 % behind dense at the end
+# 10 % behind dense at the end.
+BEHIND = replace(SPARSE, scheme="worse", values=(400.0, 200.0, 100.0, 99.0), step_s=0.875)
 SLOW = replace(SPARSE, step_s=3.0)
 ONE_SEED = "This is one seed: how far another one would differ is unknown."
 SLOW_KERNELS = replace(RUN, versions={**RUN.versions, "kernels": "reference"})
-
-
-def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
-    return summarise(read(write(folder, *made, run=run)).runs[-1])
 
 
 def chosen(found: RunSummary) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def sizable(span: int) -> list[PositionCodec]:
     return [codec for codec in CODECS if codec != "bitmap" or span <= 2**20]
 
 
-def on_all(work: Callable[[], Tensor]) -> list[Tensor]:
+def on_all(work: Callable[[], Any]) -> list[Any]:
     """Return what `work` returns on each backend."""
     found = []
     for backend in BACKENDS:
@@ -88,12 +88,8 @@ def outcome(packet: Tensor, k: int, span: int, codec: PositionCodec) -> Tensor |
 
 def assert_refused_or_valid(packet: Tensor, k: int, span: int, codec: PositionCodec) -> None:
     """Assert the same outcome on every backend."""
-    results = []
-    for backend in BACKENDS:
-        with set_backend(backend):
-            results.append(outcome(packet, k, span, codec))
-    first = results[0]
-    assert all(torch.equal(first, each) if isinstance(first, Tensor) else first == each for each in results)
+    first, *others = on_all(lambda: outcome(packet, k, span, codec))
+    assert all(torch.equal(first, each) if isinstance(first, Tensor) else first == each for each in others)
 
 
 @settings(max_examples=40)

@@ -56,11 +56,8 @@ def test_all_reduce_costs_what_chunks_to_their_owners_and_sums_to_all_do(P: int,
 def test_all_gather_costs_what_a_ring_that_forwards_sends_but_at_once(P: int, n: int) -> None:
     """As many messages and bytes in one step, where a ring's P-1 wait for each other."""
 
-    def by_messages(comm: MeteredComm) -> None:
-        pass_round(comm, [torch.zeros(n)] * P, comm.rank, P - 1)
-
     counted = measured(P, lambda comm: comm.all_gather(torch.zeros(n), [n] * P))
-    ring = measured(P, by_messages)
+    ring = measured(P, lambda comm: pass_round(comm, [torch.zeros(n)] * P, comm.rank, P - 1))
     assert [replace(cost, steps=P - 1) for cost in counted] == ring
     assert {cost.steps for cost in counted} == {min(1, P - 1)}
     assert counted == [all_gather_cost(n * FLOAT_NBYTES, P)] * P

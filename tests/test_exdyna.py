@@ -51,13 +51,9 @@ def test_neighbours_out_of_balance_hand_on_one_block_and_others_none() -> None:
 def test_a_block_that_was_handed_on_counts_where_it_is_when_the_next_neighbours_are_compared() -> None:
     """It holds 32 of 32768 selected elements; above 8601 of them, and below 7801, a partition of four is out of balance."""
     edges = block_edges(1024 * 64)
-    assert rebalanced([256] * 4, [10_000, 7780, 8700, 6288], 32_768, edges) == [
-        255,
-        257,
-        255,
-        257,
-    ]  # 7812 is in balance
-    assert rebalanced([256] * 4, [7000, 8620, 7700, 9448], 32_768, edges) == [257, 255, 257, 255]  # and so is 8588
+    # 7812 and 8588 are in balance.
+    assert rebalanced([256] * 4, [10_000, 7780, 8700, 6288], 32_768, edges) == [255, 257, 255, 257]
+    assert rebalanced([256] * 4, [7000, 8620, 7700, 9448], 32_768, edges) == [257, 255, 257, 255]
 
 
 def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:
@@ -134,9 +130,8 @@ def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -
 
 def test_with_fewer_elements_than_ranks_each_rank_selects_in_each_partition_in_its_turn() -> None:
     P = 4
-    steps = world.run(
-        [ExactExDyna(density=0.01).start() for _ in range(P)], world.integers(P, 100, P * P)
-    )  # an element a step
+    # An element a step.
+    steps = world.run([ExactExDyna(density=0.01).start() for _ in range(P)], world.integers(P, 100, P * P))
     turns = [[step.reports[rank].selected for step in steps] for rank in range(P)]
     assert turns == [[0] * P * rank + [1] * P + [0] * P * (P - 1 - rank) for rank in range(P)]
 

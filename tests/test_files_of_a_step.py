@@ -71,9 +71,8 @@ def test_a_settled_step_visits_few_files() -> None:
     found = dict(zip(MOST_FILES, run(visited_by_all, 2, fresh=True)[0], strict=True))
     too_many = {each: sorted(files) for each, files in found.items() if len(files) > MOST_FILES[each]}
     assert not too_many
-    assert all(
-        {"kernels", "core.py"} <= found[torch.optim.SGD, scheme] for scheme in (TWO_SHOT, "exact_oktopk")
-    )  # it has watched
+    # It has watched.
+    assert all({"kernels", "core.py"} <= found[torch.optim.SGD, scheme] for scheme in (TWO_SHOT, "exact_oktopk"))
     default = found[torch.optim.AdamW, None]
     assert not default & {f"exchanges/{each}.py" for each in ("own_weights", "scheme_steps", "steps_state")}
     assert not any(each.startswith("selection/") for each in default)

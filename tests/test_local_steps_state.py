@@ -256,9 +256,8 @@ def test_a_layer_that_is_loaded_in_training_is_the_common_one_and_steps_before_a
         with torch.no_grad():
             bias.fill_(64.0)
         learnt = torch.zeros(3, dtype=torch.float64)
-        for exchange in (
-            steps._exchanger.pending.values()
-        ):  # what was learnt before and is on its way comes, as what is in a residual does
+        # What was learnt before and is on its way comes, as what is in a residual does.
+        for exchange in steps._exchanger.pending.values():
             for bucket, mean in zip(exchange.buckets, exchange.changes, strict=True):
                 learnt += by_name([bucket], [mean.grad]).get("1.bias", torch.zeros(3))
         for step in range(3, 8):

@@ -21,11 +21,6 @@ from sparsync.selection.exclusive import BlockCyclic
 PLAIN = {"exact_micro": ExactMiCRO, "exact_exdyna": ExactExDyna}
 
 
-def known_up_to(density: float, n: int, step: int) -> int:
-    """The elements that `density` of n allows in steps 0..step-1, in whole elements."""
-    return int(density * n * step + 1e-6)
-
-
 @pytest.mark.parametrize("kind", [ExactMiCRO, MiCRO, ExactExDyna, ExDyna])
 def test_nan_that_its_rank_does_not_examine_shows_on_all_ranks_and_changes_no_residual(kind: type[Scheme]) -> None:
     P, steps = 4, [whole_numbers(97, 4, step) for step in range(3)]
@@ -71,7 +66,7 @@ def test_exactly_as_many_elements_as_asked_are_sent_at_any_scale(kind: str, P: i
     seen = run(lambda: PLAIN[kind](density=0.01), P, [streams.layered(n, P, t, s) for t, s in enumerate(scales)])
     for each in seen:
         counts = [shown.report.union for shown in each]
-        ends = [known_up_to(0.01, n, step) for step in range(len(scales) + 1)]
+        ends = [int(0.01 * n * step + 1e-6) for step in range(len(scales) + 1)]
         assert counts == [max(1, stop - start) for start, stop in pairwise(ends)]
 
 

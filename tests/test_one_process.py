@@ -16,9 +16,8 @@ from sparsync.schemes import Dense, State, TopK
 from sparsync_lab.workloads.one_process import train_locally, train_with_scheme
 
 STEPS = 6
-EXCHANGE = (
-    2 * 3 / 4 * 4 * 9 + 4 * 24
-)  # of local steps on 4 ranks: 9 elements, and 4 numbers of 8 bytes to agree on the exchange
+# Of local steps on 4 ranks: 9 elements, and 4 numbers of 8 bytes to agree on the exchange.
+EXCHANGE = 2 * 3 / 4 * 4 * 9 + 4 * 24
 
 
 def plain(steps: int = STEPS) -> float:

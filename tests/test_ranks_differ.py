@@ -347,9 +347,7 @@ def without_more_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_a_check_of_weights_sends_nothing_more_and_finds_no_fault_with_ranks_that_joined_or_parameters_that_ddp_ignores() -> (
-    None
-):
+def test_a_check_of_weights_sends_nothing_more_and_accepts_ranks_that_joined_and_parameters_ddp_ignores() -> None:
     run(in_turn, 2, parts=(run_out_of_data, left_alone_by_ddp, without_more_bytes))
 
 

@@ -212,9 +212,7 @@ def test_the_example_appends_runs_that_keep_the_rules(tmp_path: Path) -> None:
     )
     assert 1 < steps.bits < 2
     assert 1 < gradients.bits < 1.2
-    assert [nbytes for *_, nbytes in local.curve] == [
-        0,
-        local.bytes,
-    ]  # 3 steps exchange nothing; the last one exchanges the rest
+    # 3 steps exchange nothing; the last one exchanges the rest.
+    assert [nbytes for *_, nbytes in local.curve] == [0, local.bytes]
     assert (demo.optimizer, demo.exchange) == ("SGD", "Gradients()")
     assert len({run.loss for run in (dense, steps, gradients, local, demo)}) == 5

@@ -9,19 +9,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, write
+from helpers.made_results import BF16, DENSE, SPARSE, UNLIMITED, summary, write
 from sparsync_lab.report.page import PICTURE, report
-from sparsync_lab.report.results import FILE_NAME, Run, read
-from sparsync_lab.report.summary import RunSummary, summarise
+from sparsync_lab.report.results import FILE_NAME
 from sparsync_lab.report.tables import as_text
 
 LOUD = "THE LINKS HAD NO LIMIT: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK."
 WARNING_COLOUR = (0xB0, 0x00, 0x20)
-
-
-def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
-    results = read(write(folder, *made, run=run))
-    return summarise(results.runs[-1])
 
 
 def printed(folder: Path) -> str:
@@ -35,11 +29,6 @@ def printed(folder: Path) -> str:
 def columns(text: str, scheme: str) -> list[list[str]]:
     """Return the rows of a scheme, a list for each table."""
     return [line.split()[1:] for line in text.splitlines() if line.startswith(f" {scheme} ")]
-
-
-def warning_pixels(picture: Path) -> int:
-    pixels = (matplotlib.image.imread(picture)[:, :, :3] * 255).round().astype(int)
-    return int((pixels == np.array(WARNING_COLOUR)).all(axis=2).sum())
 
 
 def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
@@ -69,7 +58,8 @@ def test_links_without_limit_give_a_warning_in_every_output(tmp_path: Path) -> N
     text = printed(write(tmp_path, DENSE, SPARSE, run=UNLIMITED))
     assert text.count(LOUD) == 2
     # A strip across the picture, not a stray pixel.
-    assert warning_pixels(tmp_path / PICTURE) > 20_000
+    pixels = (matplotlib.image.imread(tmp_path / PICTURE)[:, :, :3] * 255).round().astype(int)
+    assert (pixels == np.array(WARNING_COLOUR)).all(axis=2).sum() > 20_000
 
 
 def test_a_training_without_an_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from invariants.world import COUNT, assert_mass, layout, marks, run, same_bits, started
+from invariants.world import COUNT, assert_mass, flat_residual, integer_sum, layout, marks, run, same_bits, started
 from sparsync import Bucket, Report, schemes
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, matches
-from sparsync.schemes import Dense, PerParameter, SkipReduce, Span, State, TopK
+from sparsync.schemes import Dense, PerParameter, SkipReduce, Span, TopK
 
 # ---- the registry
 
@@ -71,7 +71,7 @@ def test_what_a_narrow_type_rounds_away_stays_in_the_residual(
             fine |= {name: torch.zeros_like(part) for name, part in fine.items() if matches(name, protect)}
         state.load_state_dict(state.state_dict() | {"residual": fine})
     for number in range(4):
-        before = sum_of_residuals(schemes)
+        before = integer_sum([flat_residual(state, layout(COUNT), torch.zeros(COUNT)) for state in schemes])
         grads = [torch.randint(-128, 128, (COUNT,), generator=source).to(dtype) for _ in range(P)]
         for slot in layout(COUNT):
             if matches(slot.name, protect):
@@ -79,11 +79,6 @@ def test_what_a_narrow_type_rounds_away_stays_in_the_residual(
         step = run(schemes, [grads], first_step=number)[0]
         assert_mass([step], before)
         assert any((residual * 1024 % 1024).any() for residual in step.residuals)
-
-
-def sum_of_residuals(schemes: list[State]) -> torch.Tensor:
-    kept = [state.state_dict()["residual"] for state in schemes]
-    return torch.stack([torch.cat([one[slot.name] for slot in layout(COUNT)]).double() for one in kept]).sum(dim=0)
 
 
 def test_one_rank_delivers_what_a_larger_world_kept_back() -> None:

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-from helpers.made_results import BF16, DENSE, RUN, SPARSE, Made, run, write
+from helpers.made_results import BF16, DENSE, RUN, SPARSE, Made, run, summary, write
 from sparsync_lab.report.results import Quality, Run, RunRecords, SchemeStart, StepRecord, Trace, read
-from sparsync_lab.report.summary import Ratio, RunSummary, SchemeFigures, Spread, reaching, summarise
-
-
-def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
-    return summarise(read(write(folder, *made, run=run)).runs[-1])
+from sparsync_lab.report.summary import Ratio, SchemeFigures, Spread, reaching, summarise
 
 
 def scheme(folder: Path, *made: Made, run: Run = RUN) -> SchemeFigures:

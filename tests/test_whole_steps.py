@@ -278,9 +278,8 @@ def test_ranks_agree_where_to_skip_though_one_has_no_gradient(monkeypatch: pytes
     assert all(map(same, host, LocalWorld(P).run(body)))
 
 
-@pytest.mark.parametrize(
-    ("density", "bucket_mb", "first"), [(1.0, None, True), (0.1, 1e-3, False)]
-)  # a whole step; and a bucket that was reduced before the one that fails
+# A whole step; and a bucket that was reduced before the one that fails.
+@pytest.mark.parametrize(("density", "bucket_mb", "first"), [(1.0, None, True), (0.1, 1e-3, False)])
 def test_what_fails_in_a_skipped_step_returns_nothing_to_the_residual(
     density: float, bucket_mb: float | None, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

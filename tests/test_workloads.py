@@ -56,11 +56,6 @@ def workload(request: pytest.FixtureRequest, films: Path, source: Path) -> Workl
     return made
 
 
-def global_batch(workload: Workload, seed: int, step: int, ranks: int) -> Batch:
-    shares = [workload.batch(seed, step, rank, ranks) for rank in range(ranks)]
-    return Batch(torch.cat([own.input for own in shares]), torch.cat([own.target for own in shares]))
-
-
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -125,9 +120,9 @@ def test_a_file_that_fails_is_an_error_with_its_line(tmp_path: Path) -> None:
 def test_the_ranks_shares_are_the_same_global_batch_for_any_number_of_ranks(workload: Workload) -> None:
     whole = workload.batch(3, 5, 0, 1)
     for ranks in RANKS:
-        joined = global_batch(workload, 3, 5, ranks)
-        assert torch.equal(joined.input, whole.input)
-        assert torch.equal(joined.target, whole.target)
+        shares = [workload.batch(3, 5, rank, ranks) for rank in range(ranks)]
+        assert torch.equal(torch.cat([own.input for own in shares]), whole.input)
+        assert torch.equal(torch.cat([own.target for own in shares]), whole.target)
 
 
 def test_another_step_or_seed_gives_another_batch_and_unequal_shares_are_refused(workload: Workload) -> None:

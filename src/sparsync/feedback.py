@@ -316,9 +316,8 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
     dealt = [summed(states[rank::size]) for rank in range(size)]
     for mine in dealt if size != len(states) else ():
         for residual in mine.values():
-            residual.mul_(size).div_(
-                exact_divisor(residual, len(states))
-            )  # exact for whole numbers with a whole result
+            # Exact for whole numbers with a whole result.
+            residual.mul_(size).div_(exact_divisor(residual, len(states)))
     return dealt
 
 

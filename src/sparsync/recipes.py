@@ -9,9 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Bits = (
-    float | Literal["auto"] | tuple[Literal["auto"], float]
-)  # "auto": chosen by the times of the first steps, not below a floor
+# "auto": chosen by the times of the first steps, not below a floor
+Bits = float | Literal["auto"] | tuple[Literal["auto"], float]
 Family = Literal["steps", "muon", "linear", "other", "shard"]
 FAMILIES: dict[Family, str] = {
     "steps": "Adam and AdamW",

@@ -76,11 +76,6 @@ def run_fresh(function: Callable[..., Any], P: int, **arguments: Any) -> list[An
     return run(function, P, fresh=True, **arguments)
 
 
-def end_live() -> None:
-    """End the waiting processes; the next call starts others."""
-    LIVE.end()
-
-
 def join_again(backend: str) -> None:
     """Move these ranks to a group with this backend, replacing their current one. For fresh processes."""
     rank, P, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparsync_lab.report.results import End, Quality, Record, Run, SchemeStart, StepRecord, append
+from sparsync_lab.report.results import End, Quality, Record, Run, SchemeStart, StepRecord, append, read
+from sparsync_lab.report.summary import RunSummary, summarise
 
 RUN = Run(
     run="one",
@@ -101,3 +102,7 @@ def write(folder: Path, *made: Made, run: Run = RUN) -> Path:
     """Append a run with these schemes to the results in `folder`."""
     append(folder, run, *(record for each in made for record in each.records(run.run)))
     return folder
+
+
+def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
+    return summarise(read(write(folder, *made, run=run)).runs[-1])

@@ -47,9 +47,8 @@ STEPS, OVERFLOWING = 6, 3
 WIDTH, BATCH, SAVED_AT, LONG = 96, 32, 6, 12
 DEEP, LAYERS, MANY = 256, 20, 20
 
-Cost = tuple[
-    str, int, int, int, int, int
-]  # key of the bucket, bytes and messages sent, bytes as stated, elements selected and in the union
+# Key of the bucket, bytes and messages sent, bytes as stated, elements selected and in the union.
+Cost = tuple[str, int, int, int, int, int]
 
 
 @dataclass

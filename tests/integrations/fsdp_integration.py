@@ -25,9 +25,8 @@ from sparsync.core import Comm, laid_out
 from sparsync.runtime.handle import Handle
 
 Units = dict[str, list[str]]  # parameters of each bucket of a step, in the order of reduction
-Axis = Literal[
-    "shard", "replicate", "both"
-]  # what attach reduces over; both: fully_shard has the mesh of two axes (HSDP)
+# What attach reduces over; both: fully_shard has the mesh of two axes (HSDP).
+Axis = Literal["shard", "replicate", "both"]
 Gradient = Callable[[int, int, str], Tensor]  # (rank, step, name), whole
 
 

@@ -26,6 +26,7 @@ from integrations.situations import (
     Words,
     frozen_model,
     model_of_two_types,
+    nothing,
     of_three,
     with_infinity,
 )
@@ -303,10 +304,6 @@ def as_in_a_local_world(id: str, ranks: list[Any], make: Make, body: Body, also:
         also(ranks)
 
 
-def unexpected(id: str, ranks: list[Any]) -> None:
-    raise AssertionError("it should have been refused")
-
-
 def cases(make: Make) -> dict[str, Case]:
     local, ddp, sharded = make is Locally, make is UnderDdp, make is ByReplicas
     finding: Make = partial(make, wrapping=UNUSED_FOUND) if ddp else make
@@ -324,7 +321,7 @@ def cases(make: Make) -> dict[str, Case]:
         return Case(claim, trial(partial(body, make=make), judge, P))
 
     def refusal(body: Body, **options: Any) -> Case:
-        return Case("-", trial(partial(body, make=make, **options), unexpected))
+        return Case("-", trial(partial(body, make=make, **options), nothing))
 
     def of_ddp(**wrapping: Any) -> Case:
         return case(trained, make=partial(make, wrapping=wrapping)) if ddp else OPTION

@@ -61,10 +61,6 @@ class Row:
     slow: bool = False  # only in the slow tests
 
     @property
-    def leaves_ranks_out(self) -> bool:
-        return self.id.startswith(("skip", "ring", "random"))
-
-    @property
     def family(self) -> tuple[type[Scheme], bool]:
         return type(self.make()), self.node_size > 1
 
@@ -88,7 +84,7 @@ class Row:
             worlds,
             exact=self.exact_in,
             warmup=self.observes,
-            skips_ranks=self.leaves_ranks_out,
+            skips_ranks=self.id.startswith(("skip", "ring", "random")),
             tolerance=self.tolerance,
             conserves=self.conserves,
             sums_in_gradient_type=self.sums_in_gradient_type,

@@ -5,7 +5,6 @@ The same runs show each rank's traffic and its contribution to the residual.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 
 import pytest
@@ -101,22 +100,7 @@ def assert_sent_as_planned(seen: list[Contributed], exchanges: Sequence[Exchange
 
 
 def ring_plans(P: int) -> list[SkipPlan]:
-    return [SkipPlan(first_offsets(skip), shift) for skip in range(P) for shift in range(P)]
-
-
-@cache
-def all_ring_plans(P: int, n: int, form: Form) -> list[list[Contributed]]:
-    return reduce_marks(P, n, ring_plans(P), form)
-
-
-@pytest.mark.parametrize("P", SMALL_WORLDS)
-def test_a_plan_leaves_out_the_s_positions_after_the_owner_and_each_rank_equally_often(P: int) -> None:
-    for plan in ring_plans(P):
-        sets = [contributors(plan, number, P) for number in range(P)]
-        for number, there in enumerate(sets):
-            owner = (number - plan.shift) % P
-            assert there == frozenset(range(P)) - {(owner + i) % P for i in range(1, plan.skip + 1)}
-        assert all(sum(rank not in there for there in sets) == plan.skip for rank in range(P))
+    return [SkipPlan(tuple(range(1, skip + 1)), shift) for skip in range(P) for shift in range(P)]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +109,7 @@ def test_a_plan_leaves_out_the_s_positions_after_the_owner_and_each_rank_equally
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_every_skip_and_shift_sums_the_planned_ranks(form: Form, P: int, n: int) -> None:
-    for plan, seen in zip(ring_plans(P), all_ring_plans(P, n, form), strict=True):
+    for plan, seen in zip(ring_plans(P), reduce_marks(P, n, ring_plans(P), form), strict=True):
         assert_as_planned(seen, n, P, plan, form)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from invariants.world import COUNT, run, started
+from invariants.world import COUNT, marks, run, started
 from sparsync.collectives.skipping import random_offsets, random_shift
 from sparsync.schemes import SkipReduce
 from sparsync.schemes.skip_reduce import Form
@@ -45,14 +45,9 @@ def test_random_offsets_are_a_set_of_the_size_asked_for(P: int) -> None:
             assert set(offsets) <= set(range(1, P))
 
 
-def constant(P: int) -> list[torch.Tensor]:
-    """Make each rank's gradient its own power of two, everywhere and always."""
-    return [torch.full((COUNT,), float(2**rank)) for rank in range(P)]
-
-
 def mean_over_a_round(scheme: SkipReduce, P: int) -> torch.Tensor:
     """Average over a round in float64: sums of P quotients are exact if counts of contributors are powers of two."""
-    steps = run(started(scheme, P), [constant(P)] * (P // scheme.node_size))
+    steps = run(started(scheme, P), marks(P, COUNT, P // scheme.node_size, 24))
     return torch.stack([step.written[0].double() for step in steps]).mean(dim=0)
 
 
@@ -81,7 +76,7 @@ def test_naive_skipping_is_biased(form: Form) -> None:
 def test_every_rank_is_left_out_of_every_element_equally_often_in_a_round(form: Form) -> None:
     P, skip = 8, 3
     left_out = torch.zeros(P, COUNT, dtype=torch.int64)
-    for step in run(started(SkipReduce(skip, form=form, divide_by="ranks"), P), [constant(P)] * P):
+    for step in run(started(SkipReduce(skip, form=form, divide_by="ranks"), P), marks(P, COUNT, P, 24)):
         total = (step.written[0] * P).long()
         left_out += torch.stack([(total & 2**rank) == 0 for rank in range(P)])
     assert torch.equal(left_out, torch.full_like(left_out, skip))

@@ -23,9 +23,8 @@ from sparsync.runtime.findings import Axis, Finding
 from sparsync.runtime.options import Options
 from sparsync.runtime.parameters import plain_name
 
-Exchange = Callable[
-    [Tensor, Tensor, Any], None
-]  # of output, input and op; an all-gather has no op. Any: torch's ReduceOp
+# Of output, input and op; an all-gather has no op. Any: torch's ReduceOp
+Exchange = Callable[[Tensor, Tensor, Any], None]
 ROOT = "(root)"  # the key of the outermost unit
 _NOT_DIVIDED = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
 

@@ -89,9 +89,8 @@ class LocalState(StepMethod):
         joined, mine_here = super()._joined(snapshot, mine), mine[self.integration]
         rest = joined[self.integration]
         theirs = {**rest, **(snapshot.moved or {key: mine_here[key] for key in ("common", "outer")})}
-        if (
-            mine["step"] >= 0 or snapshot.moved is None
-        ):  # moments are a rank's own, but rates and other settings are the same on all
+        # Moments are a rank's own, but rates and other settings are the same on all.
+        if mine["step"] >= 0 or snapshot.moved is None:
             pairs = zip(mine_here["optimizers"], rest["optimizers"], strict=True)
             theirs["optimizers"] = [{**one, "param_groups": other["param_groups"]} for one, other in pairs]
         return {**joined, self.integration: theirs}

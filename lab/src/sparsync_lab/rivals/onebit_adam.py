@@ -75,7 +75,7 @@ class OneBitAdam(ErrorFeedbackScheme):
             scale = (v / (1 - self.beta2**frozen)).sqrt_().add_(self.eps).mul_(1 - self.beta1 ** (t + 1))
             grad.copy_((m / scale).masked_fill_(v == 0, 0.0))
             steps.update(dict.fromkeys(names, t + 1))
-        state.undo[bucket.key] = _stay
+        state.undo[bucket.key] = lambda _: None  # keep the momentum, which has the gradient
         return report
 
     @property
@@ -103,10 +103,6 @@ class OneBitAdam(ErrorFeedbackScheme):
         else:
             bucket.grad.fill_(torch.nan)
         return self.report(bucket, comm.sent, details={"warmup": True, "overflow": not finite}), finite
-
-
-def _stay(bucket: Bucket) -> None:
-    """Keep the momentum, which has the gradient."""
 
 
 class _WholeSteps(State):

@@ -42,7 +42,8 @@ def descendants() -> set[int]:
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            children.setdefault(_parent(file.read_text()), []).append(int(file.parent.name))
+            # The parent: the name, in brackets, may contain anything.
+            children.setdefault(int(file.read_text().rpartition(")")[2].split()[1]), []).append(int(file.parent.name))
     found: set[int] = set()
     new = [os.getpid()]
     while new:
@@ -66,7 +67,3 @@ def end_descendants(spared: Collection[int] = ()) -> None:
             with suppress(ChildProcessError):  # not a child of this process yet, or not any more
                 os.waitpid(process, os.WNOHANG)
         time.sleep(0.01)
-
-
-def _parent(stat: str) -> int:
-    return int(stat.rpartition(")")[2].split()[1])  # the name, in brackets, may contain anything

@@ -210,12 +210,10 @@ def _reaching(
     if not n:
         return Sparse(torch.empty(0, dtype=torch.int32, device=device), summed[:0], 0)
     bits, blocks = bits_of(threshold), triton.cdiv(n, BLOCK)
-    lowest = (
-        LARGEST.value + 1 if bits is None or not len(span) else max(bits, 1)
-    )  # no element has a key above the largest
-    about = table(
-        [0, 1, n, n - 1, 0, span.stop, span.start, 1, 0, 0, n], torch.int64, device
-    )  # all but the span is skipped
+    # No element has a key above the largest.
+    lowest = LARGEST.value + 1 if bits is None or not len(span) else max(bits, 1)
+    # All but the span is skipped.
+    about = table([0, 1, n, n - 1, 0, span.stop, span.start, 1, 0, 0, n], torch.int64, device)
     state = table([lowest, 1, -1], torch.int32, device)
     bins = torch.empty(BINS.value + 1, dtype=torch.int32, device=device)  # never read
     tally = torch.empty((2, 1, blocks), dtype=torch.int32, device=device)

@@ -243,9 +243,8 @@ def _make_kernel(
     live = tl.load(skip) == 0 if SKIPS else True
     taken = tl.where(live, left, 0)
     step, reached = _made(first, taken, lane, square, ratio, where, pieces, floats, spans, RATIO, TYPE)
-    tl.store(
-        out + first + lane, step, mask=reached | ((lane < left) & (lane >= taken))
-    )  # zeros everywhere where it is skipped
+    # Zeros everywhere where it is skipped.
+    tl.store(out + first + lane, step, mask=reached | ((lane < left) & (lane >= taken)))
 
 
 @triton.jit(do_not_specialize=["pieces", "spans", "n", "own"])
