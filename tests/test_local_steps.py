@@ -116,7 +116,7 @@ def test_with_one_step_dense_and_sgd_it_is_data_parallel_sgd() -> None:
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", one_in(3, (name for name in SCHEMES if name != "sign")))
+@pytest.mark.parametrize("name", one_in(3, (name for name in SCHEMES if name != "sign")))  # whose scales round
 def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weights_hold_their_share(
     name: str, keep: float
 ) -> None:

@@ -42,7 +42,7 @@ def descendants() -> set[int]:
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            # The parent: the name, in brackets, may contain anything.
+            # The parent's number comes after the name in brackets, which may contain anything.
             children.setdefault(int(file.read_text().rpartition(")")[2].split()[1]), []).append(int(file.parent.name))
     found: set[int] = set()
     new = [os.getpid()]
