@@ -139,7 +139,7 @@ TABLE = (
     Recipe(0.8, "linear", "two_shot:density=0.05:values=int4", "2.0 % behind (shakespeare-small)"),
     # Its bytes grow with the number of ranks.
     Recipe(0.5, "linear", "topk:density=0.01:values=int8", "5.7 % behind (shakespeare-small)", most_ranks=4),
-    Recipe(6.1, "other", _INT4, "4.2 % behind with AdamW (log, Fewer bits: AdamW), held out 0.2 % (rivals)"),
+    Recipe(6.1, "other", _INT4, "4.2 % behind with AdamW (log, The default), held out 0.2 % (rivals)"),
     Recipe(12.1, "other", "two_shot:density=1.0:values=int8", "not measured on 1000 steps"),
     Recipe(6.1, "shard", _INT4, "not measured on 1000 steps", parameters="int4"),
 )
