@@ -206,14 +206,14 @@ import torch.distributed as dist
 from torch import nn
 from sparsync.schemes import Dense
 from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.runtime import step_in_flight
+from sparsync.comm import worker
 
 class Waits(Dense):
     def reduce(self, state, bucket, comm):
         print("waits", flush=True)
         threading.Event().wait()
 
-step_in_flight.EXIT_S = 0.1
+worker.EXIT_S = 0.1
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), 1.0)

@@ -79,7 +79,8 @@ class Announced:
 
     announcement: Announcement
     rows: list[Tensor]  # tensors [4], in rank order
-    works: list[tuple[dist.Work, int]]  # with their ranks
+    works: list[tuple[dist.Work, int]]  # the receives, with their ranks
+    sends: list[dist.Work]  # referred to, not waited for
 
 
 @dataclass
@@ -95,6 +96,8 @@ class Announcements:
     size: int
     # Receives match announcements in the order in which receives were posted.
     _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
+    # Whoever announces has posted the receive for this rank's before, so gloo writes it soon. Until then something must refer to it.
+    _sent: deque[Announced] = field(default_factory=deque)
     _posting: threading.Lock = field(default_factory=threading.Lock)
     _on_their_way: int = 0
     _most: int = 1  # the largest value of _on_their_way
@@ -111,15 +114,17 @@ class Announcements:
             self._most = max(self._most, self._on_their_way)
             rows, works = self._ahead.popleft()
         rows[self.rank] = numbers
-        for other in self._others:
-            works.append((self.group.send([numbers], other, _TAG), other))
-        return Announced(announcement, rows, works)
+        announced = Announced(announcement, rows, works, [self.group.send([numbers], to, _TAG) for to in self._others])
+        self._sent.append(announced)
+        while len(self._sent) > 2 * AHEAD * self._most:
+            self._sent.popleft()
+        return announced
 
     def heard(self, announced: Announced) -> list[list[int]]:
         """Wait for the other ranks' announcements, and return all ranks' numbers in order. Raises RuntimeError as the group does."""
         works, announced.works = announced.works, []
         for work, other in works:
-            wait_for(work, f"rank {other}")
+            wait_for(work, other)
         with self._posting:
             self._on_their_way -= 1
             # Another rank may have ended after this step. If that is a failure, the next step raises.

@@ -9,22 +9,30 @@ in a second message, whose receive is posted when both ranks reach the exchange.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsync.comm.worker import Worker
+
 LENGTH_NBYTES = 8  # the length prefix of a message, if the receiver does not know it
+LOOK_S = 0.5  # how often a rank that waits for a send looks whether the connection is open
 # The most bytes posted ahead of a message with up to 4 ranks, in memory that is held between steps.
 MOST_AHEAD = 2**19
 AHEAD = 2  # receives posted ahead per channel
 _FIRST = 2**14  # if lengths vary, the room for the first message of a channel
 _TAGS_OF_OTHERS = 16  # lower tags belong to announcements, and to messages without a receive posted ahead
-_ABORT_TAG = 3  # one of these: the receive that aborts
+# HACK: gloo's abort wakes nothing that waits, and a connection that closes does not wake a send that was written in part. So receives with
+# this tag, with which nothing is sent, close all connections, and find out whether one is closed. Price: it relies on gloo's behaviour
+# after a timeout; every exchange changes threads; and after such a failure a thread waits until the group's timeout.
+_NOTHING_TAG = 3
 _PLACES = 1024  # messages of a bucket between two ranks per step; further ones reuse the tags
 _NUMBERS = 4096  # buckets; further ones reuse the tags
 _NOT_AHEAD = 0
@@ -73,6 +81,7 @@ class Channels:
     # By tag and rank, for the next messages: receives that this rank has posted, and bytes that the other rank has posted.
     _posted: defaultdict[tuple[int, int], deque[_Posted]] = field(default_factory=lambda: defaultdict(deque))
     _room: defaultdict[tuple[int, int], deque[int]] = field(default_factory=lambda: defaultdict(deque))
+    _idle: deque[Worker] = field(default_factory=deque)  # for the next waits
 
     def exchange(
         self,
@@ -104,8 +113,7 @@ class Channels:
             send.send_rest(self)
         with waits():
             received = [arrival.wait(self) for arrival in arriving]
-            for send in sends:
-                send.wait()
+            self.wait_for_sends([(work, send.message.to) for send in sends for work in send.works])
         for arrival in arriving:
             self._post_ahead(arrival)
         for send in sends:
@@ -121,6 +129,32 @@ class Channels:
     def send(self, part: Tensor, to: int, tag: int) -> dist.Work:
         """Begin to send."""
         return self.group.send([part], to, tag)
+
+    def wait_for_sends(self, works: Sequence[tuple[dist.Work, int]]) -> None:
+        """Wait for operations that send, each to a rank. Raises RuntimeError if they fail, or a connection is closed.
+
+        A worker waits, which gloo may not wake, while this thread looks now and then.
+        """
+        if not works:
+            return
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = Worker(joined=False)
+        left = deque(works)
+        sent = worker.submit(partial(_wait_for_all, left))
+        while not futures.wait([sent], LOOK_S).done:
+            for _, to in list(left)[:1]:  # a rank that has its message may be gone
+                try:
+                    self.receive(torch.empty(1, dtype=torch.uint8), to, _NOTHING_TAG)
+                except RuntimeError as error:
+                    if not futures.wait([sent], LOOK_S).done:
+                        raise RuntimeError(f"waiting for rank {to}: {error}") from error
+        try:
+            sent.result()
+        finally:
+            del sent  # its error refers to this frame
+        self._idle.append(worker)
 
     def _post_ahead(self, arrived: "_Arriving") -> None:
         source, tag, known, _ = arrived.message
@@ -147,7 +181,7 @@ class _Arriving:
     """A message in transit to this rank: the receive that was posted ahead, and the rest."""
 
     def __init__(self, message: Incoming, posted: _Posted | None) -> None:
-        self.message, self._posted, self._who = message, posted, f"rank {message.source}"
+        self.message, self._posted = message, posted
         self._tag = _NOT_AHEAD if message.tag is None else message.tag
         self.nbytes = message.nbytes or 0  # including the length prefix
         self._rest: dist.Work | None = None
@@ -168,11 +202,11 @@ class _Arriving:
     def wait(self, channels: Channels) -> Tensor:
         """Wait for the message and return it."""
         if self._posted is not None:
-            wait_for(self._posted.work, self._who)
+            wait_for(self._posted.work, self.message.source)
         if self.message.nbytes is None:
             return self._wait_sized(channels)
         if self._rest is not None:
-            wait_for(self._rest, self._who)
+            wait_for(self._rest, self.message.source)
         if self._posted is None:
             assert self._whole is not None
             return self._whole
@@ -187,7 +221,7 @@ class _Arriving:
         if payload > here.numel():
             self._take_rest(channels, torch.empty(payload, dtype=torch.uint8), here.numel())
             assert self._rest is not None
-            wait_for(self._rest, self._who)
+            wait_for(self._rest, self.message.source)
         return self._complete(here, payload)
 
     def _take_rest(self, channels: Channels, whole: Tensor, here: int) -> None:
@@ -208,7 +242,7 @@ class _Leaving:
     """A message in transit to another rank: the part that fits into the room posted there, and the rest."""
 
     def __init__(self, message: Outgoing, room: int) -> None:
-        self.message, self._works = message, list[dist.Work]()
+        self.message, self.works = message, list[dist.Work]()
         self._tag = _NOT_AHEAD if message.tag is None else message.tag
         part, self.nbytes = message.part, message.part.numel()
         first = room
@@ -224,37 +258,39 @@ class _Leaving:
 
     def send_what_fits(self, channels: Channels) -> None:
         if self._fits and self._first.numel():
-            self._works.append(channels.send(self._first, self.message.to, self._tag))
+            self.works.append(channels.send(self._first, self.message.to, self._tag))
 
     def send_rest(self, channels: Channels) -> None:
         if not self._fits and self._first.numel():
-            self._works.append(channels.send(self._first, self.message.to, self._tag))
+            self.works.append(channels.send(self._first, self.message.to, self._tag))
         if self._rest.numel():
-            self._works.append(channels.send(self._rest, self.message.to, self._tag + _REST))
-
-    def wait(self) -> None:
-        for work in self._works:
-            wait_for(work, f"rank {self.message.to}")
+            self.works.append(channels.send(self._rest, self.message.to, self._tag + _REST))
 
 
-def wait_for(work: dist.Work, who: str) -> None:
-    """Wait for an operation; an error says for whom."""
+def wait_for(work: dist.Work, rank: int) -> None:
+    """Wait for a receive; an error says for which rank."""
     try:
         work.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"waiting for {who}: {error}") from error
+        raise RuntimeError(f"waiting for rank {rank}: {error}") from error
+
+
+def _wait_for_all(left: deque[tuple[dist.Work, int]]) -> None:
+    """Wait for operations in order, and remove each."""
+    while left:
+        wait_for(*left[0])
+        left.popleft()
 
 
 def abort(group: Any) -> None:  # Any: a process group, or a gloo group by itself, which torch's stubs hardly know
-    """Close the connections of `group`, so that all operations waiting on them fail, on any thread."""
+    """Close the connections of `group`: all operations that wait on them fail, on any thread, those of `wait_for_sends` within LOOK_S."""
     with suppress(RuntimeError):
         group.abort()
         backend = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
         if backend.name() == "gloo":
-            # HACK: gloo's abort does not wake waiting operations. A receive that times out closes all connections of its group
-            # and wakes them; a receive from a rank that is gone raises at once and closes nothing, so try all ranks. Price: it relies
-            # on gloo's behaviour after a timeout, and on a tag without other users.
+            # A receive that times out closes all connections of its group; a receive from a rank that is gone
+            # raises at once and closes nothing, so try all ranks.
             others = (rank for rank in range(group.size()) if rank != group.rank())
             for other in others:
                 with suppress(RuntimeError):
-                    group.recv([torch.empty(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                    group.recv([torch.empty(1)], other, _NOTHING_TAG).wait(timedelta(milliseconds=1))

@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -26,6 +25,7 @@ from sparsync.comm.announcement import (
 from sparsync.comm.channels import Channels, Waits, abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.meeting import GRACE_S, Meeting, RanksMissingError, StoreSilentError, asked, within
+from sparsync.comm.worker import Origin
 from sparsync.core import digest
 
 
@@ -35,26 +35,6 @@ class ConnectionLostError(RuntimeError):
 
 REPORTS_S = 3.0  # how long a rank waits after a failure for the others' reports
 FINISH_S = 30.0  # how long a rank that closes without a failure waits for its device
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The process that created this object. A fork of it, such as a DataLoader's worker, inherits objects, but not their threads."""
-
-    process: int = field(default_factory=os.getpid)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the original process, and not a fork."""
-        return os.getpid() == self.process
-
-    def check(self) -> None:
-        """Raise RuntimeError in a fork."""
-        if not self.is_here:
-            raise RuntimeError(
-                f"this is process {os.getpid()}, forked from process {self.process}, which made the handle or communicator; its threads "
-                "and connections are not here; use it in the process that made it"
-            )
 
 
 # The communicators of this process, by id. A fork keeps them until it ends, because gloo's destructors act on sockets and an epoll
@@ -208,6 +188,7 @@ class GroupComm:
         # Gloo closes its sockets when nothing refers to the group any more.
         for announced in list(self._unsettled):
             announced.works.clear()
+            announced.sends.clear()
         self._unsettled.clear()
         self._announcements = self._channels = None
 

@@ -217,13 +217,15 @@ class Lane:
             mine = piece.of(total)
             mine.copy_(sum_in_rank_order(addends))
             sends += [send(mine, to) for to in self._targets]
-        self._wait_for([*gathering, *sends])
+        self._wait_for(gathering)
+        with self._waits():
+            channels.wait_for_sends(sends)
         return total
 
     def _wait_for(self, works: Sequence[tuple[dist.Work, int]]) -> None:
         with self._waits():
             for work, other in works:
-                wait_for(work, f"rank {other}")
+                wait_for(work, other)
 
     def _tag(self, places: list[int], rank: int, sized: bool = False) -> int | None:
         """Take the tag of the next message to or from a rank; None if nothing is posted ahead."""

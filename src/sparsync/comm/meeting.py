@@ -1,20 +1,20 @@
 """Meetings of ranks on a store: before they connect, after every failure, and to tell each other why they failed."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch.distributed as dist
 
 from sparsync.comm.announcement import differences
+from sparsync.comm.worker import Result, Worker
 from sparsync.core import digest
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
-Result = TypeVar("Result")
 
 POLL_S = 0.02  # the first interval between reads of the other ranks' notes
 SLOWEST_POLL_S = 0.2
@@ -48,26 +48,16 @@ def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
 
     A TCPStore ignores its timeout if the server neither answers nor closes the connection.
     """
-    returned: list[Result] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(call())
-        except BaseException as error:  # raised again by the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="sparsync-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed.pop()
-    if not returned:
+    returned = Worker(joined=False).submit(call)
+    if not futures.wait([returned], seconds).done:
         raise StoreSilentError(
             f"{doing}: the store of the process group has not answered for {seconds:g} s; the process that hosts it, rank 0 or an agent "
             "such as torchrun's, hangs or cannot be reached"
         )
-    return returned.pop()
+    try:
+        return returned.result()
+    finally:
+        del returned  # its error refers to this frame
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.base.state import State, overflowed
-from sparsync.comm.group import GroupComm, Origin
+from sparsync.comm.group import GroupComm
+from sparsync.comm.worker import Origin, Worker
 from sparsync.core import Bucket, Comm, Cost, Report, exact_divisor
 from sparsync.exchanges.agreement import CHANGED, FROZEN, IDLE, Agreement, CommonBuffers
 from sparsync.exchanges.steps_options import LocalSteps, MakeOptimizer
@@ -20,7 +21,6 @@ from sparsync.exchanges.weights import WeightBucket, Weights, copied_by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.comparison import Compared
 from sparsync.runtime.connection import Connection
-from sparsync.runtime.step_in_flight import Worker
 
 
 @dataclass

@@ -5,90 +5,28 @@ ranks, the next one computes, so nothing interrupts a scheme between two exchang
 before the next one begins. Buckets begin and end in the order of submission.
 """
 
-import atexit
 import heapq
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from sparsync.comm.group import Origin
+from sparsync.comm.worker import Worker
 from sparsync.core import Bucket, Report
 from sparsync.runtime.connection import Connection, Reducing, Reduction, described
 from sparsync.runtime.summary import Hidden
 
 MOST = 8  # buckets in flight at once
-EXIT_S = 5.0  # longest wait of an ending process for its workers to close their connections
 
-Result = TypeVar("Result")
-_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], "futures.Future[Any]"] | None]
 Prepare = Callable[[], None]
 Promised = Any  # a future of a Tensor; `then` returns another class than torch.futures.Future
-
-
-class Worker:
-    """A thread for the jobs of one model. It starts with the first job, also after a `stop`."""
-
-    def __init__(self) -> None:
-        self._origin = Origin()
-        self._jobs: _Jobs = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread if it does not run. Raises RuntimeError in a fork, and if the process may have no more threads."""
-        self._origin.check()
-        if self._thread is None:
-            thread = threading.Thread(target=_work, args=(self._jobs,), name="sparsync-worker", daemon=True)
-            thread.start()
-            self._thread = thread
-            atexit.register(_end, thread, self._jobs)
-
-    def submit(self, job: Callable[[], Result]) -> "futures.Future[Result]":
-        """Queue `job`, and return the future of its result. Raises as `start`."""
-        self.start()
-        done: futures.Future[Result] = futures.Future()
-        self._jobs.put((job, done))
-        return done
-
-    def stop(self) -> None:
-        """End the thread after the queued jobs, without waiting for them."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread = None
-
-
-def _work(jobs: _Jobs) -> None:
-    """Do the jobs one after the other, until None comes. The thread's body."""
-    while _do_next(jobs):
-        pass
-
-
-def _do_next(jobs: _Jobs) -> bool:
-    """Wait for a job and do it; return False at the end. A separate frame, so that a waiting thread refers to no model."""
-    queued = jobs.get()
-    if queued is None:
-        return False
-    job, done = queued
-    try:
-        done.set_result(job())
-    except BaseException as error:  # the future raises it again
-        done.set_exception(error)
-    return True
-
-
-def _end(thread: threading.Thread, jobs: _Jobs) -> None:
-    """End a thread before the interpreter ends: a thread that closes its group later is killed inside C++, with SIGABRT."""
-    jobs.put(None)
-    thread.join(EXIT_S)
 
 
 class Turns:
@@ -182,7 +120,7 @@ class StepInFlight:
         written: Callable[[], Bucket] | None = None,
         send_all: bool = False,
     ) -> Promised:
-        """Queue a bucket; return a future of the reduced `bucket.grad`, which raises all errors. Arguments as of Connection.reduce."""
+        """Queue a bucket; return a future of the reduced `bucket.grad`, which raises all errors. Arguments as of Connection.begin."""
         device, number = bucket.grad.device, self._next
         overlaps = self._connection.overlaps(bucket, scheme)
         begins = bucket.step != self._step
