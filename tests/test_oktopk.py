@@ -176,32 +176,6 @@ def test_a_step_with_nan_or_inf_leaves_no_trace(nonfinite: float, make: Callable
     assert all(torch.equal(a, b) for a, b in zip(struck[2][2], clean[1][2], strict=True))
 
 
-def test_dense_steps_come_first_and_leave_no_residual() -> None:
-    P, n = 3, 60
-    grads = [[(P * normal(n, r, t)).round() for r in range(P)] for t in range(3)]
-    steps = run([ExactOkTopk(0.1, dense_steps=2).start() for _ in range(P)], grads)
-    for (written, reports, residuals), came in zip(steps[:2], grads[:2], strict=True):
-        assert torch.equal(written[0], torch.stack(came).sum(dim=0) / P)
-        assert reports[0].union == n
-        assert not any(kept.any() for kept in residuals)
-    assert steps[2][1][0].union == 6
-
-
-def test_published_thresholds_are_exact_when_evaluated_and_kept_between() -> None:
-    """k selected and k surviving at steps 0 and tau'; the same thresholds in the steps between."""
-    n, P, k = 1000, 4, 50
-    grads = [[heavy(n, r, t) for r in range(P)] for t in range(9)]
-    schemes = [OkTopk(k / n, threshold_steps=4).start() for _ in range(P)]
-    thresholds = []
-    for t, grad in enumerate(grads):
-        _, reports, _ = run(schemes, [grad], t)[0]
-        thresholds.append(schemes[0].state_dict()["shared"]["control"]["w"]["state"]["threshold"])
-        if t % 4 == 0:
-            assert [report.details["local_count"] for report in reports] == [k] * P
-            assert reports[0].details["global_count"] == k
-    assert thresholds[0] == thresholds[3] != thresholds[4] == thresholds[7]
-
-
 def test_regions_follow_the_survivors() -> None:
     """All large elements in one hundredth of the vector: the next regions share them out, so that they are what survives."""
     n, P, k = 20_000, 4, 80

@@ -91,18 +91,6 @@ def test_one_rank_delivers_what_a_larger_world_kept_back() -> None:
     assert not step.residuals[0].any()
 
 
-# ---- TopK
-
-
-def test_ties_at_the_threshold_are_sent_in_order_of_position() -> None:
-    n = 10
-    grad = torch.tensor([1.0, -1.0, 2.0, 1.0, 1.0, 0.0, -1.0, 1.0, -2.0, 1.0])
-    step = run([TopK(0.5).start()], [[grad]])[0]
-    assert step.written[0].nonzero().view(-1).tolist() == [0, 1, 2, 3, 8]
-    assert torch.equal(step.written[0] + step.residuals[0], grad)
-    assert step.reports[0].selected == step.reports[0].union == n // 2
-
-
 # ---- Dense
 
 

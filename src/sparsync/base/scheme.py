@@ -125,11 +125,6 @@ class ReduceScatterScheme(ABC):
     interleaves: bool = True
 
     @property
-    def needs_layout(self) -> bool:
-        """Whether it needs the layout of the parameters."""
-        return True
-
-    @property
     def has_residual(self) -> bool:
         """Whether a step may hold anything back for a later one."""
         return True

@@ -196,7 +196,7 @@ def ring_reduce_scatter_(
     y = (comm.rank + shift) % P
     chunks = chunks_of(x.numel(), P, always)
     arrived = x.new_empty(len(chunks[0].span))  # no chunk is longer than the first
-    for j in _steps(P, skip, always):
+    for j in range(1 if always else 1 + skip, P):  # the steps that send anything
         out, mine = chunks[(y - j) % P].sent(j <= skip), chunks[(y - j - 1) % P].sent(j <= skip)
         partial = arrived[: len(mine)]
         comm.send_recv(out.of(x), (comm.rank + 1) % P, partial, (comm.rank - 1) % P)
@@ -216,11 +216,6 @@ def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0, always: int = 0) -> 
     for j in range(P - 1):
         out, into = chunks[(y - j) % P].span, chunks[(y - j - 1) % P].span
         comm.send_recv(out.of(x), (comm.rank + 1) % P, into.of(x), (comm.rank - 1) % P)
-
-
-def _steps(P: int, skip: int, always: int) -> range:
-    """Return the numbers of the reduce-scatter steps that send anything."""
-    return range(1 if always else 1 + skip, P)
 
 
 def direct_reduce_scatter_(

@@ -257,12 +257,6 @@ def _in_whole(packet: Tensor, k: int, span: Span, length: int, dtype: torch.dtyp
     return Sparse(elements.index + span.start, elements.value, length)
 
 
-def k_largest(elements: Sparse, k: int) -> Sparse:
-    """Select the k elements of largest magnitude."""
-    top = kernels.top_k(elements.value, min(k, elements.value.numel())).index
-    return Sparse(elements.index[top], elements.value[top], elements.length)
-
-
 def details(
     mine: Sparse,
     thresholds: tuple[float, float],

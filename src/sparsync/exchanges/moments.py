@@ -139,7 +139,7 @@ class Moments:
         """Copy the moments of a parameter, in AdamW's units."""
         rule, like = self._rule(name), self._replica.trained[name].detach()
         applied, seen = (self._sender.counts[key][name] for key in ("applied", "seen"))
-        beta2 = self._sender.beta2(rule)
+        beta2 = rule.remembers(self._sender.options.beta2)
         # Scaled to the mean gradient, without bias.
         squares = self._square[name] / ((1 - beta2**seen) * self._clip_factor() ** 2) if seen else self._square[name]
         momentum = self._momentum[name]
@@ -163,7 +163,7 @@ class Moments:
         """Set the moments of a parameter from AdamW's units. Until a ratio is known, the squares belong to the mean gradient."""
         rule, step = self._rule(name), int(given["step"])
         momentum, square = (_local(given[key]).reshape(-1) for key in (self._key(name), "exp_avg_sq"))
-        beta2 = self._sender.beta2(rule)
+        beta2 = rule.remembers(self._sender.options.beta2)
         theirs = rule.beta2 if isinstance(rule, AdamWRule) else beta2
         squares = self._square[name].copy_(square)
         squares.div_(1 - theirs**step) if step else squares

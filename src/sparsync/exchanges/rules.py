@@ -20,7 +20,6 @@ from sparsync.core import ParameterSpan, Span
 from sparsync.kernels.step_reference import Move
 from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise
 
-_MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # Muon has no second moments: AdamW's usual values for transformers
 _LONGEST_BETA2 = 0.999  # a smaller beta2 of the optimizer is raised to this
 _TOGETHER = 1 << 26  # elements of matrices that are moved, and so copied, at once
 _RMS = 0.2  # the RMS of an AdamW step's elements over its rate (arXiv 2502.16982, section 2.2)
@@ -61,8 +60,7 @@ class MuonRule:
     iterations: int
     adjust: str | None
 
-    beta2 = _MUONS_BETA2
-    eps = _MUONS_EPS
+    beta2, eps = 0.95, 1e-8  # Muon has no second moments: AdamW's usual values for transformers
 
     def sent_rate(self, shape: Sequence[int]) -> float:
         """Compute the rate at which an AdamW step is as long as Muon's, so that the residual has the scale of the weights' moves."""

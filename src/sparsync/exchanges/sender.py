@@ -109,7 +109,7 @@ class Sender:
         return StepsToMake(gradients, square, self.ratios.ratio(place, P), block, spans, numbers)
 
     def _spread(self, rule: Rule, entry: ParameterSpan, t: int) -> Spread:
-        beta2 = self.beta2(rule)
+        beta2 = rule.remembers(self.options.beta2)
         return rule.sent_rate(entry.shape), beta2, rule.eps, 1 - beta2**t
 
     def _scales(self, place: int) -> Scales:
@@ -170,20 +170,12 @@ class Sender:
         layout = self.weights.buckets[place].layout
         return [entry for entry in layout if entry.name not in self.idle] if self.idle else layout
 
-    def beta2(self, rule: Rule) -> float:
-        """Choose beta2 of the second moments for a parameter with this rule."""
-        return rule.remembers(self.options.beta2)
-
-    def keep_for(self, options: Steps, scheme: Scheme) -> float:
-        """Choose `keep` to suit the scheme and the optimizers if these options leave it open."""
-        return options.keep_for(scheme, self.has_muon)
-
     def common_for(self, options: Steps, scheme: Scheme) -> bool:
         """Tell whether second moments are common: if every element is sent, without own weights and without Muon.
 
         Muon ended nearer to dense with steps made of a rank's own second moments (docs/log.md, "Gradients over common scales").
         """
-        return not self.keep_for(options, scheme) and not scheme.leaves_out and not self.has_muon
+        return not options.keep_for(scheme, self.has_muon) and not scheme.leaves_out and not self.has_muon
 
     def uncount(self, names: Iterable[str]) -> None:
         """Undo the count of the last step of these parameters."""

@@ -272,7 +272,7 @@ class StepsState(StepMethod):
 
     def _have_own_weights(self) -> None:
         """Show own weights from here on, if the options say so."""
-        self._keep = self._sender.keep_for(self.exchange, self.scheme)
+        self._keep = self.exchange.keep_for(self.scheme, self._sender.has_muon)
         self._average()
         # If only rounding errors wait, a loop that goes back need not hear of them.
         self._told_of_loads = not self._keep and not self.scheme.leaves_out

@@ -51,21 +51,17 @@ class Loads:
         """Begin again: a step was taken."""
         self._before: Tensor | None = None  # digests of the weights ahead of the first load
         self._moments = list[tuple[weakref.ref[Optimizer], list[object]]]()
-        self._optimizer = self._handle = self._new = False
-
-    @property
-    def of_handle(self) -> bool:
-        """True after a state of the handle itself was loaded."""
-        return self._handle
+        self._optimizer = self._new = False
+        self.of_handle = False  # True after a state of the handle itself was loaded
 
     def take_new(self) -> bool:
         """Tell whether anything that may count was loaded since the last call."""
         new, self._new = self._new, False
-        return new and not self._handle
+        return new and not self.of_handle
 
     def found(self) -> list[str]:
         """List what was loaded: "model", "optimizer", both or neither."""
-        if self._handle:
+        if self.of_handle:
             return []
         # A host sync, after a load only.
         model = self._before is not None and not self._before.equal(self._digests())
@@ -96,7 +92,7 @@ class Loads:
 
     def note_handle(self) -> None:
         """Note that a state of the handle was loaded, with its residuals."""
-        self._handle = True
+        self.of_handle = True
 
     def close(self) -> None:
         """Stop watching. Safe to call again."""

@@ -52,11 +52,11 @@ class Compared(NamedTuple):
 class Comparison:
     """Reads settings of `optimizers`, and every `every` steps (0: never) the tensors of `weights`, for ranks to compare.
 
-    `names` maps parameter ids to names. Nothing is compared while `applies`, the same on all ranks, returns False. `cure` is the advice if
-    weights differ. `where_stepped`: read weights after the optimizer's step, not in the backward pass, for which some loops move the
-    weights of a rank, as SAM does. The owner sets `adopted`, the names of weights set from outside, which the next step compares; `saved`,
-    if a checkpoint was written since the last step; `loaded`, see `Loads`; and `thrown_away`, the number of backward passes without a
-    step, see `BackwardPasses`. Raises ValueError unless `every` is a whole number from 0 on.
+    `names` maps parameter ids to names. Nothing is compared while `applies`, the same on all ranks, returns False. `where_stepped`: read
+    weights after the optimizer's step, not in the backward pass, for which some loops move the weights of a rank, as SAM does. The owner
+    sets `adopted`, the names of weights set from outside, which the next step compares; `saved`, if a checkpoint was written since the last
+    step; `loaded`, see `Loads`; and `thrown_away`, the number of backward passes without a step, see `BackwardPasses`.
+    Raises ValueError unless `every` is a whole number from 0 on.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Comparison:
         weights: Callable[[], Named] | None,
         every: int,
         applies: Callable[[], bool] = lambda: True,
-        cure: str = _WEIGHTS_CURE,
         where_stepped: bool = False,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
@@ -76,7 +75,7 @@ class Comparison:
         self.saved = False
         self.loaded: Sequence[str] = ()
         self.thrown_away = 0
-        self._weights, self._every, self._applies, self._cure = weights, every, applies, cure
+        self._weights, self._every, self._applies, self._cure = weights, every, applies, _WEIGHTS_CURE
         self._step = -1  # the last compared step
         self._read: list[str] | None = None  # lines of the weights after the optimizer's step
         self._watches = where_stepped and every > 0 and weights is not None and self._watch(optimizers)

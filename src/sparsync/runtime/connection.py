@@ -121,16 +121,13 @@ class Connection:
         bucket: Bucket,
         scheme: Reduction,
         written: Callable[[], Bucket] | None = None,
-        prepare: Callable[[], None] | None = None,
-        send_all: bool = False,
     ) -> Report:
         """Reduce `bucket` in place by `scheme`, and return its report with measured bytes and times.
 
-        `prepare` is called first; if it raises, the step fails on all ranks. `written` returns the bucket that holds the result until the
-        step ends, if that is not `bucket`. `send_all`: by `Scheme.send_all`, the same on all ranks. After an error call `close`.
+        `written` returns the bucket that holds the result until the step ends, if that is not `bucket`. After an error call `close`.
         Raises RanksDifferError, on all ranks, if they are about to reduce different buckets.
         """
-        reducing = self.begin(bucket, scheme, prepare, send_all)
+        reducing = self.begin(bucket, scheme)
         self.exchange(reducing)
         return self.end(reducing, written)
 
@@ -151,7 +148,10 @@ class Connection:
         send_all: bool = False,
         waits: Waits | None = None,
     ) -> "Reducing":
-        """Announce a bucket before its exchanges, in the same order on all ranks. `waits` is entered around every wait."""
+        """Announce a bucket before its exchanges, in the same order on all ranks. `waits` is entered around every wait.
+
+        `prepare` is called first; if it raises, the step fails on all ranks. `send_all`: by `Scheme.send_all`, the same on all ranks.
+        """
         with _noted(bucket, scheme):
             self._open(bucket.step, prepare)
             began = time.perf_counter()

@@ -49,19 +49,18 @@ def save(state: Mapping[str, Any], file: Path, unfinished: Path) -> None:  # Any
         raise
 
 
-def read(file: Path, checked: bool = True) -> dict[str, Any]:
-    """Read the state in `file`; its tensors are mapped from the file until they are changed. `checked`: compare the checksum.
+def read(file: Path) -> dict[str, Any]:
+    """Read the state in `file`; its tensors are mapped from the file until they are changed.
 
     Raises ValueError that names the file, what is wrong with it and the fix.
     """
     try:
-        if checked:
-            with (
-                file.open("rb") as opened,
-                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
-                memoryview(content) as view,
-            ):
-                _check(view)
+        with (
+            file.open("rb") as opened,
+            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            memoryview(content) as view,
+        ):
+            _check(view)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise _unreadable(str(file), error) from error

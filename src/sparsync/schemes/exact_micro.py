@@ -117,7 +117,9 @@ class ExactMiCRO(ErrorFeedbackScheme):
             allowed, following = (self.budget(bucket.layout, step) for step in (t, t + 1))
             budgets = (allowed, following)
             mine, later = (examine(partition, budget, rank, t + i, device) for i, budget in enumerate(budgets))
-            counts = _counts(last, mine.free, allowed.open_count, t)
+            free, total = mine.free, allowed.open_count
+            # Equally many on all ranks before there are sketches.
+            counts = quotas(last.levels, last.points, free, total) if last.levels else equal_shares(free, total, t // P)
             stride = sample_stride(following, P)
             points = sample_points(later.free, following.open_count, stride)
             later = later.sampled(stride, t // P)
@@ -150,12 +152,6 @@ class Sketches:
 
     levels: list[list[int]] = field(default_factory=list)
     points: list[list[int]] = field(default_factory=list)
-
-
-def _counts(last: Sketches, free: Sequence[int], total: int, step: int) -> list[int]:
-    """Compute how many of its `free[r]` elements rank r selects: equally many on all ranks before there are sketches."""
-    P = len(free)
-    return quotas(last.levels, last.points, free, total) if last.levels else equal_shares(free, total, step // P)
 
 
 def sample_stride(allowed: Budget, P: int) -> int:

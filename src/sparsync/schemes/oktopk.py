@@ -119,7 +119,8 @@ class OkTopk(ErrorFeedbackScheme):
         kept, places = sparse_allreduce.balance(kept, held, wanted, regions, comm, Raw())
         survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, Raw())
         if evaluate:
-            survivors = sparse_allreduce.k_largest(survivors, k)
+            top = kernels.top_k(survivors.value, min(k, survivors.value.numel())).index
+            survivors = Sparse(survivors.index[top], survivors.value[top], n)
         global_threshold = smallest_magnitude(survivors.value) if evaluate else control.threshold
         # 6: return u, I_loc intersect I_glob: `mean`, and the positions that leave this rank's residual
         cleared = survivors.index[kernels.isin(survivors.index, mine.index)]

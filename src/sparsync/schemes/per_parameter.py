@@ -74,15 +74,11 @@ class PerParameter(Scheme):
         return any(scheme.leaves_out for scheme in self.inner.values())
 
     def _layouts(self, layout: Sequence[ParameterSpan]) -> dict[str, list[ParameterSpan]]:
-        """Group the parameters by pattern; "" stands for the default. Omits patterns without elements here."""
+        """Group the parameters by the first pattern that matches; "" stands for the default. Omits patterns without elements here."""
         layouts: dict[str, list[ParameterSpan]] = {key: [] for key in self.inner}
         for entry in layout:
-            layouts[self._pattern(entry.name)].append(entry)
+            layouts[next((each for each in self.patterns if matches(entry.name, [each])), "")].append(entry)
         return {key: entries for key, entries in layouts.items() if any(len(entry.span) for entry in entries)}
-
-    def _pattern(self, name: str) -> str:
-        """Return the first pattern that matches a parameter's name; "" if none does."""
-        return next((pattern for pattern in self.patterns if matches(name, [pattern])), "")
 
 
 def _inner(bucket: Bucket, key: str, layout: Sequence[ParameterSpan]) -> Bucket:

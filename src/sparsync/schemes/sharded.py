@@ -19,7 +19,6 @@ from sparsync.core import (
     Bucket,
     Comm,
     Detail,
-    ParameterSpan,
     Report,
     Span,
     Sparse,
@@ -74,7 +73,10 @@ class OkTopkReduceScatter(KeepingReduceScatter):
         k = count_for(1.0 if bucket.step < self.config.dense_steps else self.config.density, n)
         mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
         if not acc.finite:
-            mine = _nan_for_each_owner(acc.values, own)
+            # A NaN for every other rank instead of the selection, so that all learn of it without another message.
+            first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.values.device)
+            index = first[first != own.start]
+            mine = Sparse(index, acc.values.new_full(index.shape, torch.nan), n)
         total, chunks = own.of(acc.values).clone(), [Span(owner * m, (owner + 1) * m) for owner in range(P)]
         moved = sparse_allreduce.split_and_reduce_(total, mine, chunks, comm, Elements(self.config.values))
         own.of(acc.values).zero_()
@@ -83,14 +85,6 @@ class OkTopkReduceScatter(KeepingReduceScatter):
             kernels.scatter_add_(acc.values, Sparse(mine.index, moved.error, n))
         sent, received = mine.index.numel(), sum(moved.incoming) - moved.incoming[comm.rank]
         return total, sent + m, {"sent_count": sent, "received_count": received}
-
-
-def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
-    """Replace the selection by a NaN for every other rank, so that all learn of it without another message."""
-    n, m = acc.numel(), len(own)
-    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
-    index = first[first != own.start]
-    return Sparse(index, acc.new_full(index.shape, torch.nan), n)
 
 
 @dataclass(frozen=True)
@@ -114,10 +108,6 @@ class SkipReduceScatter(KeepingReduceScatter):
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets these
         return self.called
-
-    @property
-    def needs_layout(self) -> bool:
-        return self.config.feedback or bool(self.config.protect)
 
     @property
     def has_residual(self) -> bool:
@@ -158,8 +148,11 @@ class SkipReduceScatter(KeepingReduceScatter):
         """Plan which ranks are omitted at this step, and where in a chunk; all ranks draw the same plan."""
         skip, config, always, others = skip_count(self.config.skip, P), self.config, (), (Span(0, m),)
         naive, drawn = config.mode == "naive", (skip, P, config.seed, bucket.key, bucket.step)
-        if self.needs_layout:
-            always, others = _parts_of_a_chunk(bucket.layout, P, config.protect)
+        if config.feedback or config.protect:  # every chunk has the same layout
+            first = [
+                replace(entry, name=parameter_of(entry.name)) for entry in bucket.layout[: len(bucket.layout) // P]
+            ]
+            always, others = (part.spans for part in split(first, config.protect))
         return _SkipStep(SkipPlan(first_offsets(skip) if naive else rotating_offsets(*drawn)), always, others)
 
 
@@ -177,12 +170,3 @@ class _SkipStep:
     def details(self, P: int) -> dict[str, Detail]:
         plan = self.plan
         return {"skip": plan.skip, "offsets": str(list(plan.offsets)), "protected": P * sum(map(len, self.always))}
-
-
-def _parts_of_a_chunk(
-    layout: Sequence[ParameterSpan], P: int, protect: Sequence[str]
-) -> tuple[Sequence[Span], Sequence[Span]]:
-    """Return the spans of a chunk that are never omitted, and the others. Every chunk has the same layout."""
-    first = [replace(entry, name=parameter_of(entry.name)) for entry in layout[: len(layout) // P]]
-    dense, skipping = split(first, protect)
-    return dense.spans, skipping.spans

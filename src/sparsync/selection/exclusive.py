@@ -162,7 +162,8 @@ def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str]
     dense, known = tuple(dense), list[Span]()
     if refresh:
         start, stop = _share(_exact(refresh) * _exact(density), n, step)
-        known = _wrapped(start, min(stop, start + count), n)
+        length, start = min(stop - start, count), start % n
+        known = [Span(start, min(start + length, n)), Span(0, max(0, start + length - n))]
     if dense:
         known += _exempt(tuple(layout), dense, int(DENSE_SHARE * density * n))
     return Budget(count, _fitting(known, count))
@@ -192,13 +193,6 @@ def _share(share: Fraction, n: int, step: int) -> tuple[int, int]:
     """Compute start and stop of this step's part, when `share` * n elements per step follow each other without gaps."""
     count = share.numerator * n
     return count * step // share.denominator, count * (step + 1) // share.denominator
-
-
-def _wrapped(start: int, stop: int, n: int) -> list[Span]:
-    length, start = stop - start, start % n
-    if start + length <= n:
-        return [Span(start, start + length)]
-    return [Span(start, n), Span(0, start + length - n)]
 
 
 def _fitting(wanted: list[Span], count: int) -> tuple[Span, ...]:
