@@ -60,8 +60,8 @@ def abort(group: Group) -> None:
         own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
         if own.name() == "gloo":
             # HACK: gloo's abort does not wake threads that already wait. A receive that times out closes all connections of its group,
-            # which wakes them. A receive from a dead rank raises at once and closes nothing, so try every rank. Price: it relies on
-            # gloo's behaviour after a timeout, and on a tag without other users.
+            # which wakes all of them but those that wait for a send written in part. A receive from a dead rank raises at once and closes
+            # nothing, so try every rank. Price: it relies on gloo's behaviour after a timeout, and on a tag without other users.
             for other in (rank for rank in range(group.size()) if rank != group.rank()):
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1)], other, _TAG).wait(timedelta(milliseconds=1))
