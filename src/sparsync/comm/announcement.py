@@ -80,7 +80,6 @@ class Announced:
     announcement: Announcement
     rows: list[Tensor]  # tensors [4], in rank order
     works: list[tuple[dist.Work, int]]  # the receives, with their ranks
-    sends: list[dist.Work]  # referred to, not waited for
 
 
 @dataclass
@@ -97,7 +96,7 @@ class Announcements:
     # Receives match announcements in the order in which receives were posted.
     _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
     # Whoever announces has posted the receive for this rank's before, so gloo writes it soon. Until then something must refer to it.
-    _sent: deque[Announced] = field(default_factory=deque)
+    _sent: deque[tuple[Tensor, list[dist.Work]]] = field(default_factory=deque)
     _posting: threading.Lock = field(default_factory=threading.Lock)
     _on_their_way: int = 0
     _most: int = 1  # the largest value of _on_their_way
@@ -114,11 +113,10 @@ class Announcements:
             self._most = max(self._most, self._on_their_way)
             rows, works = self._ahead.popleft()
         rows[self.rank] = numbers
-        announced = Announced(announcement, rows, works, [self.group.send([numbers], to, _TAG) for to in self._others])
-        self._sent.append(announced)
+        self._sent.append((numbers, [self.group.send([numbers], to, _TAG) for to in self._others]))
         while len(self._sent) > 2 * AHEAD * self._most:
             self._sent.popleft()
-        return announced
+        return Announced(announcement, rows, works)
 
     def heard(self, announced: Announced) -> list[list[int]]:
         """Wait for the other ranks' announcements, and return all ranks' numbers in order. Raises RuntimeError as the group does."""

@@ -188,7 +188,6 @@ class GroupComm:
         # Gloo closes its sockets when nothing refers to the group any more.
         for announced in list(self._unsettled):
             announced.works.clear()
-            announced.sends.clear()
         self._unsettled.clear()
         self._announcements = self._channels = None
 
