@@ -19,7 +19,7 @@ MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000
     "elastic": 2_000,
     "lab": 13_569,
     "studies": 8_703,
-    "tests": 31_166,
+    "tests": 31_167,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0
 LONGER_SCHEMES = 0  # of more than 200 lines

@@ -163,11 +163,12 @@ def cut_off() -> None:
     through, short, long = comm.channels(), torch.empty(1, dtype=torch.uint8), torch.empty(2**26, dtype=torch.uint8)
     if comm.rank == 0:
         channels.LOOK_S = 0.01
-        through.wait_for_sends([(through.send(short, to, 0), to) for to in (1, 2)])
+        with through.sent([(through.send(short, to, 0), to) for to in (1, 2)]):
+            pass
         sent = through.send(long, 2, 0)
         dist.barrier()
-        with pytest.raises(RuntimeError, match="waiting for rank 2"):
-            through.wait_for_sends([(sent, 2)])
+        with pytest.raises(RuntimeError, match="waiting for rank 2"), through.sent([(sent, 2)]):
+            pass
         return
     if comm.rank == 2:
         store.wait(["rank 1 has gone"])

@@ -8,9 +8,9 @@ in a second message, whose receive is posted when both ranks reach the exchange.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -111,9 +111,8 @@ class Channels:
         settle()
         for send in sends:
             send.send_rest(self)
-        with waits():
+        with waits(), self.sent([(work, send.message.to) for send in sends for work in send.works]):
             received = [arrival.wait(self) for arrival in arriving]
-            self.wait_for_sends([(work, send.message.to) for send in sends for work in send.works])
         for arrival in arriving:
             self._post_ahead(arrival)
         for send in sends:
@@ -130,30 +129,34 @@ class Channels:
         """Begin to send."""
         return self.group.send([part], to, tag)
 
-    def wait_for_sends(self, works: Sequence[tuple[dist.Work, int]]) -> None:
-        """Wait for operations that send, each to a rank. Raises RuntimeError if they fail, or a connection is closed.
+    @contextmanager
+    def sent(self, works: Sequence[tuple[dist.Work, int]]) -> Iterator[None]:
+        """Wait for operations that send, each to a rank, beside the block and after it.
 
-        A worker waits, which gloo may not wake, while this thread looks now and then.
+        A worker waits, which gloo may not wake, and this thread looks now and then. Raises RuntimeError if the operations fail, or a
+        connection is closed.
         """
         if not works:
+            yield
             return
         try:
             worker = self._idle.pop()
         except IndexError:
             worker = Worker(joined=False)
         left = deque(works)
-        sent = worker.submit(partial(_wait_for_all, left))
-        while not futures.wait([sent], LOOK_S).done:
-            for _, to in list(left)[:1]:  # a rank that has its message may be gone
-                try:
-                    self.receive(torch.empty(1, dtype=torch.uint8), to, _NOTHING_TAG)
-                except RuntimeError as error:
-                    if not futures.wait([sent], LOOK_S).done:
-                        raise RuntimeError(f"waiting for rank {to}: {error}") from error
+        done = worker.submit(partial(_wait_for_all, left))
         try:
-            sent.result()
+            yield
+            while not futures.wait([done], LOOK_S).done:
+                for _, to in list(left)[:1]:  # a rank that has its message may be gone
+                    try:
+                        self.receive(torch.empty(1, dtype=torch.uint8), to, _NOTHING_TAG)
+                    except RuntimeError as error:
+                        if not futures.wait([done], LOOK_S).done:
+                            raise RuntimeError(f"waiting for rank {to}: {error}") from error
+            done.result()
         finally:
-            del sent  # its error refers to this frame
+            del done  # its error refers to this frame
         self._idle.append(worker)
 
     def _post_ahead(self, arrived: "_Arriving") -> None:
@@ -283,7 +286,7 @@ def _wait_for_all(left: deque[tuple[dist.Work, int]]) -> None:
 
 
 def abort(group: Any) -> None:  # Any: a process group, or a gloo group by itself, which torch's stubs hardly know
-    """Close the connections of `group`: all operations that wait on them fail, on any thread, those of `wait_for_sends` within LOOK_S."""
+    """Close the connections of `group`: all operations that wait on them fail, on any thread, sends within LOOK_S."""
     with suppress(RuntimeError):
         group.abort()
         backend = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group

@@ -212,20 +212,17 @@ class Lane:
         self.settle()
         sends = [send(pieces[to][number].of(x), to) for number in range(count) for to in self._targets]
         for piece, place, works in zip(pieces[self.rank], inside, adding, strict=True):
-            self._wait_for(works)
+            with self._waits():
+                for work, other in works:
+                    wait_for(work, other)
             addends = [piece.of(x) if rank == self.rank else arrived[rank][place] for rank in range(self.size)]
             mine = piece.of(total)
             mine.copy_(sum_in_rank_order(addends))
             sends += [send(mine, to) for to in self._targets]
-        self._wait_for(gathering)
-        with self._waits():
-            channels.wait_for_sends(sends)
-        return total
-
-    def _wait_for(self, works: Sequence[tuple[dist.Work, int]]) -> None:
-        with self._waits():
-            for work, other in works:
+        with self._waits(), channels.sent(sends):
+            for work, other in gathering:
                 wait_for(work, other)
+        return total
 
     def _tag(self, places: list[int], rank: int, sized: bool = False) -> int | None:
         """Take the tag of the next message to or from a rank; None if nothing is posted ahead."""
