@@ -229,7 +229,7 @@ class ReplicateHandle(Fsdp2Handle):
         """
         if (before := self._partial.pop(unit.key, None)) is not None:
             shard += before
-        if not unit.all_reduces_now:
+        if not unit.group.all_reduce_grads:  # the latest argument of set_requires_all_reduce
             self._partial[unit.key] = shard.clone()
             shard.zero_()
             return

@@ -134,11 +134,6 @@ class Unit:
         return f"replica{number}of{copies}"
 
     @property
-    def all_reduces_now(self) -> bool:
-        """The latest argument of set_requires_all_reduce."""
-        return self.group.all_reduce_grads
-
-    @property
     def all_gather(self) -> Any:  # Any: as above
         return self.group._all_gather_comm
 

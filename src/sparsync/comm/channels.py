@@ -271,7 +271,7 @@ class _Leaving:
 
 
 def wait_for(work: dist.Work, rank: int) -> None:
-    """Wait for a receive; an error says for which rank."""
+    """Wait for an operation; an error says for which rank."""
     try:
         work.wait()
     except RuntimeError as error:

@@ -56,7 +56,8 @@ class InTurn(ErrorFeedbackScheme):
         return 1 / self.every
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
-        turn, summed = self._turn(bucket, comm), acc.values
+        turns, summed = Turns(bucket.grad.numel(), comm.size, self.every), acc.values
+        turn = _turn_at(turns, turns.number(bucket.step), bucket.grad.device)
         with phase("select"):
             values = turn.of(summed)  # [K]
             if not acc.finite:
@@ -74,14 +75,7 @@ class InTurn(ErrorFeedbackScheme):
         residual = state.residual(bucket)
         if comm.size == 1:
             return residual, None
-        return residual, self._turns(residual.numel(), comm.size).regions.rows(comm.rank, residual.device)
-
-    def _turns(self, n: int, P: int) -> Turns:
-        return Turns(n, P, self.every)
-
-    def _turn(self, bucket: Bucket, comm: Comm) -> Turn:
-        turns = self._turns(bucket.grad.numel(), comm.size)
-        return _turn_at(turns, turns.number(bucket.step), bucket.grad.device)
+        return residual, Turns(residual.numel(), comm.size, self.every).regions.rows(comm.rank, residual.device)
 
 
 @lru_cache(maxsize=256)
