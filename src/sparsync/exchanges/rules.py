@@ -194,8 +194,7 @@ def orthogonalised(
     """Approximate U V^T for each matrix [rows, columns] = U S V^T, by Newton-Schulz iterations; zero stays zero.
 
     The shorter sides must be equal, and matrices of one shape or its transpose adjacent. Returns zeros if `skip`, one number, is not zero.
-    Computes in bfloat16 on a GPU, as torch.optim.Muon does, and otherwise in the type of the matrices. Ranks get the same bits if they
-    have the same processor and number of threads.
+    Computes in bfloat16, as torch.optim.Muon does. Ranks get the same bits if they have the same processor and number of threads.
     """
     a, b, c = coefficients
     lying = [each if each.shape[0] <= each.shape[1] else each.T for each in matrices]
@@ -207,7 +206,7 @@ def orthogonalised(
     stacks = list[Tensor]()
     for run, norm in zip(runs, norms.split(sizes), strict=True):
         x = torch.stack(run)
-        scaled = torch.empty_like(x, dtype=torch.bfloat16 if x.is_cuda else x.dtype)
+        scaled = torch.empty_like(x, dtype=torch.bfloat16)
         stacks.append(torch.div(x, norm.view(-1, 1, 1), out=scaled))  # all singular values are at most 1
     gram = stacks[0].new_empty(len(lying), lying[0].shape[0], lying[0].shape[0])
     for _ in range(iterations):
