@@ -130,7 +130,7 @@ TABLE = (
         shown_to=0.1e6,
         **_LOWEST,
     ),
-    Recipe(4.6, "muon", _INT3, "0.3 % behind (log, Muon)"),
+    Recipe(4.6, "muon", _INT3, "0.9 % behind (gpt-muon-10m-1000)", shown_to=10.7e6),
     Recipe(3.1, "muon", _SIGN + ":values_down=int3", "0.9 % behind (log, Muon)"),
     Recipe(1.6, "muon", "steps/in_turn:every=2", "3.4 % behind (log, Muon)"),
     Recipe(0.8, "muon", "steps/in_turn:every=4:decay=0.9", "5.6 % behind (log, Muon)"),
