@@ -15,7 +15,7 @@ LIBRARY = ROOT / "src" / "sparsync"
 SOURCES = {path: path.read_text() for path in sorted(LIBRARY.rglob("*.py"))}
 NODES = {path: list(ast.walk(ast.parse(source))) for path, source in SOURCES.items()}
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
-    "src": 22_814,
+    "src": 22_813,
     "elastic": 2_000,
     "lab": 13_569,
     "studies": 8_703,

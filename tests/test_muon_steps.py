@@ -137,7 +137,7 @@ def test_with_one_rank_the_step_is_torchs_muon_of_the_normalised_gradient(nester
             ours.weight.grad, plain.weight.grad = gradient.clone(), gradient / (second / (1 - 0.95**t)).sqrt()
             steps.step()
             theirs.step()
-        # torch's iterations are in bfloat16, of 8 bits.
+        # Both iterate in bfloat16, of 8 bits, from momenta that differ in rounding.
         moved = (plain.weight - ours.weight).norm() / 4
         rate = theirs.param_groups[0]["lr"] * steps._sender.groups.rules[0].sent_rate((30, 12))
         assert moved < 0.02 * rate / 0.02 * 0.2 * 360**0.5
@@ -173,8 +173,8 @@ def test_matrices_that_are_moved_at_once_take_the_steps_of_each_alone(
     for shape, step in zip(shapes, moved(shapes), strict=True):
         (alone,) = moved([shape])
         assert step.shape == shape
-        # Products in another order, which five iterations enlarge; elements are about 0.3.
-        torch.testing.assert_close(step, alone, rtol=0, atol=2e-5)
+        # In bfloat16, products in another order, as some processors take them, may differ; elements are about 0.3.
+        torch.testing.assert_close(step, alone, rtol=0, atol=1e-2)
     with torch.autocast("cpu", torch.bfloat16):  # around the optimizer's step
         surrounded = moved(shapes)
     assert all(map(torch.equal, surrounded, moved(shapes)))
