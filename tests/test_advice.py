@@ -124,7 +124,7 @@ def test_a_step_of_adamw_takes_its_part_of_the_time_in_which_the_ratio_is_measur
     probe: Probe, fixed_s: float, measure_every: int
 ) -> None:
     """The ratio of 32 blocks takes as long as the smallest all-reduce, 0.25 s, and 0.0625 s to announce, every `measure_every` steps."""
-    [choice] = parse_schemes(f"adamw_steps(measure_every={measure_every})/dense", 0.01)
+    [choice] = parse_schemes(f"steps(measure_every={measure_every})/dense", 0.01)
     found = advise.step(choice, probe, TWO_BUCKETS)
     assert found.reduce_s == pytest.approx(1 + 0.0625 + fixed_s + 0.3125 / measure_every, rel=1e-5)
     assert found.step_s == 3.125 + found.reduce_s

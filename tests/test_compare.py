@@ -192,7 +192,7 @@ def compare_job(job: str, out: Path, *more: str, schemes: str = "dense", steps: 
 
 @pytest.mark.slow
 def test_a_job_with_batch_normalisation_and_dicts_runs_with_gradients_and_with_steps(tmp_path: Path) -> None:
-    schemes = "dense,topk,local_steps(every=2)/topk,adamw_steps(keep=0.5)/topk"
+    schemes = "dense,topk,local_steps(every=2)/topk,steps(keep=0.5)/topk"
     done = run(compare_job(f"{EXAMPLES / 'own_job_batchnorm.py'}:Stripes", tmp_path, schemes=schemes))
     assert done.returncode == 0, done.stderr
     ends = [line for line in records(tmp_path) if line["kind"] == "end"]

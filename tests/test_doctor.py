@@ -43,17 +43,16 @@ def refused() -> None:
 
 def warned() -> None:
     plain = DistributedDataParallel(nn.Linear(3, 3))
-    assert sparsync.doctor(plain, ExactMiCRO()) == []  # its own patterns need not match
+    assert sparsync.doctor(plain, SkipReduce()) == []
     for scheme, word in (
         (SkipReduce(protect=("*.bais",)), "protect='*.bais' matches no parameter; parameters are called weight, bias"),
-        (ExactMiCRO(dense=("norm.*",)), "dense='norm.*' matches no parameter"),
         (PerParameter(Dense(), {"head.*": Dense()}), "patterns='head.*' matches no parameter"),
     ):
         (finding,) = sparsync.doctor(plain, scheme)
         assert finding.refused is None
         assert word in str(finding)
     with pytest.warns(UserWarning, match="matches no parameter"):
-        sparsync.attach(plain, ExactMiCRO(dense=("norm.*",)))
+        sparsync.attach(plain, SkipReduce(protect=("norm.*",)))
 
 
 def optimizers() -> None:

@@ -90,9 +90,6 @@ def test_partitions_hold_every_element_once(n: int, P: int, cyclic: bool) -> Non
     parts = [partitions.positions(part, torch.arange(length)) for part, length in enumerate(partitions.lengths())]
     assert torch.equal(torch.cat(parts).sort().values, x)
     assert max(partitions.lengths()) - min(partitions.lengths()) <= 1
-    for number, part in enumerate(parts):
-        owner, place = partitions.places(part)
-        assert bool((owner == number).all()) and torch.equal(place, torch.arange(part.numel()))
 
 
 @given(
@@ -136,12 +133,9 @@ def test_with_fewer_elements_than_ranks_each_rank_selects_in_each_partition_in_i
     assert turns == [[0] * P * rank + [1] * P + [0] * P * (P - 1 - rank) for rank in range(P)]
 
 
-@given(n=st.integers(1, 400), refresh=st.floats(0, 1), density=st.floats(0.001, 1), step=st.integers(0, 10**6))
-def test_a_budget_is_never_overdrawn(n: int, refresh: float, density: float, step: int) -> None:
-    layout = streams.cut_in({"a.weight": n - n // 3, "a.bias": n // 3})
-    allowed = budget(density, layout, ["*bias"], refresh, step)
-    assert 1 <= allowed.count <= n
-    assert 0 <= allowed.open_count <= allowed.count
-    known = allowed.known_index(torch.device("cpu"))
-    assert known.numel() == known.unique().numel() == allowed.known_count
-    assert n - allowed.known_count >= allowed.open_count
+@given(n=st.integers(0, 400), density=st.floats(0.001, 1), step=st.integers(0, 10**6))
+def test_budgets_average_the_density_and_hold_an_element_at_least(n: int, density: float, step: int) -> None:
+    counts = [budget(density, n, step + i) for i in range(100)]
+    assert all(min(n, 1) <= count <= n for count in counts)
+    if density * n >= 1:
+        assert abs(sum(counts) - 100 * density * n) <= 1 + 1e-6 * n

@@ -30,7 +30,7 @@ SCHEMES: dict[str, Callable[[], ErrorFeedbackScheme]] = {
     "two_shot contributors": lambda: TwoShot(0.1, "int4", divide_by="contributors"),
     "exact_micro": lambda: ExactMiCRO(0.1),
     "micro": lambda: MiCRO(0.1),
-    "exact_exdyna": lambda: ExactExDyna(0.1, dense=["w"], values="int8"),
+    "exact_exdyna": lambda: ExactExDyna(0.1, values="int8"),
     "exact_oktopk": lambda: ExactOkTopk(0.1),
     "exact_oktopk int8": lambda: ExactOkTopk(0.1, values="int8"),
     "oktopk": lambda: OkTopk(0.1, threshold_steps=2, region_steps=2),

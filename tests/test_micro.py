@@ -107,33 +107,3 @@ def test_the_published_threshold_grows_or_shrinks_by_how_many_the_last_union_had
     for union, factor in ((1101, 1.005), (1100, 1.00125), (1001, 1.00125), (1000, third), (910, third), (909, 0.995)):
         assert ThresholdScaling(step=1, threshold=2.0, union=union).next(1000, bug_compatible) == 2 * factor
     assert ThresholdScaling().next(100, bug_compatible) == 1 / 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PLAIN)
-def test_no_element_waits_longer_than_one_round_of_the_sweep(kind: str) -> None:
-    """The second half of the vector is a million times smaller: without a refresh nothing of it is ever sent."""
-    P, n, density, refresh = 2, 200, 0.1, 0.2
-    scale = torch.ones(n)
-    scale[n // 2 :] = 1e-6
-    rounds = int(1 / (density * refresh)) + 1
-    steps = [[grad * scale for grad in streams.layered(n, P, step)] for step in range(3 * rounds)]
-    for share in (refresh, 0.0):
-        seen = run(lambda share=share: PLAIN[kind](density=density, refresh=share), P, steps)[0]
-        last, longest = torch.zeros(n), torch.zeros(n)
-        for step, shown in enumerate(seen, start=1):
-            longest = torch.maximum(longest, step - last)
-            last[shown.grad != 0] = step
-        assert bool((longest <= rounds).all()) == bool(share)
-
-
-def test_small_dense_parameters_are_sent_whole_out_of_the_same_budget() -> None:
-    P, lengths = 4, {"linear.weight": 980, "linear.bias": 8, "out.bias": 12}
-    steps = [whole_numbers(1000, P, step) for step in range(5)]
-    for kind in PLAIN.values():
-        seen = run(lambda kind=kind: kind(0.1, dense=["*bias"]), P, steps, layout=streams.cut_in(lengths))
-        for step, grads in enumerate(steps):
-            shown = seen[0][step]
-            assert torch.equal(shown.grad[980:988], torch.stack(grads).sum(0)[980:988] / P)
-            assert shown.report.union == 100
-            assert bool((shown.residual[988:] != 0).any())  # with the other bias it would be a fifth of the budget

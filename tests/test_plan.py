@@ -18,7 +18,6 @@ from sparsync.comm.announcement import announcement_cost
 from sparsync.core import ParameterSpan, laid_out
 from sparsync.schemes import AutoProtect, SkipReduce, State, exact_exdyna, exact_micro, micro
 from sparsync.schemes.exact_micro import ExactMiCRO
-from sparsync.selection.exclusive import budget
 from sparsync_lab import predict
 from sparsync_lab.predict.exchanges import Given
 from sparsync_lab.predict.schemes import measurement
@@ -40,8 +39,8 @@ NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,
 # What also depends on figures of the step.
 GIVEN = (
     "skip_reduce:form=direct,skip_reduce:form=direct:protect=*.bias,auto_protect:observe_steps=1:share=0.3,exact_micro,"
-    "exact_micro:values=int4:refresh=0.1:dense=*.bias,micro,micro:bug_compatible=true,exact_exdyna,"
-    "exact_exdyna:values=int4:refresh=0.1:dense=*.bias,exdyna,exact_oktopk,exact_oktopk:values=int4:density=0.2,exact_oktopk:density=1.0,"
+    "exact_micro:values=int4,micro,micro:bug_compatible=true,exact_exdyna,"
+    "exact_exdyna:values=int4,exdyna,exact_oktopk,exact_oktopk:values=int4:density=0.2,exact_oktopk:density=1.0,"
     "oktopk:threshold_steps=2:region_steps=2"
 )
 # Rivals without a form: their reports say what is counted.
@@ -115,8 +114,7 @@ def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given
         bucket = Bucket("b", torch.zeros(given.n), given.step or 0, given.layout)
         seen["offsets"] = scheme._skip_plan(bucket, P).offsets
     if isinstance(scheme, ExactMiCRO):
-        known = budget(scheme.density, given.layout, scheme.dense, scheme.refresh, given.step or 0).known_count
-        seen["selected"] = [report.selected - known for report in reports]
+        seen["selected"] = [report.selected for report in reports]
     return replace(given, figures=seen)
 
 

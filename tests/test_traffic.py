@@ -72,12 +72,6 @@ def test_shares_of_energy_and_errors_add_up() -> None:
     assert micro["staleness_max"] == max(each["staleness_max"] for each in settled) > 0
 
 
-def test_no_element_waits_longer_than_the_refresh_allows() -> None:
-    found, (whole,) = records("exact_micro:refresh=0.5:density=0.2", Synthetic(4, 300), steps=55)
-    assert whole["after"] == 50
-    assert 0 < max(each["staleness_max"] for each in found) <= 10
-
-
 def test_a_study_gives_the_same_figures_each_time_and_the_command_shows_a_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -17,9 +17,9 @@ from sparsync import Bucket
 from sparsync.base import scheme_text
 from sparsync.core import count_for, spans
 from sparsync.feedback import Accumulator
-from sparsync.schemes.exact_micro import ROW, largest_of, sample_points, sample_stride
+from sparsync.schemes.exact_micro import ROW, sample_points, sample_stride
 from sparsync.schemes.exdyna import BlockLoads, block_edges
-from sparsync.selection.exclusive import BlockCyclic, Budget, Contiguous, budget, examine, rotation
+from sparsync.selection.exclusive import BlockCyclic, Contiguous, budget, examine, rotation
 from sparsync.selection.shares import equal_shares
 from sparsync_lab import workloads
 from sparsync_lab.frontier.figures import MethodRow, panels
@@ -169,7 +169,7 @@ def _selected_once(stream: Synthetic, t: int, hints: dict[str, dict[str, float]]
     """Let every scheme select once from the same gradient; return the elements read and the milliseconds."""
     (gradient,) = stream.gradients(t)
     threshold = float(gradient.abs().kthvalue(SELECTED - count_for(DENSITY, SELECTED)).values)
-    allowed = budget(DENSITY, stream.layout, (), 0.0, t)
+    total = budget(DENSITY, SELECTED, t)
     seen = dict[str, tuple[int, float]]()
 
     def timed(key: str, elements: int, work: Callable[[], object]) -> None:
@@ -183,34 +183,32 @@ def _selected_once(stream: Synthetic, t: int, hints: dict[str, dict[str, float]]
 
     whole = accumulator("topk")
     timed("accumulate", SELECTED, lambda: whole.values)
-    timed("topk", SELECTED, lambda: whole.top_k(allowed.count))
-    timed("torch.topk", SELECTED, lambda: whole.values.abs().topk(allowed.count))
+    timed("topk", SELECTED, lambda: whole.top_k(total))
+    timed("torch.topk", SELECTED, lambda: whole.values.abs().topk(total))
     for P in SELECT_RANKS:
-        for name, (elements, select) in _selections(P, t, threshold, allowed).items():
+        for name, (elements, select) in _selections(P, t, threshold, total).items():
             acc = accumulator(f"{name} {P}")
             _ = acc.values
             timed(f"{name} {P}", elements, partial(select, acc))
     return seen
 
 
-def _selections(
-    P: int, t: int, threshold: float, allowed: Budget
-) -> dict[str, tuple[int, Callable[[Accumulator], object]]]:
+def _selections(P: int, t: int, threshold: float, total: int) -> dict[str, tuple[int, Callable[[Accumulator], object]]]:
     """List how rank 0 selects at step `t` in each scheme, and how many elements it reads."""
     cpu = torch.device("cpu")
     span = spans(SELECTED, P)[rotation(0, t, P)]
-    mine, later = (examine(BlockCyclic(SELECTED, P, ROW), allowed, 0, t + i, cpu) for i in (0, 1))
-    adjacent = examine(Contiguous(spans(SELECTED, P)), allowed, 0, t, cpu)
-    count, stride = equal_shares(mine.free, allowed.open_count, t // P)[0], sample_stride(allowed, P)
-    sample = max(sample_points(later.free, allowed.open_count, stride)[0]) // stride
+    mine, later = (examine(BlockCyclic(SELECTED, P, ROW), 0, step, cpu) for step in (t, t + 1))
+    adjacent = examine(Contiguous(spans(SELECTED, P)), 0, t, cpu)
+    count, stride = equal_shares(mine.lengths, total, t // P)[0], sample_stride(total, P)
+    sample = max(sample_points(later.lengths, total, stride)[0]) // stride
     later = later.sampled(stride, t // P)
     return {
         "micro": (len(span), lambda acc: acc.above(threshold, span)),
         "exact_micro": (
             mine.rows.length + later.rows.length,
-            lambda acc: largest_of(acc, [mine, later], [count, sample]),
+            lambda acc: acc.top_k_of_rows([mine.rows, later.rows], [count, sample], "partition"),
         ),
-        "exact_exdyna": (adjacent.rows.length, lambda acc: largest_of(acc, [adjacent], [count])),
+        "exact_exdyna": (adjacent.rows.length, lambda acc: acc.top_k_of_rows([adjacent.rows], [count], "partition")),
     }
 
 

@@ -20,7 +20,7 @@ from sparsync.schemes import State
 
 # One of each of SkipReduce's settings, and one of schemes that differ only in a number.
 COMBINATIONS = ("skip-random-", "skip-naive-")
-OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-by-ranks", "-known")
+OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-by-ranks")
 OTHER_VALUES = (
     "topk-bfloat16",
     "exact_micro-int8",

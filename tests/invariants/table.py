@@ -151,7 +151,6 @@ PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "patterns": {"protect": ("*.bias", "emb*")},
     "auto": {"observe_steps": 2, "share": 0.3},  # of AutoProtect
 }
-KNOWN = {"refresh": 0.05, "dense": ("*.bias",)}  # positions known to all ranks
 DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "contributors": {"divide_by": "contributors"},
     "ranks": {"divide_by": "ranks"},
@@ -357,10 +356,6 @@ ROWS = [
     ],
     *[_sparse(f"exact_micro-{density}", ExactMiCRO, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"exact_exdyna-{density}", ExactExDyna, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
-    *[
-        _sparse(f"{make.name}-known", partial(make, **KNOWN), 0.1, slow=make is ExactExDyna)
-        for make in (ExactMiCRO, ExactExDyna)
-    ],
     *[_sparse(f"exact_oktopk-{density}", ExactOkTopk, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
     *_slow_but(_two_shot_rows()),
     *_slow_but(_in_turn_rows()),

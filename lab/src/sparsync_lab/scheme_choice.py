@@ -1,9 +1,8 @@
 """Parse schemes as commands name them: "topk", "exact_oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
 After "local_steps(every=4:keep=0.5)/" the ranks train separately, and the scheme reduces the changes of their weights every few steps, as
-with `sparsync.LocalSteps`. After "steps(keep=0.5)/" it reduces the optimizer's steps, as with `sparsync.Steps`; "adamw_steps(keep=0.5)/" is
-the older name. The names in `recipes` stand for such combinations of published systems, and "default" and "bits=0.8" for the choice of
-`sparsync.attach` with the job's optimizer.
+with `sparsync.LocalSteps`. After "steps(keep=0.5)/" it reduces the optimizer's steps, as with `sparsync.Steps`. The names in `recipes`
+stand for such combinations of published systems, and "default" and "bits=0.8" for the choice of `sparsync.attach` with the job's optimizer.
 """
 
 from collections.abc import Callable, Sequence

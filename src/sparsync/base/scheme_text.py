@@ -22,9 +22,8 @@ VARIABLE = "SPARSYNC_SCHEME"
 # Set by `sparsync launch --scheme`. VARIABLE may name a class if both have the same text.
 COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"
 NOTE = "SPARSYNC_SCHEME_NOTE"  # a file of `sparsync launch` for one rank, which records the text that a script read from VARIABLE
-# The prefixes of a scheme, and the classes that attach takes for them. adamw_steps is the older name of steps.
-STEPS = {"local_steps": "LocalSteps", "steps": "Steps", "adamw_steps": "Steps"}
-LISTS = ("protect", "dense")  # settings that are lists even when one value is given
+# The prefixes of a scheme, and the classes that attach takes for them.
+STEPS = {"local_steps": "LocalSteps", "steps": "Steps"}
 
 _AROUND = re.compile(rf"({'|'.join(STEPS)})(?:\(([^()]*)\))?/(.*)")  # the steps, their settings, and the scheme
 _BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # not a module or file of that name
@@ -144,7 +143,7 @@ def setting(text: str) -> tuple[str, Any]:  # Any: as `_value`
     """Parse "key=value" into key and value."""
     key, _, written = text.partition("=")
     value = _value(written)
-    return key, [value] if key in LISTS and isinstance(value, str) else value
+    return key, [value] if key == "protect" and isinstance(value, str) else value
 
 
 def _written(value: Any) -> str:  # Any: as `_value`

@@ -78,12 +78,9 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
-    """Find patterns in a scheme's settings that match no parameter, except its defaults."""
-    for setting in ("protect", "dense", "patterns"):
-        given = getattr(scheme, setting, ())
-        if isinstance(given, str) or given == getattr(type(scheme), setting, ()):
-            continue
-        for pattern in given:
+    """Find patterns in a scheme's settings that match no parameter."""
+    for setting in ("protect", "patterns"):
+        for pattern in getattr(scheme, setting, ()):
             if not any(matches(name, [pattern]) for name in names):
                 yield Finding(
                     f"{setting}={pattern!r} matches no parameter",

@@ -11,9 +11,9 @@ import torch
 from sparsync.base.state import State
 from sparsync.core import Bucket, Comm, numbers_of, or_found_inf, phase, raise_if_found_inf
 from sparsync.feedback import Accumulator
-from sparsync.schemes.exact_micro import ExactMiCRO, Selection, gather_positions, largest_of
+from sparsync.schemes.exact_micro import ExactMiCRO, Selection, gather_positions
 from sparsync.schemes.micro import partition_lengths
-from sparsync.selection.exclusive import Contiguous, examine, rotation
+from sparsync.selection.exclusive import Contiguous, budget, examine, rotation
 from sparsync.selection.shares import (
     Profile,
     before_blocks,
@@ -40,11 +40,11 @@ class ExactExDyna(ExactMiCRO):
         n, P, t = bucket.grad.numel(), comm.size, bucket.step
         profile = state.shared_state("profile", Profile, bucket, P)
         with phase("select"):
-            allowed = self.budget(bucket.layout, t)
-            cut = profile.cut(n, P, least=2 * -(-allowed.count // P))
-            mine = examine(Contiguous(cut), allowed, comm.rank, t, acc.residual.device)
-            counts = equal_shares(mine.free, allowed.open_count, t // P)
-        (selected,) = largest_of(acc, [mine], [counts[comm.rank]])
+            total = budget(self.density, n, t)
+            cut = profile.cut(n, P, least=2 * -(-total // P))
+            mine = examine(Contiguous(cut), comm.rank, t, acc.residual.device)
+            counts = equal_shares(mine.lengths, total, t // P)
+        (selected,) = acc.top_k_of_rows([mine.rows], [counts[comm.rank]], "partition")
         smallest = smallest_of(selected.value)
         level = or_found_inf(levels_of(smallest), acc.is_finite)
         heads, places = gather_positions(level, selected.index, counts, mine.lengths, comm)
@@ -58,13 +58,6 @@ class ExactExDyna(ExactMiCRO):
 
         def commit() -> None:
             weights = relative_magnitudes([levels[rank] for rank in ranks])
-            profile.observe(before, [counts[rank] for rank in ranks], weights, profile_memory(allowed.count, P))
+            profile.observe(before, [counts[rank] for rank in ranks], weights, profile_memory(total, P))
 
-        return Selection(
-            [mine.known, positions],
-            counts,
-            threshold,
-            known=mine.known.numel(),
-            details=partition_lengths(cut),
-            commit=commit,
-        )
+        return Selection([positions], counts, threshold, details=partition_lengths(cut), commit=commit)

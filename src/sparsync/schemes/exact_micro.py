@@ -23,8 +23,6 @@ from sparsync.core import (
     Bucket,
     Comm,
     Detail,
-    ParameterSpan,
-    Sparse,
     check_density,
     numbers_of,
     or_found_inf,
@@ -33,7 +31,7 @@ from sparsync.core import (
 )
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.schemes.micro import padding
-from sparsync.selection.exclusive import BlockCyclic, Budget, Examined, budget, by_rank, examine
+from sparsync.selection.exclusive import BlockCyclic, budget, by_rank, examine
 from sparsync.selection.shares import equal_shares, quotas, sketch, smallest_of
 from sparsync.wire import (
     ValueCodec,
@@ -56,11 +54,10 @@ _LEAST_SAMPLE = 512
 class Selection:
     """The selection of all ranks; all but `threshold` is the same on every rank."""
 
-    # [K] together: the positions that all ranks knew beforehand, then the selections by rank; int32, ascending inside a part.
+    # [K] together: the selections by rank; int32, ascending inside a part.
     positions: Sequence[Tensor]
     counts: Sequence[int]  # numbers of selected positions, by rank
     threshold: float  # the smallest magnitude that this rank selected
-    known: int = 0  # the number of positions that all ranks knew beforehand
     details: Mapping[str, Detail] = field(default_factory=dict)
     commit: Callable[[], None] = lambda: None  # as in Update
 
@@ -73,10 +70,6 @@ class ExactMiCRO(ErrorFeedbackScheme):
     """
 
     density: float = 0.01  # share of the elements in the union of all ranks
-    # Share of the budget for a window that cycles, e.g. 0.05: no element waits longer than 1/(refresh * density) steps.
-    refresh: float = 0.0
-    # Names or patterns of parameters that are sent whole while they fit a tenth of the budget, e.g. ["*bias", "*norm*"].
-    dense: Sequence[str] = ()
     values: Values = "float32"  # format of values; rounding errors stay in the residual
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses their rounding errors
 
@@ -87,10 +80,6 @@ class ExactMiCRO(ErrorFeedbackScheme):
         super().__post_init__()
         check_density(self.density)
         check_values(self.values)
-        if not 0 <= self.refresh <= 1:
-            raise ValueError(f"refresh must be in [0, 1], the share of the budget that cycles, got {self.refresh}")
-        if isinstance(self.dense, str):
-            raise ValueError(f"dense takes a list of parameter names or patterns, got the string {self.dense!r}")
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         selection = self.select(state, acc, bucket, comm)
@@ -98,7 +87,7 @@ class ExactMiCRO(ErrorFeedbackScheme):
         return Update(
             mean,
             cleared=mean.index,
-            selected=selection.counts[comm.rank] + selection.known,
+            selected=selection.counts[comm.rank],
             errors=errors,
             details={"threshold": selection.threshold, "padding": padding(selection.counts), **selection.details},
             commit=selection.commit,
@@ -113,24 +102,23 @@ class ExactMiCRO(ErrorFeedbackScheme):
         P, rank, t = comm.size, comm.rank, bucket.step
         last = state.shared_state("sketches", Sketches, bucket, P)
         with phase("select"):
-            partition, device = BlockCyclic(bucket.grad.numel(), P, ROW), acc.residual.device
-            allowed, following = (self.budget(bucket.layout, step) for step in (t, t + 1))
-            budgets = (allowed, following)
-            mine, later = (examine(partition, budget, rank, t + i, device) for i, budget in enumerate(budgets))
-            free, total = mine.free, allowed.open_count
+            n, device = bucket.grad.numel(), acc.residual.device
+            partition = BlockCyclic(n, P, ROW)
+            total, following = (budget(self.density, n, step) for step in (t, t + 1))
+            mine, later = (examine(partition, rank, step, device) for step in (t, t + 1))
+            free = mine.lengths
             # Equally many on all ranks before there are sketches.
             counts = quotas(last.levels, last.points, free, total) if last.levels else equal_shares(free, total, t // P)
             stride = sample_stride(following, P)
-            points = sample_points(later.free, following.open_count, stride)
+            points = sample_points(later.lengths, following, stride)
             later = later.sampled(stride, t // P)
             sampled = [min(point // stride, later.rows.length) for point in points[rank]]
-        selected, upper = largest_of(acc, [mine, later], [counts[rank], max(sampled)])
+        selected, upper = acc.top_k_of_rows([mine.rows, later.rows], [counts[rank], max(sampled)], "partition")
         with phase("select"):
             levels = or_found_inf(sketch(upper.value, sampled), acc.is_finite)
         heads, places = gather_positions(levels, selected.index, counts, mine.lengths, comm)
         with phase("decode"):
-            positions = map(partition.positions, by_rank(range(P), t), places)
-            positions = [mine.known, *positions]
+            positions = list(map(partition.positions, by_rank(range(P), t), places))
             # A host sync: all ranks need the levels.
             received, (threshold,) = numbers_of(heads, smallest_of(selected.value))
         raise_if_found_inf(received)
@@ -139,11 +127,7 @@ class ExactMiCRO(ErrorFeedbackScheme):
             m = len(SAMPLE_POINTS)
             last.levels, last.points = [received[m * r : m * (r + 1)] for r in range(P)], points
 
-        return Selection(positions, counts, threshold, known=mine.known.numel(), commit=commit)
-
-    def budget(self, layout: Sequence[ParameterSpan], step: int) -> Budget:
-        """Return the budget of `step`."""
-        return budget(self.density, layout, self.dense, self.refresh, step)
+        return Selection(positions, counts, threshold, commit=commit)
 
 
 @dataclass
@@ -154,11 +138,9 @@ class Sketches:
     points: list[list[int]] = field(default_factory=list)
 
 
-def sample_stride(allowed: Budget, P: int) -> int:
-    """Compute the stride of a sketch, which reads one of `stride` rows."""
-    if allowed.known:  # known positions are excluded by their places in all rows
-        return 1
-    return max(1, min(_MOST_STRIDE, allowed.count // (P * _LEAST_SAMPLE)))
+def sample_stride(total: int, P: int) -> int:
+    """Compute the stride of a sketch for a budget of `total` elements; the sketch reads one of `stride` rows."""
+    return max(1, min(_MOST_STRIDE, total // (P * _LEAST_SAMPLE)))
 
 
 def sample_points(free: Sequence[int], total: int, stride: int) -> list[list[int]]:
@@ -187,10 +169,3 @@ def gather_positions(
             index if source == rank else decode_fixed_length(packet[head:], count, length)
             for source, (packet, count, length) in enumerate(others)
         ]
-
-
-def largest_of(acc: Accumulator, examined: Sequence[Examined], counts: Sequence[int]) -> list[Sparse]:
-    """Select the `counts[i]` largest elements of partition i, except known positions; return them by place."""
-    wanted = [count + partition.taken.numel() for count, partition in zip(counts, examined, strict=True)]
-    largest = acc.top_k_of_rows([partition.rows for partition in examined], wanted, "partition")
-    return [partition.free_of(part, count) for partition, part, count in zip(examined, largest, counts, strict=True)]

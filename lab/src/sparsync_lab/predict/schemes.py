@@ -297,18 +297,18 @@ def _(scheme: ExactMiCRO, given: Given) -> Plan:
     n, P, t = given.n, given.P, given.step or 0
     lengths, selected = given.figures.get("lengths"), given.figures.get("selected")
     # Assume equal counts: partitions of mixed rows hold the same number of elements, and adjacent ones have the same length.
-    allowed = budget(scheme.density, given.parameters, scheme.dense, scheme.refresh, t)
+    total = budget(scheme.density, n, t)
     if isinstance(scheme, ExactExDyna):
         levels = 1
         lengths = lengths or by_rank([len(span) for span in spans(n, P)], t)
-        selected = selected or equal_shares(lengths, allowed.open_count, t // P)
+        selected = selected or equal_shares(lengths, total, t // P)
     else:
         levels = len(SAMPLE_POINTS)
         lengths = lengths or by_rank(BlockCyclic(n, P, ROW).lengths(), t)
-        selected = selected or [len(span) for span in spans(allowed.open_count, P)]
+        selected = selected or [len(span) for span in spans(total, P)]
     head = LEVEL_NBYTES * levels
     sizes = packet_tally(selected, lengths, lambda k, length: head + fixed_length_nbytes(k, length))
-    return _at_union(scheme, given, [all_gather_exchange(sizes)], allowed.count, max(lengths))
+    return _at_union(scheme, given, [all_gather_exchange(sizes)], total, max(lengths))
 
 
 @form.register
