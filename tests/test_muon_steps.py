@@ -24,7 +24,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges import rules
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
-from sparsync.exchanges.rules import MuonRule, move_matrices_, orthogonalised, rules_of
+from sparsync.exchanges.rules import MuonRule, move_matrices_, orthogonalised
 from sparsync.schemes import Dense, TwoShot
 
 P, STEPS = 2, 7
@@ -168,7 +168,7 @@ def test_matrices_that_are_moved_at_once_take_the_steps_of_each_alone(
         move_matrices_(zip(weights, followed, rules, strict=True))
         return weights
 
-    shapes = [(12, 3), (3, 12), (4, 3, 2, 2), (3, 4), (6, 8), (3, 12)]
+    shapes = [(12, 3), (3, 12), (4, 12), (3, 4), (6, 8), (3, 12)]
     monkeypatch.setattr(rules, "_TOGETHER", together)
     for shape, step in zip(shapes, moved(shapes), strict=True):
         (alone,) = moved([shape])
@@ -178,17 +178,6 @@ def test_matrices_that_are_moved_at_once_take_the_steps_of_each_alone(
     with torch.autocast("cpu", torch.bfloat16):  # around the optimizer's step
         surrounded = moved(shapes)
     assert all(map(torch.equal, surrounded, moved(shapes)))
-
-
-def test_a_stack_of_matrices_is_refused_and_a_convolution_is_not() -> None:
-    def rule(*shape: int) -> object:
-        optimizer = Muon([nn.Parameter(torch.zeros(2, 2))])
-        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(shape))]
-        return rules_of([optimizer])[0]
-
-    assert isinstance(rule(4, 3, 2, 2), MuonRule)
-    with pytest.raises(ValueError, match=r"shape \[4, 3, 3\] may be a stack of matrices"):
-        rule(4, 3, 3)
 
 
 def test_steps_are_chosen_for_muon_and_a_pair_where_few_bits_are_sent() -> None:

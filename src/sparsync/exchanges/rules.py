@@ -64,7 +64,7 @@ class MuonRule:
 
     def sent_rate(self, shape: Sequence[int]) -> float:
         """Compute the rate at which an AdamW step is as long as Muon's, so that the residual has the scale of the weights' moves."""
-        return self.applied_rate(shape) / (_RMS * math.sqrt(max(_matrix(shape))))
+        return self.applied_rate(shape) / (_RMS * math.sqrt(max(shape)))
 
     def remembers(self, asked: float | None) -> float:
         """Choose beta2 of the second moments, which Muon itself does not have."""
@@ -81,7 +81,7 @@ class MuonRule:
 
     def applied_rate(self, shape: Sequence[int]) -> float:
         """Compute the rate of a parameter's orthogonal step."""
-        rows, columns = _matrix(shape)
+        rows, columns = shape
         if self.adjust == "match_rms_adamw":
             return self.rate * _RMS * math.sqrt(max(rows, columns))
         return self.rate * math.sqrt(max(1, rows / columns))
@@ -165,13 +165,13 @@ class ParameterGroups:
 
 
 def move_matrices_(given: Iterable[tuple[Tensor, Tensor, MuonRule]], skip: Tensor | None = None) -> None:
-    """Move weights of 2 or more dimensions by orthogonal steps; `given` has each weight, its direction [n] and its rule.
+    """Move matrices by orthogonal steps; `given` has each one, its direction [n] and its rule.
 
     Nothing changes if `skip`, one number, is not zero. Matrices with the same rule and the same shorter side are moved together.
     """
     groups = dict[tuple[MuonRule, int], list[tuple[Tensor, Tensor]]]()
     for target, each, rule in given:
-        matrix = each.view(_matrix(target.shape))
+        matrix = each.view(target.shape)
         groups.setdefault((rule, min(matrix.shape)), []).append((target, matrix))
     for (rule, _), pairs in groups.items():
         pairs.sort(key=lambda pair: (max(pair[1].shape), pair[1].shape))  # equal shapes in a row
@@ -181,8 +181,7 @@ def move_matrices_(given: Iterable[tuple[Tensor, Tensor, MuonRule]], skip: Tenso
             with torch.autocast(matrices[0].device.type, enabled=False):  # the loop may call `step` under autocast
                 steps = orthogonalised(list(matrices), rule.coefficients, rule.iterations, skip)
             torch._foreach_mul_(steps, [rule.applied_rate(each.shape) for each in moved])  # pyright: ignore[reportPrivateImportUsage]
-            shaped = [step.view(each.shape) for step, each in zip(steps, moved, strict=True)]
-            torch._foreach_sub_(moved, shaped)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_sub_(moved, steps)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def orthogonalised(
@@ -276,15 +275,10 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: se
 
 def _muon_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> MuonRule:  # Any: settings
     for parameter in group["params"]:
-        if parameter.dim() < 2:
+        if parameter.dim() != 2:
             raise ValueError(
                 f"Muon updates matrices only, and this {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)}; "
                 "give it to AdamW"
-            )
-        if parameter.dim() == 3:
-            raise ValueError(
-                f"Muon's steps can be exchanged for matrices and convolutions, and a parameter of shape {list(parameter.shape)} may be a "
-                "stack of matrices; split it into several parameters, or give it to AdamW"
             )
         if hasattr(parameter, "to_local"):
             raise ValueError(
@@ -296,10 +290,6 @@ def _muon_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> MuonRule:  # A
 
 def _rate_and_decay(group: Mapping[str, Any]) -> tuple[float, float]:  # Any: settings
     return float(group["lr"]), float(group["weight_decay"])
-
-
-def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
 
 
 def _listed(value: object) -> Iterable[object]:
