@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from sparsync_lab.netlab import RunNetwork
-from sparsync_lab.progress import progress
+from sparsync_lab.progress import Progress
 from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.process import Emit
 from studies import parts
@@ -64,10 +64,8 @@ def interleaved(
 def of_ranks(task: str, spec: Mapping[str, Any], links: RunNetwork, timeout_s: float = TIMEOUT_S) -> list[Row]:
     """Run `task` with `spec` on every rank of `links`, and collect rank 0's rows. Raises RankFailedError."""
     rows: list[Row] = []
-    with (
-        progress("measurements", announced=True) as shown,
-        worker_group(task, spec, links, timeout_s) as workers,
-    ):
+    shown = Progress("measurements", announced=True)
+    with worker_group(task, spec, links, timeout_s) as workers:
         for message in workers.messages():
             if message["kind"] == "row":
                 rows.append(message["row"])

@@ -24,7 +24,7 @@ from sparsync import kernels
 from sparsync.kernels import operations
 from sparsync.schemes import Span, Sparse
 from sparsync.selection.exclusive import BlockCyclic
-from sparsync_lab.progress import progress
+from sparsync_lab.progress import Progress
 from studies import parts
 from studies.bench import frame
 
@@ -98,20 +98,20 @@ def _cells(backend: str, n: int, options: argparse.Namespace) -> list[tuple[str,
     """Measure a backend; returns each case with its cell, and the rate of the plain pass."""
     kernels.set_backend(backend)
     clock = time.thread_time if options.device == "cpu" else _idle
-    with progress(f"{backend}, n {n:g}") as shown:
-        data = _data(n, options.device)
-        cases = _cases(data)
+    shown = Progress(f"{backend}, n {n:g}")
+    data = _data(n, options.device)
+    cases = _cases(data)
 
-        def measure(case: KernelCase, number: int) -> float:
-            data.residual.copy_(data.before)
-            begun = clock()
-            result = case.run()
-            taken = clock() - begun
-            if number == 0 and not case.check(result):
-                raise RuntimeError(f"{case.name!r} gives another result than the reference on {backend}")
-            return taken
+    def measure(case: KernelCase, number: int) -> float:
+        data.residual.copy_(data.before)
+        begun = clock()
+        result = case.run()
+        taken = clock() - begun
+        if number == 0 and not case.check(result):
+            raise RuntimeError(f"{case.name!r} gives another result than the reference on {backend}")
+        return taken
 
-        found = frame.interleaved(cases, measure, options.rounds, 1, lambda done, total: shown.at(done, total=total))
+    found = frame.interleaved(cases, measure, options.rounds, 1, lambda done, total: shown.at(done, total=total))
     plain = next(seconds for case, seconds in zip(cases, found, strict=True) if case.name == CEILING)
     cells = list[tuple[str, str]]()
     for case, seconds in zip(cases, found, strict=True):

@@ -98,7 +98,7 @@ def train(text: str, ranks: int, rate: float, seed: int, steps: int) -> dict[str
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
         nonlocal rounds, nbytes
-        if scheme.follows_rate:
+        if getattr(scheme, "follows_rate", False):
             factors = {each.name: units.follow(each.name, rate) for each in layout}
             for state in states:
                 state.rescale(factors)

@@ -2,17 +2,20 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 SILENT_S = 2.0  # shorter work prints no line
 EVERY_S = 5.0  # between two lines
 
 
 class Progress:
-    """A count of finished items with an estimate of the remaining time."""
+    """A count of finished items, of `total` if known, with an estimate of the remaining time: a line every 5 s, the first after 2 s.
 
-    def __init__(self, title: str, total: int | None) -> None:
+    `announced` prints the title at once.
+    """
+
+    def __init__(self, title: str, total: int | None = None, announced: bool = False) -> None:
+        if announced:
+            print(title, file=sys.stderr, flush=True)
         self.title, self.total, self.done = title, total, 0
         self.began = time.monotonic()
         self._next_s = self.began + SILENT_S
@@ -35,11 +38,3 @@ class Progress:
     def advance(self) -> None:
         """Show that one more is done."""
         self.at(self.done + 1)
-
-
-@contextmanager
-def progress(title: str, total: int | None = None, announced: bool = False) -> Iterator[Progress]:
-    """Yield a display from 0 to `total` (None: unknown): a line every 5 s, the first after 2 s. `announced` prints the title at once."""
-    if announced:
-        print(title, file=sys.stderr, flush=True)
-    yield Progress(title, total)

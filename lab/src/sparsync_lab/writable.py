@@ -9,8 +9,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
 
 
-def check_file(path: Path, option: str = "--out") -> None:
-    """Create the folder of `path` if missing. Raises RuntimeError that names the option if no file can be written there.
+def check_file(path: Path) -> None:
+    """Create the folder of `path` if missing. Raises RuntimeError if no file can be written there.
 
     A new file stays empty.
     """
@@ -19,7 +19,7 @@ def check_file(path: Path, option: str = "--out") -> None:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another with {option}") from error
+        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another with --out") from error
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -1,7 +1,5 @@
 """The integration for any training loop: one call after the backward pass, without DDP, hooks or threads."""
 
-import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.exchanges.choice import Optimizers, listed
+from sparsync.runtime.between_steps import WeakHook
 from sparsync.runtime.findings import sparse_embeddings, warn_or_raise
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.options import GradientOptions, Options
@@ -49,7 +48,7 @@ class GradientReducer(Handle):
         comparison = given.comparison(names, partial(trained, model))
         comm = given.connected(group, repr(scheme))
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
-        refuse: Any = _RefuseDdp(weakref.ref(self))  # Any: torch types a hook as a function of named arguments
+        refuse: Any = _Uncompiled(self, "_refuse_ddp")  # Any: torch types a hook as a function of named arguments
         self._model_hooks.append(model.register_forward_pre_hook(refuse))
 
     def reduce(self, step: int | None = None) -> list[Report]:
@@ -111,26 +110,23 @@ class GradientReducer(Handle):
                     parameter.grad.copy_(mean)
         return report
 
-
-class _RefuseDdp:
-    """Raises before a forward pass of DistributedDataParallel around the model. In a copied model it raises nothing."""
-
-    def __init__(self, reducer: Callable[[], GradientReducer | None] = lambda: None) -> None:
-        self._reducer = reducer
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _RefuseDdp, ()
-
-    def __call__(self, module: nn.Module, _: object) -> None:
-        if torch.compiler.is_compiling():
-            return  # a compiled function that calls the model keeps one graph, and is not checked
+    def _refuse_ddp(self, module: nn.Module, _: object) -> None:
+        """Raise before a forward pass of DistributedDataParallel around the model."""
         # HACK: torch has no public name for this. Price: it may change with torch; a test wraps an attached model.
         outside = DistributedDataParallel._active_ddp_module
-        if self._reducer() is not None and outside is not None and any(each is module for each in outside.modules()):
+        if outside is not None and any(each is module for each in outside.modules()):
             raise RuntimeError(
                 "DistributedDataParallel was put around a model that is attached bare, and would reduce its gradients densely too; "
                 "wrap the model first, and attach the DistributedDataParallel model"
             )
+
+
+class _Uncompiled(WeakHook):
+    """Does nothing in a compiled function that calls the model, which keeps one graph so."""
+
+    def __call__(self, *arguments: Any) -> None:  # Any: as torch calls its hooks
+        if not torch.compiler.is_compiling():
+            super().__call__(*arguments)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -93,16 +93,6 @@ class Scheme(ABC):
         """Multiply state in units of the gradient, other than vectors, by the factor of each named parameter."""
         return
 
-    @property
-    def writes_steps(self) -> bool:
-        """Whether the result has elements of about 1, as Adam's steps do, so that SGD takes a learning rate tuned for Adam."""
-        return any(inner.writes_steps for inner in self.inner.values())
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the published residual holds gradients times the learning rate. Give `attach` the optimizer for the same effect."""
-        return False
-
     def reduce_scatter_form(self) -> "ReduceScatterScheme":
         """Convert this scheme to a reduce-scatter with the same settings, for FSDP2's shard axis, without its state.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparsync_lab import environment
 from sparsync_lab.compare.settings import CompareSettings
-from sparsync_lab.progress import Progress, progress
+from sparsync_lab.progress import Progress
 from sparsync_lab.report import results
 from sparsync_lab.report.format import links_text
 from sparsync_lab.workers.group import Here
@@ -38,8 +38,8 @@ def compare(
     Raises ValueError for settings that cannot run or differ between ranks, and RuntimeError if the network cannot be built, a rank ends
     early or replicas differ. Records written until then stay; processes and networks are always cleaned up.
     """
-    with progress("checking the schemes and reading the data", announced=True):
-        workload = settings.check()
+    Progress("checking the schemes and reading the data", announced=True)
+    workload = settings.check()
     with where as ranks:
         ranks.agree(_identity(settings, workload, ranks.device))
         if not ranks.leads:

@@ -17,7 +17,7 @@ from torch import nn
 from sparsync_lab import workloads
 from sparsync_lab.frontier import runs
 from sparsync_lab.frontier.runs import Finished, Key
-from sparsync_lab.progress import progress
+from sparsync_lab.progress import Progress
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.base import Workload, model_and_optimizer, parameter_count, share
@@ -150,19 +150,17 @@ def complete(study: FrontierStudy, folder: Path, jobs: int, tell: Callable[[str]
                 f"--device cuda needs a GPU that torch can use for the {len(missing)} trainings that are not finished, and there is "
                 "none here; leave it out"
             )
-        with progress("trainings", len(missing)) as shown:
-            for number, (choice, done) in enumerate(_trained(study, missing, jobs), start=1):
-                finished[done.key] = done
-                runs.append(folder, done, choice.label)
-                key = done.key
-                several = f"{key.ranks} ranks, " * (len(study.ranks) > 1) + f"{key.steps} steps, " * (
-                    len(study.steps) > 1
-                )
-                tell(
-                    f"[{number}/{len(missing)}] {choice.label}, {several}seed {key.seed}, "
-                    f"rate {key.rate:g}: {_told(done, workload.metric)}, {done.seconds:.0f} s"
-                )
-                shown.advance()
+        shown = Progress("trainings", len(missing))
+        for number, (choice, done) in enumerate(_trained(study, missing, jobs), start=1):
+            finished[done.key] = done
+            runs.append(folder, done, choice.label)
+            key = done.key
+            several = f"{key.ranks} ranks, " * (len(study.ranks) > 1) + f"{key.steps} steps, " * (len(study.steps) > 1)
+            tell(
+                f"[{number}/{len(missing)}] {choice.label}, {several}seed {key.seed}, "
+                f"rate {key.rate:g}: {_told(done, workload.metric)}, {done.seconds:.0f} s"
+            )
+            shown.advance()
     return finished
 
 

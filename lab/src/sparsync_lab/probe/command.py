@@ -7,7 +7,7 @@ from pathlib import Path
 from sparsync_lab import environment
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request
-from sparsync_lab.progress import progress
+from sparsync_lab.progress import Progress
 from sparsync_lab.report.format import significant
 from sparsync_lab.slow_kernels import SLOW_KERNELS, SLOW_KERNELS_FIX
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
@@ -35,15 +35,15 @@ def probe(request: Request, ranks: int, out: Path, where: AbstractContextManager
         if not running.leads:
             running.run(TASK, asdict(request), lambda message: None)
             return
-        with progress("probe, %", 100) as display:
+        display = Progress("probe, %", 100)
 
-            def take(message: Message) -> None:
-                if message["kind"] == "progress":
-                    display.at(round(100 * message["done"]), message["text"])
-                if message["kind"] == "probe":
-                    content.append(message["content"])
+        def take(message: Message) -> None:
+            if message["kind"] == "progress":
+                display.at(round(100 * message["done"]), message["text"])
+            if message["kind"] == "probe":
+                content.append(message["content"])
 
-            running.run(TASK, asdict(request), take)
+        running.run(TASK, asdict(request), take)
     _finish(content[-1], out)
 
 

@@ -69,13 +69,13 @@ def remarks(summary: RunSummary) -> tuple[str, ...]:
     return (*lines, *summary.notes)
 
 
-def as_text(summary: RunSummary, width: int | None = None, colour: bool | None = None) -> str:
-    """Format warnings, choice, tables and remarks for standard output, or with this width and these colours."""
+def as_text(summary: RunSummary) -> str:
+    """Format warnings, choice, tables and remarks for standard output."""
     above = warnings(summary)
     below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
     first, *others = sentences(summary)
     said = [(first, "bold"), *([(" ".join(others), "")] if others else []), ("", "")]
-    return lines_of(tables(summary), [*above, *said], [*below, *above], width, colour)
+    return lines_of(tables(summary), [*above, *said], [*below, *above])
 
 
 def warnings(summary: RunSummary) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sparsync_lab.progress import progress
+from sparsync_lab.progress import Progress
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels, try_out
 from sparsync_lab.terminal import NOTHING, Table, show
@@ -56,11 +56,11 @@ class Study:
 
 def traffic(study: Study, title: str) -> None:
     """Run the study, and print its table."""
-    with progress("steps of all schemes", study.steps * len(study.schemes)) as shown:
-        records: list[Record] = []
-        for record in study.records():
-            records.append(record)
-            shown.advance()
+    shown = Progress("steps of all schemes", study.steps * len(study.schemes))
+    records: list[Record] = []
+    for record in study.records():
+        records.append(record)
+        shown.advance()
     show([_table([summary(records, choice.label) for choice in study.schemes], title)])
 
 

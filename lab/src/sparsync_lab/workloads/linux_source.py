@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 from urllib.parse import unquote
 
-from sparsync_lab.progress import progress
+from sparsync_lab.progress import Progress
 from sparsync_lab.workloads import byte_text
 from sparsync_lab.workloads.byte_text import ByteText
 from sparsync_lab.workloads.store import DataMissingError, cache_folder, output_of
@@ -47,10 +47,8 @@ def source_text(data: str) -> ByteText:
 def tar_files(packed: IO[bytes]) -> dict[str, bytes]:
     """Read the C source in a packed tar archive, by paths below the top folder."""
     found: dict[str, bytes] = {}
-    with (
-        progress("preparing the C source of Linux, once: files", announced=True) as shown,
-        tarfile.open(fileobj=packed, mode="r|xz") as archive,
-    ):
+    shown = Progress("preparing the C source of Linux, once: files", announced=True)
+    with tarfile.open(fileobj=packed, mode="r|xz") as archive:
         for member in archive:
             _, _, name = member.name.partition("/")
             if member.isfile() and _is_kept(name) and (file := archive.extractfile(member)):

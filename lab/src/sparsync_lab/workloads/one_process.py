@@ -161,7 +161,7 @@ def train_with_scheme(
     sent, evaluations, units = [Sent() for _ in range(ranks)], Evaluations(workload, evaluate_at), ResidualUnits()
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
-        if scheme.follows_rate:
+        if getattr(scheme, "follows_rate", False):
             factors = {each.name: units.follow(each.name, rate) for each in spans}
             for each in states if set(factors.values()) != {1.0} else ():
                 each.rescale(factors)

@@ -10,7 +10,6 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Scheme
-from sparsync.schemes import PerParameter
 from sparsync_lab.rivals.laprop import BorrowedGroups, LongAdamW
 from sparsync_lab.workloads.base import Workload
 from sparsync_lab.workloads.muon import Several
@@ -43,7 +42,7 @@ def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: i
     """Make the job's optimizer and schedule; replace the optimizer by PlainSGD for a scheme with a momentum, or by a baseline's.
 
     A job with AdamW, or another optimizer that divides, has a rate for Adam; a job with SGD, a rate for SGD. If the scheme needs the other
-    kind, see its `writes_steps`, PlainSGD multiplies Adam's rate by 100 or divides SGD's by 100, as a first guess.
+    kind, as its `writes_steps` says, PlainSGD multiplies Adam's rate by 100 or divides SGD's by 100, as a first guess.
     Raises ValueError for `adamw` and `laprop` with a job without AdamW.
     """
     optimizer, schedule = workload.optimizer(model, steps)
@@ -52,8 +51,7 @@ def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: i
     if not scheme.has_momentum:
         return optimizer, schedule
     by_sgd = isinstance(optimizer, SGD)
-    members = [scheme.default, *scheme.patterns.values()] if isinstance(scheme, PerParameter) else [scheme]
-    writes_steps = any(getattr(each, "writes_steps", False) for each in members)
+    writes_steps = any(getattr(each, "writes_steps", False) for each in (scheme, *scheme.inner.values()))
     factor = 1.0 if by_sgd != writes_steps else 1 / SGD_BY_ADAM if by_sgd else SGD_BY_ADAM
     return PlainSGD(optimizer, factor), schedule
 
