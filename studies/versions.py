@@ -225,7 +225,7 @@ ROWS: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "FSDP2, replicate": ("`attach`, FSDP2, `replicate=`: the same bits", situation("fsdp", "REPLICAS", PLAIN)),
     "FSDP2, two axes": ("`attach`, FSDP2 with a mesh of two axes: the same as `replicate=`", on_ranks("two_axes")),
     "FSDP2, shard": ("`attach`, FSDP2, shard axis: the same bits", situation("fsdp", "SHARDS", PLAIN)),
-    "FSDP2, parameters": ('`attach(parameters="float32")`: gradients are exact', on_ranks("gathered")),
+    "FSDP2, parameters": ('`Options(parameters="float32")`: gradients are exact', on_ranks("gathered")),
     "FSDP2, unused": ("FSDP2, a parameter that gets no gradient in a step", on_ranks("unused")),
     "FSDP2, failure": ("FSDP2, going on after a step that failed", on_ranks("failed")),
 }

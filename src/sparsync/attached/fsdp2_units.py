@@ -300,10 +300,11 @@ def examine(model: nn.Module, scheme: Scheme, options: Options) -> Iterator[Find
             yield Finding(what, cure, ValueError)
         if len(_ranks(shards)) == 1:
             what = "the shard axis has 1 rank, so FSDP2 reduces nothing over it"
-            yield Finding(what, 'attach to the other axis of the mesh: replicate=mesh["replicate"]', ValueError)
+            cure = 'attach to the other axis of the mesh: options=sparsync.Options(replicate=mesh["replicate"])'
+            yield Finding(what, cure, ValueError)
     elif {*_ranks(shards)} & {*_ranks(replicas)} != {dist.get_rank()} or _ranks(own) not in ((), _ranks(replicas)):
         what = f"replicate= names ranks {list(_ranks(replicas))}, and the shard axis has ranks {list(_ranks(shards))}"
-        cure = 'name the other axis of the mesh, which shares only this rank: replicate=mesh["replicate"]; with HSDP leave it out'
+        cure = "name the other axis of the mesh in replicate=, which shares only this rank; with HSDP leave it out"
         yield Finding(what, cure, ValueError)
 
 

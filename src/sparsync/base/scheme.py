@@ -100,7 +100,7 @@ class Scheme(ABC):
         """
         raise ValueError(
             f"{self.name} has no reduce-scatter; for the shard axis there are TwoShot, ExactOkTopk, SkipReduce and Dense. On a "
-            'replicate axis every scheme works: attach(model, scheme, replicate=mesh["replicate"])'
+            'replicate axis every scheme works: attach(model, scheme, options=sparsync.Options(replicate=mesh["replicate"]))'
         )
 
     def __repr__(self) -> str:
