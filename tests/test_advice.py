@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.futures import Future
 
 from sparsync import Bucket
 from sparsync.attached.joining import Joining
@@ -29,6 +28,7 @@ from sparsync_lab.predict.probe_file import (
 )
 from sparsync_lab.scheme_choice import parse_schemes
 from studies import predictions
+from test_joining import Submitted
 
 N = 1000
 SENT = 6000  # bytes of a dense all-reduce of N elements in float32 on 4 ranks: 2 x 3/4 x 4 N
@@ -133,18 +133,12 @@ def test_a_step_of_adamw_takes_its_part_of_the_time_in_which_the_ratio_is_measur
 
 @pytest.mark.parametrize("sizes", [[10], [300_000, 10, 2_000_000, 5, 5], [1_048_576, 1, 1_048_575, 7], [0, 3, 0]])
 def test_buckets_are_joined_as_the_integration_joins_them(sizes: list[int]) -> None:
-    seen: list[int] = []
-
-    def submit(bucket: Bucket, prepare: object) -> Future:
-        seen.append(bucket.grad.numel())
-        done: Future = Future()
-        done.set_result(bucket.grad)
-        return done
-
-    joining = Joining(submit, 4 * 2**20)
+    recorded = Submitted()
+    joining = Joining(recorded.submit, 4 * 2**20)
     joining.begin_step(lambda: None)
     for place, size in enumerate(sizes):
         joining.submit(Bucket(f"bucket{place}", torch.zeros(size), 0), place == len(sizes) - 1)
+    seen = [joined.grad.numel() for joined, _ in recorded.submitted]
     assert [sum(sizes[place] for place in group) for group in advice.joined(sizes, 4, 4.0)] == seen
 
 

@@ -336,10 +336,7 @@ def sharded() -> None:
     with case("detached, the replicas are FSDP2's own"):
         training.handle.detach()
         training.step(4)
-        common = torch.cat([each.flatten() for each in training.common()])
-        every = [torch.empty_like(common) for _ in range(4)]
-        dist.all_gather(every, common)
-        assert all(torch.equal(one, common) for one in every)
+        assert on_all_ranks(training.common())
         assert not same(before, training.common())
     with case("an attach that fails leaves FSDP2's own all-reduce"):
         plain = bare_model()
@@ -354,10 +351,7 @@ def sharded() -> None:
         (plain(x) - y).square().mean().backward()
         sgd.step()
         weights: list[Any] = list(plain.parameters())  # Any: DTensors
-        flat = torch.cat([each.full_tensor().detach().flatten() for each in weights])
-        every = [torch.empty_like(flat) for _ in range(4)]
-        dist.all_gather(every, flat)
-        assert all(torch.equal(one, flat) for one in every)
+        assert on_all_ranks(each.full_tensor() for each in weights)
 
 
 @pytest.mark.slow

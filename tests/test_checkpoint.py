@@ -18,23 +18,16 @@ from sparsync.attached import checkpoint
 from sparsync.schemes import ExactExDyna, MiCRO, OkTopk, TwoShot
 
 pytestmark = pytest.mark.distributed
-SCHEMES: dict[str, Any] = {  # Any: constructors of schemes
-    "micro": lambda: MiCRO(0.1),
-    "exact_exdyna": lambda: ExactExDyna(0.1),
-    "oktopk": lambda: OkTopk(0.1),
-}
-
-
-WAYS = {"files": "micro", "one list": "oktopk", "torch.distributed.checkpoint": "exact_exdyna"}
+WAYS: dict[str, Any] = {"files": MiCRO, "one list": OkTopk, "torch.distributed.checkpoint": ExactExDyna}
 
 
 def interrupted(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Four steps at once, and two, a checkpoint, and two by another object."""
     found = {}
-    for way, id in WAYS.items():
-        make = SCHEMES[id]
+    for way, scheme in WAYS.items():
+        id = scheme.__name__
         # With find_unused_parameters the buckets stay the same.
-        whole, before, after = (AttachedTraining(make(), find_unused_parameters=True) for _ in range(3))
+        whole, before, after = (AttachedTraining(scheme(0.1), find_unused_parameters=True) for _ in range(3))
         for step in range(4):
             whole.step(whole.model.inputs(whole.rank, step))
         for step in range(2):

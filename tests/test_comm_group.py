@@ -15,11 +15,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from helpers.distributed import case, join_again, run
 from helpers.known_gradients import whole_numbers
-from invariants.world import same_bits
 from sparsync.comm import GroupComm, LocalWorld, group, lane
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told
 from sparsync.comm.lane import Lane
 from sparsync.core import Comm
+from sparsync.testing.world import same_bits
 
 pytestmark = pytest.mark.distributed
 

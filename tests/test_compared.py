@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.runtime.comparison import Compared, Comparison, OptimizerSettings, weight_lines
+from test_local_steps_state import Wrapper
 
 
 def layers() -> nn.Sequential:
@@ -94,17 +95,6 @@ class Readymade(torch.optim.Optimizer):
         super().__init__(param_groups, {})
 
 
-class Wrapped(torch.optim.Optimizer):
-    """An optimizer around another one, as trainers make them."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.optimizer.param_groups
-
-
 def test_rates_of_optimizers_that_take_no_arguments_or_wrap_another_one_are_compared() -> None:
     model = layers()
     plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.25)
@@ -113,7 +103,7 @@ def test_rates_of_optimizers_that_take_no_arguments_or_wrap_another_one_are_comp
             Readymade([{"params": list(model.parameters()), "lr": 0.5, "scale": 3}]),
             "lr=0.5 in parameter group 0 of Readymade",
         ),
-        (Wrapped(plain), "momentum=0.25 in parameter group 0 of SGD"),
+        (Wrapper(plain), "momentum=0.25 in parameter group 0 of SGD"),
     ):
         assert wanted in OptimizerSettings([optimizer], names_of(model)).read()[1]
 

@@ -23,8 +23,8 @@ from helpers.ddp_training import (
 from helpers.distributed import case, run
 from helpers.known_gradients import FEW, KnownGradients
 from helpers.overlapping import IN_ORDER, Overlapping
-from invariants.world import same_bits
 from sparsync.schemes import Dense
+from sparsync.testing.world import same_bits
 
 pytestmark = pytest.mark.distributed
 

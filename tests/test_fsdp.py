@@ -1,6 +1,5 @@
 """attach on models under fully_shard over gloo: what is exact stays exact, residuals lose nothing, and what is sent is counted."""
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -33,9 +32,9 @@ from helpers.fsdp_training import (
     saved,
 )
 from helpers.overlapping import IN_ORDER, Overlapping
-from invariants.world import same_bits
 from sparsync.base.scheme import Scheme
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, OkTopk, SkipReduce, TopK
+from sparsync.testing.world import same_bits
 from test_ddp import batch
 
 pytestmark = pytest.mark.distributed
@@ -184,15 +183,9 @@ def overflow_on_replicas() -> None:
     assert backward(net, inputs(2))["last.bias"].isfinite().all()
 
 
-def documented() -> None:
-    """Run the FSDP2 example of docs/attach.md."""
-    text = (Path(__file__).parent.parent / "docs" / "attach.md").read_text()
-    exec(text.partition("```python ranks 4\n")[2].partition("```")[0], {})
-
-
 @pytest.mark.slow
 def test_on_several_axes_nothing_is_lost_replicas_stay_the_same_and_a_handle_is_detached() -> None:
-    run(in_turn, 4, parts=(overflow_on_replicas, accumulated_on_replicas, both_axes, two_axes, detached, documented))
+    run(in_turn, 4, parts=(overflow_on_replicas, accumulated_on_replicas, both_axes, two_axes, detached))
 
 
 def sharded_along_columns() -> None:

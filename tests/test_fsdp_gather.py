@@ -15,7 +15,6 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import sparsync
 from helpers.distributed import case, in_turn, run
 from helpers.fsdp_training import KEYS, SHAPES, TIMEOUT_S, Net, as_fsdp, each_unit, everywhere, inputs, made, on, saved
-from invariants.world import same_bits
 from sparsync.attached.fsdp2 import Fsdp2Handle
 from sparsync.attached.fsdp2_gather import SharedShards
 from sparsync.attached.fsdp2_units import units_of
@@ -24,6 +23,7 @@ from sparsync.comm import LocalWorld, MeteredComm
 from sparsync.comm.announcement import announcement_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.schemes import Dense, SkipReduce, TopK
+from sparsync.testing.world import same_bits
 from sparsync.wire import ValueCodec, Values
 from test_ddp import batch
 from test_fsdp import perceptron

@@ -238,7 +238,6 @@ def uneven() -> str:
             steps.step()
     except RuntimeError as error:
         return str(error)
-    dist.get_world_size()
     return ""
 
 

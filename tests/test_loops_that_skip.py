@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
-from helpers.replicas import behind, local, perceptron
+from helpers.replicas import behind, local, on_all_ranks, perceptron
 from sparsync import Gradients, Steps
 from sparsync.core import generator
 
@@ -66,20 +66,13 @@ def same(one: Training, other: Training) -> bool:
     return torch.equal(one.weights(), other.weights()) and torch.equal(one.held(), other.held())
 
 
-def of_all_ranks(value: object) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def steps() -> None:
     for wrapper in ("ddp", "bare", "fsdp"):
         with case(f"{wrapper}: by the common norm"):
             training = Training("two_shot:density=0.1:values=sign", Steps(), wrapper)
             for number in range(8):
                 training.step(number, to_none=number % 2 == 0)
-            for ranks in (of_all_ranks(training.norms), of_all_ranks(training.skipped)):
-                assert ranks[0] == ranks[1]
+            assert on_all_ranks(torch.tensor(training.norms))
             assert training.skipped == [SPIKE]
             assert training.handle.stats()["steps"] == 7
         with case(f"{wrapper}: by a rank's own norm"):

@@ -18,7 +18,6 @@ from sparsync.core import Comm
 from sparsync.schemes import Dense, State, TopK
 
 pytestmark = pytest.mark.distributed
-STEPS = 4
 
 
 def gradient(parameter: nn.Parameter, rank: int, step: int) -> torch.Tensor:

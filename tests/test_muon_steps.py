@@ -18,7 +18,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import sparsync
 from helpers.distributed import case, run
-from helpers.replicas import same
+from helpers.replicas import on_all_ranks, same
 from sparsync import Steps
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges import rules
@@ -103,9 +103,7 @@ def every_form(folder: Path) -> None:
         with case(form):
             assert same(found[0], other)
     assert all(each.handle.stats()["steps"] == STEPS for each in trainings)
-    every: list[Any] = [None] * P
-    dist.all_gather_object(every, [each.tolist() for each in found[0]])
-    assert every[0] == every[1]
+    assert on_all_ranks(found[0])
     with case("resumed"):
         again = Training("two optimizers", wrapped=True)
         sparsync.checkpoint.load(again.handle, folder)

@@ -11,7 +11,6 @@ import torch
 
 from helpers.distributed import run
 from helpers.on_devices import (
-    STEPS,
     Record,
     cases_between_nodes,
     cases_of_closing,
@@ -158,7 +157,6 @@ def test_two_ranks_on_one_gpu_skip_a_step_as_on_the_cpu() -> None:
     for name in names:
         for each in records(ranks, f"{name} on {DEVICE}"):
             assert each.losses == [64, 64, 64, 128, 64, 64], name
-            assert len(each.losses) == STEPS
             assert each.seen, name
 
 

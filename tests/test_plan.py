@@ -43,11 +43,6 @@ GIVEN = (
     "exact_exdyna:values=int4,exdyna,exact_oktopk,exact_oktopk:values=int4:density=0.2,exact_oktopk:density=1.0,"
     "oktopk:threshold_steps=2:region_steps=2"
 )
-# Rivals without a form: their reports say what is counted.
-RIVALS = (
-    "powersgd,powersgd:rank=2:factors=int8:least_saving=1.0,dgc:warmup_steps=0:density=0.05,sparse_loco,"
-    "sparse_loco:values=int8:per_tile=9,demo,demo:values=int4,gtopk,gtopk:values=int4,topk_dsa,topk_dsa:dense_from=0.3333:density=0.2"
-)
 QUICK = ((3, 997), (5, 12))
 WORLDS = ((1, 97), (4, 2), (8, 5000), (13, 1), (64, 2048))
 
@@ -192,16 +187,6 @@ def test_the_closed_form_is_what_is_counted_to_64_ranks(
 @pytest.mark.parametrize("choice", cases("dense,topk,two_shot,skip_reduce:feedback=true,onebit_adam:warmup_steps=1"))
 def test_gradients_in_16_bits_are_what_is_counted(choice: SchemeChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     check(choice, 3, 997, monkeypatch, given_figures=False, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("choice", one_in(2, cases(RIVALS)))
-def test_reports_of_rivals_are_what_is_counted(choice: SchemeChoice) -> None:
-    for P, n in QUICK:
-        made = [choice.make().start() for _ in range(P)]
-        for step in range(2):
-            drawn = torch.randn(P, n, generator=torch.Generator().manual_seed(P + step))
-            recorded = recorded_step(made, list(drawn), step, layout_of(n))
-            assert [report.cost for report in recorded.reports] == [recorded.counted(rank) for rank in range(P)]
 
 
 @pytest.mark.parametrize("P", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])

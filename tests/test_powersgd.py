@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync.base.state import State
-from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.comm.metered import MeteredComm, all_reduce_cost
-from sparsync.core import Bucket, Cost, Report, laid_out
+from sparsync.comm.local import LocalWorld
+from sparsync.comm.metered import all_reduce_cost
+from sparsync.core import Bucket, laid_out
+from sparsync.testing.world import run, started
 from sparsync_lab.rivals.powersgd import Factors, PowerSGD
 
 LAYOUT = laid_out([("conv", (8, 3, 3, 3)), ("conv.bias", (8,)), ("one", (20, 30)), ("two", (20, 30)), ("thin", (2, 5))])
@@ -25,43 +25,29 @@ def low_rank(rank: int, generator: torch.Generator) -> Tensor:
     return flat
 
 
-def reduced(schemes: list[State], grads: list[Tensor], step: int = 0) -> tuple[list[Tensor], list[Report], list[Cost]]:
-    def body(comm: LocalComm) -> tuple[Tensor, Report, Cost]:
-        metered = MeteredComm(comm)
-        bucket = Bucket("bucket0", grads[comm.rank].clone(), step, LAYOUT)
-        report = schemes[comm.rank].reduce(bucket, metered)
-        return bucket.grad, report, metered.take()[0]
-
-    written, reports, sent = zip(*LocalWorld(len(schemes)).run(body), strict=True)
-    return list(written), list(reports), list(sent)
-
-
 def test_a_mean_of_low_rank_is_found_in_one_step_and_nothing_is_left() -> None:
     source = torch.Generator().manual_seed(0)
     common = low_rank(2, source)
     schemes = [PowerSGD(rank=2).start() for _ in range(3)]
     grads = [common * weight for weight in (1.0, 2.0, 6.0)]
-    written, _, _ = reduced(schemes, grads)
-    torch.testing.assert_close(written[0], 3.0 * common, rtol=1e-4, atol=1e-4)
-    for scheme in schemes:
-        for residual in scheme.state_dict()["residual"].values():
-            assert residual.abs().max() < 1e-3
+    (step,) = run(schemes, [grads], parameters=LAYOUT)
+    torch.testing.assert_close(step.written[0], 3.0 * common, rtol=1e-4, atol=1e-4)
+    assert all(residual.abs().max() < 1e-3 for residual in step.residuals)
 
 
 @pytest.mark.parametrize("factors", ["float32", "int8", "int4"])
 def test_two_exchanges_carry_both_factors_and_all_that_is_sent_whole(factors: Factors) -> None:
     P, r = 3, 2
     source = torch.Generator().manual_seed(0)
-    _, reports, sent = reduced(
-        [PowerSGD(r, factors).start() for _ in range(P)], [low_rank(2, source) for _ in range(P)]
-    )
-    assert reports[0].details == {"matrices": 3, "sent_whole": 8 + 10, "overflow": False}
+    schemes, grads = started(PowerSGD(r, factors), P), [low_rank(2, source) for _ in range(P)]
+    (step,) = run(schemes, [grads], parameters=LAYOUT)
+    assert step.reports[0].details == {"matrices": 3, "sent_whole": 8 + 10, "overflow": False}
     first, second = 8 + 10 + r * (8 + 20 + 20), r * (27 + 30 + 30)
-    for rank, (report, counted) in enumerate(zip(reports, sent, strict=True)):
+    for rank, (report, counted) in enumerate(zip(step.reports, step.counted, strict=True)):
         assert report.cost == counted
         if factors == "float32":
             assert counted == all_reduce_cost(first, 4, P, rank) + all_reduce_cost(second, 4, P, rank)
-    assert sent[0].steps == 4
+    assert step.counted[0].steps == 4
 
 
 def test_the_warm_start_brings_the_factors_nearer_to_the_best_ones() -> None:
@@ -84,7 +70,7 @@ def test_the_warm_start_brings_the_factors_nearer_to_the_best_ones() -> None:
 def test_factors_move_with_their_parameter_to_another_bucket() -> None:
     source = torch.Generator().manual_seed(0)
     scheme = PowerSGD(rank=2).start()
-    reduced([scheme], [low_rank(3, source)])
+    run([scheme], [[low_rank(3, source)]], parameters=LAYOUT)
     before = scheme.state_dict()["common"]["right"]
     assert set(before) == {"conv", "one", "two"}
     bucket = Bucket("other", torch.randn(600, generator=source), 1, laid_out([("two", (20, 30))]))

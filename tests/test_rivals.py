@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from invariants.world import COUNT, integers, reals, run, same_bits
-from sparsync import Bucket
+from helpers.reducing import reduced
 from sparsync.comm import LocalWorld, MeteredComm
-from sparsync.comm.local import LocalComm
 from sparsync.core import Sparse
 from sparsync.schemes.topk_allgather import TopK
+from sparsync.testing.world import COUNT, integers, reals, run, same_bits, started
 from sparsync.wire import Raw
 from sparsync_lab.rivals.gtopk import GTopK, rounds, tree_top_k
 from sparsync_lab.rivals.loco import LoCo
@@ -62,6 +61,7 @@ def test_gtopk_takes_logarithmically_many_rounds_and_writes_k_elements(P: int) -
     for step in run([GTopK(k / n).start() for _ in range(P)], reals(P, n, 2)):
         assert step.reports[0].union == k
         assert {report.cost.steps for report in step.reports} == {2 * rounds(P)}
+        assert step.counted == [report.cost for report in step.reports]
 
 
 def test_a_rank_of_gtopk_sends_once_up_and_to_each_child() -> None:
@@ -82,25 +82,14 @@ def test_a_rank_of_gtopk_sends_once_up_and_to_each_child() -> None:
 
 
 def test_loco_sends_four_bits_of_a_gradient_corrected_by_the_average_of_its_errors() -> None:
-    schemes = [LoCo(values_down="float32", reset_every=3).start() for _ in range(2)]
+    schemes = started(LoCo(values_down="float32", reset_every=3), 2)
     # Rank 0 owns the first two elements. Its share of the others has the scale 1, so that of 1 rounds to 0.
     first = [torch.tensor([0.0, 0.0, 14.0, 1.0]), torch.zeros(4)]
 
-    def reduced(step: int, gradients: list[torch.Tensor]) -> tuple[list[float], list[float]]:
-        def body(comm: LocalComm) -> tuple[list[float], torch.Tensor]:
-            bucket = Bucket("a", gradients[comm.rank].clone(), step)
-            schemes[comm.rank].reduce(bucket, comm)
-            return bucket.grad.tolist(), schemes[comm.rank].residual(bucket)
-
-        (mean, error), (other, _) = LocalWorld(2).run(body)
-        assert mean == other
-        return mean, error.tolist()
-
-    mean, error = reduced(0, first)
+    found = [reduced(schemes, given, step) for step, given in enumerate((first, [torch.zeros(4)] * 2, first))]
+    (mean, error), (second, fallen), (_, cleared) = ((mean.tolist(), errors[0].tolist()) for mean, _, errors in found)
     assert mean == [0.0, 0.0, 7.0, 0.0]
     assert error == pytest.approx([0.0, 0.0, 0.0, 0.2], rel=0.01)  # a fifth of 1, in 8 bits
-    mean, error = reduced(1, [torch.zeros(4)] * 2)
-    assert mean == pytest.approx([0.0, 0.0, 0.0, 0.1], rel=0.02)  # the mean over ranks of what the error corrects
-    assert error == pytest.approx([0.0, 0.0, 0.0, 0.16], rel=0.02)  # nearly nothing was rounded, and the average falls
-    _, error = reduced(2, first)
-    assert error == [0.0] * 4  # cleared
+    assert second == pytest.approx([0.0, 0.0, 0.0, 0.1], rel=0.02)  # the mean over ranks of what the error corrects
+    assert fallen == pytest.approx([0.0, 0.0, 0.0, 0.16], rel=0.02)  # nearly nothing was rounded, and the average falls
+    assert cleared == [0.0] * 4

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from invariants.world import COUNT, assert_mass, flat_residual, integer_sum, layout, marks, run, same_bits, started
+from invariants.world import marks
 from sparsync import Bucket, Report, schemes
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, matches
 from sparsync.schemes import Dense, PerParameter, SkipReduce, Span, TopK
+from sparsync.testing.checks import check_conservation
+from sparsync.testing.world import COUNT, flat_residual, integer_sum, layout, run, same_bits, started
 
 # ---- the registry
 
@@ -77,7 +79,7 @@ def test_what_a_narrow_type_rounds_away_stays_in_the_residual(
             if matches(slot.name, protect):
                 slot.span.of(grads[1]).zero_()
         step = run(schemes, [grads], first_step=number)[0]
-        assert_mass([step], before)
+        check_conservation([step], before)
         assert any((residual * 1024 % 1024).any() for residual in step.residuals)
 
 

@@ -6,14 +6,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from torch import Tensor
 
 from helpers.reference import reference
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.core import FOUND_INF, NonFiniteError, Span, Sparse, generator
 from sparsync.kernels import put_
-from sparsync.selection.shares import quotas, sketch
 from sparsync.wire import Elements, Raw
 from sparsync_lab.predict import collectives
 from sparsync_lab.predict.exchanges import Plan
@@ -29,27 +27,6 @@ def test_moves_turn_what_is_held_into_what_is_wanted(held: list[int], random: ob
         after[taker] += count
     assert after == wanted
     assert len(sparse_allreduce.moves(held, wanted)) < 2 * len(held)
-
-
-def shares(tops: list[Tensor], k: int) -> list[int]:
-    """How many survivors each region has, by sketches of 31 bits at five sample points."""
-    P = len(tops)
-    points = [1, max(1, k // (2 * P)), max(1, k // P), max(1, min(k, 2 * k // P)), max(1, k)]
-    counts = [[min(point, top.numel()) for point in points] for top in tops]
-    sketches = [sketch(top, count, 31).tolist() for top, count in zip(tops, counts, strict=True)]
-    held = [top.numel() for top in tops]
-    return quotas(sketches, counts, held, min(k, sum(held)), 31)
-
-
-@given(
-    st.lists(st.lists(st.integers(1, 50), max_size=30), min_size=1, max_size=9),
-    st.integers(1, 40),
-)
-def test_shares_are_k_together_and_no_more_than_there_are(sums: list[list[int]], k: int) -> None:
-    tops = [torch.tensor(sorted(each, reverse=True)[:k], dtype=torch.float32) for each in sums]
-    held = shares(tops, k)
-    assert sum(held) == min(k, sum(top.numel() for top in tops))
-    assert all(0 <= share <= top.numel() for share, top in zip(held, tops, strict=True))
 
 
 def test_at_least_selects_what_is_level_but_never_zeros() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync.base.state import State
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Report, laid_out
+from sparsync.testing.world import flat_residual, run, started
 from sparsync.wire import fixed_length_nbytes
 from sparsync_lab.rivals.demo import DeMo, transformed
 from sparsync_lab.rivals.sparse_loco import BinMeans, SparseLoCo
@@ -22,18 +22,6 @@ N = LAYOUT[-1].span.stop
 
 def numbers(seed: int, n: int = N) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
-
-
-def reduced(schemes: list[State], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
-    def body(comm: LocalComm) -> tuple[Tensor, Report]:
-        bucket = Bucket("bucket0", grads[comm.rank].clone(), step, LAYOUT)
-        return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
-
-    return LocalWorld(len(schemes)).run(body)
-
-
-def residual(scheme: State) -> Tensor:
-    return torch.cat(list(scheme.state_dict()["residual"].values()))
 
 
 def test_tiles_hold_every_element_once_and_know_its_place() -> None:
@@ -129,22 +117,20 @@ def test_the_mean_is_over_the_ranks_that_sent() -> None:
     tiles, grads, mean = tiles_of(LAYOUT), [numbers(rank) for rank in range(4)], torch.zeros(N)
     cuts = [tiles.take(grad) for grad in grads]
     tiles.put_(mean, by_senders(cuts, 9))
-    schemes = [SparseLoCo(9, values="float32").start() for _ in grads]
-    torch.testing.assert_close(reduced(schemes, grads)[0][0], mean)
+    schemes = started(SparseLoCo(9, values="float32"), 4)
+    torch.testing.assert_close(run(schemes, [grads], parameters=LAYOUT)[0].written[0], mean)
     components = by_senders([transformed(cut, tiles) for cut in cuts], 9)
     tiles.put_(mean, transformed(components, tiles, inverse=True))
-    schemes = [DeMo(9, sign=False).start() for _ in grads]
-    torch.testing.assert_close(reduced(schemes, grads)[0][0], mean)
+    schemes = started(DeMo(9, sign=False), 4)
+    torch.testing.assert_close(run(schemes, [grads], parameters=LAYOUT)[0].written[0], mean)
 
 
 @pytest.mark.parametrize("make", [SparseLoCo, DeMo])
 def test_a_rollback_returns_to_each_rank_what_it_sent(make: type) -> None:
     P = 3
-    schemes = [make().start() for _ in range(P)]
-    grads = [numbers(rank) for rank in range(P)]
-    reduced(schemes, grads)
-    before = [residual(each) for each in schemes]
-    written = reduced(schemes, grads, 1)[0][0]
-    for rank, scheme in enumerate(schemes):
-        scheme.rollback(Bucket("bucket0", written, 1, LAYOUT))
-        torch.testing.assert_close(residual(scheme), scheme.decay * before[rank] + grads[rank], rtol=1e-4, atol=1e-5)
+    schemes, grads = started(make(), P), [numbers(rank) for rank in range(P)]
+    first, second = run(schemes, [grads, grads], parameters=LAYOUT)
+    for scheme, before, grad in zip(schemes, first.residuals, grads, strict=True):
+        scheme.rollback(Bucket("bucket0", second.written[0], 1, LAYOUT))
+        found = flat_residual(scheme, LAYOUT, grad)
+        torch.testing.assert_close(found, scheme.decay * before + grad, rtol=1e-4, atol=1e-5)

@@ -43,6 +43,12 @@ def give_gradients(steps: AdamWSteps, step: int, but: str = "") -> None:
         each.grad = None if name == but and steps.place[0] == 0 else gradient
 
 
+def take(steps: AdamWSteps, numbers: range, but: str = "") -> None:
+    for step in numbers:
+        give_gradients(steps, step, but)
+        steps.step()
+
+
 def held(steps: AdamWSteps) -> dict[str, Tensor]:
     """Return all that a step changes."""
     state = steps.state_dict()
@@ -110,9 +116,7 @@ def test_a_state_with_own_second_moments_goes_on_with_common_ones_and_the_other_
 
     def body(comm: LocalComm) -> list[Tensor]:
         first, second = (started(comm, TwoShot(1.0, "int3"), keep) for keep in (saved, loaded))
-        for step in range(6):
-            give_gradients(first, step)
-            first.step()
+        take(first, range(6))
         states[comm.rank] = first.state_dict()
         second.load_state_dict(states[comm.rank])
         second.load_state_dict(second.state_dict())
@@ -147,9 +151,7 @@ def test_single_passes_have_the_bits_of_one_pass_after_the_other(
 ) -> None:
     def body(comm: LocalComm) -> dict[str, Tensor]:
         steps = started(comm, TwoShot(1.0, values, values_down=down), keep, bucket_mb=bucket_mb)
-        for step in range(11):
-            give_gradients(steps, step, "2.bias")
-            steps.step()
+        take(steps, range(11), "2.bias")
         assert (len(steps._weights.buckets) == 1) == (bucket_mb is None)
         return held(steps)
 
@@ -185,9 +187,7 @@ def trained(
     scheme, *others = FORMS[form].items()
     handle = started(comm, scheme[1](), **dict(others))
     shown = handle.optimizers[0].state[next(each for each in handle.model.parameters() if each.dim() == 1)]
-    for step in range(steps):
-        give_gradients(handle, step)
-        handle.step()
+    take(handle, range(steps))
     found = [held(handle)]
     if lost is not None:
         give_gradients(handle, steps)
@@ -198,9 +198,7 @@ def trained(
         found.append(held(handle))
         assert handle.stats()["skipped"] == 1
         assert shown["step"] == steps
-    for step in range(steps + 1, steps + 1 + more):
-        give_gradients(handle, step)
-        handle.step()
+    take(handle, range(steps + 1, steps + 1 + more))
     return [*found, held(handle)]
 
 
@@ -217,9 +215,7 @@ def test_what_is_decided_on_a_device_has_the_bits_of_what_the_host_decides(
 def test_a_step_that_the_host_skips_is_reported_and_leaves_the_residual_as_it_was() -> None:
     def body(comm: LocalComm) -> None:
         handle = skipping(comm)
-        for step in range(3, 11):
-            give_gradients(handle, step)
-            handle.step()
+        take(handle, range(3, 11))
         before = {name: each for name, each in held(handle).items() if name.startswith("residual")}
         give_gradients(handle, 11)  # which does not measure
         if comm.rank == 0:
@@ -252,9 +248,7 @@ def test_a_step_that_a_device_skips_leaves_everything_as_it_was(
 def skipping(comm: LocalComm, scheme: Scheme | None = None, **given: Any) -> AdamWSteps:
     """Return a handle after three steps, with a gradient on the first rank that has the next one skipped."""
     handle = started(comm, scheme or TwoShot(1.0, "int3"), **given)
-    for step in range(3):
-        give_gradients(handle, step)
-        handle.step()
+    take(handle, range(3))
     give_gradients(handle, 3)
     if comm.rank == 0:
         next(handle.model.parameters()).grad[0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
@@ -355,15 +349,12 @@ def test_what_an_optimizer_saves_has_no_step_that_a_device_has_skipped(monkeypat
         handle.step()
         after = optimizer.state_dict()
         assert all(same(each, after["state"][number]) for number, each in before["state"].items())
-        give_gradients(handle, 4)
-        handle.step()
+        take(handle, range(4, 5))
         next(handle.model.parameters()).grad[0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
         handle.step()
         optimizer.load_state_dict(before)
         optimizer.state_dict()  # which takes what was loaded
-        for step in range(6, 9):
-            give_gradients(handle, step)
-            handle.step()
+        take(handle, range(6, 9))
         assert (optimizer.state_dict()["state"][0]["step"], handle._sender.ratios.measured) == (6, 3)
 
     with pytest.warns(UserWarning, match="was skipped on all ranks"):

@@ -32,8 +32,8 @@ class Recipe:
     bits: float
     family: Family
     text: str
-    # After 1000 steps, against the job's optimizer with dense gradients, held out against the best of AdamW with beta2 0.999, LaProp and that;
-    # and the part of docs/frontier.md.
+    # After 1000 steps, against the job's optimizer with dense gradients, held out against the best of that, AdamW with beta2 0.999 and
+    # LaProp; and the part of docs/frontier.md.
     quality: str
     least_ranks: int = 1
     most_ranks: int = _ANY

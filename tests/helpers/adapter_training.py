@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from invariants.world import same_bits
 from sparsync import Report
+from sparsync.testing.world import same_bits
 
 DENSITY = 0.05
 BATCH = 4

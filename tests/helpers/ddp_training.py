@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.distributed import case
 from helpers.known_gradients import Gradient, KnownGradients, Step, expected, noted, row, whole_numbers
-from invariants.world import same_bits
 from sparsync import Report
 from sparsync.base.scheme import Scheme
 from sparsync.runtime.handle import Handle
+from sparsync.testing.world import same_bits
 
 COUNT, N = 32, 61  # parameters, and their elements: odd, so that slices are uneven
 NAMES = KnownGradients(COUNT, N).names

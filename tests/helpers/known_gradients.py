@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from invariants.table import BY_ID, ROWS, Row
-from invariants.world import same_bits
 from sparsync import Bucket, Report
 from sparsync.base.state import Rollback
 from sparsync.comm import LocalWorld
 from sparsync.core import Comm, ParameterSpan, generator
 from sparsync.schemes import State
+from sparsync.testing.world import same_bits
 
 # One of each of SkipReduce's settings, and one of schemes that differ only in a number.
 COMBINATIONS = ("skip-random-", "skip-naive-")

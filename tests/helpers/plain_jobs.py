@@ -82,30 +82,3 @@ class Hanging(Least):
         if (step, rank) == (5, 1):
             time.sleep(600)
         return super().batch(step, rank, ranks)
-
-
-class Unused(Least):
-    """A model of which each step leaves half unused."""
-
-    find_unused_parameters = True
-
-    def model(self) -> nn.Module:
-        return Halves()
-
-
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.halves[self.calls % 2](x)
-
-
-class Inside(Unused):
-    """A loss that reaches into the model, which DistributedDataParallel wraps."""
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return model.halves[0](batch).square().mean()  # pyright: ignore[reportIndexIssue, reportCallIssue]

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparsync
 from helpers.fsdp_training import SHAPES, Net, backward, everywhere, inputs, made, mean, on, same, saved
-from invariants.world import same_bits
 from sparsync import AdamWSteps, Bucket, Report
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
 from sparsync.schemes import Dense, ExactMiCRO, State, TopK
+from sparsync.testing.world import same_bits
 
 
 def attached(net: Net, scheme: Scheme, **options: Any) -> tuple[Handle | None, str]:

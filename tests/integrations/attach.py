@@ -27,15 +27,14 @@ from integrations.situations import (
     trained,
     unfrozen,
 )
-from integrations.table import Case, refusals, trial
-from sparsync.attached import checkpoint
+from integrations.table import Case, WithHandle, refusals, trial
 from test_ddp import UNUSED, used
 
 STABLE: dict[str, Any] = {"find_unused_parameters": True}
 BATCHES = 2  # on the rank that runs out of data
 
 
-class Attached(AttachedTraining):
+class Attached(WithHandle, AttachedTraining):
     """A training with attach, which may refuse it."""
 
     def __init__(self, *settings: Any, **options: Any) -> None:
@@ -49,18 +48,6 @@ class Attached(AttachedTraining):
                 self.ddp(part).backward()
         self.ddp(parts[-1]).backward()
         self.rows.append(self.model.gradients().clone())
-
-    def residual(self) -> dict[str, Tensor]:
-        return self.state()["scheme"].get("residual", {})
-
-    def state(self) -> dict[str, Any]:
-        return self.handle.state_dict()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.handle.load_state_dict(state)
-
-    def load_any(self, states: Sequence[Mapping[str, Any]]) -> None:
-        checkpoint.restore(self.handle, states)
 
 
 def with_options(id: str, **options: Any) -> RankRecord:

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from helpers.distributed import run
-from helpers.fsdp_training import SHAPES, as_fsdp, each_unit
+from helpers.fsdp_training import SHAPES, as_fsdp, each_unit, known
 from helpers.resized import check_resized
 from integrations.attach import nothing
 from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
-from integrations.fsdp_integration import Axis, Done, Sharding, known, same_on_all_ranks
+from integrations.fsdp_integration import Axis, Done, Sharding, same_on_all_ranks
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
 from integrations.situations import OTHER, SAME, STEPS
 from integrations.table import Case, RefusedError, TrialVerdict, absent, trial
-from invariants.world import same_bits
 from sparsync.attached import checkpoint
+from sparsync.testing.world import same_bits
 
 OPTION = absent("an option of DistributedDataParallel")
 OVERFLOWING = "middle.weight"

@@ -11,10 +11,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from helpers.fsdp_training import SHAPES, Net, gradients, on
-from helpers.known_gradients import row, whole_numbers
-from integrations.table import refusals
-from invariants.world import same_bits
+from helpers.fsdp_training import SHAPES, Net, gradients, known, on
+from helpers.known_gradients import row
+from integrations.table import WithHandle, refusals
 from sparsync import Bucket, Report
 from sparsync.attached.fsdp2 import ReduceScatterInto
 from sparsync.attached.fsdp2_units import ShardedParameter, units_of
@@ -23,16 +22,12 @@ from sparsync.base.state import Rollback
 from sparsync.comm import LocalWorld
 from sparsync.core import Comm, laid_out
 from sparsync.runtime.handle import Handle
+from sparsync.testing.world import same_bits
 
 Units = dict[str, list[str]]  # parameters of each bucket of a step, in the order of reduction
 # What attach reduces over; both: fully_shard has the mesh of two axes (HSDP).
 Axis = Literal["shard", "replicate", "both"]
 Gradient = Callable[[int, int, str], Tensor]  # (rank, step, name), whole
-
-
-def known(rank: int, step: int, name: str) -> Tensor:
-    shape = SHAPES[name]
-    return whole_numbers(torch.Size(shape).numel(), rank, step, name).view(shape)
 
 
 @dataclass
@@ -45,7 +40,7 @@ class Done:
     residual: dict[str, Tensor]  # flat
 
 
-class Sharding:
+class Sharding(WithHandle):
     """A model with attach over one axis of a mesh that has one rank on the other axis."""
 
     def __init__(
@@ -103,12 +98,6 @@ class Sharding:
         reports = self.handle.take_reports()
         self.units.append({report.key: self.names[report.key] for report in reports})
         self.reports += reports
-
-    def residual(self) -> dict[str, Tensor]:
-        return self.state()["scheme"].get("residual", {})
-
-    def state(self) -> dict[str, Any]:
-        return self.handle.state_dict()
 
     def done(self) -> Done:
         return Done(self.rows, self.units, self.reports, self.residual())

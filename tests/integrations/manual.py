@@ -14,16 +14,15 @@ from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
 from helpers.known_gradients import KnownGradients, noted, row
 from integrations.attach import BATCHES, of_used, stepping, trained_in_part, zero_afterwards
 from integrations.situations import SAME, STEPS, common, nothing, same_on_all_ranks, trained, unfrozen
-from integrations.table import Case, absent, refusals, trial
-from invariants.world import same_bits
+from integrations.table import Case, WithHandle, absent, refusals, trial
 from sparsync import Gradients, Options, attach
-from sparsync.attached import checkpoint
+from sparsync.testing.world import same_bits
 
 KEYS = ("float32",)
 OPTION = absent("an option of DistributedDataParallel; this integration takes the bare module")
 
 
-class Manual:
+class Manual(WithHandle):
     """A training of a bare model on this rank, and the record of its steps."""
 
     def __init__(
@@ -62,18 +61,6 @@ class Manual:
 
     def done(self) -> RankRecord:
         return RankRecord(torch.stack(self.rows), self.buckets, self.reducer.reports(), self.residual())
-
-    def residual(self) -> dict[str, Tensor]:
-        return self.reducer.state.state_dict().get("residual", {})
-
-    def state(self) -> dict[str, Any]:
-        return self.reducer.state_dict()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.reducer.load_state_dict(state)
-
-    def load_any(self, states: Sequence[Mapping[str, Any]]) -> None:
-        checkpoint.restore(self.reducer, states)
 
 
 def in_part(id: str) -> RankRecord:

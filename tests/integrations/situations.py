@@ -15,8 +15,8 @@ from helpers.resized import check_resized
 from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
 from integrations.table import SAME, Case, TrialVerdict, trial
-from invariants.world import same_bits
 from sparsync.runtime.handle import Handle
+from sparsync.testing.world import same_bits
 
 OTHER = "skip-default"  # the scheme of the second model
 STEPS = 4

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N
 from helpers.known_gradients import KnownGradients, row
+from helpers.replicas import local
 from integrations.situations import STEPS, Tied, Words
 from integrations.table import refusals
 from sparsync import AdamWSteps, Options, Steps, attach
@@ -94,7 +94,7 @@ class SteppedTraining:
         self.seen.residual.append({name: residual[name].clone() for name in sorted(residual)})
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: _local(each.detach()).flatten().clone() for name, each in self.model.named_parameters()}
+        return {name: local(each.detach()).flatten().clone() for name, each in self.model.named_parameters()}
 
     def train(self, first: int = 0, steps: int = STEPS) -> StepsSeen:
         for step in range(first, first + steps):
@@ -174,11 +174,6 @@ def _of_pairs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         if own := {key.removeprefix(f"{name}."): x for key, x in inputs.items() if key.startswith(f"{name}.")}:
             total = total + pair(own)
     return total
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Locally(SteppedTraining):

@@ -32,10 +32,10 @@ from integrations.situations import (
 )
 from integrations.stepped import EVERY, ByAdamW, ByReplicas, Locally, SteppedTraining, StepsSeen, UnderDdp
 from integrations.table import SAME, Case, TrialVerdict, absent, refusals, trial
-from invariants.world import same_bits
 from sparsync import Steps, attach
 from sparsync.attached import checkpoint
 from sparsync.comm import LocalWorld
+from sparsync.testing.world import same_bits
 from test_ddp import UNUSED, used
 
 LEFT = 2  # the step from which no rank has a gradient of the LATE parameters

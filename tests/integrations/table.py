@@ -5,8 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from helpers.distributed import run
 from helpers.known_gradients import row
+from sparsync.attached import checkpoint
+from sparsync.runtime.handle import Handle
 
 SCHEMES = {  # name -> row of the invariants' table of schemes
     "Dense": "dense",
@@ -61,6 +65,24 @@ def refusals() -> Iterator[None]:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
         raise RefusedError(str(error)) from error
+
+
+class WithHandle:
+    """What a training with a handle saves and resumes."""
+
+    handle: Handle
+
+    def residual(self) -> dict[str, Tensor]:
+        return self.state()["scheme"].get("residual", {})
+
+    def state(self) -> dict[str, Any]:
+        return self.handle.state_dict()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.handle.load_state_dict(state)
+
+    def load_any(self, states: Sequence[Mapping[str, Any]]) -> None:
+        checkpoint.restore(self.handle, states)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from invariants.table import ROWS
-from invariants.world import COUNT, NAMES, Step, integer_sum, layout, marks, run, started
+from invariants.world import marks
 from sparsync.schemes import AutoProtect, SkipReduce, State
 from sparsync.schemes.skip_reduce import Form
 from sparsync.testing.layouts import SIZES, check_layouts, reduce_by_name
+from sparsync.testing.world import COUNT, NAMES, Step, integer_sum, layout, run, started
 
 Layout = list[list[str]]  # names, in the order of their buckets
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from invariants.table import FIRST_OF_FAMILIES, Row, cases, rows
-from invariants.world import COUNT, integer_sum, integers, marked, run
+from invariants.world import marked
+from sparsync.testing.world import COUNT, integer_sum, integers, run
 
 
 def contributors(row: Row, P: int) -> list[Tensor]:

@@ -5,10 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from invariants.world import COUNT, marks, run, started
+from invariants.world import marks
 from sparsync.collectives.skipping import random_offsets, random_shift
 from sparsync.schemes import SkipReduce
 from sparsync.schemes.skip_reduce import Form
+from sparsync.testing.world import COUNT, run, started
 
 ROUNDS = 6
 MANY = (2, 3, 4, 5, 8, 13, 16)

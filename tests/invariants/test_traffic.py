@@ -1,8 +1,8 @@
 """Traffic: the counted bytes match the literature's formula; that reports state the same is an invariant."""
 
-from invariants.world import integers, run, started
 from sparsync.comm import Cost
 from sparsync.schemes import AutoProtect, SkipReduce
+from sparsync.testing.world import integers, run, started
 
 FLOAT_NBYTES = 4
 
