@@ -109,10 +109,8 @@ def taking_part(P: int, step: int) -> Tensor:
 
 
 @cache
-def own_steps(
-    rank: int, P: int, count: int, rate: float, beta2: float, eps: float, scaled: bool = False
-) -> list[Tensor]:
-    """Return x of one rank by the formulas, on whole vectors and with loops over blocks; `scaled`: elements are left out."""
+def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: float) -> list[Tensor]:
+    """Return x of one rank by the formulas, on whole vectors and with loops over blocks."""
     n = gradient(0, 0).numel()
     blocks = [slice(first, min(first + BLOCK, n)) for first in range(0, n, BLOCK)]
     squares, of_mean, of_own, shared = torch.zeros(P, n), *(torch.zeros(len(blocks)) for _ in range(3))
@@ -128,8 +126,7 @@ def own_steps(
             mean = sum(float(torch.where(less, -each, each)[block].sum()) for each in gradients) / P
             of_mean[i] += weight * (mean**2 - of_mean[i])
             alike = [each[place == place[i]].mean().bfloat16() for each in seen]  # of the parameter, by rank
-            own = sum(alike, torch.zeros(()).bfloat16()).float() / P if scaled else seen[rank][i]
-            of_own[i] += weight * (own - of_own[i])
+            of_own[i] += weight * (sum(alike, torch.zeros(()).bfloat16()).float() / P - of_own[i])
 
     for step in range(count):
         gradients = [gradient(each, step) for each in range(P)]
@@ -141,14 +138,12 @@ def own_steps(
         for i, block in enumerate(blocks):
             if of_own[i] > 0:
                 around = of_mean[place == place[i]].sum() / of_own[place == place[i]].sum()
-                known = 0 if scaled else measured - (due and measured > 1)
-                both = (known * of_mean[i] / of_own[i] + 16 * around) / (known + 16)
-                ratio[block] = both.clamp(1 / P, 1.0)
+                ratio[block] = around.clamp(1 / P, 1.0)
         active = taking_part(P, step)
         before, each = squares, torch.stack(gradients)
         squares, seen = torch.where(active, beta2 * squares + (1 - beta2) * each**2, squares), seen + active
         found.append(rate * own / ((ratio * squares[rank] / (1 - beta2**seen).clamp(min=eps)).sqrt() + eps))
-        for i, block in enumerate(blocks) if scaled and due else ():
+        for i, block in enumerate(blocks) if due else ():
             if bisect_right(ends, block.stop - 1) > place[i]:
                 continue
             means = before[:, block].mean(1)
@@ -239,7 +234,7 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
         wanted = bucket.common if share is None else bucket.common - keep * share
         assert torch.equal(flat(steps.model.parameters()), wanted)
         assert (stats["drift"] > 0) == (keep > 0 and name != "dense")
-        return seen, held, sum(own_steps(comm.rank, P, 10, 0.25, 0.95, 1e-8, scheme.leaves_out), torch.zeros(83))
+        return seen, held, sum(own_steps(comm.rank, P, 10, 0.25, 0.95, 1e-8), torch.zeros(83))
 
     ranks = LocalWorld(P).run(body)
     for seen, _, _ in ranks:
@@ -325,11 +320,10 @@ def test_elements_without_gradient_stay_and_the_first_gradient_of_a_rare_row_mak
             moved = last - common(steps).view(3, BLOCK)[1]
             if step not in (40, 81):
                 assert not moved.any()
-            else:  # AdamW's is 1 / sqrt(1 - beta2) = 5; a rank's own is longer by at most sqrt(P)
-                assert 4 < float(moved.abs().max()) <= 5.0 * P**0.5
+            else:  # AdamW's is sqrt((1 - beta2^41) / (1 - beta2)) = 6.34; the ratio makes it longer by at most sqrt(P)
+                assert 4 < float(moved.abs().max()) <= 6.35 * P**0.5
         with steps.averaged():
             assert torch.equal(made.weight[2], before[2])
-        assert float(steps._sender.ratios.ratio(0, P)[2]) == 1
 
     LocalWorld(P).run(body)
 
@@ -339,7 +333,7 @@ def test_steps_too_short_for_16_bits_add_up_in_the_common_weights() -> None:
         made = nn.Linear(1, 1, bias=False).bfloat16()
         made.weight.data.fill_(256.0)  # bfloat16 has 8 bits: 256 + 1 is 256
         optimizer = torch.optim.AdamW(made.parameters(), lr=0.25, betas=(0.0, 0.0), weight_decay=0.0)
-        steps = AdamWSteps(made, optimizer, Dense(), comm=comm)
+        steps = AdamWSteps(made, optimizer, Dense(), comm=comm, keep=0.0)
         for _ in range(32):
             made.weight.grad = torch.full((1, 1), -1.0).bfloat16()
             steps.step()
@@ -351,7 +345,7 @@ def test_steps_too_short_for_16_bits_add_up_in_the_common_weights() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["topk", "dense"])
-def test_a_measurement_makes_blocks_of_second_moments_equally_large_if_elements_are_left_out(scheme: str) -> None:
+def test_a_measurement_makes_blocks_of_second_moments_equally_large(scheme: str) -> None:
     """Ranks with other gradients agree on the means and the ratio. A block that was zero on a rank becomes the mean."""
 
     def body(comm: LocalComm) -> tuple[list[Tensor], list[Tensor]]:
@@ -374,10 +368,6 @@ def test_a_measurement_makes_blocks_of_second_moments_equally_large_if_elements_
     assert touched[0][0] > 0
     assert [each[0] for each in touched[1:]] == [0.0] * (P - 1)
     same = [list(map(torch.equal, shared, ranks[0][1])) for _, shared in ranks]
-    if scheme == "dense":
-        assert [each[1] for each in touched[1:]] == [0.0] * (P - 1)
-        assert not all(map(all, same))
-        return
     # Step 1 measured the squares after step 0, and scaled those after step 1.
     mean = touched[0][0] / P
     assert [each[1] for each in touched] == pytest.approx([mean / 2] + [mean] * (P - 1), rel=0.01)

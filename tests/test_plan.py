@@ -234,8 +234,8 @@ def test_local_steps_are_the_mean_of_the_steps_between_two_exchanges() -> None:
 
 def test_steps_of_adamw_add_a_measurement_every_few_steps() -> None:
     plan, bare = (predict.adamw_steps(schemes.get("dense"), [6400], 4, Steps(keep=keep)) for keep in (None, 0.0))
-    assert sum(exchange.nbytes for exchange in plan.exchanges) == 4 * 6400 * 1.5 + 2 * 100 * 1.5 / 8
-    assert plan.state_nbytes - bare.state_nbytes == 4 * 6400  # common weights
+    assert sum(exchange.nbytes for exchange in plan.exchanges) == 4 * 6400 * 1.5 + 2 * 2 * 100 * 1.5 / 8
+    assert plan.state_nbytes - bare.state_nbytes == 4 * (6400 + 2 * 100)  # common weights, and means of blocks
     more = measurement(schemes.get("topk"), [6400], 4, Steps()).exchanges[0].nbytes
     assert more == 2 * 2 * 100 * 1.5
 

@@ -11,7 +11,8 @@ every element in int3, and `keep` is 0. There each gradient g is divided by a sc
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-Where elements are left out, own weights kept, or matrices go through Muon, ranks send steps made with their own second moments:
+Where elements are left out, own weights kept, or matrices go through Muon, ranks send steps made with their own second moments, whose
+blocks are averaged over ranks now and then unless there is Muon:
 
     v      = beta2 v + (1 - beta2) g^2
     step   = scheme.reduce(rate g / (sqrt(ratio v / (1 - beta2^t)) + eps))
@@ -129,7 +130,7 @@ class AdamWSteps(StepsState):
         self._totals = {"skipped": 0, **self._totals}
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
-        self._take_form(self._sender.common_for(self.exchange, scheme))
+        self._take_form(self.exchange.common_for(scheme, self._sender.has_muon))
         self._have_own_weights()
         self._moments = Moments(replica, self._sender, self._own_factor, self._take_moments)
         self._take_moments()

@@ -1,9 +1,9 @@
 """Measure a step's gradients: whether they are finite, so that all ranks skip the same steps, and the ratio.
 
 The ratio compares the squares of the mean gradient with those of the rank's gradient, for each block of adjacent elements. Steps are
-divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's. Where elements are left out, the
-message of a measurement also has what moved the mean of each block of second moments, and blocks become as large as their mean over ranks:
-of a rare row, one rank sees too few gradients.
+divided by the root of a rank's own second moments; the ratio scales these down to the mean gradient's. Without Muon, the message of a
+measurement also has what moved the mean of each block of second moments, and blocks become as large as their mean over ranks: of a rare
+row, one rank sees too few gradients.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, phase, spans
@@ -71,7 +70,7 @@ class Sender:
 
     With `common`, second moments are those of mean gradients, the same on all ranks. A rank sends its gradient g over the scale
     D = sqrt(v / the mean of v in the block) + 0.1, all ranks multiply the mean by D, and take a step of LaProp with it. Otherwise
-    second moments are a rank's own, or averaged by block (see BlockRatios), and it sends steps.
+    second moments are averaged by block (see BlockRatios), or with Muon a rank's own, and it sends steps.
     """
 
     common = False
@@ -169,13 +168,6 @@ class Sender:
         """List the parameters of bucket `place` that take part in this step."""
         layout = self.weights.buckets[place].layout
         return [entry for entry in layout if entry.name not in self.idle] if self.idle else layout
-
-    def common_for(self, options: Steps, scheme: Scheme) -> bool:
-        """Tell whether second moments are common: if every element is sent, without own weights and without Muon.
-
-        Muon ended nearer to dense with steps made of a rank's own second moments (docs/log.md, "Gradients over common scales").
-        """
-        return not options.keep_for(scheme, self.has_muon) and not scheme.leaves_out and not self.has_muon
 
     def uncount(self, names: Iterable[str]) -> None:
         """Undo the count of the last step of these parameters."""

@@ -63,8 +63,8 @@ class Steps(StepOptions):
             optimizer is Muon, else 0.5. With 0 and every element sent, gradients over common scales are exchanged.
         block: adjacent elements with one ratio, or scales relative to their mean.
         measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, or 4 where
-            elements are left out without Muon, and serves from the next step on. The first 8 steps all measure; the first measurement
-            serves its own step too.
+            second moments are averaged, and serves from the next step on. The first 8 steps all measure; the first measurement serves
+            its own step too.
         beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.999, because rare rows and one rank's gradients are noisy;
             for Muon, which has none, 0.95.
         decay: in [0, 1], the share of the residual that stays from step to step. None: 1 if the scheme sends all elements, else 1 minus
@@ -99,6 +99,13 @@ class Steps(StepOptions):
         if self.keep is None:
             return 0.2 if scheme.leaves_out or muon else 0.5
         return float(self.keep)
+
+    def common_for(self, scheme: Scheme, muon: bool) -> bool:
+        """Tell whether second moments are the mean gradients': if every element is sent, without own weights and without Muon.
+
+        Muon ended nearer to dense with steps made of a rank's own second moments (docs/log.md, "Gradients over common scales").
+        """
+        return not self.keep_for(scheme, muon) and not scheme.leaves_out and not muon
 
     def decay_for(self, scheme: Scheme) -> float:
         """Choose `decay` to suit a scheme without inner schemes if it is None."""

@@ -283,7 +283,7 @@ class StepsState(StepMethod):
             self._comparison.compare(partial(own_weights.compared, self._replica, self._weights), own_weights.CURE)
 
     def _average(self) -> None:
-        self._sender.ratios.average(self.scheme.leaves_out and not self._sender.has_muon)
+        self._sender.ratios.average(not self._sender.common and not self._sender.has_muon)
 
     def _own_factor(self) -> float:
         """Compute by how much the roots of the second moments exceed the mean gradient's."""
@@ -309,7 +309,7 @@ class StepsState(StepMethod):
             return
         scheme, options = self._method_of(recipe.text)
         options = replace(options, check_weights_every=self.exchange.check_weights_every)
-        self._take_form(self._sender.common_for(options, scheme), self._sender.common)
+        self._take_form(options.common_for(scheme, self._sender.has_muon), self._sender.common)
         self._take_scheme(scheme)
         self._forget(options)
         self.recipe = recipe

@@ -96,7 +96,7 @@ def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps, 
     The state is the scheme's plus momentum, second moments, two or four numbers per block, and common weights unless `options.keep` is
     0. The first 8 steps, which all measure, are not included.
     """
-    blocks, sent = [-(-n // options.block) for n in buckets], 1 + (scheme.leaves_out and not muon)
+    blocks, sent = [-(-n // options.block) for n in buckets], _measured_numbers(scheme, options, muon)
     state = 4 * ((2 - (options.keep == 0)) * sum(buckets) + (options.block + 2 * sent) * sum(blocks))
     # Second moments and steps are read and written, the gradient is read; likewise momentum and weights.
     own = Plan(passes=4 * 10 * sum(buckets), state_nbytes=state)
@@ -107,13 +107,17 @@ def adamw_steps(scheme: Scheme, buckets: Sequence[int], P: int, options: Steps, 
 def measurement(scheme: Scheme, buckets: Iterable[int], P: int, options: Steps, muon: bool = False) -> Plan:
     """Plan one measurement of `sparsync.AdamWSteps` for buckets of these sizes, in float32 elements.
 
-    All ranks send one number per block, and another one where the scheme leaves elements out and there is no Muon; then also
-    one per parameter, not included.
+    One number per parameter, where second moments are averaged, is not included.
     """
     if P == 1:
         return Plan()
-    count = (1 + (scheme.leaves_out and not muon)) * sum(-(-n // options.block) for n in buckets)
+    count = _measured_numbers(scheme, options, muon) * sum(-(-n // options.block) for n in buckets)
     return Plan((all_reduce_exchange(count, _MEASURED_NBYTES, P),), beside=(announcement_exchange(P),))
+
+
+def _measured_numbers(scheme: Scheme, options: Steps, muon: bool) -> int:
+    """Count the numbers that a measurement sends per block: another one if second moments are averaged."""
+    return 1 if muon or options.common_for(scheme, muon) else 2
 
 
 def averaged(made: Plan, steps: int) -> Plan:
