@@ -72,23 +72,23 @@ def test_own_weights_of_a_layer_are_put_back_and_resumed_with_their_bits_whateve
     LocalWorld(2).run(body)
 
 
-def test_second_moments_go_on_where_a_scheme_begins_or_ends_to_average_them() -> None:
-    """Squares and measurements are kept. Ranks that begin take their own as the average rank's, and then agree on the means of blocks."""
+def test_second_moments_go_on_where_steps_begin_or_end_to_average_them() -> None:
+    """Measurements are kept. Ranks that begin take their own as the average rank's, and then agree on the means of blocks."""
 
-    def body(comm: LocalComm, densities: tuple[float, float]) -> tuple[list[Tensor], list[Tensor]]:
-        before, after = (start(comm, TwoShot(density, values="sign"), keep=0.5) for density in densities)
+    def body(comm: LocalComm, forms: tuple[tuple[float, float], ...]) -> tuple[list[Tensor], list[Tensor]]:
+        before, after = (start(comm, TwoShot(density, values="sign"), keep=keep) for density, keep in forms)
         train(before, range(9))
         after.load_state_dict(deepcopy(before.state_dict()))
         old, new = before._sender.ratios, after._sender.ratios
-        known = [*before._sender.vectors["square"], *old.of_mean, *old.of_own]
-        assert all(map(torch.equal, known, [*after._sender.vectors["square"], *new.of_mean, *new.of_own]))
+        assert all(map(torch.equal, [*old.of_mean, *old.of_own], [*new.of_mean, *new.of_own]))
         assert all(map(torch.equal, new._of_all, old.of_own))
         train(after, range(9, 9 + 2 * EVERY))
         return new._shared, [common(after)]
 
-    for densities in ((0.25, 1.0), (1.0, 0.25)):
-        (shared, weights), (others, same) = LocalWorld(2).run(partial(body, densities=densities))
-        assert [bool(each.any()) for each in shared] == [True] * (densities[1] < 1)
+    averaged, common_squares = (0.25, 0.5), (1.0, 0.0)
+    for forms in ((averaged, common_squares), (common_squares, averaged)):
+        (shared, weights), (others, same) = LocalWorld(2).run(partial(body, forms=forms))
+        assert [bool(each.any()) for each in shared] == [True] * (forms[1] == averaged)
         assert all(map(torch.equal, [*shared, *weights], [*others, *same]))
 
 

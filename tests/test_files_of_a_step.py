@@ -18,11 +18,11 @@ ROOT = Path(sparsync.__file__).parent
 TWO_SHOT = "two_shot:density=0.05:values=int4"
 # An optimizer and a scheme, None for the recipe, and at most how many files a step visits; all of `kernels` counts as one.
 MOST_FILES: dict[tuple[type[torch.optim.Optimizer], str | None], int] = {
-    (torch.optim.SGD, TWO_SHOT): 20,
-    (torch.optim.SGD, "exact_oktopk"): 22,
-    (torch.optim.SGD, "skip_reduce"): 17,
-    (torch.optim.AdamW, TWO_SHOT): 27,
-    (torch.optim.AdamW, None): 25,
+    (torch.optim.SGD, TWO_SHOT): 21,
+    (torch.optim.SGD, "exact_oktopk"): 23,
+    (torch.optim.SGD, "skip_reduce"): 18,
+    (torch.optim.AdamW, TWO_SHOT): 28,
+    (torch.optim.AdamW, None): 26,
 }
 SETTLED = 9  # the first steps measure the ratio
 
@@ -70,7 +70,7 @@ def visited_by_all() -> list[set[str]]:
 def test_a_settled_step_visits_few_files() -> None:
     found = dict(zip(MOST_FILES, run(visited_by_all, 2, fresh=True)[0], strict=True))
     too_many = {each: sorted(files) for each, files in found.items() if len(files) > MOST_FILES[each]}
-    assert not too_many
+    assert not too_many, "\n".join(f"{key}: {len(files)} {files}" for key, files in too_many.items())
     # It has watched.
     assert all({"kernels", "core.py"} <= found[torch.optim.SGD, scheme] for scheme in (TWO_SHOT, "exact_oktopk"))
     default = found[torch.optim.AdamW, None]
