@@ -38,7 +38,7 @@ class Recipe:
     least_ranks: int = 1
     most_ranks: int = _ANY
     parameters: Literal["int4"] | None = None  # of FSDP2's all-gather
-    shown_to: float = 1e6  # parameters of the largest model with that quality on the page
+    shown_to: float = 1e6  # parameters of the largest model with that quality on the page; inf: of none
     beyond: str = ""  # what is known of larger models
     most_parameters: float = math.inf  # beyond, training ends so far behind dense that this is no recipe
 

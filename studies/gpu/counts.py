@@ -37,7 +37,7 @@ SHOWN = {  # rows of the page, and their methods
     "SkipReduce": "skip_reduce",
 }
 RANKS = (1, 4)
-STEPS = 10  # AdamW steps 0 to 8 measure their ratio, and step 9 does not
+STEPS = 10  # AdamW steps 0 to 7 measure their ratio, and step 8 unless `measure_every` is longer; step 9 does not
 COUNTED = 5  # the last steps: schemes that rotate roles have had all of them
 DENSITY = 0.01  # for schemes without their own
 IN_TENSORS = (

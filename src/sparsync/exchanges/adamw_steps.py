@@ -11,8 +11,7 @@ every element in int3, and `keep` is 0. There each gradient g is divided by a sc
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-Where elements are left out, own weights kept, or matrices go through Muon, ranks send steps made with their own second moments, whose
-blocks are averaged over ranks now and then unless there is Muon:
+In the other forms ranks send steps made with their own second moments, whose blocks are averaged over ranks except with Muon:
 
     v      = beta2 v + (1 - beta2) g^2
     step   = scheme.reduce(rate g / (sqrt(ratio v / (1 - beta2^t)) + eps))

@@ -62,9 +62,9 @@ class Steps(StepOptions):
         keep: in [0, 1], the share of unsent changes that stays in a rank's own weights. None: 0.2 if the scheme leaves elements out or the
             optimizer is Muon, else 0.5. With 0 and every element sent, gradients over common scales are exchanged.
         block: adjacent elements with one ratio, or scales relative to their mean.
-        measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, or 4 where
-            second moments are averaged, and serves from the next step on. The first 8 steps all measure; the first measurement serves
-            its own step too.
+        measure_every: steps between two measurements of the ratio. A measurement all-reduces 2 bytes per block beside the step, or 4, with
+            what averages second moments, except with Muon or common scales. It serves from the next step on, the first one from its own
+            on. The first 8 steps all measure.
         beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.999, because rare rows and one rank's gradients are noisy;
             for Muon, which has none, 0.95.
         decay: in [0, 1], the share of the residual that stays from step to step. None: 1 if the scheme sends all elements, else 1 minus

@@ -318,7 +318,7 @@ class StepsState(StepMethod):
         self._have_own_weights()
 
     def _take_form(self, common: bool, before: bool | None = None, ranks: int | None = None) -> None:
-        """Go on with common second moments or own ones. If it was the other way `before`, residuals have other units, and are dropped.
+        """Go on with common second moments or a rank's. If it was the other way `before`, residuals have other units, and are dropped.
 
         `ranks`: how many made the second moments, if not as many as now.
         """

@@ -80,7 +80,8 @@ def check_optimizer(optimizer: object) -> None:
 def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
     """Find patterns in a scheme's settings that match no parameter."""
     for setting in ("protect", "patterns"):
-        for pattern in getattr(scheme, setting, ()):
+        given = getattr(scheme, setting, ())
+        for pattern in [given] if isinstance(given, str) else given:
             if not any(matches(name, [pattern]) for name in names):
                 yield Finding(
                     f"{setting}={pattern!r} matches no parameter",

@@ -38,7 +38,7 @@ def compare(
     Raises ValueError for settings that cannot run or differ between ranks, and RuntimeError if the network cannot be built, a rank ends
     early or replicas differ. Records written until then stay; processes and networks are always cleaned up.
     """
-    Progress("checking the schemes and reading the data", announced=True)
+    print("checking the schemes and reading the data", file=sys.stderr, flush=True)
     workload = settings.check()
     with where as ranks:
         ranks.agree(_identity(settings, workload, ranks.device))
