@@ -42,7 +42,7 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
         ("topk:density=0.1:density=0.2", r"'density' stands twice in 'topk:density=0\.1:density=0\.2'"),
         ("dense,topk", r"one scheme is asked for, got 'dense,topk'"),
         ("local_steps(every=4)/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.LocalSteps\("),
-        ("adamw_steps/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.Steps\("),
+        ("steps/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.Steps\("),
         ("diloco", r"'diloco', which is local_steps\(every=50.*sparsync\.LocalSteps"),
     ],
 )
