@@ -54,7 +54,7 @@ def _compared(half: Half, found: RunSummary) -> str:
     assert rate is not None
     heads = (
         "method",
-        "bits per parameter and step",
+        "bits per parameter per step",
         f"seconds to {found.run.target:g}",
         "step, ms",
         "limit, ms",

@@ -31,7 +31,7 @@ SHAKESPEARE = {
 class Track:
     """The common properties of a track's runs."""
 
-    loss: float | None  # validation target, nats per item: docs/compare.md explains its choice; None: not fixed yet
+    loss: float | None  # validation target, nats per item; None: not fixed yet
     tokens: int  # per step, over all ranks
     job: dict[str, Any]  # Any: JSON, as `Workload.describe`. Without data: those of the track's first run
 
