@@ -16,7 +16,7 @@ SOURCES = {path: path.read_text() for path in sorted(LIBRARY.rglob("*.py"))}
 NODES = {path: list(ast.walk(ast.parse(source))) for path, source in SOURCES.items()}
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
     "src": 22_649,
-    "elastic": 1_976,
+    "elastic": 2_000,
     "lab": 13_561,
     "studies": 8_699,
     "tests": 30_878,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import sparsync
-from sparsync.wire import decode_fixed_length, encode_fixed_length
 
 Packed = Mapping[str, Any]  # Any: tensors and numbers
 _BITS = torch.arange(8, dtype=torch.uint8)
@@ -61,13 +60,13 @@ def unpacked_move(move: Packed) -> dict[str, Any]:  # Any: as Snapshot.moves
 def packed(x: Tensor) -> Packed:
     """Pack the bits of `x` [n]. Many float32 zeros, or elements with the magnitude of the previous one, take few bytes."""
     x = x.detach().cpu().contiguous()
-    if x.dtype != torch.float32 or not 0 < x.numel() < 2**31:
+    if x.dtype != torch.float32 or not x.numel():
         return {"values": x.clone()}
     bits = x.view(torch.int32)
     index = bits.nonzero().view(-1)
     bits = bits if len(index) == len(bits) else bits[index]
     magnitudes, counts = torch.unique_consecutive(bits & 0x7FFFFFFF, return_counts=True)
-    common = {"n": x.numel(), "k": len(bits), "index": encode_fixed_length(index.int(), x.numel())}
+    common = {"n": x.numel(), "k": len(bits), **_packed_index(index, x.numel())}
     if 2 * len(counts) > len(bits):
         return {**common, "bits": bits.clone()}  # a view would be sent with its whole storage
     different, which = torch.unique(magnitudes, return_inverse=True)
@@ -86,7 +85,7 @@ def unpacked(found: Packed) -> Tensor:
         bits = found["magnitudes"][found["which"].long()].repeat_interleave(found["counts"].long())
         bits = torch.where(_unpacked_bits(found["signs"], k), bits | torch.iinfo(torch.int32).min, bits)
     whole = torch.zeros(n, dtype=torch.int32)
-    whole[decode_fixed_length(found["index"], k, n)] = bits
+    whole[_unpacked_index(found)] = bits
     return whole.view(torch.float32)
 
 
@@ -96,6 +95,31 @@ def nbytes_of(found: Any) -> int:  # Any: Packed, or as Handle.state_dict
         return found.nbytes
     inner = found.values() if isinstance(found, Mapping) else found if isinstance(found, (list, tuple)) else ()
     return sum(map(nbytes_of, inner))
+
+
+def _packed_index(index: Tensor, n: int) -> dict[str, Tensor]:
+    """Pack ascending numbers below n into 2 + log2(n / k) bits each, by Elias and Fano: low bits unchanged, high bits in unary."""
+    k = len(index)
+    if k == n:
+        return {}
+    low = _low_bits(k, n)
+    places = (index >> low) + torch.arange(k)
+    high = torch.zeros((n >> low) + k + 1, dtype=torch.bool).index_fill_(0, places, True)
+    return {"low": _packed_bits(((index.view(-1, 1) >> torch.arange(low)) & 1).view(-1)), "high": _packed_bits(high)}
+
+
+def _unpacked_index(found: Packed) -> Tensor:
+    n, k = found["n"], found["k"]
+    if k == n:
+        return torch.arange(n)
+    low = _low_bits(k, n)
+    places = _unpacked_bits(found["high"], (n >> low) + k + 1).nonzero().view(-1)
+    lower = _unpacked_bits(found["low"], k * low).view(k, low).long() << torch.arange(low)
+    return (places - torch.arange(k) << low) + lower.sum(1)
+
+
+def _low_bits(k: int, n: int) -> int:
+    return (n // k).bit_length() - 1 if k else 0
 
 
 def _short(x: Tensor) -> Tensor:
