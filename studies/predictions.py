@@ -22,6 +22,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from sparsync_lab.advise import step
+from sparsync_lab.netlab.rate import parse_rate
 from sparsync_lab.predict import advice, probe_file
 from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket
 from sparsync_lab.report import results
@@ -82,7 +83,7 @@ def cells() -> list[tuple[int, str, float, int]]:
         rest = [
             (P, link, mbytes, buckets)
             for mbytes, buckets in product(MBYTES, BUCKETS)
-            if 2 * (P - 1) / P * mbytes * 8e6 / _bits_per_s(link) <= LONGEST_S
+            if 2 * (P - 1) / P * mbytes * 8e6 / parse_rate(link) <= LONGEST_S
         ]
         chosen += draw.sample(rest, min(len(rest), -(-CELLS // (len(RANKS) * len(LINKS)))))
     return chosen
@@ -196,10 +197,6 @@ def _probe(out: Path, P: int, link: str, job: str = "") -> Path:
 def _cell(out: Path, cell: tuple[int, str, float, int]) -> Path:
     P, link, mbytes, buckets = cell
     return out / f"overlap-{P}-{link}-{mbytes:g}-{buckets}.jsonl"
-
-
-def _bits_per_s(link: str) -> float:
-    return float(link[:-4]) * (1e9 if link.endswith("gbit") else 1e6)
 
 
 def _run(path: Path, *arguments: str) -> None:

@@ -55,8 +55,6 @@ def main(wanted: Sequence[tuple[str, str]]) -> None:
     failing = [f"{'/'.join(each)} {row}" for each, rows in found.items() for row in ROWS if rows[row][0] == FAILS]
     if failing:
         raise SystemExit(f"these fail: {', '.join(failing)}; nothing was written")
-    sys.path.insert(0, str(ROOT / "lab" / "src"))  # runs without an installed package
-
     PAGE.write_text(replaced(PAGE, PART, _part(found)))
 
 

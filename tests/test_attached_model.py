@@ -96,7 +96,7 @@ def copies_of_a_model() -> None:
 
 
 def another_scheme() -> None:
-    model, dense = ddp(), ddp()
+    model, dense = ddp(bucket_cap_mb=0.001), ddp()  # a bucket of each layer
     handle = sparsync.attach(model, Dense(), options=sparsync.Options(dense_below=0))
     assert same(gradients(model, 0), gradients(dense, 0))
     came_in = [torch.zeros_like(each) for each in dense.parameters()]

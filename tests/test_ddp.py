@@ -23,8 +23,6 @@ from helpers.ddp_training import (
 from helpers.distributed import case, run
 from helpers.known_gradients import FEW, KnownGradients
 from helpers.overlapping import IN_ORDER, Overlapping
-from sparsync.schemes import Dense
-from sparsync.testing.world import same_bits
 
 pytestmark = pytest.mark.distributed
 
@@ -72,34 +70,8 @@ def used(rank: int, step: int, name: str) -> bool:
     return name != UNUSED and (number + step) % 3 != rank
 
 
-def perceptron() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
-
-
 def batch(rank: int, step: int) -> Tensor:
     return torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def train_perceptron(hooked: bool) -> list[Tensor]:
-    ddp = DistributedDataParallel(perceptron(), bucket_cap_mb=0.003)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    if hooked:
-        sparsync.attach(ddp, Dense(), options=sparsync.Options(timeout_s=TIMEOUT_S))
-    for step in range(10):
-        optimizer.zero_grad()
-        ddp(batch(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in ddp.parameters()]
-
-
-def train_both_ways() -> tuple[list[Tensor], list[Tensor]]:
-    return train_perceptron(hooked=True), train_perceptron(hooked=False)
-
-
-def test_dense_trains_to_the_same_bits_as_ddp_without_a_hook() -> None:
-    for hooked, plain in run(train_both_ways, 2):
-        assert all(map(same_bits, hooked, plain))
 
 
 def overlap() -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sparsync import Comm
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.schemes import Dense
 from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.workloads import one_process
@@ -63,7 +64,7 @@ def test_a_finished_training_in_one_process_hands_over_the_common_weights(tmp_pa
     def keep(model: torch.nn.Module) -> None:
         kept.append(job.quality(*job.evaluate(model, 0, 1)))
 
-    def local(model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm) -> one_process.LocalTraining:
+    def local(model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm) -> StepMethod:
         return choice.make_local(model, optimizer, comm=comm)
 
     about = (0, 3, 2, {3})

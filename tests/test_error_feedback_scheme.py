@@ -9,8 +9,7 @@ from helpers.stepped import Stepped
 from sparsync import Bucket, Comm, ErrorFeedbackScheme
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
-from sparsync.schemes import Accumulator, SkipReduce, Sparse, State, TopK, Update
-from sparsync.testing import check_scheme
+from sparsync.schemes import Accumulator, SkipReduce, Sparse, State, TwoShot, Update
 
 
 @dataclass(frozen=True)
@@ -73,22 +72,8 @@ def test_a_residual_that_would_never_be_sent_is_refused() -> None:
         SkipReduce().start().load_state_dict(state)
 
 
-@dataclass(frozen=True)
-class Forgetful(TopK):
-    """TopK that forgets half of its residual at each step."""
-
-    density: float = 0.1
-    decay: float = 0.5
-
-    name = "forgetful"
-
-
-def test_a_residual_that_decays_keeps_all_invariants() -> None:
-    check_scheme(Forgetful, worlds=(1, 2, 4))
-
-
 def test_a_step_with_nan_drops_nothing_of_a_residual_that_decays() -> None:
-    state = Forgetful(density=0.5).start()
+    state = TwoShot(density=0.5, values="float32", decay=0.5).start()
     reduce(state, torch.tensor([1.0, 2.0]))
     assert state.state_dict()["residual"]["weights"].tolist() == [1.0, 0.0]
     reduce(state, torch.tensor([torch.nan, 0.0]))

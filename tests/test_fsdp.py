@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -35,45 +35,8 @@ from helpers.overlapping import IN_ORDER, Overlapping
 from sparsync.base.scheme import Scheme
 from sparsync.schemes import Dense, ExactMiCRO, ExactOkTopk, OkTopk, SkipReduce, TopK
 from sparsync.testing.world import same_bits
-from test_ddp import batch
 
 pytestmark = pytest.mark.distributed
-
-
-def perceptron(mesh: DeviceMesh | None = None) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 41), nn.Tanh(), nn.Linear(41, 40), nn.Tanh(), nn.Linear(40, 3))
-    for module in (model[0], model[2], model[4], model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-def train(scheme: Scheme | None, mesh: DeviceMesh | None = None, **options: Any) -> list[Tensor]:
-    model = perceptron(mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if scheme is not None:
-        sparsync.attach(model, scheme, optimizer=optimizer, options=sparsync.Options(timeout_s=TIMEOUT_S, **options))
-    for step in range(6):
-        optimizer.zero_grad()
-        model(batch(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-    return [parameter.full_tensor() for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def real_numbers() -> None:
-    plain = train(None)
-    assert all(map(same_bits, train(Dense()), plain))
-    assert all(map(same_bits, train(SkipReduce(skip=0)), plain))
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for scheme in (Dense(), TopK(density=1.0), ExactOkTopk(density=1.0)):
-        found = train(scheme, mesh["shard"], replicate=mesh["replicate"])
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, plain, strict=True))
-        assert all(same_bits(*everywhere(parameter)) for parameter in found)
-
-
-@pytest.mark.slow
-def test_training_with_everything_sent_is_that_of_fsdp_itself() -> None:
-    run(real_numbers, 2)
 
 
 def grid() -> DeviceMesh:

@@ -26,7 +26,6 @@ from sparsync.schemes import Dense, SkipReduce, TopK
 from sparsync.testing.world import same_bits
 from sparsync.wire import ValueCodec, Values
 from test_ddp import batch
-from test_fsdp import perceptron
 
 ROUNDED: tuple[Values, ...] = ("bfloat16", "int8", "int4")
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -116,6 +115,14 @@ def equal(found: Weights, wanted: Weights) -> bool:
 
 def agreed(found: Weights) -> bool:
     return all(same_bits(theirs, x) for x in found.values() for theirs in everywhere(x))
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 41), nn.Tanh(), nn.Linear(41, 40), nn.Tanh(), nn.Linear(40, 3))
+    for module in (model[0], model[2], model[4], model):
+        fully_shard(module)
+    return model
 
 
 def trained(parameters: Values | None, **options: Any) -> tuple[list[Tensor], float]:

@@ -1,7 +1,5 @@
 """InTurn: values worked out by hand, whose turn it is, what waits where, and the bytes, which are known beforehand."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -71,19 +69,6 @@ def test_turns_are_about_equal_and_take_elements_of_each_column() -> None:
     assert max(lengths) - min(lengths) <= 32 * P
     for each in turns:
         assert (each % columns).unique().numel() == columns
-
-
-@pytest.mark.parametrize("values", ["sign", "int4", "float32"])
-@pytest.mark.parametrize(("n", "P", "every"), SIZES)
-def test_nothing_is_lost(n: int, P: int, every: int, values: Any) -> None:  # Any: a format
-    schemes, came_in = [InTurn(every, values, "int3").start() for _ in range(P)], torch.zeros(n, dtype=torch.float64)
-    for step in range(every + 1):
-        given = integers(P, n, step)
-        came_in += torch.stack(given).sum(0)
-        mean, _, residuals = reduced(schemes, given, step)
-        kept = torch.stack(residuals).sum(0)
-        assert torch.equal(P * mean + kept, came_in)
-        came_in = kept
 
 
 @pytest.mark.parametrize("P", [1, 4])

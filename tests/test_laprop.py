@@ -13,7 +13,7 @@ from helpers.third_party import LineFit
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.schemes import Dense
 from sparsync_lab.frontier.figures import kind
-from sparsync_lab.rivals.laprop import LaProp, LaPropOptimizer, LongAdamW
+from sparsync_lab.rivals.laprop import LaProp, LongAdamW
 from sparsync_lab.scheme_choice import check_optimizer, parse_schemes
 from sparsync_lab.workloads.muon import Several
 from sparsync_lab.workloads.one_process import train_locally, train_with_scheme
@@ -126,16 +126,3 @@ def test_it_is_a_baseline_by_its_name_with_its_setting() -> None:
     assert [kind(each) for each in (plain, other, adamw)] == ["baseline"] * 3
     assert plain.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2='at least 0.999')"}
     assert other.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2=0.99)"}
-
-
-def test_a_loaded_state_stays_in_the_groups_whose_rates_the_jobs_schedule_sets() -> None:
-    inner = AdamW([nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = ExponentialLR(inner, 0.5)
-    optimizer = LaPropOptimizer(inner)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["lr"] = 4.0
-    optimizer.load_state_dict(state)
-    assert inner.param_groups[0]["lr"] == 4.0
-    optimizer.step()
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 2.0

@@ -119,25 +119,6 @@ def test_the_density_is_exact_from_the_first_step_at_any_scale_and_through_a_jum
     assert [reports[0].union for _, reports, _ in run([ExactOkTopk(k / n).start() for _ in range(P)], grads)] == [k] * 8
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.parametrize("P", [1, 2, 3, 8])
-def test_a_rank_clears_what_it_contributed_to_a_survivor_and_nothing_else(
-    P: int, make: Callable[[float], ErrorFeedbackScheme]
-) -> None:
-    """Per element: P * written is the sum of what the ranks cleared, and a residual is either zero or all that had come in."""
-    n = 400
-    before = [torch.zeros(n) for _ in range(P)]
-    grads = [[(P * heavy(n, r, t).clamp(-100, 100)).round() for r in range(P)] for t in range(5)]
-    for step, (written, _, residuals) in zip(grads, run([make(0.05).start() for _ in range(P)], grads), strict=True):
-        acc = [kept + grad for kept, grad in zip(before, step, strict=True)]
-        for came, kept in zip(acc, residuals, strict=True):
-            assert bool(((kept == 0) | (kept == came)).all())
-        cleared = torch.stack([came - kept for came, kept in zip(acc, residuals, strict=True)]).sum(dim=0)
-        assert torch.equal((cleared / P), written[0])
-        assert not bool((cleared[written[0] == 0] != 0).any())
-        before = residuals
-
-
 @pytest.mark.parametrize("make", [*MAKES.values(), MiCRO, ExDyna])
 def test_the_learning_rate_outside_moves_weights_as_the_papers_inside(
     make: Callable[[float], ErrorFeedbackScheme],

@@ -124,7 +124,9 @@ def test_the_jobs_schedule_sets_the_rate_after_a_state_was_loaded_too(scheme: Sc
     workload = job(AdamW, lr=0.5)
     first, _ = optimizer_for(scheme, workload, nn.Linear(2, 1), 8)
     second, schedule = optimizer_for(scheme, workload, nn.Linear(2, 1), 8)
+    first.param_groups[0]["lr"] = 4.0
     second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["lr"] == 4.0
     second.step()
     schedule.step()
-    assert second.param_groups[0]["lr"] == 0.45
+    assert second.param_groups[0]["lr"] == 3.6

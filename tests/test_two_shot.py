@@ -123,16 +123,6 @@ def test_where_all_is_sent_the_owners_share_of_what_rounding_dropped_of_a_sum_is
             assert torch.equal(chunk.of(one), chunk.of(residual) / (P if owner == rank else 1))
 
 
-@pytest.mark.parametrize(("divide_by", "written"), [("ranks", 2.0), ("contributors", 4.0)])
-def test_what_one_rank_alone_sends_is_divided_by_it_and_the_owner(divide_by: Divisor, written: float) -> None:
-    P, n = 4, 128  # a row of 32 elements for each owner, of which one is sent
-    given = [torch.zeros(n) for _ in range(P)]
-    given[1][BlockCyclic(n, P).positions(0, torch.tensor([5]))] = 8.0
-    mean, _, residuals = reduced([TwoShot(1 / 32, "float32", divide_by=divide_by).start() for _ in range(P)], given)
-    assert mean[mean != 0].tolist() == [written]
-    assert not any(residual.any() for residual in residuals)
-
-
 @pytest.mark.parametrize("send_all", [False, True])
 def test_a_rollback_returns_what_residuals_have_lost_whatever_the_divisor(send_all: bool) -> None:
     P, n = 4, 999

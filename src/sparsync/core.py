@@ -316,20 +316,6 @@ class Report:
         return self.union / self.elements if self.elements else 1.0
 
 
-def reported(
-    scheme: str,
-    bucket: Bucket,
-    cost: Cost,
-    selected: int | None = None,
-    union: int | None = None,
-    details: Mapping[str, Detail] | None = None,
-) -> Report:
-    """Return the report of one reduction by the scheme of this name. See `Scheme.report`."""
-    n = bucket.grad.numel()
-    k, K = n if selected is None else selected, n if union is None else union
-    return Report(scheme, bucket.key, bucket.step, n, k, K, cost, details=details or {})
-
-
 @runtime_checkable
 class Comm(Protocol):
     """One rank's view of a group of P ranks. Every call except `send_recv` is collective, and blocks until its result is complete.

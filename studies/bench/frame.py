@@ -61,11 +61,11 @@ def interleaved(
     return found
 
 
-def of_ranks(task: str, spec: Mapping[str, Any], links: RunNetwork, timeout_s: float = TIMEOUT_S) -> list[Row]:
+def of_ranks(task: str, spec: Mapping[str, Any], links: RunNetwork) -> list[Row]:
     """Run `task` with `spec` on every rank of `links`, and collect rank 0's rows. Raises RankFailedError."""
     rows: list[Row] = []
     shown = Progress("measurements", announced=True)
-    with worker_group(task, spec, links, timeout_s) as workers:
+    with worker_group(task, spec, links, TIMEOUT_S) as workers:
         for message in workers.messages():
             if message["kind"] == "row":
                 rows.append(message["row"])

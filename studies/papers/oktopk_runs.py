@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket, Report
-from sparsync.comm import LocalWorld, MeteredComm
+from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, count_for
-from sparsync.runtime.rescaling import ResidualUnits
 from sparsync.schemes import State
 from sparsync_lab import workloads
 from sparsync_lab.scheme_choice import parse_schemes
@@ -53,34 +52,47 @@ VOLUME_RANKS = (2, 4, 8, 16, 32, 64, 128)
 VOLUME_ELEMENTS, VOLUME_STEPS = 2**18, 4
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a communicator on one rank, or the sum of a chain of calls."""
+
+    kind: str
+    sent: Cost
+    received: int  # bytes; -1: as many as sent
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the rank sends or receives, whichever are more."""
+        return max(self.sent.nbytes, self.received)
+
+
 @dataclass
 class RecordingComm(MeteredComm):
-    """Also keep the rounds and the bytes of each call: those that this rank sends or receives, whichever are more."""
+    """Also keep each call."""
 
-    calls: list[tuple[int, int]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
         super().send_recv(out, to, into, source)
-        self._keep(into.nbytes)
+        self._keep("send_recv", into.nbytes)
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         gathered = super().all_gather(x, counts)
-        self._keep(sum(each.nbytes for each in gathered) - x.nbytes)
+        self._keep("all_gather", sum(each.nbytes for each in gathered) - x.nbytes)
         return gathered
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         received = super().all_to_all(parts, counts)
-        self._keep(sum(each.nbytes for rank, each in enumerate(received) if rank != self.rank))
+        self._keep("all_to_all", sum(each.nbytes for rank, each in enumerate(received) if rank != self.rank))
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = super().all_reduce(x)
-        self._keep(0)  # a rank receives what it sends
+        self._keep("all_reduce", -1)
         return total
 
-    def _keep(self, received: int) -> None:
-        cost, _ = self.take()
-        self.calls.append((cost.steps, max(cost.nbytes, received)))
+    def _keep(self, kind: str, received: int) -> None:
+        self.calls.append(Call(kind, self.take()[0], received))
 
 
 def train(text: str, ranks: int, rate: float, seed: int, steps: int) -> dict[str, Any]:  # Any: JSON
@@ -89,7 +101,7 @@ def train(text: str, ranks: int, rate: float, seed: int, steps: int) -> dict[str
     job = workloads.get("shakespeare-small", **JOB).at_rate(rate)
     job.prepare()
     model, scheme = job.model(seed), parse_schemes(text, DENSITY)[0].make()
-    layout, units = one_process.layout(model), ResidualUnits()
+    layout = one_process.layout(model)
     k = count_for(getattr(scheme, "density", 1.0), layout[-1].span.stop)
     states = [scheme.start() for _ in range(ranks)]
     evaluations: list[tuple[int, float, int, int]] = []  # steps, perplexity, and rounds and bytes so far
@@ -98,22 +110,18 @@ def train(text: str, ranks: int, rate: float, seed: int, steps: int) -> dict[str
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
         nonlocal rounds, nbytes
-        if getattr(scheme, "follows_rate", False):
-            factors = {each.name: units.follow(each.name, rate) for each in layout}
-            for state in states:
-                state.rescale(factors)
         gradient = torch.stack(gradients).mean(0)
         mean = gradient + mean_residual(states, layout)
 
-        def body(comm: LocalComm) -> tuple[Report, list[tuple[int, int]], Tensor]:
+        def body(comm: LocalComm) -> tuple[Report, list[Call], Tensor]:
             recording = RecordingComm(comm)
             bucket = Bucket(one_process.KEY, gradients[comm.rank], step, layout)
             return states[comm.rank].reduce(bucket, recording), recording.calls, bucket.grad
 
         reports, calls, written = zip(*LocalWorld(ranks).run(body), strict=True)
         for call in zip(*calls, strict=True):
-            rounds += max(each[0] for each in call)
-            nbytes += max(each[1] for each in call)
+            rounds += max(each.sent.steps for each in call)
+            nbytes += max(each.nbytes for each in call)
         if "local_count" in reports[0].details:
             received = [int(report.details["received_count"]) for report in reports]
             figures.append(

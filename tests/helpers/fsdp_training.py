@@ -159,25 +159,6 @@ def conserved(handle: Handle, net: Net, steps: int) -> None:
     assert all(report.sent == report.cost for report in handle.reports())
 
 
-def skipped(handle: Handle, net: Net, share: int = 1) -> None:
-    """Check that residuals + applied gradients = gradients so far, if the middle step is skipped, except in the module that is not finite
-    then. `share` is the weight of a residual."""
-    P, spared = dist.get_world_size(), [name for name in SHAPES if not name.startswith("middle")]
-    total = torch.zeros((), dtype=torch.float64)
-    for step in range(3):
-        given = inputs(step)
-        total += sum(known(r, step, name).sum() for r in range(P) for name in spared)
-        if step == 1 and dist.get_rank() == 1:
-            given |= {name: torch.full_like(x, torch.inf) for name, x in given.items() if name not in spared}
-        found = backward(net, given)
-        assert (step == 1) == any(not grad.isfinite().all() for grad in found.values())
-        total -= 0 if step == 1 else P * sum(found[name].sum() for name in spared)
-    kept = handle.state_dict()["scheme"]["residual"]
-    held = torch.stack([kept[name].sum() for name in spared]).sum().double()
-    dist.all_reduce(held)
-    assert torch.equal(share * held, total)
-
-
 def saved(handle: Handle) -> dict[str, Any]:
     """Save and reload the handle's checkpoint."""
     file = io.BytesIO()

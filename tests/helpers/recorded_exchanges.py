@@ -1,64 +1,17 @@
 """Record every rank's traffic in each call of a communicator, and compare it with the exchanges of a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sparsync import Bucket, Report
 from sparsync.base.state import State
-from sparsync.comm import Cost, LocalWorld, MeteredComm
+from sparsync.comm import Cost, LocalWorld
 from sparsync.comm.local import LocalComm
-from sparsync.core import Comm, ParameterSpan
+from sparsync.core import ParameterSpan
 from sparsync_lab.predict.exchanges import Exchange
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call on one rank, or the sum of a chain of calls."""
-
-    kind: str
-    sent: Cost
-    received: int
-
-
-@dataclass
-class RecordingComm:
-    """Passes every call to a MeteredComm, and records its count and the received bytes."""
-
-    inner: MeteredComm
-    calls: list[Call] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        self.inner.send_recv(out, to, into, source)
-        self._note("send_recv", into.nbytes)
-
-    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        gathered = self.inner.all_gather(x, counts)
-        self._note("all_gather", sum(each.nbytes for rank, each in enumerate(gathered) if rank != self.rank))
-        return gathered
-
-    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-        received = self.inner.all_to_all(parts, counts)
-        self._note("all_to_all", sum(each.nbytes for rank, each in enumerate(received) if rank != self.rank))
-        return received
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        total = self.inner.all_reduce(x)
-        # In a ring, a rank receives what the previous rank sends.
-        self._note("all_reduce", -1)
-        return total
-
-    def _note(self, kind: str, received: int) -> None:
-        self.calls.append(Call(kind, self.inner.take()[0], received))
+from studies.papers.oktopk_runs import Call, RecordingComm
 
 
 @dataclass(frozen=True)
@@ -79,9 +32,8 @@ def recorded_step(
     """Reduce one bucket in this process, with one rank per state."""
 
     def reduce(comm: LocalComm) -> tuple[Report, list[Call]]:
-        recording = RecordingComm(MeteredComm(comm))
-        checked: Comm = recording
-        report = states[comm.rank].reduce(Bucket("b", gradients[comm.rank], step, layout), checked)
+        recording = RecordingComm(comm)
+        report = states[comm.rank].reduce(Bucket("b", gradients[comm.rank], step, layout), recording)
         return report, recording.calls
 
     found = LocalWorld(len(states)).run(reduce)

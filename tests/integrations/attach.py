@@ -14,6 +14,7 @@ import sparsync
 from helpers.ddp_training import NAMES, TIMEOUT_S, AttachedTraining, N, RankRecord, known, step_at_once
 from helpers.known_gradients import KnownGradients, expected, row
 from integrations.situations import (
+    BATCHES,
     OTHER,
     SAME,
     STEPS,
@@ -31,7 +32,6 @@ from integrations.table import Case, WithHandle, refusals, trial
 from test_ddp import UNUSED, used
 
 STABLE: dict[str, Any] = {"find_unused_parameters": True}
-BATCHES = 2  # on the rank that runs out of data
 
 
 class Attached(WithHandle, AttachedTraining):

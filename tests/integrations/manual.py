@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
 from helpers.known_gradients import KnownGradients, noted, row
-from integrations.attach import BATCHES, of_used, stepping, trained_in_part, zero_afterwards
-from integrations.situations import SAME, STEPS, common, nothing, same_on_all_ranks, trained, unfrozen
+from integrations.attach import of_used, stepping, trained_in_part, zero_afterwards
+from integrations.situations import SAME, common, compiled, in_a_group, nothing, same_on_all_ranks, uneven, unfrozen
 from integrations.table import Case, WithHandle, absent, refusals, trial
 from sparsync import Gradients, Options, attach
 from sparsync.testing.world import same_bits
@@ -73,26 +73,6 @@ def reduced_later(id: str, ranks: list[tuple[RankRecord, Tensor]]) -> None:
         assert same_bits(late, ranks[0][1])
 
 
-def uneven(id: str) -> RankRecord:
-    training = Manual(id)
-    for step in range(STEPS):
-        more = training.rank == 0 or step < BATCHES
-        training.step(training.model.inputs(training.rank, step) if more else None)
-    return training.done()
-
-
-def in_a_group(id: str) -> RankRecord | None:
-    group = dist.new_group([0, 2])
-    return trained(Manual(id, group=group)) if isinstance(group, dist.ProcessGroup) else None
-
-
-def compiled(id: str) -> RankRecord:
-    torch._dynamo.reset()
-    training = Manual(id)
-    training.forward = torch.compile(training.model, backend="aot_eager")
-    return trained(training)
-
-
 def with_stepping_optimizer(id: str) -> None:
     Manual(id, model=stepping(KnownGradients(2, N)))
 
@@ -116,10 +96,12 @@ CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
     ),
     "ranks that run out of data (join)": Case(
         "a rank without data continues to call and counts as zero",
-        trial(uneven, partial(same_on_all_ranks, gradient=zero_afterwards, keys=KEYS)),
+        trial(partial(uneven, integration=Manual), partial(same_on_all_ranks, gradient=zero_afterwards, keys=KEYS)),
     ),
-    "a group that is not the world": Case(SAME, trial(in_a_group, partial(same_on_all_ranks, keys=KEYS), P=3)),
-    "torch.compile": Case(SAME, trial(compiled, partial(same_on_all_ranks, keys=KEYS))),
+    "a group that is not the world": Case(
+        SAME, trial(partial(in_a_group, integration=Manual), partial(same_on_all_ranks, keys=KEYS), P=3)
+    ),
+    "torch.compile": Case(SAME, trial(partial(compiled, integration=Manual), partial(same_on_all_ranks, keys=KEYS))),
     "an optimizer in the backward pass": Case("-", trial(with_stepping_optimizer, nothing)),
     "a model that is reduced already": Case("-", trial(with_ddp, nothing)),
 }

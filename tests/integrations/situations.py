@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -18,30 +19,40 @@ from integrations.table import SAME, Case, TrialVerdict, trial
 from sparsync.runtime.handle import Handle
 from sparsync.testing.world import same_bits
 
+BATCHES = 2  # on the rank that runs out of data
 OTHER = "skip-default"  # the scheme of the second model
 STEPS = 4
 FROZEN = ("embed.weight", "block3.bias", "block4.weight")
 TRAINED = [name for name in NAMES if name not in FROZEN]
 
 
-class Integration(Protocol):
-    """A training of KnownGradients with an integration; see ddp_training.AttachedTraining."""
+Done = TypeVar("Done")
+Done_co = TypeVar("Done_co", covariant=True)
 
-    model: KnownGradients
-    buckets: dict[int, Step]
+
+class Training(Protocol[Done_co]):
+    """A training of KnownGradients, or of what has its methods; see ddp_training.AttachedTraining and stepped.SteppedTraining."""
+
+    model: Any
     rank: int
+
+    def step(self, inputs: Any = None) -> None: ...
+
+    def accumulate(self, parts: Sequence[Any]) -> None:
+        """Take a step whose gradient is the sum over several backward passes."""
+        ...
+
+    def done(self) -> Done_co: ...
+
+
+class Integration(Training[RankRecord], Protocol):
+    """One whose gradients are compared."""
+
+    buckets: dict[int, Step]
     rows: list[Tensor]
 
     @property
     def handle(self) -> Handle: ...
-
-    def step(self, inputs: Mapping[str, Tensor] | None = None) -> None: ...
-
-    def accumulate(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take a step whose gradient is the sum over several backward passes."""
-        ...
-
-    def done(self) -> RankRecord: ...
 
     def residual(self) -> dict[str, Tensor]:
         """Copy the residual."""
@@ -58,7 +69,8 @@ class Integration(Protocol):
         ...
 
 
-Make = Callable[..., Integration]  # (id of the scheme, model=..., ...)
+Making = Callable[..., Training[Done]]  # (id of the scheme, model=..., ...)
+Make = Callable[..., Integration]
 
 
 def common(
@@ -127,17 +139,17 @@ def same_on_all_ranks(id: str, ranks: list[RankRecord], gradient: Gradient = kno
     check(id, [rank for rank in ranks if rank is not None], gradient, keys)
 
 
-def typed(id: str, integration: Make, dtype: torch.dtype) -> RankRecord:
+def typed(id: str, integration: Making[Done], dtype: torch.dtype) -> Done:
     return trained(integration(id, dtype=dtype))
 
 
-def trained(training: Integration, steps: Iterable[int] = range(STEPS)) -> RankRecord:
+def trained(training: Training[Done], steps: Iterable[int] = range(STEPS)) -> Done:
     for step in steps:
         training.step(training.model.inputs(training.rank, step))
     return training.done()
 
 
-def trained_by(training: Integration, gradient: Callable[[int, int, str], Tensor]) -> RankRecord:
+def trained_by(training: Training[Done], gradient: Callable[[int, int, str], Tensor]) -> Done:
     for step in range(STEPS):
         training.step({name: gradient(training.rank, step, name) for name in NAMES})
     return training.done()
@@ -147,7 +159,7 @@ def cast(rank: int, step: int, name: str, dtype: torch.dtype) -> Tensor:
     return known(rank, step, name).to(dtype)
 
 
-def several_types(id: str, integration: Make) -> RankRecord:
+def several_types(id: str, integration: Making[Done]) -> Done:
     return trained(integration(id, model=model_of_two_types(torch.bfloat16)))
 
 
@@ -219,7 +231,7 @@ class Tied(KnownGradients):
         return super().forward(inputs) + (self.head.weight * inputs["embed.weight"]).sum()
 
 
-def tied(id: str, integration: Make) -> RankRecord:
+def tied(id: str, integration: Making[Done]) -> Done:
     return trained(integration(id, model=Tied()))
 
 
@@ -231,7 +243,7 @@ def same_of_tied(id: str, ranks: list[RankRecord], keys: Sequence[str]) -> None:
     same_of_the_others(id, ranks, keys, [name for name in NAMES if name != "head.weight"], of_tied)
 
 
-def accumulated(id: str, integration: Make) -> RankRecord:
+def accumulated(id: str, integration: Making[Done]) -> Done:
     training = integration(id)
     for step in range(STEPS):
         training.accumulate([training.model.inputs(training.rank, 3 * step + part) for part in range(3)])
@@ -269,12 +281,32 @@ def as_in_memory(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten()
 
 
-def in_channels_last(id: str, integration: Make, flat: Callable[[Tensor], Tensor]) -> RankRecord:
+def in_channels_last(id: str, integration: Making[Done], flat: Callable[[Tensor], Tensor]) -> Done:
     return trained(integration(id, model=ChannelsLast(flat)))
 
 
 def of_channels_last(rank: int, step: int, name: str, flat: Callable[[Tensor], Tensor]) -> Tensor:
     return flat(channels_last(whole_numbers(60, rank, step, name)))
+
+
+def uneven(id: str, integration: Making[Done]) -> Done:
+    training = integration(id)
+    for step in range(STEPS):
+        more = training.rank == 0 or step < BATCHES
+        training.step(training.model.inputs(training.rank, step) if more else None)
+    return training.done()
+
+
+def in_a_group(id: str, integration: Making[Done]) -> Done | None:
+    group = dist.new_group([0, 2])
+    return trained(integration(id, group=group)) if isinstance(group, dist.ProcessGroup) else None
+
+
+def compiled(id: str, integration: Making[Done]) -> Done:
+    torch._dynamo.reset()
+    training: Any = integration(id)
+    training.forward = torch.compile(training.forward, backend="aot_eager")
+    return trained(training)
 
 
 class Words(nn.Module):
@@ -295,7 +327,7 @@ class Words(nn.Module):
         return torch.cat([torch.zeros(0) if p.grad is None else p.grad.to_dense().flatten() for p in self.parameters()])
 
 
-def sparse(id: str, integration: Make) -> RankRecord:
+def sparse(id: str, integration: Making[Done]) -> Done:
     return trained(integration(id, model=Words()))
 
 
@@ -303,7 +335,7 @@ def nothing(id: str, ranks: list[Any]) -> None:
     raise AssertionError("it should have been refused")
 
 
-def two(id: str, integration: Make) -> list[RankRecord]:
+def two(id: str, integration: Making[Done]) -> list[Done]:
     """Train two models in alternation."""
     both = [integration(id), integration(OTHER)]
     for step in range(STEPS):
@@ -325,7 +357,7 @@ def with_infinity(rank: int, step: int, name: str) -> Tensor:
     return gradient
 
 
-def overflowing(id: str, integration: Make) -> RankRecord:
+def overflowing(id: str, integration: Making[Done]) -> Done:
     return trained_by(integration(id), with_infinity)
 
 

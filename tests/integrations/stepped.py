@@ -1,6 +1,6 @@
 """Trainings whose `Steps` or `LocalSteps` are compared: a bare module, DDP, FSDP2 replicas, and LocalTraining."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N
+from helpers.ddp_training import COUNT, TIMEOUT_S, N
 from helpers.known_gradients import KnownGradients, row
 from helpers.replicas import local
-from integrations.situations import STEPS, Tied, Words
+from integrations.situations import Tied, Words
 from integrations.table import refusals
 from sparsync import AdamWSteps, Options, Steps, attach
 from sparsync.core import Comm
@@ -96,14 +96,7 @@ class SteppedTraining:
     def weights(self) -> dict[str, Tensor]:
         return {name: local(each.detach()).flatten().clone() for name, each in self.model.named_parameters()}
 
-    def train(self, first: int = 0, steps: int = STEPS) -> StepsSeen:
-        for step in range(first, first + steps):
-            self.step(self.model.inputs(self.rank, step))
-        return self.seen
-
-    def train_by(self, gradient: Callable[[int, int, str], Tensor]) -> StepsSeen:
-        for step in range(STEPS):
-            self.step({name: gradient(self.rank, step, name) for name in NAMES})
+    def done(self) -> StepsSeen:
         return self.seen
 
 

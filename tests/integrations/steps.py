@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -16,18 +15,26 @@ from helpers.ddp_training import COUNT, NAMES, N
 from helpers.distributed import run
 from helpers.known_gradients import KnownGradients, row
 from helpers.resized import check_resized
-from integrations.attach import BATCHES, stepping, with_mixed_precision
+from integrations.attach import stepping, with_mixed_precision
 from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.situations import (
-    OTHER,
     STEPS,
-    ChannelsLast,
-    Tied,
-    Words,
+    accumulated,
+    compiled,
     frozen_model,
-    model_of_two_types,
+    in_a_group,
+    in_channels_last,
     nothing,
     of_three,
+    overflowing,
+    several_types,
+    sparse,
+    tied,
+    trained,
+    trained_by,
+    two,
+    typed,
+    uneven,
     with_infinity,
 )
 from integrations.stepped import EVERY, ByAdamW, ByReplicas, Locally, SteppedTraining, StepsSeen, UnderDdp
@@ -45,40 +52,25 @@ OPTION = absent("an option of DistributedDataParallel")
 
 
 Make = Callable[..., SteppedTraining]  # (id of the scheme, ...)
-Body = Callable[..., Any]  # (id of the scheme, make=Make)
+Body = Callable[..., Any]  # (id of the scheme, integration=Make)
 Judge = Callable[[list[Any]], None]
 
 
-def trained(id: str, make: Make, **options: Any) -> StepsSeen:
-    return make(id, **options).train()
+def plain(id: str, integration: Make) -> StepsSeen:
+    return trained(integration(id))
 
 
-def several_types(id: str, make: Make) -> StepsSeen:
-    return make(id, model=model_of_two_types(torch.bfloat16)).train()
-
-
-def in_channels_last(id: str, make: Make) -> StepsSeen:
-    return make(id, model=ChannelsLast(torch.flatten)).train()
-
-
-def accumulated(id: str, make: Make) -> StepsSeen:
-    training = make(id)
-    for step in range(STEPS):
-        training.accumulate([training.model.inputs(training.rank, 3 * step + part) for part in range(3)])
-    return training.seen
-
-
-def at_once(id: str, make: Make) -> StepsSeen:
+def at_once(id: str, integration: Make) -> StepsSeen:
     """Train with the sums of the same gradients."""
-    return make(id).train_by(of_three)
+    return trained_by(integration(id), of_three)
 
 
 UNUSED_FOUND = {"find_unused_parameters": True}  # of DDP
 
 
-def in_part(id: str, make: Make) -> StepsSeen:
+def in_part(id: str, integration: Make) -> StepsSeen:
     """Train while one of two ranks leaves out some parameters, and both leave out one always and one from a step on."""
-    training = make(id)
+    training = integration(id)
     for step in range(STEPS):
         inputs = training.model.inputs(training.rank, step)
         gone = (*NEVER, *(LATE if step >= LEFT else ()))
@@ -86,9 +78,9 @@ def in_part(id: str, make: Make) -> StepsSeen:
     return training.seen
 
 
-def frozen(id: str, make: Make) -> StepsSeen:
+def frozen(id: str, integration: Make) -> StepsSeen:
     """Freeze some parameters from the beginning, and some from a step on."""
-    training = make(id, model=frozen_model(NEVER))
+    training = integration(id, model=frozen_model(NEVER))
     for step in range(STEPS):
         for name in LATE if step == LEFT else ():
             training.model.get_parameter(name).requires_grad_(False).grad = None
@@ -96,18 +88,14 @@ def frozen(id: str, make: Make) -> StepsSeen:
     return training.seen
 
 
-def unfrozen(id: str, make: Make) -> StepsSeen:
+def unfrozen(id: str, integration: Make) -> StepsSeen:
     """Train some parameters from a step on."""
-    training = make(id, model=frozen_model(NEVER))
-    training.train(0, LEFT)
+    training = integration(id, model=frozen_model(NEVER))
+    trained(training, range(LEFT))
     for name in NEVER:
         training.model.get_parameter(name).requires_grad_(True)
     with refusals():
-        return training.train(LEFT, STEPS - LEFT)
-
-
-def tied(id: str, make: Make) -> StepsSeen:
-    return make(id, model=Tied()).train()
+        return trained(training, range(LEFT, STEPS))
 
 
 def left_alone(ranks: list[StepsSeen]) -> None:
@@ -123,52 +111,16 @@ def left_alone(ranks: list[StepsSeen]) -> None:
         assert all((seen.own[-1][name] != 1).any() for name in NAMES if name not in NEVER), "something has not moved"
 
 
-def uneven(id: str, make: Make) -> StepsSeen:
-    training = make(id)
-    for step in range(STEPS):
-        more = training.rank == 0 or step < BATCHES
-        training.step(training.model.inputs(training.rank, step) if more else None)
-    return training.seen
-
-
-def sparse(id: str, make: Make) -> StepsSeen:
-    return make(id, model=Words()).train()
-
-
-def two(id: str, make: Make) -> list[StepsSeen]:
-    both = [make(id), make(OTHER)]
-    for step in range(STEPS):
-        for training in both:
-            training.step(training.model.inputs(training.rank, step))
-    return [training.seen for training in both]
-
-
-def in_a_group(id: str, make: Make) -> StepsSeen | None:
-    group = dist.new_group([0, 2])
-    return trained(id, make, group=group) if isinstance(group, dist.ProcessGroup) else None
-
-
-def rebucketed(id: str, make: Make) -> StepsSeen:
+def rebucketed(id: str, integration: Make) -> StepsSeen:
     """Train two steps in four buckets, and from that state two in one bucket."""
-    first, second = make(id), make(id, bucket_mb=25.0)
-    first.train(0, STEPS // 2)
+    first, second = integration(id), integration(id, bucket_mb=25.0)
+    trained(first, range(STEPS // 2))
     second.steps.load_state_dict(first.steps.state_dict())
     second.record()
     for what in ("common", "residual"):
         ours, theirs = getattr(second.seen, what)[0], getattr(first.seen, what)[-1]
         assert all(same_bits(ours[name], theirs[name]) for name in theirs), f"{what} of the state changed"
-    return second.train(STEPS // 2, STEPS // 2)
-
-
-def compiled(id: str, make: Make) -> StepsSeen:
-    torch._dynamo.reset()
-    training = make(id)
-    training.forward = torch.compile(training.forward, backend="aot_eager")
-    return training.train()
-
-
-def overflowing(id: str, make: Make) -> StepsSeen:
-    return make(id).train_by(with_infinity)
+    return trained(second, range(STEPS // 2, STEPS))
 
 
 def finite(ranks: list[StepsSeen]) -> None:
@@ -178,9 +130,9 @@ def finite(ranks: list[StepsSeen]) -> None:
         assert any((seen.common[-1][name] != seen.common[1][name]).any() for name in NAMES), "nothing has moved since"
 
 
-def scaled(id: str, make: Make) -> StepsSeen:
+def scaled(id: str, integration: Make) -> StepsSeen:
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=100)
-    training = make(id, scaler=scaler)
+    training = integration(id, scaler=scaler)
     for step in range(STEPS):
         training.model.zero_grad()
         inputs = {name: with_infinity(training.rank, step, name) for name in NAMES}
@@ -203,8 +155,8 @@ def skipped_by_all(ranks: list[StepsSeen]) -> None:
     finite(ranks)
 
 
-def unlucky(id: str, make: Make) -> list[Tensor | Failure]:
-    training = make(id)
+def unlucky(id: str, integration: Make) -> list[Tensor | Failure]:
+    training = integration(id)
     fail_once(training.steps.state)
     return failing(
         lambda step: training.step(training.model.inputs(training.rank, step)),
@@ -212,12 +164,12 @@ def unlucky(id: str, make: Make) -> list[Tensor | Failure]:
     )
 
 
-def resumed(id: str, make: Make) -> tuple[StepsSeen, StepsSeen]:
-    whole, first, second = (make(id) for _ in range(3))
-    first.train(0, STEPS // 2)
+def resumed(id: str, integration: Make) -> tuple[StepsSeen, StepsSeen]:
+    whole, first, second = (integration(id) for _ in range(3))
+    trained(first, range(STEPS // 2))
     second.steps.load_state_dict(first.steps.state_dict())
     second.seen = first.seen
-    return whole.train(), second.train(STEPS // 2, STEPS // 2)
+    return trained(whole), trained(second, range(STEPS // 2, STEPS))
 
 
 def resumed_to_the_same_bits(ranks: list[tuple[StepsSeen, StepsSeen]]) -> None:
@@ -225,25 +177,25 @@ def resumed_to_the_same_bits(ranks: list[tuple[StepsSeen, StepsSeen]]) -> None:
         assert same(whole, again)
 
 
-def saved(ids: Sequence[str], make: Make) -> dict[str, tuple[Any, StepsSeen]]:
+def saved(ids: Sequence[str], integration: Make) -> dict[str, tuple[Any, StepsSeen]]:
     found = {}
     for id in ids:
-        training = make(id)
-        found[id] = training.train(0, 2), training.steps.state_dict()
+        training = integration(id)
+        found[id] = trained(training, range(2)), training.steps.state_dict()
     return {id: (state, seen) for id, (seen, state) in found.items()}
 
 
-def restored(id: str, make: Make, states: Mapping[str, list[Any]]) -> tuple[StepsSeen, StepsSeen]:
-    training = make(id)
+def restored(id: str, integration: Make, states: Mapping[str, list[Any]]) -> tuple[StepsSeen, StepsSeen]:
+    training = integration(id)
     checkpoint.restore(training.steps, states[id])
     training.record()
     loaded = replace(training.seen)
     training.seen = StepsSeen()
-    return loaded, training.train(2, 2)
+    return loaded, trained(training, range(2, 4))
 
 
-def resized(ids: Sequence[str], make: Make) -> dict[str, TrialVerdict]:
-    before = run(saved, 3, ids=ids, make=make)
+def resized(ids: Sequence[str], integration: Make) -> dict[str, TrialVerdict]:
+    before = run(saved, 3, ids=ids, integration=integration)
     states = {id: [rank[id][0] for rank in before] for id in ids}
 
     def judge(id: str, after: list[tuple[StepsSeen, StepsSeen]]) -> None:
@@ -254,24 +206,24 @@ def resized(ids: Sequence[str], make: Make) -> dict[str, TrialVerdict]:
             assert same(loaded.common[0], before[0][id][1].common[-1]), "the common weights of the state changed"
         assert same(after[0][1].common, after[1][1].common)
 
-    return trial(partial(restored, make=make, states=states), judge)(ids)
+    return trial(partial(restored, integration=integration, states=states), judge)(ids)
 
 
-def with_stepping_optimizer(id: str, make: Make) -> StepsSeen:
-    return make(id, model=stepping(KnownGradients(COUNT, N))).train()
+def with_stepping_optimizer(id: str, integration: Make) -> StepsSeen:
+    return trained(integration(id, model=stepping(KnownGradients(COUNT, N))))
 
 
-def with_ddp(id: str, make: Make) -> None:
-    make(id, model=DistributedDataParallel(KnownGradients(2, N)))
+def with_ddp(id: str, integration: Make) -> None:
+    integration(id, model=DistributedDataParallel(KnownGradients(2, N)))
 
 
-def attached_twice(id: str, make: Make) -> None:
-    training: Any = make(id)
+def attached_twice(id: str, integration: Make) -> None:
+    training: Any = integration(id)
     with refusals():
         attach(training.forward, row(id).make(), optimizer=training.optimizer, exchange=Steps())
 
 
-def refused_ddp(id: str, make: Make, model: Callable[[], DistributedDataParallel]) -> None:
+def refused_ddp(id: str, integration: Make, model: Callable[[], DistributedDataParallel]) -> None:
     ddp = model()
     with refusals():
         attach(ddp, row(id).make(), optimizer=torch.optim.AdamW(ddp.parameters()), exchange=Steps())
@@ -290,11 +242,11 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
-def as_in_a_local_world(id: str, ranks: list[Any], make: Make, body: Body, also: Judge | None) -> None:
+def as_in_a_local_world(id: str, ranks: list[Any], integration: Make, body: Body, also: Judge | None) -> None:
     """Check that all ranks did, bit for bit, what the same training does in a LocalWorld, and have equal common weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about skipped steps
-        wanted = LocalWorld(len(ranks)).run(lambda comm: body(id, make=partial(make, comm=comm)))
+        wanted = LocalWorld(len(ranks)).run(lambda comm: body(id, integration=partial(integration, comm=comm)))
     for rank, (ours, theirs) in enumerate(zip(ranks, wanted, strict=True)):
         assert same(ours, theirs), f"rank {rank} has other bits than in a LocalWorld"
         mine, first = (each if isinstance(each, (list, tuple)) else (each,) for each in (ours, ranks[0]))
@@ -304,9 +256,9 @@ def as_in_a_local_world(id: str, ranks: list[Any], make: Make, body: Body, also:
         also(ranks)
 
 
-def cases(make: Make) -> dict[str, Case]:
-    local, ddp, sharded = make is Locally, make is UnderDdp, make is ByReplicas
-    finding: Make = partial(make, wrapping=UNUSED_FOUND) if ddp else make
+def cases(integration: Make) -> dict[str, Case]:
+    local, ddp, sharded = integration is Locally, integration is UnderDdp, integration is ByReplicas
+    finding: Make = partial(integration, wrapping=UNUSED_FOUND) if ddp else integration
 
     def case(
         body: Body,
@@ -314,17 +266,17 @@ def cases(make: Make) -> dict[str, Case]:
         also: Judge | None = None,
         alone: Body | None = None,
         P: int = 2,
-        make: Make = make,
+        integration: Make = integration,
     ) -> Case:
         """Make a case; `alone`: the body that gives the expected result, if it differs."""
-        judge = partial(as_in_a_local_world, make=make, body=alone or body, also=also)
-        return Case(claim, trial(partial(body, make=make), judge, P))
+        judge = partial(as_in_a_local_world, integration=integration, body=alone or body, also=also)
+        return Case(claim, trial(partial(body, integration=integration), judge, P))
 
     def refusal(body: Body, **options: Any) -> Case:
-        return Case("-", trial(partial(body, make=make, **options), nothing))
+        return Case("-", trial(partial(body, integration=integration, **options), nothing))
 
     def of_ddp(**wrapping: Any) -> Case:
-        return case(trained, make=partial(make, wrapping=wrapping)) if ddp else OPTION
+        return case(plain, integration=partial(integration, wrapping=wrapping)) if ddp else OPTION
 
     idle = "a parameter that no rank has changed" if local else "a parameter without a gradient on any rank"
     skips = (
@@ -334,13 +286,13 @@ def cases(make: Make) -> dict[str, Case]:
     )
     return {
         **{
-            f"{name} parameters": case(partial(trained, dtype=getattr(torch, name)))
+            f"{name} parameters": case(partial(typed, dtype=getattr(torch, name)))
             for name in ("float32", "float64", "bfloat16", "float16")
         },
         "parameters of several types": case(several_types),
         "parameters in channels_last": absent("fully_shard takes contiguous parameters only")
         if sharded
-        else case(in_channels_last),
+        else case(partial(in_channels_last, flat=torch.flatten)),
         # Gradients that are divided before they are added differ in the last bits from their divided sum.
         "accumulation over backward passes (no_sync)": case(accumulated, alone=at_once if local else accumulated),
         "gradient_as_bucket_view=True": of_ddp(gradient_as_bucket_view=True),
@@ -350,13 +302,13 @@ def cases(make: Make) -> dict[str, Case]:
             in_part,
             f"{idle} neither decays nor moves, and keeps its residual",
             left_alone,
-            make=finding,
+            integration=finding,
         ),
         "frozen parameters": case(
             frozen,
             "a parameter that is frozen on all ranks neither decays nor moves, and keeps its residual",
             left_alone,
-            make=finding,
+            integration=finding,
         ),
         "parameters that are trained later": refusal(unfrozen),
         "parameters that share their weights": case(tied, "in one module" if sharded else SAME),
@@ -366,11 +318,11 @@ def cases(make: Make) -> dict[str, Case]:
         ),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards") if sharded else case(sparse),
         "two models at once": case(two, SAME),
-        "a group that is not the world": case(in_a_group, alone=trained, P=3),
+        "a group that is not the world": case(in_a_group, alone=plain, P=3),
         "buckets that change": case(
             rebucketed, f"{SAME} of common weights and residuals from a state saved with buckets of another size"
         ),
-        "torch.compile": case(compiled, alone=trained),
+        "torch.compile": case(compiled, alone=plain),
         "an optimizer in the backward pass": case(with_stepping_optimizer)
         if local
         else absent("fully_shard makes new parameters, which have none of such an optimizer's hooks")
@@ -387,12 +339,15 @@ def cases(make: Make) -> dict[str, Case]:
         ),
         "a rank fails in a step": Case(
             FAILURE,
-            trial(partial(unlucky, make=partial(make, every=1) if local else make), failed_on_all_ranks),
+            trial(
+                partial(unlucky, integration=partial(integration, every=1) if local else integration),
+                failed_on_all_ranks,
+            ),
         ),
         "resuming after a restart": case(resumed, f"{SAME} as without an interruption", resumed_to_the_same_bits),
         "resuming with another number of ranks": Case(
             "2 ranks take over the common weights of 3 and their residuals with the same mean, and continue with the same common weights",
-            partial(resized, make=make),
+            partial(resized, integration=integration),
         ),
     }
 

@@ -4,40 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from invariants.table import ROWS
 from invariants.world import marks
 from sparsync.schemes import AutoProtect, SkipReduce, State
 from sparsync.schemes.skip_reduce import Form
-from sparsync.testing.layouts import SIZES, check_layouts, reduce_by_name
+from sparsync.testing.layouts import SIZES, reduce_by_name
 from sparsync.testing.world import COUNT, NAMES, Step, integer_sum, layout, run, started
-
-Layout = list[list[str]]  # names, in the order of their buckets
-
-layouts = st.permutations(list(SIZES)).flatmap(
-    lambda names: st.lists(st.integers(0, len(names)), max_size=3).map(
-        lambda cuts: [
-            names[start:stop]
-            for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), len(names)], strict=True)
-            if names[start:stop]
-        ]
-    )
-)
-
-
-def test_random_layouts_lose_no_mass() -> None:
-    chosen = {row.id: row for row in ROWS if row.id in ("topk-0.1", "skip-default-feedback")}
-
-    @settings(max_examples=12)
-    @given(id=st.sampled_from(sorted(chosen)), known=st.lists(layouts, min_size=1, max_size=3), data=st.data())
-    def under(id: str, known: list[Layout], data: st.DataObject) -> None:
-        plan = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=6))
-        check_layouts(chosen[id].subject, plan)
-
-    under()
 
 
 def contributors_of(steps: Sequence[Step], names: Sequence[str], P: int) -> list[set[int]]:

@@ -20,7 +20,6 @@ from sparsync.core import (
     Arriving,
     Bucket,
     Comm,
-    Cost,
     Detail,
     NonFiniteError,
     Report,
@@ -29,7 +28,6 @@ from sparsync.core import (
     check_one_of,
     exact_divisor,
     phase,
-    reported,
     spans,
 )
 from sparsync.feedback import Accumulator, Residuals
@@ -112,7 +110,7 @@ class ErrorFeedbackScheme(Scheme):
 
     def _reduced(self, state: State, bucket: Bucket, comm: Comm, whole: bool) -> Report:
         if not bucket.grad.numel():
-            return reported(self.name, bucket, Cost(), selected=0, union=0)
+            return self.report(bucket, selected=0, union=0)
         state.undo.pop(bucket.key, None)
         comm = MeteredComm(comm)
         if not whole and bucket.skip is None and (form := state.whole_form(bucket)) is not None:
@@ -122,7 +120,7 @@ class ErrorFeedbackScheme(Scheme):
             update = everything(acc, comm, whole=True) if whole else self.step(state, acc, bucket, comm)
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
-            return reported(self.name, bucket, comm.sent, selected=0, union=0, details={"overflow": True})
+            return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
         if isinstance(update, DenseUpdate):
             overflow, union = self._write_dense(update, acc, bucket, comm)
         else:
@@ -133,7 +131,7 @@ class ErrorFeedbackScheme(Scheme):
             # The mean is finite and P times the mean is not: a loss scaler must still see it.
             bucket.grad.fill_(torch.nan)
         details = {**update.details, "overflow": overflow}
-        return reported(self.name, bucket, comm.sent, selected=update.selected, union=union, details=details)
+        return self.report(bucket, comm.sent, selected=update.selected, union=union, details=details)
 
     def _reduce_in_passes(
         self, state: State, bucket: Bucket, comm: MeteredComm, values: tuple[Values, Values], residual: Tensor
@@ -160,7 +158,7 @@ class ErrorFeedbackScheme(Scheme):
         details: dict[str, Detail] = {"overflow": overflow}
         if skip is not None:
             state.undo[bucket.key], details["overflow"] = partial(_return_mean, residual, mean), Arriving(skip)
-        return reported(self.name, bucket, comm.sent, details=details)
+        return self.report(bucket, comm.sent, details=details)
 
     def _write_dense(
         self, update: DenseUpdate, acc: Accumulator, bucket: Bucket, comm: Comm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.state import State
-from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out, reported
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
 from sparsync.feedback import Vectors
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ class Scheme(ABC):
         details: Mapping[str, Detail] | None = None,
     ) -> Report:
         """Return the report of one reduction. `selected` (k) and `union` (K) default to all n elements."""
-        return reported(self.name, bucket, cost, selected, union, details)
+        n = bucket.grad.numel()
+        k, K = n if selected is None else selected, n if union is None else union
+        return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
 
     def start(self, vectors: Vectors | None = None) -> State:
         """Create an empty state for one rank and one model. `vectors`: the vectors of the enclosing scheme, if any."""

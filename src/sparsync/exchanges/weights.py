@@ -189,7 +189,7 @@ class Weights:
     def _watch(self) -> None:
         # In the order of the buckets, as their digests come.
         held = [bucket for bucket in self.buckets if not bucket.shared]
-        self._written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
+        self.written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
 
     def hold_common(self) -> bool:
         """Keep the common weights apart from here on, see WeightBucket; return whether that is new."""
@@ -208,7 +208,7 @@ class Weights:
         """Treat the model's present weights as written by us; `digests`: of the parameters of each bucket, if known."""
         known = [each for each in digests if each is not None]
         whole = bool(known) and len(known) == len(self.buckets)
-        self._written.note((torch.cat(known) if len(known) > 1 else known[0]) if whole else None)
+        self.written.note((torch.cat(known) if len(known) > 1 else known[0]) if whole else None)
 
     def adopt(self, names: Collection[str]) -> None:
         """Make the model's present values of these parameters the common weights."""
@@ -219,21 +219,9 @@ class Weights:
                     bucket.copy_own_(bucket.start, names)  # nothing was learnt since
         self.note_written()
 
-    def changed(self) -> list[str]:
-        """Name the parameters that were set from outside since the weights were written."""
-        return self._written.changed()
-
-    def was_written(self) -> bool:
-        """Tell whether torch has counted a write to a parameter since, without reading the values."""
-        return self._written.was_written()
-
-    def compare_later(self) -> None:
-        """Make the device compare the weights before a step writes them, for `check_compared`; the host does not wait."""
-        self._written.compare_later()
-
     def check_compared(self) -> None:
         """Raise RuntimeError if `compare_later` has seen values that torch did not count as written: the step has overwritten them."""
-        if changed := self._written.compared():
+        if changed := self.written.compared():
             raise RuntimeError(
                 f"{', '.join(changed[:3])} got other values through `.data`, which torch does not count, and the last step has overwritten "
                 "them; on a GPU set weights by `copy_` under torch.no_grad(), or by load_state_dict"

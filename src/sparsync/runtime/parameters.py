@@ -4,23 +4,13 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 # The names of the inner module in torch.compile and torch's checkpoint_wrapper. Names leave these out, so that a state fits either way.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-
-
-class Driver(Protocol):
-    """Something that trains parameters until it is closed. `origin`: the function that the user has called."""
-
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def origin(self) -> str: ...
 
 
 # By trained parameter: weak references to the handles that drive it, by axis of FSDP2. Not an attribute of the parameter, so that copies
@@ -69,17 +59,17 @@ def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "
         )
 
 
-def _driven(named: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Any] | None:  # Any: a Driver
+def _driven(named: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Any] | None:  # Any: a StepBoundary
     """Find the first parameter with a driver that excludes another one on `axis`, and that driver."""
     for name, parameter in named:
         for other, reference in _drivers.get(parameter, {}).items():
-            driver: Driver | None = reference()
+            driver = reference()
             if driver is not None and not driver.closed and (not axis or not other or axis == other):
                 return name, driver
     return None
 
 
-def drive(parameters: Iterable[tuple[str, nn.Parameter]], driver: Driver, axis: str = "") -> None:
-    """Register `driver` for these parameters, until it is closed or gone."""
+def drive(parameters: Iterable[tuple[str, nn.Parameter]], driver: Any, axis: str = "") -> None:
+    """Register `driver`, a StepBoundary, for these parameters, until it is closed or gone."""
     for _, parameter in parameters:
         _drivers[parameter] = {**_drivers.get(parameter, {}), axis: weakref.ref(driver)}

@@ -47,7 +47,6 @@ from sparsync.core import (
     check_one_of,
     exact_divisor,
     matches,
-    reported,
     spans,
 )
 from sparsync.kernels import operations as kernels
@@ -136,7 +135,7 @@ class SkipReduce(Scheme):
             if not details["overflow"]:
                 kept.keep()
         left_out = self._count_left_out(plan, len(skipping), comm)
-        return reported(self.name, bucket, comm.sent, selected=n - left_out, union=n, details=details)
+        return self.report(bucket, comm.sent, selected=n - left_out, union=n, details=details)
 
     @property
     def has_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it

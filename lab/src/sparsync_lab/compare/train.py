@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import GradientReducer, Options, Scheme, attach
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.runtime.handle import Handle
 from sparsync.schemes import Dense
 from sparsync_lab import workloads
@@ -58,7 +59,7 @@ class Training:
     optimizer: Optimizer
     schedule: LRScheduler
     handle: Handle
-    local: one_process.LocalTraining | None = None  # the handle, if it takes local steps
+    local: StepMethod | None = None  # the handle, if it takes local steps
     reducer: GradientReducer | None = None  # the handle, if gradients are reduced after clipping
     unreported_bytes: float = 0.0  # sent by a rank per step but unknown to the handle
 

@@ -46,6 +46,7 @@ class DeMo(ErrorFeedbackScheme):
 
     name = "demo"
     has_momentum = True
+    follows_rate = True  # the authors' residual holds gradients times the learning rate
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,11 +58,6 @@ class DeMo(ErrorFeedbackScheme):
     def writes_steps(self) -> bool:
         """Whether the result's elements are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
         return self.sign
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the authors' residual holds gradients times the learning rate."""
-        return True
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         tiles, values = tiles_of(bucket.layout), acc.values

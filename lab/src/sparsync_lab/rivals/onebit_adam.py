@@ -43,6 +43,7 @@ class OneBitAdam(ErrorFeedbackScheme):
 
     name = "onebit_adam"
     has_momentum = True
+    writes_steps = True  # elements are about 1, as in Adam's steps, so SGD takes a learning rate of Adam
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,11 +78,6 @@ class OneBitAdam(ErrorFeedbackScheme):
             steps.update(dict.fromkeys(names, t + 1))
         state.undo[bucket.key] = lambda _: None  # keep the momentum, which has the gradient
         return report
-
-    @property
-    def writes_steps(self) -> bool:
-        """Whether the result's elements are about 1, as in Adam's steps, so that SGD takes a learning rate of Adam."""
-        return True
 
     def step(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         """Compute the mean of residual and momentum, as signs."""

@@ -6,9 +6,7 @@ rank has its own weights and optimizer, and is a thread of a LocalWorld, in whic
 
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,8 @@ from sparsync import Bucket, Comm, Report, Scheme
 from sparsync.comm import LocalWorld
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out
-from sparsync.exchanges import local_steps
+from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.runtime.rescaling import ResidualUnits
 from sparsync.schemes import Dense
 from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
@@ -31,31 +30,18 @@ Reduce = Callable[[int, list[Tensor], float], Tensor]
 """(step, the gradient [n] of each rank, learning rate) -> the mean [n] to apply."""
 
 
-class LocalTraining(Protocol):
-    """The used part of the handle of `sparsync.LocalSteps`: the local training of one rank, and its exchanges."""
-
-    replaces_optimizer: bool  # its `step` also takes the optimizer's step
-
-    @property
-    def clip_factor(self) -> float: ...  # how much longer a rank's own gradient may be than the mean gradient
-
-    def step(self) -> list[Report]: ...
-    def averaged(self) -> AbstractContextManager[None]: ...
-    def stats(self) -> dict[str, int | float]: ...
-
-
-def own_clip_factor_of(local: LocalTraining) -> float:
+def own_clip_factor_of(local: StepMethod) -> float:
     """Compute how much longer than the mean gradient a backward pass's gradients may be: steps have divided theirs already."""
     return 1.0 if local.replaces_optimizer else local.clip_factor
 
 
-def exchange_rest(local: LocalTraining) -> list[Report]:
+def exchange_rest(local: StepMethod) -> list[Report]:
     """Exchange the remaining changes of local steps. Other steps leave nothing."""
-    assert isinstance(local, local_steps.LocalTraining)
+    assert isinstance(local, LocalTraining)
     return local.flush()
 
 
-def exchanged(local: LocalTraining) -> dict[str, int]:
+def exchanged(local: StepMethod) -> dict[str, int]:
     """Count the `exchanges` that changed the weights, and the `missed` ones, dropped or part of a skipped step."""
     counts = local.stats()
     missed = sum(int(counts.get(name, 0)) for name in ("dropped", "skipped"))
@@ -187,7 +173,7 @@ def train_with_scheme(
 
 def train_locally(
     workload: Workload,
-    make: Callable[[nn.Module, Optimizer, Comm], LocalTraining],
+    make: Callable[[nn.Module, Optimizer, Comm], StepMethod],
     seed: int,
     steps: int,
     ranks: int,
