@@ -17,9 +17,9 @@ NODES = {path: list(ast.walk(ast.parse(source))) for path, source in SOURCES.ite
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
     "src": 22_612,
     "elastic": 2_000,
-    "lab": 13_540,
+    "lab": 13_534,
     "studies": 8_694,
-    "tests": 30_571,
+    "tests": 30_564,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0
 LONGER_SCHEMES = 0  # of more than 200 lines

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -26,6 +25,7 @@ import sparsync
 from helpers.distributed import case
 from helpers.distributed import run_fresh as on_ranks
 from helpers.docs_blocks import ROOT, CodeBlock, blocks
+from helpers.programs import output_of
 from sparsync_lab import cli, workloads
 from sparsync_lab.predict import probe_file
 from sparsync_lab.report.parts import replaced
@@ -55,21 +55,6 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # as torchrun sets them
 ALONE |= {"TORCHELASTIC_RESTART_COUNT": "0"}
-
-
-def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    """Run a command of the documentation in `folder`, and return what it printed."""
-    source = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": source, **(environment or {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -133,7 +118,7 @@ def test_the_python_of_every_page_runs_as_written_in_a_process_of_its_own(page: 
 def test_the_python_for_several_ranks_runs_as_written_under_torchrun(block: CodeBlock, tmp_path: Path) -> None:
     (tmp_path / "this_file.py").write_text(block.code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.ranks}"]
-    run([*torchrun, "this_file.py"], tmp_path, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    output_of([*torchrun, "this_file.py"], tmp_path)
 
 
 def test_blocks_that_do_not_run_are_few_and_say_why() -> None:

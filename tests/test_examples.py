@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import sparsync
 from helpers import distributed
+from helpers.programs import output_of
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 
@@ -23,24 +24,6 @@ TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
 SENT = r"{}: \d+ of \d+ elements, \d+ bytes sent"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-# HACK: torch itself aborts now and then when a process ends while a thread of gloo lets go of a tensor (pytorch/pytorch#190489): one
-# exit in some hundreds of examples/plain_ddp.py, which has nothing of ours in it. So a command that ends like this is run once more.
-ABORTED_AT_EXIT = "terminate called without an active exception"
-
-
-def run(command: list[str], written: Path | None = None) -> str:
-    """Run a command with two ranks in mind, and return what it printed. `written`: a file of it that must not be there before."""
-    source = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode and ABORTED_AT_EXIT in done.stderr:
-        if written is not None:
-            written.unlink(missing_ok=True)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def printed(name: str) -> str:
@@ -126,7 +109,7 @@ def test_two_lines_make_a_plain_script_sparse_and_it_resumes_and_learns_as_befor
 def test_the_commands_of_the_examples_work(package: str, command: list[str]) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    assert re.search(SENT.format("bucket0"), run(command))
+    assert re.search(SENT.format("bucket0"), output_of(command))
 
 
 @pytest.mark.slow
@@ -140,7 +123,7 @@ def test_a_script_learns_with_its_two_lines_as_it_does_without_them(name: str, r
     assert ours[1].startswith("sparsync.attach(")
     assert len(ours) == 2
     plain.write_text("".join(line for line in lines if line.strip() not in ours))
-    found = [run([*TORCHRUN[:-1], f"--nproc-per-node={ranks}", str(script)]) for script in (plain, sparse)]
+    found = [output_of([*TORCHRUN[:-1], f"--nproc-per-node={ranks}", str(script)]) for script in (plain, sparse)]
     dense, own = (set(re.findall(r"rank \d: loss (\d\.\d{6})", text)) for text in found)  # two ranks may share a line
     assert len(dense) == len(own) == 1  # all ranks evaluate the same weights
     assert float(own.pop()) < 2 * float(dense.pop()) < 0.01  # 0.1 before the training
@@ -153,7 +136,7 @@ def test_the_elastic_example_runs_alone_with_a_store() -> None:
         assert store.stdout is not None
         port = store.stdout.readline().split()[-1]
         try:
-            out = run([sys.executable, str(EXAMPLES / "elastic.py"), f"127.0.0.1:{port}", "--steps", "40"])
+            out = output_of([sys.executable, str(EXAMPLES / "elastic.py"), f"127.0.0.1:{port}", "--steps", "40"])
         finally:
             store.kill()
     first, middle, last, end = out.splitlines()

@@ -21,12 +21,6 @@ from sparsync_lab.workloads.base import Workload
 
 TASK = "sparsync_lab.compare.train:train_all"
 _ADDRESS = r" at 0x[0-9a-f]+"  # in the default repr of an object
-_RECORDS: dict[str, type] = {
-    "scheme": results.SchemeStart,
-    "step": results.StepRecord,
-    "quality": results.Quality,
-    "end": results.End,
-}
 
 
 def compare(
@@ -97,7 +91,7 @@ class _Records:
             self.current = message
         if message["kind"] == "end":
             self.current = None
-        if message["kind"] in _RECORDS:
+        if message["kind"] in results.KINDS:
             results.append(self.out, _record(self.run, message))
 
     def failed(self, why: str) -> None:
@@ -159,4 +153,4 @@ def _run_record(
 
 def _record(run: str, message: Message) -> results.Record:
     content = {key: value for key, value in message.items() if key != "kind"}
-    return _RECORDS[message["kind"]](run=run, **content)
+    return results.KINDS[message["kind"]](run=run, **content)

@@ -144,7 +144,7 @@ class End:
 
 
 Record = Run | SchemeStart | StepRecord | Quality | End
-_KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End)}
+KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End)}
 
 
 @dataclass
@@ -191,7 +191,7 @@ def read(folder: Path) -> Results:
 
 def _add(runs: dict[str, RunRecords], content: dict[str, Any]) -> None:  # Any: JSON
     """Add the record of one line to its run."""
-    kind = _KINDS.get(content["kind"])
+    kind = KINDS.get(content["kind"])
     if kind is None:
         return
     known = {each.name: _number(content[each.name]) for each in fields(kind) if each.name in content}
