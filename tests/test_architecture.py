@@ -18,7 +18,7 @@ MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000
     "src": 22_612,
     "elastic": 2_000,
     "lab": 13_534,
-    "studies": 8_694,
+    "studies": 8_695,
     "tests": 30_564,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0
