@@ -290,9 +290,9 @@ def page(points: Sequence[Point]) -> str:
         f"for {SIZE / 1e6:.0f} M after {LENGTHS[0]} steps. The last row is the law above, "
         "whose intervals contain the doubt about every exponent:",
         _left_out(fitted),
-        "The points. `bits=0.2` is 1.2 % both ways (16 ranks: 0.5 % up, 2 % down; 10.4 M: 0.6 % up, 1.8 % down); the ranks' exponent takes "
-        "this in. Shorter trainings are not fitted: after 300 steps, the smallest model is still on its first plateau with dense, and has "
-        "left it with the recipes.",
+        "The points. `bits=0.2` is 1.2 % both ways; on 16 ranks 0.5 % up and 2 % down, which the ranks' exponent takes in; with 10.4 M, "
+        "which also has averaged second moments, 0.6 % up and 1.8 % down, which nothing takes in. Shorter trainings are not fitted: after "
+        "300 steps, the smallest model is still on its first plateau with dense, and has left it with the recipes.",
         _table_of(points, law),
     ]
     return "\n\n".join(sections)

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from helpers.distributed import in_turn, run
+from helpers.distributed import case, in_turn, run
 from helpers.fsdp_training import (
     SHAPES,
     backward,
+    conserved,
     each_unit,
     flat,
     inputs,
@@ -26,7 +27,7 @@ from helpers.fsdp_training import (
 from sparsync import Report
 from sparsync.attached import checkpoint
 from sparsync.comm.announcement import announcement_cost
-from sparsync.schemes import Dense, ExactOkTopk, SkipReduce
+from sparsync.schemes import Dense, ExactOkTopk, SkipReduce, TwoShot
 
 pytestmark = pytest.mark.distributed
 
@@ -87,9 +88,29 @@ def skipping_on_the_shard_axis() -> None:
             assert reduced == (P - 1 - 2) * (4 * report.elements // P) + 2 * residual
 
 
+def residuals_on_the_shard_axis() -> None:
+    for scheme in (
+        SkipReduce(skip=2, feedback=True),
+        ExactOkTopk(density=0.1),
+        ExactOkTopk(density=0.1, dense_steps=1),
+        TwoShot(density=0.1, values="float32"),
+    ):
+        with case(scheme):
+            net = made()
+            handle = on(net, scheme)
+            conserved(handle, net, 3)
+            assert flat(handle.state_dict()["scheme"]["residual"]).any()
+    net = made()
+    handle = on(net, ExactOkTopk(density=1.0))
+    for step in range(2):
+        assert same(backward(net, inputs(step)), mean(dist.get_world_size(), step))
+    for report in handle.reports():
+        assert float(report.details["sent_count"]) <= report.elements - report.elements // 4
+
+
 @pytest.mark.slow
-def test_on_the_shard_axis_the_mean_is_over_contributors() -> None:
-    run(in_turn, 4, parts=(exact_on_the_shard_axis, skipping_on_the_shard_axis))
+def test_on_the_shard_axis_the_mean_is_over_contributors_and_residuals_lose_nothing() -> None:
+    run(in_turn, 4, parts=(exact_on_the_shard_axis, skipping_on_the_shard_axis, residuals_on_the_shard_axis))
 
 
 def save_copies(folder: Path) -> tuple[Tensor, Tensor]:

@@ -408,8 +408,8 @@ def test_weights_that_are_set_are_taken_though_the_host_reads_comparisons_a_step
 ) -> None:
     def body(comm: LocalComm) -> tuple[dict[str, Tensor], int]:
         steps, reads = started(comm, TwoShot(1.0, "sign"), keep=1.0), list[int]()
-        changed = steps._weights.written.changed
-        steps._weights.written.changed = lambda: reads.append(0) or changed()
+        changed = steps._weights.last_written.changed
+        steps._weights.last_written.changed = lambda: reads.append(0) or changed()
         for step in range(6):
             give_gradients(steps, step)
             with torch.no_grad():

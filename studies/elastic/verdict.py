@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync.feedback import summed
 from studies.elastic.rank import EVERY, differing
 from studies.elastic.supervisor import RankSeen, Struck, TrialSeen
 
@@ -151,7 +150,7 @@ def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
                     yield entry["t"], f"rank {rank.number} has not got what another rank handed over in epoch {last}"
                 continue
             # From here on the mean is over other ranks.
-            expected = {name: entry["factor"] * each for name, each in summed([mass["before"], *due]).items()}
+            expected = {name: entry["factor"] * each for name, each in _summed([mass["before"], *due]).items()}
             wrong = differing(expected, mass["after"])
             if entry["factor"] != 1.0:
                 wrong = [each for each in wrong if not _near(expected.get(each), mass["after"].get(each))]
@@ -261,3 +260,12 @@ def _members(seen: TrialSeen, entry: Entry) -> list[str]:
         ),
         [],
     )
+
+
+def _summed(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Add up vectors by name, in order."""
+    found = dict[str, Tensor]()
+    for state in states:
+        for name, each in state.items():
+            found[name] = found[name] + each if name in found else each
+    return found

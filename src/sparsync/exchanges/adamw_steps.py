@@ -179,11 +179,11 @@ class AdamWSteps(StepsState):
         """Take what the loop has changed since the last step: weights, moments, settings and gradients."""
         weights, sender = self._weights, self._sender
         weights.check_compared()
-        later = host_is_ahead(weights.buckets[0].device) and not weights.written.was_written()
+        later = host_is_ahead(weights.buckets[0].device) and not weights.last_written.was_written()
         (self._check_shown if later else self._check_own)()
         self._take_moments()
         if later:
-            weights.written.compare_later()
+            weights.last_written.compare_later()
         # Ranks compare this, because moments must be the same on all of them.
         loaded = self._go_back(self._step - 1) if self._loads.found() else []
         self._comparison.loaded = sorted({*loaded, "optimizer"}) if sender.shares else loaded
@@ -322,7 +322,7 @@ class AdamWSteps(StepsState):
         """Adopt weights that were set from outside, and return their names. If they are the common ones, put own ones back."""
         if self._shown is not None:
             return self._shown.adopt(self._sender.idle, self._take_from_model, self._write_own)
-        self._take_from_model(changed := self._weights.written.changed())
+        self._take_from_model(changed := self._weights.last_written.changed())
         return changed
 
     @torch.no_grad()

@@ -84,7 +84,7 @@ class ShownWeights:
         self._averaging = True
         try:
             yield
-            if changed := self._weights.written.changed():
+            if changed := self._weights.last_written.changed():
                 raise RuntimeError(
                     f"{', '.join(changed[:3])} got other values inside averaged(), which ends with a rank's own weights and would lose "
                     "them; load weights outside of it, or put the old ones back inside; call requires_grad_(False) before attach on "
@@ -145,7 +145,7 @@ class ShownWeights:
         if not any(module is each for each in self._replica.called):
             return
         if _records():
-            if not self._averaging and self._weights.written.was_written():
+            if not self._averaging and self._weights.last_written.was_written():
                 self._take_set()
             self.show(common=False)
             if not self._averaging:

@@ -262,7 +262,7 @@ class StepMethod(MovedWeights):
 
     def _set_outside(self) -> list[str]:
         """Name the parameters that were set from outside, and not put back since."""
-        changed = self._weights.written.changed()
+        changed = self._weights.last_written.changed()
         return changed if self._shown is None else self._shown.without_own(changed)
 
     @abstractmethod

@@ -189,7 +189,7 @@ class Weights:
     def _watch(self) -> None:
         # In the order of the buckets, as their digests come.
         held = [bucket for bucket in self.buckets if not bucket.shared]
-        self.written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
+        self.last_written = LastWritten({name: each for bucket in held for name, each in bucket.parameters.items()})
 
     def hold_common(self) -> bool:
         """Keep the common weights apart from here on, see WeightBucket; return whether that is new."""
@@ -208,7 +208,7 @@ class Weights:
         """Treat the model's present weights as written by us; `digests`: of the parameters of each bucket, if known."""
         known = [each for each in digests if each is not None]
         whole = bool(known) and len(known) == len(self.buckets)
-        self.written.note((torch.cat(known) if len(known) > 1 else known[0]) if whole else None)
+        self.last_written.note((torch.cat(known) if len(known) > 1 else known[0]) if whole else None)
 
     def adopt(self, names: Collection[str]) -> None:
         """Make the model's present values of these parameters the common weights."""
@@ -221,7 +221,7 @@ class Weights:
 
     def check_compared(self) -> None:
         """Raise RuntimeError if `compare_later` has seen values that torch did not count as written: the step has overwritten them."""
-        if changed := self.written.compared():
+        if changed := self.last_written.compared():
             raise RuntimeError(
                 f"{', '.join(changed[:3])} got other values through `.data`, which torch does not count, and the last step has overwritten "
                 "them; on a GPU set weights by `copy_` under torch.no_grad(), or by load_state_dict"
@@ -282,10 +282,11 @@ class LastWritten:
         return [name for name, *either in zip(self._parameters, other, written, strict=True) if any(either)]
 
     def was_written(self) -> bool:
-        """Tell whether torch has counted a write to a parameter since."""
+        """Tell whether torch has counted a write to a parameter since, without reading the values."""
         return self._versions_now() != self._versions
 
     def compare_later(self) -> None:
+        """Make the device compare the values before a step writes them, for `compared`; the host does not wait."""
         if self._parameters:
             self._arriving = Arriving(self._now() - self._digests)
 
