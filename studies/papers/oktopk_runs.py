@@ -60,11 +60,6 @@ class Call:
     sent: Cost
     received: int  # bytes; -1: as many as sent
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the rank sends or receives, whichever are more."""
-        return max(self.sent.nbytes, self.received)
-
 
 @dataclass
 class RecordingComm(MeteredComm):
@@ -121,7 +116,7 @@ def train(text: str, ranks: int, rate: float, seed: int, steps: int) -> dict[str
         reports, calls, written = zip(*LocalWorld(ranks).run(body), strict=True)
         for call in zip(*calls, strict=True):
             rounds += max(each.sent.steps for each in call)
-            nbytes += max(each.nbytes for each in call)
+            nbytes += max(max(each.sent.nbytes, each.received) for each in call)
         if "local_count" in reports[0].details:
             received = [int(report.details["received_count"]) for report in reports]
             figures.append(
