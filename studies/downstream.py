@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from sparsync.core import generator
 from sparsync_lab.frontier.study import train_method
 from sparsync_lab.scheme_choice import parse_schemes
-from sparsync_lab.workloads.base import evaluating, parameter_count, seeded
+from sparsync_lab.workloads.base import evaluating, mixed_precision, parameter_count, seeded
 from sparsync_lab.workloads.gpt import Decoder, Gpt
 from sparsync_lab.workloads.language import windows
 from sparsync_lab.workloads.shakespeare_text import MILTON, UNKNOWN, characters, package, package_works
@@ -49,16 +50,13 @@ class Size:
     rate: float  # factor on the job's rate: near the best for all methods
     tuning_rate: float
     methods: tuple[str, ...]
+    device: str = "cpu"  # or cpu-bfloat16
 
 
-DEFAULT, LOW, LOWEST = (
-    "steps(keep=0.0)/two_shot:density=1.0:values=int3",
-    "steps/two_shot:density=0.03:values=sign:density_down=0.12",
-    "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign",
-)
+LOW = ("dense", "default", "bits=0.8")
 SIZES = {
-    "small": Size("downstream", 64, 2, 4, 2.0, 2e-3, ("dense", LOW, LOWEST, "local_steps(every=16)/dense")),
-    "10m": Size("downstream-10m", 384, 6, 6, 0.5, 3e-4, ("dense", DEFAULT, LOW)),
+    "small": Size("downstream", 64, 2, 4, 2.0, 2e-3, (*LOW, "bits=0.2", "local_steps(every=16)/dense")),
+    "10m": Size("downstream-10m", 384, 6, 6, 0.25, 3e-4, LOW, "cpu-bfloat16"),
 }
 RANKS, WINDOW, BATCH, TESTED = 4, 64, 32, 2000
 HELD_OUT = 5  # the last fifth of a work
@@ -136,18 +134,10 @@ def study(works: Mapping[str, str], milton: Sequence[str], size: Size, options: 
             decoder = job.model(seed)
             place = folder / sha256(label.encode())[:12] / str(seed)
             if label:
-                quality.append(_pre_trained(job, decoder, label, seed, options.steps, place))
-            scores.append(
-                [
-                    _kept_scores(
-                        place / f"{again}-{options.tuned}.json",
-                        lambda again=again, decoder=decoder: _tuned(
-                            decoder, again, training, test, options.tuned, size.tuning_rate
-                        ),
-                    )
-                    for again in range(options.again)
-                ]
-            )
+                quality.append(_pre_trained(job, decoder, label, seed, options.steps, place, size.device))
+            tune = partial(_tuned, decoder, training, test, options.tuned, size)
+            kept = (place / f"{again}-{options.tuned}.json" for again in range(options.again))
+            scores.append([_kept_scores(file, partial(tune, again)) for again, file in enumerate(kept)])
         if label:
             bits, perplexity = (statistics.fmean(each) for each in zip(*quality, strict=True))
             before = [f"`{label}`", f"{bits:.3g}", f"{perplexity:.2f}"]
@@ -166,13 +156,10 @@ def _kept_scores(file: Path, measure: Callable[[], tuple[float, float]]) -> tupl
 
 def _page(rows: Sequence[Sequence[str]], options: argparse.Namespace) -> str:
     heads = ("pre-training", "bits per parameter per step", "perplexity after it", "accuracy in %", "macro-F1 in %")
-    command = (
-        "" if options.size == "small" else f" --size {options.size} --steps {options.steps} --again {options.again}"
-    )
     where = (
         f"{options.steps} steps of pre-training on {RANKS} ranks with {options.seeds} seeds; each model is fine-tuned for {options.tuned} "
         f"steps with {options.again} seeds. Means over all (lowest to highest mean of a pre-trained model); "
-        f"`python -m studies downstream{command}`:"
+        f"`python -m studies downstream --size {options.size} --steps {options.steps}`:"
     )
     return f"{where}\n\n{parts.table(heads, rows)}"
 
@@ -200,7 +187,9 @@ def _numbered(texts: Sequence[str], number: Mapping[str, int]) -> Int[Tensor, " 
     return torch.tensor([number.get(character, UNKNOWN) for character in " ".join(words)])
 
 
-def _pre_trained(job: Gpt, decoder: nn.Module, label: str, seed: int, steps: int, folder: Path) -> tuple[float, float]:
+def _pre_trained(
+    job: Gpt, decoder: nn.Module, label: str, seed: int, steps: int, folder: Path, device: str
+) -> tuple[float, float]:
     """Pre-train `decoder` to the final common weights, or load them; returns the bits per parameter per step, and the perplexity."""
     file = folder / "model.pt"
     if not file.is_file():
@@ -211,7 +200,7 @@ def _pre_trained(job: Gpt, decoder: nn.Module, label: str, seed: int, steps: int
         def keep(model: nn.Module) -> None:
             weights.update(copy.deepcopy(model.state_dict()))
 
-        trained = train_method(job, choice, seed, steps, RANKS, {steps}, finished=keep)
+        trained = train_method(job, choice, seed, steps, RANKS, {steps}, keep, device)
         bits = 8 * trained.nbytes / parameter_count(decoder)
         torch.save({"weights": weights, "bits": bits, "perplexity": trained.quality[-1][1]}, folder / "partial.pt")
         (folder / "partial.pt").replace(file)
@@ -221,11 +210,11 @@ def _pre_trained(job: Gpt, decoder: nn.Module, label: str, seed: int, steps: int
 
 
 def _tuned(
-    decoder: nn.Module, seed: int, training: Passages, test: Passages, steps: int, rate: float
+    decoder: nn.Module, training: Passages, test: Passages, steps: int, size: Size, seed: int
 ) -> tuple[float, float]:
     """Fine-tune a copy of `decoder` with AdamW; returns accuracy and macro-F1 on the test passages."""
     model = seeded(lambda: Classifier(copy.deepcopy(decoder)), seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.tuning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     author = torch.arange(BATCH) // (BATCH // 2)
     for step in range(steps):
@@ -233,10 +222,13 @@ def _tuned(
         starts = [torch.randint(text.numel() - WINDOW, (BATCH // 2,), generator=draw) for text in training]
         x = torch.cat([windows(text, start, WINDOW).input for text, start in zip(training, starts, strict=True)])
         optimizer.zero_grad()
-        cross_entropy(model(x), author).backward()
+        with mixed_precision(size.device):
+            loss = cross_entropy(model(x), author)
+        loss.backward()
         optimizer.step()
         schedule.step()
-    return _tested(model, test)
+    with mixed_precision(size.device):
+        return _tested(model, test)
 
 
 def _tested(model: nn.Module, test: Passages) -> tuple[float, float]:

@@ -38,7 +38,7 @@ def test_each_pre_training_gives_a_row_and_none_reads_the_test(tmp_path: Path, m
     assert learnt == {"hamlet_gut.txt": PLAY, "sonnets_gut.txt": works["sonnets_gut.txt"]}
     # What is finished is not done again.
     monkeypatch.setattr(one_process, "train", None)
-    monkeypatch.setattr(downstream, "_tuned", None)
+    monkeypatch.setattr(downstream, "_tested", None)
     assert downstream.study(works, milton, SIZE, options) == rows
 
 
