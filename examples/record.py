@@ -25,19 +25,19 @@ import sparsync
 from sparsync.exchanges.rules import MuonRule, rules_of
 from sparsync_lab import environment, json_lines, workloads
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
-from sparsync_lab.workloads.base import Workload, loss_of, mixed_precision, parameter_count
+from sparsync_lab.workloads.base import Workload, family_of_job, loss_of, mixed_precision, parameter_count
 from sparsync_lab.workloads.own_momentum import made_for, optimizer_for, own_clip_factor
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
-    choice = _choice(options.scheme)
     device = _join()
     workload = workloads.get(options.job).at_rate(options.rate)
     if dist.get_rank() == 0:
         workload.prepare()  # fetches the data where they are missing
     dist.barrier()
     workload.prepare()
+    choice = _choice(options.scheme, workload)
     row = _trained(workload, choice, options, device)
     if dist.get_rank() == 0:
         json_lines.append(options.out, row)
@@ -58,7 +58,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--track", help="of docs/compare.md, where the job is one of its own such as gpt-muon-tiny (default: the job)")
     add("--steps", type=int, required=True, help="how many optimizer steps; the schedule ends with them")
     add(
-        "--scheme", help="SCHEME:KEY=VALUE, or with steps around it: local_steps(every=16)/SCHEME (default: DDP itself)"
+        "--scheme",
+        help="default, bits=0.8, SCHEME:KEY=VALUE, or with steps around it: local_steps(every=16)/SCHEME (default: DDP itself)",
     )
     add("--gradients", action="store_true", help="exchange gradients where attach would exchange the optimizer's steps")
     add("--rate", type=float, default=1.0, help="times the job's own learning rate (default: 1)")
@@ -72,10 +73,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _choice(text: str | None) -> SchemeChoice | None:
+def _choice(text: str | None, workload: Workload) -> SchemeChoice | None:
     if text is None:
         return None
-    found = parse_schemes(text, density=0.01)
+    found = parse_schemes(text, 0.01, family_of_job(workload), (dist.get_world_size(),))
     if len(found) != 1:
         raise ValueError(f"--scheme takes one scheme, got {text!r}; start a run for each")
     return found[0]
@@ -190,7 +191,7 @@ def _trained(
 
 def _step(workload: Workload, training: _Training, seed: int, step: int, device: torch.device) -> None:
     training.optimizer.zero_grad(set_to_none=True)
-    with mixed_precision(device):
+    with mixed_precision(device.type):
         loss = loss_of(workload, training.wrapped, seed, step, dist.get_rank(), dist.get_world_size())
     loss.backward()
     workload.clip(training.wrapped, training.clip_factor)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import runpy
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from helpers import distributed
+from sparsync.schemes import Dense
 from sparsync_lab import workloads
 from sparsync_lab.workloads.base import parameter_count
 from sparsync_lab.workloads.gpt import Decoder
+from sparsync_lab.workloads.one_process import train_with_scheme
 from studies import parts, records
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "record.py"
@@ -205,6 +208,8 @@ def test_the_example_appends_runs_that_keep_the_rules(tmp_path: Path) -> None:
     assert (dense.scheme, dense.exchange, dense.tokens) == ("dense", "Gradients()", 6 * 16 * 32)
     assert dense.bytes == 6 * 4 * dense.job["parameters"]  # of a ring of two ranks
     assert dense.bits == 32
+    alike = train_with_scheme(workloads.get("gpt-tiny").at_rate(1.4), Dense, 0, 6, 2, {6})
+    assert math.exp(dense.loss) == pytest.approx(alike.quality[-1][1], rel=1e-5)  # both in float32
     assert [step for step, *_ in dense.curve] == [3, 6]
     assert [run.exchange.partition("(")[0] for run in (steps, gradients, local)] == ["Steps", "Gradients", "LocalSteps"]
     assert steps.exchange == (
