@@ -7,7 +7,7 @@ from importlib import import_module
 from sparsync_lab.cli_parser import run_command
 
 PARTS = {
-    "bench": "kernels, overlap, reductions or steps beside alternatives and the physical limit: docs/kernels.md and others",
+    "bench": "kernels, overlap, reductions or steps beside alternatives and the physical limit: CONTRIBUTING.md and others",
     "campaign": "disturbs trainings with faults, and counts where a rank hangs or says nothing of it: docs/reliability.md",
     "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
     "delays": "the one-way delays that a step of each method waits for: a table of docs/far_links.md",

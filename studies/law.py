@@ -79,8 +79,6 @@ FACTORS: dict[str, Callable[[Point], float]] = {
     "tokens per parameter": lambda point: point.steps * point.tokens_per_step / point.parameters,
     "ranks / 4": lambda point: point.ranks / 4,
 }
-LAW = tuple(FACTORS)
-SIMPLER = (("bits", "ranks / 4"), ("bits", "parameters / 1 M", "ranks / 4"))
 # Mean and standard deviation of what is assumed before any point is seen.
 OFFSET, SCALE, EXPONENT = (0.0, 0.05), (math.log(0.02), 2.0), (0.0, 1.0)
 
@@ -89,7 +87,6 @@ OFFSET, SCALE, EXPONENT = (0.0, 0.05), (math.log(0.02), 2.0), (0.0, 1.0)
 class Law:
     """gap = offset + scale * product of factor ** exponent, as draws of (offset, ln(scale), exponents) that agree with the points."""
 
-    factors: tuple[str, ...]
     draws: Float[Tensor, "draws constants"]
     unsure: Float[Tensor, " draws"]  # factor on both deviations
     seed_variance: float
@@ -97,7 +94,7 @@ class Law:
 
     def measured(self, point: Point) -> Float[Tensor, " draws"]:
         """Draw the gaps that a measurement with the point's seeds could have."""
-        values = _values(self.draws, _features([point], self.factors))[0][:, 0]
+        values = _values(self.draws, _features([point]))[0][:, 0]
         normal = torch.randn(len(values), generator=generator(0, "law/new", 0), dtype=torch.float64)
         return values + normal * self.unsure * math.sqrt(self.seed_variance / point.seeds + self.scatter)
 
@@ -194,14 +191,10 @@ def at_best(trained: Sequence[Finished]) -> tuple[dict[int, Finished], bool]:
 
 
 def law_of(points: Sequence[Point]) -> Law:
-    """Fit the law to those points that count."""
-    return fit([point for point in points if point.fitted], LAW)
-
-
-def fit(points: Sequence[Point], factors: tuple[str, ...]) -> Law:
-    """Fit to the assumed means and the points by least squares, and to draws of both with noise: the seeds' and any further scatter."""
-    features, gaps = _features(points, factors), torch.tensor([point.gap for point in points], dtype=torch.float64)
-    mean, deviation = torch.tensor([OFFSET, SCALE, *[EXPONENT] * len(factors)], dtype=torch.float64).unbind(1)
+    """Fit the points that count, and what is assumed, by least squares, and draws of both with the noise of seeds and scatter."""
+    points = [point for point in points if point.fitted]
+    features, gaps = _features(points), torch.tensor([point.gap for point in points], dtype=torch.float64)
+    mean, deviation = torch.tensor([OFFSET, SCALE, *[EXPONENT] * len(FACTORS)], dtype=torch.float64).unbind(1)
     common = statistics.median([point.deviation**2 for point in points if point.deviation is not None])
     seeds, deviations = torch.tensor([[point.seeds, point.deviation or 0.0] for point in points], dtype=mean.dtype).T
     # A point's variance is that of its seeds and, with the weight of four more seeds, what is common.
@@ -224,11 +217,11 @@ def fit(points: Sequence[Point], factors: tuple[str, ...]) -> Law:
     priors = mean + deviation * normal(DRAWS, len(mean))
     shaken = gaps + noises * normal(DRAWS, len(points))
     draws = _least_squares(best.expand(DRAWS, -1), priors, deviation, features, shaken, noises)
-    return Law(factors, draws, unsure, common, scatter)
+    return Law(draws, unsure, common, scatter)
 
 
-def _features(points: Sequence[Point], factors: Sequence[str]) -> Float[Tensor, "points exponents"]:
-    rows = [[math.log(FACTORS[name](point)) for name in factors] for point in points]
+def _features(points: Sequence[Point]) -> Float[Tensor, "points exponents"]:
+    rows = [[math.log(factor(point)) for factor in FACTORS.values()] for point in points]
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -270,10 +263,10 @@ def quantiles(draws: Float[Tensor, " draws"]) -> tuple[float, float, float]:
 
 
 def page(points: Sequence[Point]) -> str:
-    """Write the part of the page: predictions, the law, its errors on sizes that were left out, and the points."""
+    """Write the part of the page: predictions, the law, its errors on sizes that were left out, and the points it was compared with."""
     fitted = [point for point in points if point.fitted]
     law = law_of(points)
-    formula = " * ".join(f"({name})^{letter}" for name, letter in zip(LAW, "bcde", strict=True))
+    formula = " * ".join(f"({name})^{letter}" for name, letter in zip(FACTORS, "bcde", strict=True))
     sections = [
         f"Nats per token behind dense = offset + a * {formula}, with the bits of the recipe's name, fitted to {len(fitted)} points: "
         f"{_span(each.parameters / 1e6 for each in fitted)} million parameters, {_span(each.tokens_per_step for each in fitted)} tokens a "
@@ -284,16 +277,11 @@ def page(points: Sequence[Point]) -> str:
         "The chance of the goal is for the longer training. The last column is older than the law: one training at one rate, "
         f"not fitted. Trainings of fewer than {SHORTEST} steps are outside the law. The points are of the jobs "
         f"{' and '.join(sorted({each.job for each in fitted}))}; how jobs differ is not in the intervals.",
-        "The constants. One is identified if its interval is less than half as wide as what was assumed of it:",
-        _constants(law),
-        "Errors in nats on a size left out of the fit (root of the mean square over points with 4 ranks), and what simpler laws predict "
-        f"for {SIZE / 1e6:.0f} M after {LENGTHS[0]} steps. The last row is the law above, "
-        "whose intervals contain the doubt about every exponent:",
-        _left_out(fitted),
-        "The points. `bits=0.2` is 1.2 % both ways; on 16 ranks 0.5 % up and 2 % down, which the ranks' exponent takes in; with 10.4 M, "
-        "which also has averaged second moments, 0.6 % up and 1.8 % down, which nothing takes in. Shorter trainings are not fitted: after "
-        "300 steps, the smallest model is still on its first plateau with dense, and has left it with the recipes.",
-        _table_of(points, law),
+        f"Constants (95 % interval): {_constants(law)}. Errors in nats on a size left out of the fit (root of the mean square over points "
+        f"with 4 ranks): {_left_out(fitted)}.",
+        "Compared with it, and never fitted. `bits=0.2` is 1.2 % both ways, in the fit on 16 ranks 0.5 % up and 2 % down; with 10.4 M "
+        "0.6 % up and 1.8 % down, with averaged second moments, which nothing takes in:",
+        _compared([point for point in points if point.compared], law),
     ]
     return "\n\n".join(sections)
 
@@ -318,62 +306,43 @@ def _predictions(law: Law) -> str:
 
 
 def _constants(law: Law) -> str:
-    names = ("offset", "ln a", *(f"exponent of {name}" for name in law.factors))
-    assumed = (OFFSET, SCALE, *[EXPONENT] * len(law.factors))
-    cells: list[list[str]] = []
-    for name, draws, (mean, deviation) in zip(names, law.draws.unbind(1), assumed, strict=True):
-        middle, low, high = quantiles(draws)
-        identified = high - low < 2 * 1.96 * deviation / 2
-        before = f"{mean:.3g} +- {1.96 * deviation:.2g}"
-        cells.append([name, before, f"{middle:.3g} ({low:.3g} to {high:.3g})", "yes" if identified else "**no**"])
-    return parts.table(("constant", "assumed", "fitted", "identified"), cells)
+    drawn = zip(("offset", "ln a", *"bcde"), map(quantiles, law.draws.unbind(1)), strict=True)
+    return ", ".join(f"{name} {middle:.3g} ({low:.3g} to {high:.3g})" for name, (middle, low, high) in drawn)
 
 
 def _left_out(points: Sequence[Point]) -> str:
     sizes = sorted({point.parameters for point in points})
-    bits = [each.bits for each in rows("steps", 4) if each.bits in GOALS]
-    at = [f"error at {significant(size / 1e6)} M" for size in sizes]
-    heads = ["law of", *at, *(f"`bits={each:g}`, %" for each in bits)]
-    cells: list[list[str]] = []
-    for factors in (*SIMPLER, LAW):
-        errors = [error_without(points, factors, size) for size in sizes]
-        whole = fit(points, factors)
-        predicted = [_percent(whole.measured(replace(TARGET, recipe=each))) for each in bits]
-        cells.append([", ".join(factors), *(f"{error:.3f}" for error in errors), *predicted])
-    return parts.table(heads, cells)
+    return ", ".join(f"{error_without(points, size):.3f} at {significant(size / 1e6)} M" for size in sizes)
 
 
-def error_without(points: Sequence[Point], factors: tuple[str, ...], size: int) -> float:
+def error_without(points: Sequence[Point], size: int) -> float:
     """Fit without the points of a size and compute the root mean square error of its points with 4 ranks."""
-    law = fit([point for point in points if point.parameters != size], factors)
+    law = law_of([point for point in points if point.parameters != size])
     left = [point for point in points if point.parameters == size and point.ranks == 4]
     return math.sqrt(statistics.fmean((quantiles(law.measured(point))[0] - point.gap) ** 2 for point in left))
 
 
-def _table_of(points: Sequence[Point], law: Law) -> str:
+def _compared(points: Sequence[Point], law: Law) -> str:
     cells: list[list[str]] = []
     for point in points:
         middle, low, high = quantiles(law.measured(point))
-        use = "fitted" if point.fitted else "not fitted"
-        if point.compared:
-            use = f"**predicted**: {_side(point.gap, low, high)}"
-        if not point.interior:
-            use += ", best rate at the edge"
+        edge = ", best rate at the edge" * (not point.interior)
         half = interval(range(point.seeds)).half  # of seeds whose gaps differ by 1
         if half is not None and point.deviation is not None:
             half *= point.deviation / statistics.stdev(range(point.seeds))
-        size = f"{significant(point.parameters / 1e6)} M"
-        about = [
-            point.job,
-            size,
-            f"{point.tokens_per_step:,}",
-            f"{point.steps:,}",
-            str(point.ranks),
-            f"`bits={point.recipe:g}`",
-        ]
-        gap, law_gap = interval_text(Interval(point.gap, half)), f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"
-        cells.append([*about, str(point.seeds), gap, law_gap, use])
-    heads = "job, size, tokens a step, steps, ranks, recipe, seeds, nats behind dense, law (95 %), use"
+        cells.append(
+            [
+                point.job,
+                f"{significant(point.parameters / 1e6)} M",
+                str(point.ranks),
+                f"`bits={point.recipe:g}`",
+                str(point.seeds),
+                interval_text(Interval(point.gap, half)),
+                f"{middle:+.3f} ({low:+.3f} to {high:+.3f})",
+                f"{_side(point.gap, low, high)}{edge}",
+            ]
+        )
+    heads = "job, size, ranks, recipe, seeds, nats behind dense, law (95 %), comparison"
     return parts.table(heads.split(", "), cells)
 
 

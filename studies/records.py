@@ -31,45 +31,18 @@ SHAKESPEARE = {
 class Track:
     """The common properties of a track's runs."""
 
-    loss: float | None  # validation target, nats per item; None: not fixed yet
+    loss: float  # validation target, nats per item
     tokens: int  # per step, over all ranks
-    job: dict[str, Any]  # Any: JSON, as `Workload.describe`. Without data: those of the track's first run
+    job: dict[str, Any]  # Any: JSON, as `Workload.describe`
 
 
-TRACKS = {
-    "gpt-tiny": Track(
-        loss=2.01,
-        tokens=512,
-        job={
-            "workload": "gpt",
-            "metric": "perplexity",
-            "options": {"width": 64, "layers": 2, "heads": 4, "context": 32, "batch_size": 16, "windows": 320},
-            "parameters": 107_584,
-            "data": SHAKESPEARE,
-        },
-    ),
-    "gpt": Track(
-        loss=1.83,
-        tokens=1024,
-        job={
-            "workload": "gpt",
-            "metric": "perplexity",
-            "options": {"width": 128, "layers": 5, "heads": 4, "context": 64, "batch_size": 16, "windows": 320},
-            "parameters": 1_010_688,
-            "data": SHAKESPEARE,
-        },
-    ),
-    "code-86m": Track(  # the data change with a package's version
-        loss=None,
-        tokens=32_768,
-        job={
-            "workload": "code",
-            "metric": "bits per byte",
-            "options": {"width": 768, "layers": 12, "heads": 12, "context": 1024, "batch_size": 32, "windows": 64},
-            "parameters": 86_039_040,
-        },
-    ),
-}
+def _gpt(loss: float, width: int, layers: int, context: int, parameters: int) -> Track:
+    options = {"width": width, "layers": layers, "heads": 4, "context": context, "batch_size": 16, "windows": 320}
+    job = {"workload": "gpt", "metric": "perplexity", "options": options, "parameters": parameters, "data": SHAKESPEARE}
+    return Track(loss, 16 * context, job)
+
+
+TRACKS = {"gpt-tiny": _gpt(2.01, 64, 2, 32, 107_584), "gpt": _gpt(1.83, 128, 5, 64, 1_010_688)}
 
 
 @dataclass(frozen=True)
@@ -124,7 +97,7 @@ def read(path: Path) -> list[Run]:
         where = f"{path.name}, line {number}"
         try:
             run: Run = checked(Run, json.loads(line))
-            _check(run, next((each for each in found if each.track == run.track), run))
+            _check(run)
         except (ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from None
         if any((each.entry, each.seed) == (run.entry, run.seed) for each in found):
@@ -156,14 +129,12 @@ def p_value(losses: Sequence[float], target: float) -> float:
     return (1 - within((target - mean) / (deviation / math.sqrt(len(losses))), len(losses) - 1)) / 2
 
 
-def _check(run: Run, first: Run) -> None:
-    """Raise ValueError for a run that breaks a rule; `first` is its track's first run."""
+def _check(run: Run) -> None:
+    """Raise ValueError for a run that breaks a rule."""
     if run.track not in TRACKS:
         raise ValueError(f"there is no track {run.track!r}; tracks are {', '.join(TRACKS)}")
     track = TRACKS[run.track]
-    if track.loss is None:
-        raise ValueError(f"the loss of track {run.track} is not fixed yet; it takes no runs")
-    if different := _different(run.job, {"data": first.job.get("data"), **track.job}):
+    if different := _different(run.job, track.job):
         raise ValueError(
             f"{different} is fixed on track {run.track}; free are the exchange, the optimizer, its rates and their schedule"
         )
@@ -201,7 +172,6 @@ def _check_entry(runs: Sequence[Run]) -> None:
         raise ValueError(
             f"{what}: two runs have the same loss to the last digit, so one is a copy; train with each seed"
         )
-    assert target is not None  # checked by `read`
     mean, p = statistics.fmean(losses), p_value(losses, target)
     if not p < LEVEL:
         raise ValueError(
@@ -212,10 +182,7 @@ def _check_entry(runs: Sequence[Run]) -> None:
 
 def _table(track: str, entries: Sequence[Sequence[Run]]) -> str:
     target = TRACKS[track].loss
-    title = f"### {track}\n\n"
-    if target is None:
-        return f"{title}The loss of this track is not fixed yet."
-    title += f"Validation loss {target:g} nats or lower.\n\n"
+    title = f"### {track}\n\nValidation loss {target:g} nats or lower.\n\n"
     if not entries:
         return f"{title}No entries yet."
     heads = (
@@ -227,7 +194,6 @@ def _table(track: str, entries: Sequence[Sequence[Run]]) -> str:
 
 def _line(runs: Sequence[Run]) -> list[str]:
     first, target = runs[0], TRACKS[runs[0].track].loss
-    assert target is not None
     p = p_value([run.loss for run in runs], target)
     exchange = first.exchange.partition("(")[0].lower()
     method = (

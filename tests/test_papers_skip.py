@@ -37,8 +37,8 @@ def test_a_ring_that_skips_s_steps_saves_s_of_its_rounds_and_bytes_and_none_of_t
 def test_the_gain_is_none_if_a_seed_never_reaches_the_target() -> None:
     never = finished(replace(DENSE, quality=((8, 16.0), (16, 15.0))))
     found = {"dense": [finished(DENSE)] * 2, "skipping": [finished(DENSE), never]}
-    assert skip_reduce.gain(found, "skipping", 8.0, 0.5) is None
-    assert skip_reduce.gain(found, "dense", 8.0, 0.5) == 1
+    assert skip_reduce.gain(found, "skipping", 0.5) is None
+    assert skip_reduce.gain(found, "dense", 0.5) == 1
 
 
 def test_a_form_that_leaves_out_another_number_of_steps_is_told() -> None:

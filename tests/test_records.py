@@ -114,17 +114,6 @@ def test_a_run_that_breaks_a_rule_is_refused_with_its_line(
         read(tmp_path, [*GOOD, row(3, 2.02) | changed])
 
 
-def test_only_the_data_of_a_track_that_pins_none_are_those_of_its_first_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unpinned = {name: value for name, value in FIXED.items() if name != "data"}
-    monkeypatch.setitem(records.TRACKS, "gpt-tiny", replace(records.TRACKS["gpt-tiny"], job=unpinned))
-    other = JOB | {"data": {"sha256": "abd", "source": "a folder"}}
-    assert len(read(tmp_path, [row(0, 2.0, job=other), row(1, 2.01, job=other)])) == 2
-    with pytest.raises(ValueError, match=r"line 2: job.data.characters = None, and not .*, is fixed"):
-        read(tmp_path, [row(0, 2.0, job=other), row(1, 2.01)])
-
-
 @pytest.mark.parametrize("name", records.TRACKS)
 def test_tracks_are_jobs_of_the_laboratory(name: str) -> None:
     track, job = records.TRACKS[name], workloads.get(name)
@@ -135,7 +124,7 @@ def test_tracks_are_jobs_of_the_laboratory(name: str) -> None:
     }
     assert track.tokens == options["batch_size"] * options["context"]
     assert (track.job["workload"], track.job["metric"]) == (job.name, job.metric)
-    vocabulary = 256 if name == "code-86m" else 84 + 1  # one for characters that training has not
+    vocabulary = 84 + 1  # one for characters that training has not
     shape = options["context"], options["width"], options["layers"], options["heads"]
     with torch.device("meta"):
         assert track.job["parameters"] == parameter_count(Decoder(vocabulary, *shape))
