@@ -77,8 +77,8 @@ def _choice(text: str | None, workload: Workload) -> SchemeChoice | None:
     if text is None:
         return None
     found = parse_schemes(text, 0.01, family_of_job(workload), (dist.get_world_size(),))
-    if len(found) != 1:
-        raise ValueError(f"--scheme takes one scheme, got {text!r}; start a run for each")
+    if len(found) != 1 or found[0].auto:
+        raise ValueError(f"--scheme takes one scheme, without bits=auto, got {text!r}; start a run for each")
     return found[0]
 
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsync.core import generator
+from sparsync_lab.frontier.runs import described
 from sparsync_lab.frontier.study import train_method
-from sparsync_lab.scheme_choice import parse_schemes
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.workloads.base import evaluating, mixed_precision, parameter_count, seeded
 from sparsync_lab.workloads.gpt import Decoder, Gpt
 from sparsync_lab.workloads.language import windows
@@ -100,6 +101,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, default=2, help="of pre-trainings (default: 2)")
     parser.add_argument("--again", type=int, default=3, help="fine-tunings of each pre-trained model (default: 3)")
     options = parser.parse_args(argv)
+    options.command = " ".join(["python -m studies downstream", *(each for each in argv if each != "--print")])
     torch.set_num_threads(1)
     content = package()
     plays = package_works(content)
@@ -130,11 +132,13 @@ def study(works: Mapping[str, str], milton: Sequence[str], size: Size, options: 
         before = ["none", "-", "-"]
         scores: list[list[tuple[float, float]]] = []
         quality: list[tuple[float, float]] = []
+        choice = parse_schemes(label, 0.01)[0] if label else None
+        trained = f"{choice and described(choice.described())} {size.rate} {size.device}"
         for seed in range(options.seeds):
             decoder = job.model(seed)
-            place = folder / sha256(label.encode())[:12] / str(seed)
-            if label:
-                quality.append(_pre_trained(job, decoder, label, seed, options.steps, place, size.device))
+            place = folder / sha256(trained.encode())[:12] / str(seed)
+            if choice is not None:
+                quality.append(_pre_trained(job, decoder, choice, seed, options.steps, place, size.device))
             tune = partial(_tuned, decoder, training, test, options.tuned, size)
             kept = (place / f"{again}-{options.tuned}.json" for again in range(options.again))
             scores.append([_kept_scores(file, partial(tune, again)) for again, file in enumerate(kept)])
@@ -156,10 +160,11 @@ def _kept_scores(file: Path, measure: Callable[[], tuple[float, float]]) -> tupl
 
 def _page(rows: Sequence[Sequence[str]], options: argparse.Namespace) -> str:
     heads = ("pre-training", "bits per parameter per step", "perplexity after it", "accuracy in %", "macro-F1 in %")
+    in_bfloat16 = " in bfloat16" * (SIZES[options.size].device != "cpu")
     where = (
-        f"{options.steps} steps of pre-training on {RANKS} ranks with {options.seeds} seeds; each model is fine-tuned for {options.tuned} "
-        f"steps with {options.again} seeds. Means over all (lowest to highest mean of a pre-trained model); "
-        f"`python -m studies downstream --size {options.size} --steps {options.steps}`:"
+        f"{options.steps} steps of pre-training{in_bfloat16} on {RANKS} ranks with {options.seeds} seeds; each model is fine-tuned "
+        f"for {options.tuned} steps with {options.again} seeds. Means over all (lowest to highest mean of a pre-trained model); "
+        f"`{options.command}`:"
     )
     return f"{where}\n\n{parts.table(heads, rows)}"
 
@@ -188,13 +193,12 @@ def _numbered(texts: Sequence[str], number: Mapping[str, int]) -> Int[Tensor, " 
 
 
 def _pre_trained(
-    job: Gpt, decoder: nn.Module, label: str, seed: int, steps: int, folder: Path, device: str
+    job: Gpt, decoder: nn.Module, choice: SchemeChoice, seed: int, steps: int, folder: Path, device: str
 ) -> tuple[float, float]:
     """Pre-train `decoder` to the final common weights, or load them; returns the bits per parameter per step, and the perplexity."""
     file = folder / "model.pt"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        (choice,) = parse_schemes(label, 0.01)
         weights: dict[str, Tensor] = {}
 
         def keep(model: nn.Module) -> None:

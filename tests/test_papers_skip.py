@@ -41,6 +41,11 @@ def test_the_gain_is_none_if_a_seed_never_reaches_the_target() -> None:
     assert skip_reduce.gain(found, "dense", 0.5) == 1
 
 
+def test_each_method_trains_as_many_steps_as_fit_in_the_time_of_dense() -> None:
+    methods = ("dense", "skip_reduce:skip=4:mode=naive", "skip_reduce:skip=7")
+    assert [skip_reduce.steps_in_time(each) for each in methods] == [200, 275, 381]
+
+
 def test_a_form_that_leaves_out_another_number_of_steps_is_told() -> None:
     sent = skip_reduce.counted(4, SkipReduce(2), 16)
     assert set(sent) == {(*skip_reduce.expected(4, 2, 16), True)} == {(4, 64, True)}

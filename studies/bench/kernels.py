@@ -1,6 +1,6 @@
 """Measure the schemes' kernels, compared with the memory's limit and with other ways to select the same elements.
 
-    python -m studies bench kernels [--n 1e7] [--rounds 15]          # a table for CONTRIBUTING.md, four minutes
+    python -m studies bench kernels [--n 1e7] [--rounds 15]          # figures of CONTRIBUTING.md, four minutes
     python -m studies bench kernels --device cuda --n 1e7,1e8
 
 Every result is first compared with the reference, and a wrong one ends the run. The cases of a backend are interleaved; a cell is the

@@ -290,7 +290,12 @@ def no_build_up(ratios: Iterable[float]) -> str:
 
 def kept_after_settling(errors: Iterable[float]) -> str:
     """Judge the mean errors of unions after settling."""
-    return f"{'reproduced' if max(errors) <= CLOSE else 'here only nearly'} after settling"
+    worst = max(errors)
+    return (
+        "reproduced after settling"
+        if worst <= CLOSE
+        else f"nearly reproduced, off by up to {percent(worst)} after settling"
+    )
 
 
 def behind(row: MethodRow) -> str:
