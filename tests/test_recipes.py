@@ -114,7 +114,7 @@ def test_a_row_that_fails_on_large_models_is_for_small_ones_and_the_error_says_w
     assert [each.bits for each in rows("steps", 4, parameters=111_000_000)] == [4.6, 3.1, 1.6, 0.8]
     with pytest.raises(
         ValueError,
-        match=r"bits=0\.2 is for models of up to 21\.6 million .* this one has 111: with AdamW and 4 ranks 42 % behind",
+        match=r"bits=0\.2 is for models of up to 21\.6 million .* this one has 111: in an earlier form with AdamW and 4 ranks 42 % behind",
     ):
         recipe("steps", 4, 0.2, parameters=111_000_000)
 
@@ -227,7 +227,7 @@ def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another(
         assert (bits, exchange, saved) == (4.6, Steps(keep=0.0), "bits=4.6")
         assert [each for each in said if "bits per parameter" in each] == [
             f"bits=4.6 for Adam and AdamW: {STEPS_ROW}; a rank sends 3.07 bits per parameter per step with 2 ranks; on the page "
-            "'Quality and bits': 0.7 % ahead (gpt-10m-1000), held out 0.9 % behind, 0.7 % ahead"
+            "'Quality and bits': 0.7 % ahead (gpt-10m-1000), held out 0.9 % ahead to 0.9 % behind"
         ]
         assert not any("own weights" in each for each in said)
         assert told == [
