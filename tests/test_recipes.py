@@ -227,7 +227,7 @@ def test_a_handle_has_its_recipe_says_so_once_and_warns_of_the_state_of_another(
         assert (bits, exchange, saved) == (4.6, Steps(keep=0.0), "bits=4.6")
         assert [each for each in said if "bits per parameter" in each] == [
             f"bits=4.6 for Adam and AdamW: {STEPS_ROW}; a rank sends 3.07 bits per parameter per step with 2 ranks; on the page "
-            "'Quality and bits': 0.7 % ahead (gpt-10m-1000), held out 0.9 % ahead to 0.9 % behind"
+            "'Quality and bits': 0.7 % ahead (gpt-10m-1000), held out 0.7 % ahead to 0.9 % behind"
         ]
         assert not any("own weights" in each for each in said)
         assert told == [
