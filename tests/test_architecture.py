@@ -18,7 +18,7 @@ MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000
     "src": 22_613,
     "elastic": 2_000,
     "lab": 13_534,
-    "studies": 8_690,
+    "studies": 8_687,
     "tests": 30_587,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0

@@ -145,7 +145,9 @@ def section(folder: Path) -> Section:
                 "converges with minimal loss",
                 f"perplexity over dense in equal time, so with {skip_reduce.steps_in_time(f'skip={P // 2}')} steps for "
                 f"{skip_reduce.STEPS}: {gaps['`ring_pruning`']}; the random form {gaps['random']}",
-                "reproduced" if max(lost["`ring_pruning`"].values()) <= 1 else "here the loss is not minimal",
+                "reproduced in equal time"
+                if max(lost["`ring_pruning`"].values()) <= 1
+                else "here the loss is not minimal",
             ),
         ],
         "\n\n".join(
