@@ -17,6 +17,7 @@ from helpers.replicas import on_all_ranks, same
 from sparsync import Steps
 from sparsync.core import generator
 from sparsync.schemes import TwoShot
+from test_own_weights import Momentum
 
 pytestmark = pytest.mark.distributed
 
@@ -112,29 +113,6 @@ def averaged() -> None:
             assert on_all_ranks([*training.weights(), *average.values, *validated])
 
 
-class Momentum(nn.Module):
-    """An encoder, and one that follows it inside the forward pass, as MoCo and BYOL have it: as frozen parameters or as buffers."""
-
-    def __init__(self, as_buffers: bool) -> None:
-        super().__init__()
-        self.online = encoder()
-        self.target = copy.deepcopy(self.online).requires_grad_(False)
-        for name, each in list(self.target.named_parameters()) if as_buffers else []:
-            owner = self.target.get_submodule(name.rpartition(".")[0])
-            delattr(owner, name.rpartition(".")[2])
-            owner.register_buffer(name.rpartition(".")[2], each.detach())
-
-    def followers(self) -> list[Tensor]:
-        return [*self.target.parameters(), *self.target.buffers()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for key, query in zip(self.followers(), self.online.parameters(), strict=True):
-                key.mul_(0.75).add_(query, alpha=0.25)
-            target = self.target(x)
-        return self.online(x + 0.1) - target
-
-
 class Adapted(nn.Linear):
     """A frozen layer with an adapter, which is merged and begins again, as in ReLoRA."""
 
@@ -155,9 +133,9 @@ class Adapted(nn.Linear):
 
 
 def written_by_the_loop() -> None:
-    for as_buffers in (False, True):
-        with case(f"a momentum encoder inside the forward pass, in buffers={as_buffers}"):
-            model = Momentum(as_buffers)
+    for kept in ("parameters", "buffers"):
+        with case(f"a momentum encoder inside the forward pass, in {kept}"):  # as MoCo and BYOL have it
+            model = Momentum(encoder(), kept)
             training, begin = Training(model), [each.clone() for each in model.followers()]
             for number in range(STEPS):
                 training.step(number, lambda x, _, model=model: model(x).square().mean())

@@ -53,10 +53,12 @@ def common(model: nn.Module, handle: Any) -> list[Tensor]:  # Any: as in `attach
 class Momentum(nn.Module):
     """An encoder, and one that follows it in the forward pass: in frozen parameters, in a copy's buffers, or in buffers without dots."""
 
-    def __init__(self, kept: str) -> None:
+    def __init__(self, online: nn.Sequential, kept: str) -> None:
         super().__init__()
-        self.online, self.kept = encoder(), kept
-        self.statistics = nn.BatchNorm1d(33)  # with means of a rank's own data, in the shape of a bias
+        self.online, self.kept = online, kept
+        self.statistics = nn.BatchNorm1d(
+            online[0].get_parameter("bias").numel()
+        )  # with means of a rank's own data, in the shape of a bias
         self.average = copy.deepcopy(self.online).requires_grad_(False) if kept == "parameters" else nn.Module()
         for name, each in self.online.named_parameters() if kept == "buffers" else ():
             self.average.register_buffer(name.replace(".", ""), each.detach().clone())
@@ -75,7 +77,7 @@ class Momentum(nn.Module):
 def followed() -> None:
     for kept in ("parameters", "buffers"):
         with case(f"own weights move {kept}"):
-            model = Momentum(kept)
+            model = Momentum(encoder(), kept)
             optimizer, _ = attached(model, Steps(check_weights_every=2))
             with pytest.raises(RanksDifferError) as raised:
                 for number in range(STEPS):
@@ -84,7 +86,7 @@ def followed() -> None:
             for part in (repr(name), "Steps(keep=0.0)", "`with handle.averaged():`", "(EMA)"):
                 assert part in str(raised.value)
     with case("statistics of a rank's own data are no copies of parameters"):
-        model = Momentum("nothing")
+        model = Momentum(encoder(), "nothing")
         optimizer, _ = attached(model, Steps(check_weights_every=1))
         for number in range(STEPS):
             train(model, optimizer, number)

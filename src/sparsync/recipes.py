@@ -72,7 +72,7 @@ _SIGN = "two_shot:density=1.0:values=sign"
 _SELDOM = "steps(measure_every=16)/"
 _INT4 = "two_shot:density=1.0:values=int4"
 _SPARSE = "steps/two_shot:density=0.03:values=sign:density_down=0.12"
-_SPARSE_BEYOND = "in an earlier form 7 % behind dense after 300 steps of 111 million parameters"
+_BEYOND = "in an earlier form 7 % behind dense after 300 steps of 111 million parameters"
 _LOWEST_MUON = "steps(keep=0.2:measure_every=16)/two_shot:density=0.012:values=sign"
 _LOWEST_BEYOND = "in an earlier form with AdamW and 4 ranks 42 % behind dense after 300 steps of 111 million parameters"
 _LOWEST: dict[str, Any] = {"beyond": _LOWEST_BEYOND, "most_parameters": 21.6e6}  # Any: numbers and texts
@@ -101,7 +101,7 @@ TABLE = (
         _SPARSE,
         "0.3 % ahead (gpt-10m-1000), held out 0.1 % behind (10 M), 0.6 to 6.3 % (1 M)",
         shown_to=10.7e6,
-        beyond=_SPARSE_BEYOND,
+        beyond=_BEYOND,
     ),
     Recipe(
         0.2,
@@ -112,9 +112,7 @@ TABLE = (
         **_LOWEST,
     ),
     Recipe(4.6, "steps", _INT3, "0.2 % behind (gpt-16-1000), held out 0.2 % behind", least_ranks=16),
-    Recipe(
-        0.8, "steps", _SPARSE, "2.2 % behind (gpt-16-1000), held out 12 % behind", least_ranks=16, beyond=_SPARSE_BEYOND
-    ),
+    Recipe(0.8, "steps", _SPARSE, "2.2 % behind (gpt-16-1000), held out 12 % behind", least_ranks=16, beyond=_BEYOND),
     # Many ranks: a mean of many signs loses less if more comes down than goes up.
     Recipe(
         1.4,
