@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,6 @@ class Wrapper:
     wrap: Callable[[Net], Any]  # Any: a module, or a function that torch.compile made
     shards: int = 1
 
-    def __str__(self) -> str:
-        return self.wrap.__name__
-
 
 def bare(net: Net) -> nn.Module:
     return net
@@ -62,27 +60,17 @@ def ddp(net: Net) -> nn.Module:
     return DistributedDataParallel(net, find_unused_parameters=True)
 
 
-def compiled_ddp(net: Net) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(ddp(net), backend="eager")
-
-
-def compiled(net: Net) -> Any:
+def compiled(net: nn.Module) -> Any:
     torch._dynamo.reset()
     return torch.compile(net, backend="eager")
 
 
-def fsdp2(net: Net) -> Any:
-    return sharded(net, 1)
-
-
-def hsdp(net: Net) -> Any:
-    return sharded(net, 2)
-
-
 WRAPPERS = {
-    each.wrap.__name__: each
-    for each in (Wrapper(ddp), Wrapper(compiled_ddp), Wrapper(compiled), Wrapper(fsdp2), Wrapper(hsdp, shards=2))
+    "ddp": Wrapper(ddp),
+    "compiled_ddp": Wrapper(lambda net: compiled(ddp(net))),
+    "compiled": Wrapper(compiled),
+    "fsdp2": Wrapper(partial(sharded, shards=1)),
+    "hsdp": Wrapper(partial(sharded, shards=2), shards=2),
 }
 
 

@@ -83,13 +83,9 @@ def train(join_mb: float) -> tuple[list[str], Tensor]:
     return keys, torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
-def both() -> tuple[tuple[list[str], Tensor], tuple[list[str], Tensor]]:
-    return train(0.0), train(4.0)
-
-
 @pytest.mark.distributed
 def test_under_ddp_joined_buckets_give_the_same_mean_in_one_reduction() -> None:
-    for (single, apart), (joined, together) in run(both, 2):
+    for (single, apart), (joined, together) in zip(*(run(train, 2, join_mb=each) for each in (0.0, 4.0)), strict=True):
         assert len(single) > 2
         assert joined == [f"bucket0-bucket{len(single) - 1}"]
         assert torch.equal(apart, together)
@@ -107,13 +103,10 @@ def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
     return [bool(report.details.get("dense")) for report in handle.reports()], grads, residual
 
 
-def whole_and_sparse() -> tuple[tuple[list[bool], Tensor, Tensor], tuple[list[bool], Tensor, Tensor]]:
-    return train_small(1024), train_small(0)
-
-
 @pytest.mark.distributed
 def test_a_bucket_of_few_elements_is_sent_whole_and_leaves_no_residual() -> None:
-    for (dense, whole, nothing), (sparse, selected, rest) in run(whole_and_sparse, 2):
+    ranks = zip(*(run(train_small, 2, dense_below=each) for each in (1024, 0)), strict=True)
+    for (dense, whole, nothing), (sparse, selected, rest) in ranks:
         assert (dense, sparse) == ([True], [False])
         assert int(whole.count_nonzero()) > 2 >= int(selected.count_nonzero())
         assert not nothing.any()

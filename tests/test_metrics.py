@@ -2,6 +2,7 @@
 # pyright: reportMissingImports=false
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,25 +77,11 @@ def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
         assert values(name) == [(0, value), (1, value)]
 
 
-class RecordedRun:
-    """Keeps what a run of wandb is told."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, dict[str, object]] = {}
-        self.logged: list[dict[str, float]] = []
-
-    def define_metric(self, name: str, **options: object) -> None:
-        self.metrics[name] = options
-
-    def log(self, values: dict[str, float]) -> None:
-        self.logged.append(values)
-
-
 def test_wandb_gets_the_same_names_over_an_axis_of_their_steps() -> None:
-    run_of_wandb = RecordedRun()
+    run_of_wandb = Mock()
     Wandb(run_of_wandb).record(reports(), residual_norm=3.0)
-    assert run_of_wandb.metrics["sparsync/*"] == {"step_metric": "sparsync/step"}
-    first, second = run_of_wandb.logged
+    run_of_wandb.define_metric.assert_any_call("sparsync/*", step_metric="sparsync/step")
+    first, second = (each.args[0] for each in run_of_wandb.log.call_args_list)
     assert [first["sparsync/step"], second["sparsync/step"]] == [0, 1]
     assert [first["sparsync/bytes_sent"], second["sparsync/bytes_sent"]] == [120, 80]
     assert second["sparsync/residual_norm"] == 3

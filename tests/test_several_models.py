@@ -117,16 +117,11 @@ def apart() -> list[Tensor]:
     return [each.detach().clone() for each in [*encoder.parameters(), *network.parameters()]]
 
 
-def both(folder: Path) -> tuple[dict[str, list[list[Tensor]]], list[Tensor]]:
-    return together(folder), apart()
-
-
 def test_two_models_attached_together_train_as_one_that_holds_both_and_gradients_go_one_by_one(tmp_path: Path) -> None:
-    ranks = run(both, 2, folder=tmp_path)
-    for name, (mine, wrapped, whole, last, whole_last) in ranks[0][0].items():
+    for name, (mine, wrapped, whole, last, whole_last) in run(together, 2, folder=tmp_path)[0].items():
         with case(name):
             assert len(mine) == len(wrapped) == len(whole) == 11
             assert all(map(torch.equal, mine, whole)) and all(map(torch.equal, last, whole_last))
             assert all(map(torch.equal, mine, wrapped))
-    for one, other in zip(*(found[1] for found in ranks), strict=True):
+    for one, other in zip(*run(apart, 2), strict=True):
         assert torch.equal(one, other)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
-from sparsync.core import ParameterSpan, Report, laid_out
+from sparsync.core import Report, laid_out
 from sparsync.testing import world
 
 
@@ -38,20 +38,9 @@ def layered(n: int, P: int, step: int, scale: float = 1.0) -> list[Tensor]:
     ]
 
 
-def run(
-    make: Callable[[], Scheme],
-    P: int,
-    steps: Sequence[list[Tensor]],
-    first: int = 0,
-    layout: tuple[ParameterSpan, ...] = (),
-) -> list[list[RankState]]:
+def run(make: Callable[[], Scheme], P: int, steps: Sequence[list[Tensor]]) -> list[list[RankState]]:
     """Reduce on all ranks and return their states, [P][steps]; checks that every report states the counted traffic."""
-    layout = layout or cut_in({"bucket": len(steps[0][0])})
-    found = world.run(world.started(make(), P), steps, first, layout, "bucket")
+    layout = laid_out([("bucket", len(steps[0][0]))])
+    found = world.run(world.started(make(), P), steps, 0, layout, "bucket")
     assert all(each.counted == [report.cost for report in each.reports] for each in found)
     return [[RankState(each.written[r], each.residuals[r], each.reports[r]) for each in found] for r in range(P)]
-
-
-def cut_in(lengths: dict[str, int]) -> tuple[ParameterSpan, ...]:
-    """Lay out parameters of these lengths in order."""
-    return laid_out(lengths.items())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from invariants.table import BY_ID, ROWS, Row
+from invariants.table import BY_ID, Row
 from sparsync import Bucket, Report
 from sparsync.base.state import Rollback
 from sparsync.comm import LocalWorld
@@ -18,45 +18,11 @@ from sparsync.core import Comm, ParameterSpan, generator
 from sparsync.schemes import State
 from sparsync.testing.world import same_bits
 
-# One of each of SkipReduce's settings, and one of schemes that differ only in a number.
-COMBINATIONS = ("skip-random-", "skip-naive-")
-OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-by-ranks")
-OTHER_VALUES = (
-    "topk-bfloat16",
-    "exact_micro-int8",
-    "exact_exdyna-bfloat16",
-    "exact_exdyna-int8",
-    "exact_oktopk-bfloat16",
-    "-int4",
-)
-CHOSEN = (
-    "skip-random-ring-contributors-flat-auto",
-    "skip-random-direct-ranks-flat-patterns",
-    "skip-random-ring-feedback-flat-names",
-    "skip-random-direct-feedback-nodes-names",
-    "skip-random-ring-contributors-nodes-patterns",
-    "skip-naive-direct-contributors-flat-all",
-    "skip-naive-ring-feedback-nodes-all",
-)
 # One of each kind, for tests that hardly depend on the scheme.
 FEW = ("dense-ring", "topk-0.1", "skip-default", "skip-default-feedback", "skip-random-ring-contributors-flat-auto")
 
 Step = list[tuple[ParameterSpan, ...]]  # layouts of one step's buckets, in order
 Gradient = Callable[[int, int, str], Tensor]  # (rank, step, parameter name) -> [n]
-
-
-def schemes(P: int) -> list[str]:
-    """List the ids of the rows that run over gloo on P ranks; new schemes in the table are included.
-
-    Sums of more than two non-integers depend on gloo's order, so rows with a tolerance run on two ranks.
-    """
-    others = [
-        each
-        for each in ROWS
-        if not each.id.startswith(COMBINATIONS) and not each.id.endswith(OTHER_NUMBERS + OTHER_VALUES)
-    ]
-    exact = [each for each in [*map(row, CHOSEN), *others] if P <= 2 or not each.tolerance]
-    return [each.id for each in exact if P % each.node_size == 0]
 
 
 def row(id: str) -> Row:

@@ -21,35 +21,6 @@ SCHEMES = {  # name -> row of the invariants' table of schemes
     "ExactOkTopk": "exact_oktopk-0.1",
     "TwoShot": "two-shot-0.1",
 }
-SITUATIONS = (  # every integration has a case for each
-    "float32 parameters",
-    "float64 parameters",
-    "bfloat16 parameters",
-    "float16 parameters",
-    "parameters of several types",
-    "parameters in channels_last",
-    "accumulation over backward passes (no_sync)",
-    "gradient_as_bucket_view=True",
-    "static_graph=True",
-    "parameters that ranks do not use (find_unused_parameters=True)",
-    "frozen parameters",
-    "parameters that are trained later",
-    "parameters that share their weights",
-    "ranks that run out of data (join)",
-    "sparse embeddings",
-    "two models at once",
-    "a group that is not the world",
-    "buckets that change",
-    "torch.compile",
-    "DDP's mixed_precision",
-    "an optimizer in the backward pass",
-    "a model that is reduced already",
-    "Inf on one rank",
-    "a loss scaler skips a step (GradScaler)",
-    "a rank fails in a step",
-    "resuming after a restart",
-    "resuming with another number of ranks",
-)
 WORKS, REFUSED, ABSENT, FAILS = "works", "refused", "-", "fails"
 SAME = "the same bits"  # this claim needs no note; page.py explains it
 
@@ -142,7 +113,7 @@ def verdict(values: list[Any], judge: Callable[[list[Any]], None]) -> TrialVerdi
     return TrialVerdict(WORKS)
 
 
-def cells(cases: Mapping[str, Case], situations: Sequence[str] = SITUATIONS) -> dict[str, dict[str, TrialVerdict]]:
+def cells(cases: Mapping[str, Case], situations: Sequence[str]) -> dict[str, dict[str, TrialVerdict]]:
     """Find the verdicts by situation and name of the scheme."""
     found: dict[str, dict[str, TrialVerdict]] = {}
     for situation in situations:
