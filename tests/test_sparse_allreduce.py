@@ -55,12 +55,11 @@ def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementC
         assert torch.equal(read, moved.value)
         assert everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
         own = Sparse(mine.index - cut[comm.rank].start, mine.value, 10)
-        note, beside = torch.tensor([comm.rank], dtype=torch.int32), torch.tensor([0.5])
-        gathered = sparse_allreduce.gather_survivors(own, note, cut, 40, comm, codec, beside)
+        note = torch.tensor([comm.rank], dtype=torch.int32)
+        gathered = sparse_allreduce.gather_survivors(own, note, cut, 40, comm, codec)
         counted.append(comm.take()[0])
         assert torch.cat([part.index for part in gathered.parts]).tolist() == everything.index.tolist()
         assert gathered.notes == [*range(P)] and torch.equal(gathered.decoded, mine.value)
-        assert gathered.beside == 0.5
         return counted
 
     outgoing = [[count if rank == owner else 0 for owner in range(P)] for rank, count in enumerate(held)]
@@ -81,7 +80,7 @@ def test_nan_on_one_rank_is_noted_by_all_with_the_survivors() -> None:
         cut = [Span(4 * r, 4 * r + 4) for r in range(3)]
         note = torch.tensor([FOUND_INF if comm.rank == 1 else 7], dtype=torch.int32)
         with pytest.raises(NonFiniteError):
-            sparse_allreduce.gather_survivors(mine, note, cut, 12, comm, Raw(), mine.value)
+            sparse_allreduce.gather_survivors(mine, note, cut, 12, comm, Raw())
 
     LocalWorld(3).run(lambda comm: body(MeteredComm(comm)))
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from numbers import Real
 from types import TracebackType
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -21,14 +21,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import profiler
-
-_FORMATS: dict[torch.dtype, Any] = {  # Any: a literal of memoryview's
-    torch.int16: "h",
-    torch.int32: "i",
-    torch.int64: "q",
-    torch.float32: "f",
-    torch.float64: "d",
-}
 
 
 class Arriving:
@@ -380,16 +372,6 @@ def or_found_inf(numbers: Tensor, finite: bool | Tensor) -> Tensor:
     if isinstance(finite, Tensor):
         return torch.where(finite, numbers, FOUND_INF)
     return numbers if finite else torch.full_like(numbers, FOUND_INF)
-
-
-def numbers_of(*vectors: Tensor) -> list[list[Any]]:  # Any: int or float, by the type of a vector
-    """Read several vectors, of the types in `_FORMATS`, in one copy. A host sync."""
-    flat = memoryview(bytes(torch.cat([vector.view(-1).view(torch.uint8) for vector in vectors]).tolist()))
-    ends = accumulate(vector.nbytes for vector in vectors)
-    return [
-        flat[end - vector.nbytes : end].cast(_FORMATS[vector.dtype]).tolist()
-        for vector, end in zip(vectors, ends, strict=True)
-    ]
 
 
 def raise_if_found_inf(received: Iterable[int]) -> None:

@@ -117,7 +117,7 @@ class ErrorFeedbackScheme(Scheme):
             return self._reduce_in_passes(state, bucket, comm, *form)
         acc = state.accumulate(bucket)
         try:
-            update = everything(acc, comm, whole=True) if whole else self.step(state, acc, bucket, comm)
+            update = everything(acc, comm) if whole else self.step(state, acc, bucket, comm)
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
             return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
@@ -285,10 +285,10 @@ def _joined(parts: Sequence[Sparse]) -> Sparse:
     return Sparse(index, value, parts[0].length)
 
 
-def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:
-    """Send all of `acc`, and leave no residual. `details` are added to the report."""
+def everything(acc: Accumulator, comm: Comm) -> DenseUpdate:
+    """Send all of `acc`, and leave no residual."""
     mean = comm.all_reduce(acc.values) / exact_divisor(acc.values, comm.size) if comm.size > 1 else acc.values.clone()
-    return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True, **details})
+    return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True})
 
 
 def own_chunk(residual: Tensor, comm: Comm) -> Rows | None:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync.core import Comm, Detail, Span, Sparse, numbers_of, phase, raise_if_found_inf, spans
+from sparsync.core import Comm, Detail, Span, Sparse, phase, raise_if_found_inf, spans
 from sparsync.kernels import operations as kernels
 
 COUNT_NBYTES = 4  # int32
@@ -215,22 +215,15 @@ class Gathered:
     parts: list[Sparse]  # by region, with positions in the whole vector
     notes: list[int]  # by rank
     decoded: Tensor  # this rank's values as all ranks decode them
-    beside: float
 
 
 def gather_survivors(
-    mine: Sparse,
-    note: Tensor,
-    regions: Sequence[Span],
-    length: int,
-    comm: Comm,
-    codec: ElementCodec,
-    beside: Tensor,
+    mine: Sparse, note: Tensor, regions: Sequence[Span], length: int, comm: Comm, codec: ElementCodec
 ) -> Gathered:
     """Gather the survivors of all regions of a vector of `length`, and all ranks' non-negative `note` [1], int32.
 
     `mine` are the survivors of this rank's region, by position in it; the counts travel in headers. FOUND_INF as a note says that this
-    rank has NaN or Inf; then all ranks raise NonFiniteError. The same host sync also reads `beside` [1].
+    rank has NaN or Inf; then all ranks raise NonFiniteError.
     Steps: 1
     Bytes sent per rank: P-1 times the packet of its elements, and 16 (P-1)
     """
@@ -241,14 +234,14 @@ def gather_survivors(
     received = comm.all_gather(torch.cat([*head, note.view(torch.uint8), packet]))
     with phase("decode"):
         heads, packets = heads_and_packets(received, 2)
-        numbers, (told,) = numbers_of(heads, beside)  # a host sync: decoding needs the counts
+        numbers = heads.tolist()  # a host sync: decoding needs the counts
         held, notes = numbers[::2], numbers[1::2]
         raise_if_found_inf(notes)
         decoded = mine.value if codec.exact else codec.decode_values(packet, count, mine.length, dtype)
         local = Sparse(mine.index + regions[rank].start, decoded, length)
         sent = enumerate(zip(packets, held, regions, strict=True))
         parts = [local if r == rank else _in_whole(part, k, span, length, dtype, codec) for r, (part, k, span) in sent]
-    return Gathered(parts, notes, decoded, told)
+    return Gathered(parts, notes, decoded)
 
 
 def _in_whole(packet: Tensor, k: int, span: Span, length: int, dtype: torch.dtype, codec: ElementCodec) -> Sparse:
@@ -258,20 +251,12 @@ def _in_whole(packet: Tensor, k: int, span: Span, length: int, dtype: torch.dtyp
 
 
 def details(
-    mine: Sparse,
-    thresholds: tuple[float, float],
-    held: Sequence[int],
-    wanted: Sequence[int],
-    incoming: Sequence[int],
-    rank: int,
+    mine: Sparse, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
 ) -> dict[str, Detail]:
-    """Collect details for the report; `thresholds` are the smallest magnitudes in `mine` and of the surviving sums."""
+    """Collect details for the report."""
     total = sum(held)
     return {
-        "local_threshold": thresholds[0],
-        "global_threshold": thresholds[1],
         "local_count": mine.index.numel(),
-        "global_count": total,
         "received_count": sum(incoming) - incoming[rank],
         "imbalance": max(held) * len(held) / total if total else 1.0,
         "balanced": list(wanted) != list(held),

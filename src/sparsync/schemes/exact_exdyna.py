@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from sparsync.base.state import State
-from sparsync.core import Bucket, Comm, numbers_of, or_found_inf, phase, raise_if_found_inf
+from sparsync.core import Bucket, Comm, or_found_inf, phase, raise_if_found_inf
 from sparsync.feedback import Accumulator
 from sparsync.schemes.exact_micro import ExactMiCRO, Selection, gather_positions
-from sparsync.schemes.micro import partition_lengths
 from sparsync.selection.exclusive import Contiguous, budget, examine, rotation
 from sparsync.selection.shares import (
     Profile,
@@ -45,19 +44,19 @@ class ExactExDyna(ExactMiCRO):
             mine = examine(Contiguous(cut), comm.rank, t, acc.residual.device)
             counts = equal_shares(mine.lengths, total, t // P)
         (selected,) = acc.top_k_of_rows([mine.rows], [counts[comm.rank]], "partition")
-        smallest = smallest_of(selected.value)
-        level = or_found_inf(levels_of(smallest), acc.is_finite)
+        level = or_found_inf(levels_of(smallest_of(selected.value)), acc.is_finite)
         heads, places = gather_positions(level, selected.index, counts, mine.lengths, comm)
         # In the order of the partitions, so that positions ascend.
         ranks = [rotation(p, -t, P) for p in range(P)]
         with phase("decode"):
             positions = torch.cat([places[rank] + span.start for rank, span in zip(ranks, cut, strict=True)])
             # A host sync: boundaries follow from it.
-            levels, before, (threshold,) = numbers_of(heads, before_blocks(positions, n), smallest)
+            numbers = torch.cat([heads, before_blocks(positions, n)]).tolist()
+            levels, before = numbers[:P], numbers[P:]
         raise_if_found_inf(levels)
 
         def commit() -> None:
             weights = relative_magnitudes([levels[rank] for rank in ranks])
             profile.observe(before, [counts[rank] for rank in ranks], weights, profile_memory(total, P))
 
-        return Selection([positions], counts, threshold, details=partition_lengths(cut), commit=commit)
+        return Selection([positions], counts, commit)

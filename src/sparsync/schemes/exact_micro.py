@@ -10,7 +10,7 @@ enough to send all values to all ranks, the last two are one. Fewer are impossib
 another rank has selected the position.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,20 +19,10 @@ from torch import Tensor
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.state import State
 from sparsync.collectives.values import mean_at
-from sparsync.core import (
-    Bucket,
-    Comm,
-    Detail,
-    check_density,
-    numbers_of,
-    or_found_inf,
-    phase,
-    raise_if_found_inf,
-)
+from sparsync.core import Bucket, Comm, check_density, or_found_inf, phase, raise_if_found_inf
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.schemes.micro import padding
 from sparsync.selection.exclusive import BlockCyclic, budget, by_rank, examine
-from sparsync.selection.shares import equal_shares, quotas, sketch, smallest_of
+from sparsync.selection.shares import equal_shares, quotas, sketch
 from sparsync.wire import (
     ValueCodec,
     Values,
@@ -52,13 +42,11 @@ _LEAST_SAMPLE = 512
 
 @dataclass(frozen=True)
 class Selection:
-    """The selection of all ranks; all but `threshold` is the same on every rank."""
+    """The selection of all ranks, the same on every rank."""
 
     # [K] together: the selections by rank; int32, ascending inside a part.
     positions: Sequence[Tensor]
     counts: Sequence[int]  # numbers of selected positions, by rank
-    threshold: float  # the smallest magnitude that this rank selected
-    details: Mapping[str, Detail] = field(default_factory=dict)
     commit: Callable[[], None] = lambda: None  # as in Update
 
 
@@ -89,7 +77,6 @@ class ExactMiCRO(ErrorFeedbackScheme):
             cleared=mean.index,
             selected=selection.counts[comm.rank],
             errors=errors,
-            details={"threshold": selection.threshold, "padding": padding(selection.counts), **selection.details},
             commit=selection.commit,
         )
 
@@ -120,14 +107,14 @@ class ExactMiCRO(ErrorFeedbackScheme):
         with phase("decode"):
             positions = list(map(partition.positions, by_rank(range(P), t), places))
             # A host sync: all ranks need the levels.
-            received, (threshold,) = numbers_of(heads, smallest_of(selected.value))
+            received = heads.tolist()
         raise_if_found_inf(received)
 
         def commit() -> None:
             m = len(SAMPLE_POINTS)
             last.levels, last.points = [received[m * r : m * (r + 1)] for r in range(P)], points
 
-        return Selection(positions, counts, threshold, commit=commit)
+        return Selection(positions, counts, commit)
 
 
 @dataclass

@@ -44,7 +44,6 @@ from sparsync.selection.shares import (
     before_blocks,
     equal_shares,
     levels_of,
-    magnitude_of,
     profile_memory,
     relative_magnitudes,
     smallest_of,
@@ -106,8 +105,7 @@ class ExactOkTopk(ErrorFeedbackScheme):
             note = or_found_inf(levels_of(smallest_of(sums.value), _LEVEL_BITS), finite)
         # 4: all ranks gather the survivors of all regions
         share = replace(sums, value=sums.value / exact_divisor(sums.value, P))
-        least = smallest_of(mine.value)
-        gathered = sparse_allreduce.gather_survivors(share, note, regions, n, comm, codec, least)
+        gathered = sparse_allreduce.gather_survivors(share, note, regions, n, comm, codec)
         parts, levels = gathered.parts, gathered.notes
         held = [part.index.numel() for part in parts]
         mean = Sparse(torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts]), n)
@@ -128,9 +126,7 @@ class ExactOkTopk(ErrorFeedbackScheme):
             cut = profile.cut(n, P, least=2 * -(-k // P))
             control.boundaries = [span.start for span in cut[1:]]
 
-        smallest = min((level for level, count in zip(levels, held, strict=True) if count), default=0)
-        thresholds = gathered.beside, magnitude_of(smallest, _LEVEL_BITS)
-        said = details(mine, thresholds, held, held, reduced.incoming, rank)
+        said = details(mine, held, held, reduced.incoming, rank)
         return Update(mean, cleared, mine.index.numel() + held[rank], errors, said, commit, replaced=[kept])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.state import State
 from sparsync.collectives.values import exchange_counts, mean_at
-from sparsync.core import Bucket, Comm, Detail, Span, check_density, count_for, spans
+from sparsync.core import Bucket, Comm, Span, check_density, count_for, spans
 from sparsync.feedback import Accumulator
 from sparsync.selection.exclusive import rotation
 from sparsync.wire import ValueCodec
@@ -48,8 +48,7 @@ class MiCRO(ErrorFeedbackScheme):
         scaling = state.shared_state("scaling", ThresholdScaling, bucket, P)
         t, k = scaling.step, max(1, int(self.density * n)) if self.bug_compatible else count_for(self.density, n)
         # 1: this rank's partition rotates with the step
-        partitions = self.partitions(state, bucket, P)
-        mine = partitions[rotation(comm.rank, t, P)]
+        mine = self.partitions(state, bucket, P)[rotation(comm.rank, t, P)]
         # 2: the threshold follows K, the size of the last union
         threshold = scaling.next(k, self.bug_compatible)
         # 3: select what reaches the threshold; if nothing does, one element that moves with the step
@@ -67,8 +66,7 @@ class MiCRO(ErrorFeedbackScheme):
             self.accept(state, bucket, counts)
 
         # 6: what was sent leaves the residual
-        details = {"threshold": threshold, "padding": padding(counts), **partition_lengths(partitions)}
-        return Update(mean, cleared=mean.index, selected=counts[comm.rank], details=details, commit=commit)
+        return Update(mean, mean.index, counts[comm.rank], details={"threshold": threshold}, commit=commit)
 
     def rescaled(self, state: State, factors: Mapping[str, float]) -> None:
         for names, scaling in state.all_of("scaling", ThresholdScaling):
@@ -112,15 +110,3 @@ def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[
     padded = torch.nn.functional.pad(index, (0, longest - index.numel()))
     gathered = comm.all_gather(padded, [longest] * comm.size)
     return [part[:count] for part, count in zip(gathered, counts, strict=True)]
-
-
-def padding(counts: Sequence[int]) -> float:
-    """Compute f = P * max(k_r) / K, the ratio of padded to selected elements; 1 if nothing is selected."""
-    total = sum(counts)
-    return len(counts) * max(counts) / total if total else 1.0
-
-
-def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
-    """Describe the partitions for a report."""
-    lengths = [len(partition) for partition in partitions]
-    return {"shortest_partition": min(lengths), "longest_partition": max(lengths)}

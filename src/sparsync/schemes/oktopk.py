@@ -127,9 +127,7 @@ class OkTopk(ErrorFeedbackScheme):
         if evaluate and (sum(held) < k or k == n):
             # Every non-zero sum survived. The others cancelled out, so each rank clears all it sent.
             cleared = mine.index
-        thresholds = smallest_magnitude(mine.value), smallest_magnitude(survivors.value)
-        details = sparse_allreduce.details(mine, thresholds, held, wanted, moved.incoming, rank)
-        details |= {"global_count": survivors.index.numel(), "evaluated": evaluate}
+        details = sparse_allreduce.details(mine, held, wanted, moved.incoming, rank)
         if self.bug_compatible:
             constants = CONSTANTS[self.program]
             threshold = scaled(threshold, mine.index.numel(), k, constants.local)

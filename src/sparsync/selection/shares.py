@@ -49,14 +49,10 @@ def smallest_of(value: Float[Tensor, " k"]) -> Float[Tensor, " 1"]:
     return value.abs().amin(0, keepdim=True) if value.numel() else value.new_zeros(1)
 
 
-def magnitude_of(level: int, bits: int = 15) -> float:
-    """Convert a level to its smallest magnitude."""
-    return _FLOAT32.unpack(_WORD.pack(level << (_FLOAT32_BITS - bits)))[0]
-
-
 def relative_magnitudes(levels: Sequence[int]) -> list[int]:
     """Convert 15-bit levels to magnitudes in units of 2^-16 of the largest, rounded down; all 1 if the largest is 0."""
-    magnitudes = [magnitude_of(level) for level in levels]
+    # A level's smallest magnitude.
+    magnitudes: list[float] = [_FLOAT32.unpack(_WORD.pack(level << (_FLOAT32_BITS - 15)))[0] for level in levels]
     largest = max(magnitudes)
     return [int(magnitude / largest * 65536) for magnitude in magnitudes] if largest > 0 else [1] * len(levels)
 
