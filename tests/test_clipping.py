@@ -183,7 +183,7 @@ def test_clipping_that_is_the_same_at_every_step_changes_no_bit_of_the_residual(
             for each in (follows, ignores):
                 each.train(drawn(comm.rank, step), times(share))
         assert torch.equal(follows.residual, ignores.residual)
-        assert follows.state.vectors.by_kind("residual")._held == {}
+        assert follows.state.vectors.by_kind("residual").held == {}
         assert follows.state_dict()["clipping"] == [{"mean": share, "steps": 6, "cuts": False}]
 
     LocalWorld(P).run(body)

@@ -68,18 +68,20 @@ def test_a_parameter_that_changed_its_size_is_refused() -> None:
 
 
 def test_rescaling_reaches_the_named_parameters_in_the_residual_of_their_bucket() -> None:
-    feedback = ByParameter()
+    vectors = Vectors()
+    feedback = vectors.by_kind("residual")
     residual = feedback.of(bucket("a", "c", "d"), torch.float32)
     residual.fill_(8.0)
-    feedback.rescale({"a": 0.5, "c": 1.0, "unknown": 3.0})
+    vectors.rescale({"a": 0.5, "c": 1.0, "unknown": 3.0})
     assert residual.tolist() == [4, 4, 4, 8, 8, 8, 8, 8, 8]
     assert values(feedback) == {"a": [4, 4, 4], "c": [8], "d": [8] * 5}
 
 
 def test_rescaling_reaches_what_was_loaded_and_not_laid_out_yet() -> None:
-    feedback = ByParameter({"a": torch.full((3,), 8.0)})
-    feedback.rescale({"a": 0.25})
-    assert feedback.of(bucket("c", "a"), torch.float32).tolist() == [0, 2, 2, 2]
+    vectors = Vectors()
+    vectors.load_state_dict({"residual": {"a": torch.full((3,), 8.0)}})
+    vectors.rescale({"a": 0.25})
+    assert vectors.by_kind("residual").of(bucket("c", "a"), torch.float32).tolist() == [0, 2, 2, 2]
 
 
 def test_a_saved_state_is_a_copy_and_so_is_a_loaded_one_which_replaces_all() -> None:

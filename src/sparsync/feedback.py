@@ -186,57 +186,25 @@ class Accumulator:
 class ByParameter:
     """A vector per parameter name, which moves when the bucket layout changes."""
 
-    # Flat views of the buckets' vectors.
-    by_name: dict[str, Tensor] = field(default_factory=dict)
-    _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
-    _held: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, as they were at the last `hold`
+    by_name: dict[str, Tensor] = field(default_factory=dict)  # flat views of the buckets' vectors
+    flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)  # the buckets' vectors, by layout
+    held: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, as they were at the last `Vectors.hold`
 
     def of(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """Return the vector of this bucket's parameters, [n], for writing; zero and of `dtype` for new parameters.
 
         Raises ValueError if a parameter's size has changed.
         """
-        flat = self._flat.get(bucket.layout)
+        flat = self.flat.get(bucket.layout)
         if flat is None or flat.device != bucket.grad.device:
             flat = self._lay_out(bucket, dtype)
         return flat
 
-    def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the vectors of the named parameters, and their copies of `hold`, in place."""
-        for name, factor in factors.items():
-            for vectors in (self.by_name, self._held):
-                if name in vectors and factor != 1.0:
-                    vectors[name].mul_(factor)
-
-    def hold(self) -> None:
-        """Copy the vectors, for `weigh`."""
-        for name, vector in self.by_name.items():
-            if name in self._held:
-                self._held[name].copy_(vector)
-            else:
-                self._held[name] = vector.clone()
-
-    def weigh(self, factors: Mapping[str, float]) -> None:
-        """Multiply the change of a named vector since `hold` by its factor: 1 changes nothing, 0 undoes the change.
-
-        A vector that did not exist at `hold` counts as zero then.
-        """
-        for name, factor in factors.items():
-            if name in self.by_name:
-                # Not lerp_, which overflows for large numbers of opposite signs.
-                vector = self.by_name[name].mul_(factor) if factor else self.by_name[name].zero_()
-                if name in self._held:
-                    vector.add_(self._held[name].to(vector.device), alpha=1 - factor)
-
-    def lay_out_again(self) -> None:
-        """Move the vectors when `of` is next called, to the type that it requests."""
-        self._flat.clear()
-
     def _lay_out(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(bucket.grad.numel(), dtype=dtype, device=bucket.grad.device)
         names = {entry.name for entry in bucket.layout}
-        for layout in [old for old in self._flat if any(entry.name in names for entry in old)]:
-            del self._flat[layout]  # shared parameters move now, the others when `of` is called for their bucket
+        for layout in [old for old in self.flat if any(entry.name in names for entry in old)]:
+            del self.flat[layout]  # shared parameters move now, the others when `of` is called for their bucket
         for entry in bucket.layout:
             known = self.by_name.get(entry.name)
             if known is not None and known.numel() != len(entry.span):
@@ -247,7 +215,7 @@ class ByParameter:
             if known is not None:
                 entry.span.of(flat).copy_(known)
             self.by_name[entry.name] = entry.span.of(flat)
-        self._flat[bucket.layout] = flat
+        self.flat[bucket.layout] = flat
         return flat
 
 
@@ -267,27 +235,40 @@ class Vectors:
         return any(vectors.by_name for vectors in self._kinds.values())
 
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the vectors of every named parameter by its factor."""
-        for vectors in self._kinds.values():
-            vectors.rescale(factors)
+        """Multiply the vectors of every named parameter, and their copies of `hold`, by its factor, in place."""
+        for kept in self._kinds.values():
+            for name, factor in factors.items():
+                for vectors in (kept.by_name, kept.held):
+                    if name in vectors and factor != 1.0:
+                        vectors[name].mul_(factor)
 
     def hold(self) -> None:
         """Copy the vectors before a step, for `weigh`."""
-        for vectors in self._kinds.values():
-            vectors.hold()
+        for kept in self._kinds.values():
+            for name, vector in kept.by_name.items():
+                if name in kept.held:
+                    kept.held[name].copy_(vector)
+                else:
+                    kept.held[name] = vector.clone()
 
     def weigh(self, factors: Mapping[str, float]) -> None:
         """Scale the change since `hold` by the factor in [0, 1] of a parameter, because only that share of the step was applied.
 
-        With factor c, a vector becomes c times its present value + (1 - c) times its value before the step.
+        With factor c, a vector becomes c times its present value + (1 - c) times its value before the step; one that did not exist at
+        `hold` counts as zero then.
         """
-        for vectors in self._kinds.values():
-            vectors.weigh(factors)
+        for kept in self._kinds.values():
+            for name, factor in factors.items():
+                if name in kept.by_name:
+                    # Not lerp_, which overflows for large numbers of opposite signs.
+                    vector = kept.by_name[name].mul_(factor) if factor else kept.by_name[name].zero_()
+                    if name in kept.held:
+                        vector.add_(kept.held[name].to(vector.device), alpha=1 - factor)
 
     def lay_out_again(self) -> None:
         """Move the vectors when `ByParameter.of` is next called, to the type that it requests."""
-        for vectors in self._kinds.values():
-            vectors.lay_out_again()
+        for kept in self._kinds.values():
+            kept.flat.clear()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return flat copies of the vectors by kind and parameter name, in their precision."""
