@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers.same_bits import bits
 from sparsync.kernels import backends, set_backend
-from sparsync.kernels.codec_reference import PositionCodec, decode_positions, encode_positions, nbytes
+from sparsync.kernels.codec_reference import PositionCodec, decode_positions, encode_positions, size_of
 from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
@@ -56,7 +56,7 @@ def test_positions_come_back_in_the_announced_bytes_the_same_on_every_backend(ch
         for given_index in (index, index.long(), torch.stack([index, index], 1)[:, 0]):
             packets = on_all(lambda codec=codec, each=given_index: encode_positions(codec, each, span))
             assert all(torch.equal(packet, packets[0]) for packet in packets)
-        assert packets[0].numel() == nbytes(codec, k, span)
+        assert packets[0].numel() == size_of(codec, k, span)
         for decoded in on_all(lambda codec=codec, packet=packets[0]: decode_positions(codec, packet, k, span)):
             assert decoded.dtype == torch.int32
             assert torch.equal(decoded, index)
@@ -68,7 +68,7 @@ def test_fixed_length_is_the_shortest_of_all_codecs(chosen: tuple[Tensor, int]) 
     index, span = chosen
     k = index.numel()
     packet = encode_fixed_length(index, span)
-    shortest = 0 if k == span else min(nbytes(codec, k, span) for codec in CODECS)
+    shortest = 0 if k == span else min(size_of(codec, k, span) for codec in CODECS)
     assert packet.numel() == fixed_length_nbytes(k, span) == shortest
     assert torch.equal(decode_fixed_length(packet, k, span), index)
 

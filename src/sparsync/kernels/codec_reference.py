@@ -9,7 +9,7 @@ and the span alone. Decoders accept any bytes: the result ascends inside [0, spa
 """
 
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Int, UInt8
@@ -26,8 +26,11 @@ MAX_BITS = 31  # bits of a position, or of its low part
 
 @operation
 def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) -> Packet:
-    """Encode the ascending `index` inside [0, span)."""
-    nbytes(codec, index.numel(), span)  # for its checks
+    """Encode the ascending `index` inside [0, span). Raises ValueError for spans of 2^31 or more."""
+    if not 0 <= span <= MAX_SPAN:
+        raise ValueError(
+            f"positions are encoded inside spans of at most {MAX_SPAN} elements, got {span}; use smaller buckets"
+        )
     _check(index, span)
     if codec == "packed":
         return pack(index, packed_bits(span))
@@ -43,7 +46,6 @@ def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) 
 @operation
 def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
     """Decode `k` positions, int32."""
-    check_codec(codec)
 
     def refused(what: str) -> RuntimeError:
         return RuntimeError(
@@ -52,7 +54,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
 
     if not 0 <= k <= span <= MAX_SPAN:
         raise refused(f"it does not hold {k} positions")
-    if packet.numel() != nbytes(codec, k, span):
+    if packet.numel() != size_of(codec, k, span):
         raise refused(f"its {packet.numel()} bytes are not what {k} positions take")
     if codec != "packed":
         start = -(-k * elias_fano_bits(k, span) // 8) if codec == "elias_fano" else 0
@@ -78,18 +80,8 @@ def _decoded(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Ten
     return place if codec == "bitmap" else place - number << bits | unpack(packet[:start], k, bits)
 
 
-def nbytes(codec: PositionCodec, k: int, span: int) -> int:
-    """Return the packet size of any `k` positions inside [0, span), in bytes. Raises ValueError for spans of 2^31 or more."""
-    check_codec(codec)
-    if not 0 <= span <= MAX_SPAN:
-        raise ValueError(
-            f"positions are encoded inside spans of at most {MAX_SPAN} elements, got {span}; use smaller buckets"
-        )
-    return size_of(codec, k, span)
-
-
 def size_of(codec: PositionCodec, k: int, span: int) -> int:
-    """Return the packet size as `nbytes` does, also for spans that are too long to be encoded."""
+    """Return the packet size of any `k` positions inside [0, span), in bytes, also for spans that are too long to be encoded."""
     if codec == "packed":
         return -(-k * packed_bits(span) // 8)
     return -(-span // 8) if codec == "bitmap" else _elias_fano_nbytes(k, span, elias_fano_bits(k, span))
@@ -130,11 +122,6 @@ def _check(index: Tensor, span: int) -> None:
         raise ValueError(
             f"positions to encode must ascend inside [0, {span - 1}], each once, got {int(index[first])} as number {first}"
         )
-
-
-def check_codec(codec: str) -> None:
-    if codec not in get_args(PositionCodec):
-        raise ValueError(f"a codec of positions is one of {', '.join(get_args(PositionCodec))}, got {codec!r}")
 
 
 def pack(x: Tensor, bits: int) -> Packet:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Rows
-from sparsync.kernels.codec_reference import PositionCodec, elias_fano_bits, nbytes, packed_bits
+from sparsync.kernels.codec_reference import MAX_SPAN, PositionCodec, elias_fano_bits, packed_bits, size_of
 from sparsync.kernels.cuda.launch import BYTES, POSITIONS, programs, takes
 
 LANES = 1024
@@ -24,6 +24,8 @@ LANES = 1024
 
 @takes(POSITIONS)
 def encode_positions(codec: PositionCodec, index: Tensor, span: int) -> Any:
+    if span > MAX_SPAN:
+        return NotImplemented
     k, device = index.numel(), index.device
     bits = packed_bits(span) if codec == "packed" else elias_fano_bits(k, span) if codec == "elias_fano" else 0
     low = torch.empty(triton.cdiv(k * bits, 8), dtype=torch.uint8, device=device)
@@ -31,7 +33,7 @@ def encode_positions(codec: PositionCodec, index: Tensor, span: int) -> Any:
         _pack_kernel[programs(low.numel(), LANES)](index, low, k, low.numel(), BITS=bits, LANES=LANES)
     if codec == "packed":
         return low
-    high = nbytes(codec, k, span) - low.numel()
+    high = size_of(codec, k, span) - low.numel()
     words = torch.zeros(triton.cdiv(high, 4), dtype=torch.int32, device=device)
     if k:
         _mark_kernel[programs(k, LANES)](
@@ -43,7 +45,7 @@ def encode_positions(codec: PositionCodec, index: Tensor, span: int) -> Any:
 
 @takes(BYTES)
 def decode_positions(codec: PositionCodec, packet: Tensor, k: int, span: int) -> Any:
-    if packet.numel() != nbytes(codec, k, span):
+    if span > MAX_SPAN or packet.numel() != size_of(codec, k, span):
         return NotImplemented
     index = torch.zeros(k, dtype=torch.int32, device=packet.device)
     if not k:
