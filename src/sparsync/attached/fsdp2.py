@@ -21,14 +21,12 @@ from sparsync.attached.fsdp2_units import (
     units_of,
 )
 from sparsync.base.scheme import ReduceScatterScheme, Scheme, ShardState, own_shard_layout, shard_layout, shard_name
-from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
 from sparsync.runtime.comparison import weight_lines
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.handle import AttachedHandle
 from sparsync.runtime.options import GradientOptions
 from sparsync.runtime.parameters import check_undriven, trained
-from sparsync.wire import Values
 
 
 class Fsdp2Handle(AttachedHandle):
@@ -68,11 +66,7 @@ class Fsdp2Handle(AttachedHandle):
 
     def parameter_reports(self) -> list[Report]:
         """List one report per all-gather of parameters that sent something, oldest first; none without `parameters`."""
-        return self._gather.reports() if self._gather is not None else []
-
-    def gather_as(self, values: Values, shards: GroupComm) -> None:
-        """Replace the all-gather of parameters too. `shards` connects the shard axis, for these gathers alone."""
-        self._gather = ParameterGather(self._units, values, shards)
+        return list(self._gather.reports) if self._gather is not None else []
 
     def gather_exactly(self) -> None:
         """Send parameters unrounded in the next all-gather of each module.
@@ -286,5 +280,6 @@ def attach(model: nn.Module, scheme: Scheme, options: GradientOptions) -> Fsdp2H
     kind = ShardHandle if isinstance(form, ReduceScatterScheme) else ReplicateHandle
     handle = kind(form, comm, rescaler, comparison, units=units, module=model, driven=driven, axis=axis_name)
     if parameters is not None:
-        handle.gather_as(parameters, options.connected(units[0].shard_group, f"parameters={parameters}"))
+        shards = options.connected(units[0].shard_group, f"parameters={parameters}")
+        handle._gather = ParameterGather(units, parameters, shards)
     return handle

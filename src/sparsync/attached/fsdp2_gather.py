@@ -30,7 +30,7 @@ class ParameterGather:
         """Take over the gathers. `comm` connects the shard axis, for these gathers alone."""
         self._shared = SharedShards(values)
         self._connection = Connection(self._shared, comm, "parameters")
-        self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self.reports: deque[Report] = deque(maxlen=MAX_REPORTS)  # of each gather that sent something
         self._step, self._seen = -1, set[str]()  # the pass since the last failure, and its units so far
         # The CUDA event after the latest gather: FSDP2 may use another stream for the next. Any: torch's stubs know two such classes.
         self._last: Any = None
@@ -38,10 +38,6 @@ class ParameterGather:
         for unit in units:
             forget = partial(self._loaded, unit.key)
             self._undo += [each.register_load_state_dict_post_hook(forget).remove for each in unit.owners]
-
-    def reports(self) -> list[Report]:
-        """List one report per gather that sent something, oldest first; only the newest 10 000 are kept."""
-        return list(self._reports)
 
     def forget(self, key: str | None = None) -> None:
         """Send exact shards in the next gather of a unit (None: of all units). Call it on all ranks."""
@@ -81,7 +77,7 @@ class ParameterGather:
         number = self._step
 
         def exchange() -> None:
-            self._reports.append(self._connection.reduce(Bucket(unit.key, out, number), self._shared))
+            self.reports.append(self._connection.reduce(Bucket(unit.key, out, number), self._shared))
 
         try:
             failure = self._connection.attempt(exchange, Exception)
