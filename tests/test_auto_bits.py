@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 import sparsync
 from helpers.distributed import run
-from sparsync.exchanges.auto_bits import STEPS, StepTimes, Stopwatch
+from sparsync.exchanges.auto_bits import STEPS, Choosing, StepTimes
 from sparsync.recipes import bits_of, candidates, rows
 
 STEPS_ROWS = rows("steps", 4)
@@ -51,15 +51,15 @@ def test_auto_chooses_among_recipes_with_as_many_bits_as_the_default_or_the_floo
 def chosen_by_two(folder: Path) -> list[Any]:
     """Train over a link that is slow, as both ranks are told: with the fewest bits after the first steps."""
 
-    def times(watch: Stopwatch, bits: float, exchange: Any) -> StepTimes:
+    def times(choosing: Choosing, bits: float) -> StepTimes:
         rank = torch.distributed.get_rank()
         own = torch.tensor([0.01 * (rank + 1), 0.1 * (2 - rank), 0.001], dtype=torch.float64)
-        rows = exchange(own)[1]
+        rows = choosing._gathered(own)[1]
         assert rows[:, 0].tolist() == [0.01, 0.02]
         return StepTimes(float(rows[:, 0].max()), float(rows[:, 1].min()), 0.001, bits)
 
-    measured: Any = Stopwatch.times
-    kind: Any = Stopwatch  # whose method is another one here
+    measured: Any = Choosing.times
+    kind: Any = Choosing  # whose method is another one here
     kind.times = times
 
     def trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:

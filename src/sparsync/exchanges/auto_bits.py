@@ -51,40 +51,11 @@ class StepTimes:
         return self.computing_s + self.waiting_at(bits)
 
 
-class Stopwatch:
-    """Measures steps. Its medians ignore what happens between some steps only, such as an evaluation."""
-
-    def __init__(self) -> None:
-        self._ended_s: float | None = None
-        self._computing, self._waiting, self._rounds = list[float](), list[float](), list[float]()
-
-    def note(self, reports: Sequence[Report]) -> bool:
-        """Note that a step has ended; return whether it was the last to be measured."""
-        now_s, before_s = time.perf_counter(), self._ended_s
-        self._ended_s = now_s
-        waiting_s = sum(each.wait_s or 0.0 for each in reports)
-        self._computing.append(0.0 if before_s is None else now_s - before_s - waiting_s)
-        self._waiting.append(waiting_s)
-        self._rounds.append(sum(each.cost.steps for each in reports))
-        return len(self._computing) >= STEPS
-
-    def times(self, bits: float, exchange: Callable[[Tensor], tuple[float, Tensor]]) -> StepTimes:
-        """Combine the measurements of all ranks, made at `bits` bits. Collective.
-
-        `exchange` returns how long it has waited, and the numbers of all ranks, [P, n].
-        """
-        one_s = min(exchange(torch.zeros(3, dtype=torch.float64))[0] for _ in range(_TRIES))
-        seen = slice(_UNMEASURED, None)
-        mine = [median(self._computing[seen]), median(self._waiting[seen]), one_s * median(self._rounds[seen])]
-        rows = exchange(torch.tensor(mine, dtype=torch.float64))[1]  # read below: a host sync
-        waiting_s, latency_s = rows[:, 1:].min(0).values.tolist()
-        return StepTimes(float(rows[:, 0].max()), waiting_s, latency_s, bits)
-
-
 class Choosing:
     """Chooses among recipes by the times of the first steps, which use the default one.
 
-    `gathered(key, own)` returns how long this rank has waited, and the numbers of all ranks, [P, n]. `take` switches to a recipe.
+    Its medians ignore what happens between some steps only, such as an evaluation. `gathered(key, own)` returns how long this rank has
+    waited, and the numbers of all ranks, [P, n]. `take` switches to a recipe.
     """
 
     def __init__(
@@ -93,14 +64,31 @@ class Choosing:
         gathered: Callable[[str, Tensor], tuple[float, Tensor]],
         take: Callable[[Recipe], object],
     ) -> None:
-        self.recipes, self._gathered, self._take, self._watch = recipes, gathered, take, Stopwatch()
+        self.recipes, self._gathered, self._take = recipes, partial(gathered, "times"), take
+        self._ended_s: float | None = None
+        self._computing, self._waiting, self._rounds = list[float](), list[float](), list[float]()
 
     def note(self, reports: Sequence[Report], present: Recipe) -> bool:
         """Note that a step has ended, and choose after the last one to be measured; return whether that was this one."""
-        if not self._watch.note(reports):
+        now_s, before_s = time.perf_counter(), self._ended_s
+        self._ended_s = now_s
+        waiting_s = sum(each.wait_s or 0.0 for each in reports)
+        self._computing.append(0.0 if before_s is None else now_s - before_s - waiting_s)
+        self._waiting.append(waiting_s)
+        self._rounds.append(sum(each.cost.steps for each in reports))
+        if len(self._computing) < STEPS:
             return False
-        times = self._watch.times(present.bits, partial(self._gathered, "times"))
+        times = self.times(present.bits)
         chosen = times.chosen(self.recipes)
         self._take(chosen)
         _LOG.info("%s; from here on: %s", times.described(self.recipes), chosen)
         return True
+
+    def times(self, bits: float) -> StepTimes:
+        """Combine the measurements of all ranks, made at `bits` bits. Collective."""
+        one_s = min(self._gathered(torch.zeros(3, dtype=torch.float64))[0] for _ in range(_TRIES))
+        seen = slice(_UNMEASURED, None)
+        mine = [median(self._computing[seen]), median(self._waiting[seen]), one_s * median(self._rounds[seen])]
+        rows = self._gathered(torch.tensor(mine, dtype=torch.float64))[1]  # read below: a host sync
+        waiting_s, latency_s = rows[:, 1:].min(0).values.tolist()
+        return StepTimes(float(rows[:, 0].max()), waiting_s, latency_s, bits)
