@@ -28,28 +28,18 @@ class Totals:
 
     def add(self, report: Report) -> None:
         """Add a report."""
-        sent = report.sent or report.cost
-        self.reduced += 1
-        self.elements += report.elements
-        self.selected += report.selected
-        self.union += report.union
-        self.nbytes += sent.nbytes
-        self.rounds += report.cost.steps
-        self.seconds += report.seconds or 0.0
+        n, nbytes, seconds = report.elements, (report.sent or report.cost).nbytes, report.seconds or 0.0
         spent = {**report.phases, "exchange": report.wait_s or 0.0}
-        spent["other"] = max(0.0, (report.seconds or 0.0) - sum(spent.values()))
-        self._add_phases(spent)
+        spent["other"] = max(0.0, seconds - sum(spent.values()))
+        self += Totals(1, n, report.selected, report.union, nbytes, report.cost.steps, seconds, spent)
 
     def __iadd__(self, other: "Totals") -> Self:
         for each in fields(self):
             if each.name != "phases":
                 setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        self._add_phases(other.phases)
-        return self
-
-    def _add_phases(self, spent: Mapping[str, float]) -> None:
-        for name, seconds in spent.items():
+        for name, seconds in other.phases.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
+        return self
 
 
 class ReportLog:
