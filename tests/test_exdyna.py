@@ -14,6 +14,7 @@ from helpers import exclusive_invariants as streams
 from helpers.exclusive_invariants import run
 from helpers.plain_micro import Restated
 from sparsync.core import Comm, Span, spans
+from sparsync.kernels import operations as kernels
 from sparsync.schemes import exact_exdyna
 from sparsync.schemes.exact_exdyna import ExactExDyna
 from sparsync.schemes.exact_micro import gather_positions
@@ -84,7 +85,8 @@ def test_boundaries_move_until_all_partitions_have_one_threshold(monkeypatch: py
 @given(n=st.integers(0, 3000), P=st.integers(1, 64), cyclic=st.booleans())
 def test_partitions_hold_every_element_once(n: int, P: int, cyclic: bool) -> None:
     partitions, x = BlockCyclic(n, P) if cyclic else Contiguous(spans(n, P)), torch.arange(n)
-    parts = [partitions.positions(part, torch.arange(length)) for part, length in enumerate(partitions.lengths())]
+    rows = [partitions.rows(part, x.device) for part in range(P)]
+    parts = [kernels.locate(each, x[:length]) for each, length in zip(rows, partitions.lengths(), strict=True)]
     assert torch.equal(torch.cat(parts).sort().values, x)
     assert max(partitions.lengths()) - min(partitions.lengths()) <= 1
 

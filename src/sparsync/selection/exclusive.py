@@ -1,6 +1,6 @@
 """Exclusive selection: at every step one rank examines an element, and the partitions rotate over the ranks.
 
-Partitions are adjacent spans, as in the papers, or block-cyclic, with the same methods. A place is an index into the ascending elements
+Partitions are adjacent spans, as in the papers, or block-cyclic. A place is an index into the ascending elements
 of one partition. A budget is the number of elements that a step sends, and `shares` computes how many of them are a partition's.
 """
 
@@ -45,9 +45,6 @@ class Contiguous:
         span = self.spans[p]
         starts = torch.arange(span.start, span.stop, _ROW, dtype=torch.int32, device=device)
         return Rows(starts, _ROW, len(span))
-
-    def positions(self, p: int, place: Tensor) -> Tensor:
-        return place + self.spans[p].start
 
 
 @dataclass(frozen=True)
