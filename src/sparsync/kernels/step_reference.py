@@ -262,11 +262,6 @@ def reduce_shares_(
     """
     if skip is not None and bool(skip):
         return nan_packet(value.numel(), bits_down, value.device)
-    return reduced_shares(value, packets, bits, P, bits_down)
-
-
-def reduced_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
-    """Reduce as `reduce_shares_` does without `skip`."""
     # Sums of a few quantized values are exact in float64. A rank adds its values unrounded.
     total = value.double()
     for packet in packets:
