@@ -173,9 +173,9 @@ def test_a_settled_step_takes_five_launches_and_asks_nothing(monkeypatch: pytest
 def test_rows_outside_count_as_zero_or_are_refused() -> None:
     x = torch.ones(5, device=DEVICE)
     part_outside = Rows(torch.tensor([3, -2], dtype=torch.int32, device=DEVICE), 4, 8)
-    assert sorted(cuda.top_k_of_rows(x, part_outside, 8).value.tolist()) == [0.0] * 4 + [1.0] * 4
+    assert sorted(cuda.top_k_of_each(x, [part_outside], [8])[0].value.tolist()) == [0.0] * 4 + [1.0] * 4
     with pytest.raises(IndexError, match="rows must"):
-        cuda.top_k_of_rows(x, replace(part_outside, length=9), 1)
+        cuda.top_k_of_each(x, [replace(part_outside, length=9)], [1])
 
 
 @pytest.mark.parametrize("codec", get_args(PositionCodec))

@@ -17,7 +17,6 @@ from sparsync.kernels.cuda.exact_top_k import (
     top_k,
     top_k_nonzero,
     top_k_of_each,
-    top_k_of_rows,
 )
 from sparsync.kernels.cuda.many_tensors import digests, write_own_
 from sparsync.kernels.cuda.passes import accumulate, all_finite, finite_each

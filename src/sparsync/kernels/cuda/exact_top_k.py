@@ -86,15 +86,10 @@ def accumulate_select_ge(residual: Tensor, grad: Tensor, threshold: float, out: 
     return _reaching(residual, threshold, span, grad, out, bad), none(bad)
 
 
-def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Any:
-    parts = top_k_of_each(x, [rows], [k])
-    return parts if parts is NotImplemented else parts[0]
-
-
 def top_k_of_each(
     x: Tensor, regions: Sequence[Rows], counts: Sequence[int], bounds: Sequence[float | None] = ()
 ) -> Any:
-    """Select the `top_k_of_rows` of all regions; elements outside `x` count as zero."""
+    """Select as the reference does; elements outside `x` count as zero."""
     return _of_each(x, regions, counts) if _taken(x, regions, counts) else NotImplemented
 
 
