@@ -161,7 +161,7 @@ def command() -> Verdict:
 def compiled() -> Verdict:
     from sparsync.kernels import dispatch
 
-    return (WORKS, "") if dispatch.backend().startswith("cpp/") else (REFUSED, dispatch._why_missing)
+    return (WORKS, "") if dispatch.backend().startswith("cpp/") else (REFUSED, dispatch.why_missing or "")
 
 
 def schemes() -> Verdict:

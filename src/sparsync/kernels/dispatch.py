@@ -24,11 +24,11 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-_why_missing = ""
+why_missing: str | None = None  # why the C++ kernels cannot be loaded; None if they are loaded
 try:
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/
 except ImportError as missing:
-    _cpu, _why_missing = None, str(missing)
+    _cpu, why_missing = None, str(missing)
 
 CPP = "cpp"
 REFERENCE = "reference"
@@ -99,11 +99,6 @@ def backends() -> list[str]:
     return [*(f"cpp/{level}" for level in (_cpu.levels() if _cpu else [])), *([TRITON] if _triton() else []), REFERENCE]
 
 
-def why_missing() -> str | None:
-    """Explain why the C++ kernels cannot be loaded; None if they are loaded."""
-    return None if _cpu else _why_missing
-
-
 def backend() -> str:
     """Return the backend for tensors in host memory: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
     if _chosen.name is None:
@@ -117,7 +112,7 @@ def _default() -> tuple[Table, ...]:
     _choose(backends()[0])
     if _cpu is None:
         warnings.warn(
-            f"sparsync runs on its slow reference kernels, because the C++ ones are missing ({_why_missing}); "
+            f"sparsync runs on its slow reference kernels, because the C++ ones are missing ({why_missing}); "
             "install a C++ compiler such as g++ and install sparsync again",
             RuntimeWarning,
             stacklevel=4,

@@ -68,7 +68,7 @@ def _kernels() -> Check:
         return Check("kernels", "not known without torch")
     from sparsync.kernels import dispatch
 
-    if (why := dispatch.why_missing()) is None:
+    if (why := dispatch.why_missing) is None:
         first, *others = dispatch.backends()
         return Check("kernels", f"built; {first} is used, of {', '.join([first, *others])}")
     return Check(
