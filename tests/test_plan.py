@@ -12,7 +12,6 @@ from helpers.quick import one_in
 from helpers.recorded_exchanges import RecordedStep, busiest, recorded_step
 from sparsync import Bucket, Comm, Report, Steps, schemes
 from sparsync.base.scheme import Scheme
-from sparsync.collectives import sparse_allreduce
 from sparsync.comm import Cost
 from sparsync.comm.announcement import announcement_cost
 from sparsync.core import ParameterSpan, laid_out
@@ -40,8 +39,7 @@ NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,
 GIVEN = (
     "skip_reduce:form=direct,skip_reduce:form=direct:protect=*.bias,auto_protect:observe_steps=1:share=0.3,exact_micro,"
     "exact_micro:values=int4,micro,micro:bug_compatible=true,exact_exdyna,"
-    "exact_exdyna:values=int4,exdyna,exact_oktopk,exact_oktopk:values=int4:density=0.2,exact_oktopk:density=1.0,"
-    "oktopk:threshold_steps=2:region_steps=2"
+    "exact_exdyna:values=int4,exdyna"
 )
 QUICK = ((3, 997), (5, 12))
 WORLDS = ((1, 97), (4, 2), (8, 5000), (13, 1), (64, 2048))
@@ -56,45 +54,21 @@ def layout_of(n: int) -> tuple[ParameterSpan, ...]:
 
 @contextmanager
 def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any: as Given.figures
-    """Note what the reports of a step do not tell: how selections and sums lie in partitions and regions."""
+    """Note what the reports of a step do not tell: how selections lie in partitions."""
     seen: dict[str, Any] = {}
-
-    def split_(region: Any, mine: Any, regions: Any, comm: Any, *rest: Any, **more: Any) -> Any:
-        reduced = split(region, mine, regions, comm, *rest, **more)
-        seen.setdefault("outgoing", [None] * comm.size)[comm.rank] = reduced.outgoing
-        seen["lengths"] = [len(each) for each in regions]
-        return reduced
-
-    def moved(mine: Any, held: Any, wanted: Any, *rest: Any) -> Any:
-        seen["held"], seen["wanted"] = list(held), list(wanted)
-        return balance(mine, held, wanted, *rest)
-
-    def gathered(mine: Any, held: Any, *rest: Any) -> Any:
-        seen.setdefault("held", list(held))
-        return gather(mine, held, *rest)
 
     def counts(*args: Any) -> list[int]:
         seen["selected"] = exchanged(*args)
         return seen["selected"]
 
-    def survivors(mine: Any, note: Any, regions: Any, length: int, comm: Any, *rest: Any) -> Any:
-        seen.setdefault("held", [None] * comm.size)[comm.rank] = mine.index.numel()
-        return gather_survivors(mine, note, regions, length, comm, *rest)
-
     def positions(levels: Any, index: Any, counts: Any, lengths: Any, comm: Any) -> Any:
         seen["lengths"] = list(lengths)
         return gather_positions(levels, index, counts, lengths, comm)
 
-    split, balance = sparse_allreduce.split_and_reduce_, sparse_allreduce.balance
-    gather_survivors = sparse_allreduce.gather_survivors
     gather_positions = exact_micro.gather_positions
-    gather, exchanged = sparse_allreduce.all_gather_elements, micro.exchange_counts
+    exchanged = micro.exchange_counts
     with monkeypatch.context() as patch:
-        patch.setattr(sparse_allreduce, "split_and_reduce_", split_)
-        patch.setattr(sparse_allreduce, "all_gather_elements", gathered)
-        patch.setattr(sparse_allreduce, "balance", moved)
         patch.setattr(micro, "exchange_counts", counts)
-        patch.setattr(sparse_allreduce, "gather_survivors", survivors)
         for module in (exact_micro, exact_exdyna):
             patch.setattr(module, "gather_positions", positions)
         yield seen

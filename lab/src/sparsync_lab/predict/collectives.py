@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparsync.collectives.skipping import SkipPlan, chunks_of, first_offsets, skips
-from sparsync.collectives.sparse_allreduce import COUNT_NBYTES, ElementCodec, moves
+from sparsync.collectives.sparse_allreduce import COUNT_NBYTES, ElementCodec
 from sparsync.collectives.values import Quantizer, takes_little_more
 from sparsync.comm.channels import LENGTH_NBYTES
 from sparsync.comm.metered import all_to_all_cost
@@ -18,7 +18,6 @@ from sparsync_lab.predict.exchanges import (
     Work,
     all_gather_exchange,
     all_reduce_exchange,
-    all_to_all_exchange,
     near_equal,
     packet_tally,
     tally,
@@ -58,23 +57,6 @@ def quantized_all_reduce_plan(
     return ValuesPlan([to_owners_exchange(to_owners), all_gather_exchange(to_all)], (K, P), decode)
 
 
-def split_and_reduce_exchanges(
-    outgoing: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    codec: ElementCodec,
-    counts_first: bool = False,
-) -> list[Exchange]:
-    """List the exchanges of `split_and_reduce_` if rank r sends `outgoing[r][p]` elements of rank p's region."""
-    P = len(outgoing)
-    head = 0 if counts_first else COUNT_NBYTES
-    sizes = [
-        [head + codec.nbytes(k, length, dtype) for k, length in zip(row, lengths, strict=True)] for row in outgoing
-    ]
-    split = all_to_all_exchange(sizes)
-    return [split_counts_exchange(P), split] if counts_first else [with_lengths(split, P)]
-
-
 def even_split_exchanges(
     k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec, counts_first: bool = False
 ) -> list[Exchange]:
@@ -101,37 +83,6 @@ def with_lengths(exchange: Exchange, P: int) -> Exchange:
     if P == 1:
         return exchange
     return replace(exchange, nbytes=exchange.nbytes + LENGTH_NBYTES * (P - 1), messages=P - 1)
-
-
-def balance_exchange(
-    held: Sequence[int], wanted: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
-) -> Exchange:
-    """Make the exchange of `balance`."""
-    sent, received = ([0] * len(held) for _ in range(2))
-    messages = [0] * len(held)
-    for (giver, taker), count in moves(held, wanted).items():
-        nbytes = codec.nbytes(count, lengths[giver], dtype)
-        sent[giver] += nbytes
-        received[taker] += nbytes
-        messages[giver] += 1
-    return Exchange("all_to_all", max(sent), max(messages), 1 if len(held) > 1 else 0, max(received))
-
-
-def survivors_exchanges(
-    held: Sequence[int],
-    wanted: Sequence[int] | None,
-    lengths: Sequence[int],
-    n: int,
-    dtype: torch.dtype,
-    codec: ElementCodec,
-) -> list[Exchange]:
-    """List the exchanges of `balance` and the following `all_gather_elements`, with one exact codec."""
-    if wanted is None or list(wanted) == list(held):
-        return [gather_elements_exchange(held, lengths, dtype, codec)]
-    return [
-        balance_exchange(held, wanted, lengths, dtype, codec),
-        gather_elements_exchange(wanted, [n] * len(held), dtype, codec),
-    ]
 
 
 def gather_elements_exchange(

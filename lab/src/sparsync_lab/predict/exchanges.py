@@ -206,15 +206,6 @@ def to_owners_exchange(sizes: Tally) -> Exchange:
     return Exchange("all_to_all", _total(sizes) - min(sizes), messages, _round(P), (P - 1) * max(sizes))
 
 
-def all_to_all_exchange(nbytes: Sequence[Sequence[int]]) -> Exchange:
-    """Make the all-to-all in which rank r sends `nbytes[r][p]` to rank p, and nothing to itself."""
-    P = len(nbytes)
-    sent = [[part for p, part in enumerate(row) if p != rank] for rank, row in enumerate(nbytes)]
-    received = [sum(row[p] for rank, row in enumerate(nbytes) if rank != p) for p in range(P)]
-    messages = max(sum(1 for part in row if part) for row in sent)
-    return Exchange("all_to_all", max(map(sum, sent)), messages, _round(P), max(received))
-
-
 def all_reduce_exchange(count: int, element_nbytes: int, P: int) -> Exchange:
     """Make an all-reduce of `count` elements: to the owners of P near-equal chunks, and their sums to all."""
     cost = all_reduce_cost(count, element_nbytes, P, 0)  # no chunk is longer than the first

@@ -33,13 +33,12 @@ from sparsync.wire import Elements, Raw, ValueCodec, Values, fixed_length_nbytes
 from sparsync_lab.predict.collectives import (
     direct_exchanges,
     even_split_exchanges,
+    gather_elements_exchange,
     gather_survivors_exchange,
     hierarchical_exchanges,
     mean_at_plan,
     quantized_all_reduce_plan,
     ring_exchanges,
-    split_and_reduce_exchanges,
-    survivors_exchanges,
 )
 from sparsync_lab.predict.exchanges import (
     NOTHING,
@@ -350,33 +349,22 @@ def _at_union(
 
 @form.register
 def _(scheme: OkTopk | ExactOkTopk, given: Given) -> Plan:
-    """Plan a step; for OkTopk one between two evaluations of the thresholds, or `given.step`.
+    """Plan a step; for OkTopk one between two evaluations of the thresholds.
 
-    Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
-    after balancing. By default each rank selects k elements, spread evenly over regions of equal length, and the same number of sums
-    survives in each region.
+    Each rank selects k elements, spread evenly over regions of equal length, and the same number of sums survives in each region.
     """
     n, P, k, dtype = given.n, given.P, count_for(scheme.density, given.n), given.dtype
     exact = isinstance(scheme, ExactOkTopk)
     codec = Elements(scheme.values) if exact else Raw()
-    outgoing, held = given.figures.get("outgoing"), given.figures.get("held")
-    lengths = given.figures.get("lengths") or [len(span) for span in spans(n, P)]
-    if outgoing is None:
-        sent = k - k // P
-        split = even_split_exchanges(sent, n, P, dtype, codec, counts_first=not exact)
-    else:
-        sent = max(sum(row) for row in outgoing)
-        split = split_and_reduce_exchanges(outgoing, lengths, dtype, codec, counts_first=not exact)
-    if isinstance(scheme, ExactOkTopk):
-        held = held or equal_shares(lengths, k, given.step or 0)
+    lengths = [len(span) for span in spans(n, P)]
+    sent = k - k // P
+    split = even_split_exchanges(sent, n, P, dtype, codec, counts_first=not exact)
+    if exact:
+        held = equal_shares(lengths, k, given.step or 0)
         exchanges = [*split, gather_survivors_exchange(held, lengths, dtype, codec)]
     else:
-        held = held or [len(span) for span in spans(k, P)]
-        first = []
-        if given.step is not None and given.step % scheme.region_steps == 0:
-            first = [all_reduce_exchange(P - 1, 8, P)]
-        gathered = survivors_exchanges(held, given.figures.get("wanted"), lengths, n, dtype, codec)
-        exchanges = [*first, *split, counts_exchange(P, 4), *gathered]
+        held = [len(span) for span in spans(k, P)]
+        exchanges = [*split, counts_exchange(P, 4), gather_elements_exchange(held, lengths, dtype, codec)]
     rounding = NOTHING if codec.exact else plus((sent, P), (max(held), 1))
     return planned(
         given,
