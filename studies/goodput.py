@@ -95,7 +95,7 @@ class Ranks:
         self.folder, self.all, self.places = folder, list[Worker](), dict[int, Worker]()
         # The program that delays packets belongs to this process.
         self._net, self._port = replace(net, forwarder=None), free_port()
-        self._spec = {**spec, "places": places, "address": f"{net.address(places)}:{self._port}"}
+        self._spec = {**spec, "places": places, "address": f"{net.addresses[places]}:{self._port}"}
         store = Worker(self._seat(places), serve, self._port)
         self.all.append(store)
         await_all(lambda: b"serving" in _content(store.seat.path("output")), time.monotonic() + START_S)
@@ -360,7 +360,7 @@ def _agent(seat: Seat, spec: Spec) -> None:
     spec = {**spec, "log": str(seat.path("log"))}
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-conf=is_host=0", f"--rdzv-endpoint={spec['address']}"]
     launcher = ["-m", "torch.distributed.run", f"--nnodes={spec['places']}", "--nproc-per-node=1", "--max-restarts=100"]
-    where = f"--local-addr={seat.links.address(seat.place)}"
+    where = f"--local-addr={seat.links.addresses[seat.place]}"
     program = ["-m", "studies", "goodput", "rank", json.dumps(spec)]
     os.environ["OMP_NUM_THREADS"] = "1"
     os.execv(sys.executable, [sys.executable, *launcher, *rendezvous, where, *program])

@@ -22,7 +22,7 @@ TRIES, TRIPS = 4, 25
 @builds
 def test_rate_and_round_trip_are_within_3_percent_of_what_was_asked_for() -> None:
     with network(2, RATE, delay=DELAY) as links:
-        assert (links.delay, links.limited, links.switch) == (DELAY, True, None)
+        assert (links.limited, links.switch) == (True, None)
         assert links.forwarder is not None
         trips: list[float] = []
         for port in range(5000, 5000 + TRIES):

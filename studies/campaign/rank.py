@@ -73,7 +73,7 @@ def _train(seat: Seat, trial: Trial, timeout_s: float, undisturbed: bool, tell: 
 def _store(seat: Seat, ranks: int) -> TCPStore:
     """Open the store that rank 0 hosts, as with torchrun's static rendezvous; other ranks read its port from a file."""
     port, limit = seat.folder / "port", timedelta(seconds=JOIN_S)
-    opened = partial(TCPStore, seat.links.address(0), world_size=ranks, timeout=limit, wait_for_workers=False)
+    opened = partial(TCPStore, seat.links.addresses[0], world_size=ranks, timeout=limit, wait_for_workers=False)
     if seat.number == 0:
         store = opened(port=0, is_master=True)
         part = seat.folder / f"port.{os.getpid()}"

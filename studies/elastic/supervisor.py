@@ -207,7 +207,7 @@ class _Trial:
         taken = {each.seat.place for each in self.ranks if each.alive}
         place = next(each for each in range(PLACES) if each not in taken)
         seat = Seat(len(self.ranks), place, self.folder, self.links)
-        self.ranks.append(_Rank(seat, self.trial, f"{self.links.address(PLACES)}:{self._port}", self.timeout_s))
+        self.ranks.append(_Rank(seat, self.trial, f"{self.links.addresses[PLACES]}:{self._port}", self.timeout_s))
         return self.ranks[-1]
 
     def _start_store(self) -> None:

@@ -184,7 +184,7 @@ def launch(settings: LaunchSettings) -> int:
 def _starter(run: LaunchedRun, links: RunNetwork, meter: Meter, notes: Path, port: int) -> Callable[[int, int], None]:
     """Return a function that starts a rank, given its number and its place in the network."""
     run_id = str(uuid.uuid4())
-    address = links.address(run.settings.places - 1 if run.settings.faults else 0)
+    address = links.addresses[run.settings.places - 1 if run.settings.faults else 0]
 
     def start(number: int, place: int) -> None:
         note = notes / str(number)

@@ -1,7 +1,6 @@
 """Parse rates, and compute the token bucket that enforces one. This module touches no interface."""
 
 import re
-from dataclasses import dataclass
 
 FRAME_BYTES = 1514  # the largest frame: 1500 of IP packet, 14 of Ethernet header
 
@@ -52,38 +51,21 @@ def checked_rate(rate_bits_per_s: float) -> float:
     return rate_bits_per_s
 
 
-@dataclass(frozen=True)
-class TokenBucket:
-    """One direction of one rank's link: frames leave at `rate_bits_per_s`, counted with their 14 bytes of Ethernet header.
+def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_batches: bool) -> str:
+    """Format the arguments after `tc qdisc add dev NAME` for a bucket that sustains nearly the full rate.
 
-    After a pause of `burst_bytes / rate` or more, `burst_bytes` pass at once; otherwise no time window exceeds the rate.
-    """
-
-    rate_bits_per_s: float
-    burst_bytes: int
-    queue_bytes: int  # further waiting bytes are dropped
-    splits_batches: bool  # split batches, which leave the stack as one packet, so that each frame is counted
-
-    def arguments(self) -> str:
-        """Format the arguments after `tc qdisc add dev NAME`."""
-        bucket = f"root tbf rate {round(self.rate_bits_per_s)}bit burst {self.burst_bytes} limit {self.queue_bytes}"
-        # A second bucket of one frame whose rate is never reached delays nothing, but makes tbf split longer packets.
-        return bucket + (f" peakrate {ABOVE_ANY_RATE} mtu {FRAME_BYTES}" if self.splits_batches else "")
-
-
-def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_batches: bool) -> TokenBucket:
-    """Compute a bucket that sustains nearly the full rate.
-
+    Frames are counted with their 14 bytes of Ethernet header. `splits_batches` splits batches, which leave the stack as one packet, so that
+    each frame is counted.
     Burst: two of the longest packets, so that no packet waits for its own length, plus CATCH_UP_S of the rate, so that a late timer loses
-    nothing. While four processes kept two cores busy, one stream reached 95.2 % of 100 Mbit/s without time for late timers, 97.6 % with
-    500 us and 99.2 % with 1 ms, which lets 12.5 kB more pass at once.
+    nothing. After a pause it passes at once; otherwise no time window exceeds the rate. While four processes kept two cores busy, one
+    stream reached 95.2 % of 100 Mbit/s without time for late timers, 97.6 % with 500 us and 99.2 % with 1 ms, which lets 12.5 kB more
+    pass at once.
     Queue: as much as all senders' socket buffers hold (tcp_wmem, 4 MiB), so that all may send to one rank without loss. TCP's delay
     measurement keeps it far below: three senders to one rank at 100 Mbit/s used 0.4 MB.
     """
     longest = FRAME_BYTES * (1 if splits_batches else batch_frames)
-    return TokenBucket(
-        rate_bits_per_s=checked_rate(rate_bits_per_s),
-        burst_bytes=2 * longest + round(rate_bits_per_s / 8 * CATCH_UP_S),
-        queue_bytes=ranks * QUEUE_BYTES_PER_RANK,
-        splits_batches=splits_batches,
-    )
+    burst = 2 * longest + round(rate_bits_per_s / 8 * CATCH_UP_S)
+    rate = round(checked_rate(rate_bits_per_s))
+    bucket = f"root tbf rate {rate}bit burst {burst} limit {ranks * QUEUE_BYTES_PER_RANK}"
+    # A second bucket of one frame whose rate is never reached delays nothing, but makes tbf split longer packets.
+    return bucket + (f" peakrate {ABOVE_ANY_RATE} mtu {FRAME_BYTES}" if splits_batches else "")

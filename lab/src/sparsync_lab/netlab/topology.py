@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sparsync_lab.netlab.delay import NO_DELAY, Delay, check_delay
 from sparsync_lab.netlab.forwarder import Forwarder, forwarder
 from sparsync_lab.netlab.namespaces import inside, namespaces, run_batches
-from sparsync_lab.netlab.rate import FRAME_BYTES, TokenBucket, token_bucket
+from sparsync_lab.netlab.rate import FRAME_BYTES, token_bucket
 
 MAX_RANKS = 64
 BATCH_FRAMES = 8
@@ -29,23 +29,16 @@ class RunNetwork:
     """
 
     interface: str  # of every rank, under the same name; gloo: GLOO_SOCKET_IFNAME
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # IPv4, by rank
     prefixes: tuple[tuple[str, ...], ...]  # of commands that run as that rank
-    up: TokenBucket | None  # each rank's link to the switch; None without limits
-    down: TokenBucket | None  # each rank's link from the switch
     anchors: tuple[int, ...] = ()  # the process that keeps each rank's network stack alive; none over loopback
     switch: int | None = None  # the process that keeps the switch's alive; None with a forwarder
-    delay: Delay = NO_DELAY  # between any two ranks
     forwarder: Forwarder | None = field(default=None, compare=False)  # if there is a delay
 
     @property
     def limited(self) -> bool:
         """Whether the links are limited, so that times measured over them are meaningful."""
-        return self.up is not None
-
-    def address(self, rank: int) -> str:
-        """The IPv4 address of a rank, as every rank sees it."""
-        return self.addresses[rank]
+        return bool(self.anchors)
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """Build the argv that runs `argv` as that rank in the same process: signals and exit status reach it directly."""
@@ -105,7 +98,7 @@ def network(
     """
     check_delay(delay, rate_bits_per_s is not None)
     if rate_bits_per_s is None:
-        yield RunNetwork("lo", ("127.0.0.1",) * ranks, ((),) * ranks, None, None)
+        yield RunNetwork("lo", ("127.0.0.1",) * ranks, ((),) * ranks)
         return
     both = (rate_bits_per_s, rate_bits_per_s if down_bits_per_s is None else down_bits_per_s)
     up, down = (token_bucket(ranks, rate, BATCH_FRAMES, exact_framing) for rate in both)
@@ -114,20 +107,20 @@ def network(
         with namespaces(ranks) as anchors, forwarder(anchors, *both, delay) as carrier:
             run_batches([(anchor, "ip", _delayed_lines(rank, ranks, min(both))) for rank, anchor in enumerate(anchors)])
             prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
-            yield RunNetwork(INTERFACE, addresses, prefixes, up, down, anchors, None, delay, carrier)
+            yield RunNetwork(INTERFACE, addresses, prefixes, anchors, forwarder=carrier)
         return
     with namespaces(ranks + 1) as (switch, *anchors):
         _connect(switch, anchors, up, down)
         prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
-        yield RunNetwork(INTERFACE, addresses, prefixes, up, down, tuple(anchors), switch)
+        yield RunNetwork(INTERFACE, addresses, prefixes, tuple(anchors), switch)
 
 
-def _connect(switch: int, anchors: Sequence[int], up: TokenBucket, down: TokenBucket) -> None:
+def _connect(switch: int, anchors: Sequence[int], up: str, down: str) -> None:
     """Connect every rank to the switch by a cable. Each end limits the traffic that leaves there."""
     run_batches([(switch, "ip", _switch_lines(anchors))])
     run_batches([(anchor, "ip", _rank_lines(rank)) for rank, anchor in enumerate(anchors)])
-    run_batches([(switch, "tc", [f"qdisc add dev port{rank} {down.arguments()}" for rank in range(len(anchors))])])
-    run_batches([(anchor, "tc", [f"qdisc add dev {INTERFACE} {up.arguments()}"]) for anchor in anchors])
+    run_batches([(switch, "tc", [f"qdisc add dev port{rank} {down}" for rank in range(len(anchors))])])
+    run_batches([(anchor, "tc", [f"qdisc add dev {INTERFACE} {up}"]) for anchor in anchors])
 
 
 def _switch_lines(anchors: Sequence[int]) -> list[str]:
