@@ -26,7 +26,7 @@ def test_each_help_has_a_sentence_and_examples_that_parse(name: str, capsys: pyt
     with pytest.raises(SystemExit):
         cli.main([name, "--help"])
     said = capsys.readouterr().out
-    _, _, what, shown = cli.commands()[name]
+    _, what, shown = cli.commands()[name]
     assert f"{what[0].upper()}{what[1:]}." in " ".join(said.split())
     examples = said[said.index("example:\n") :].splitlines()[1:]
     assert [line.strip() for line in examples if line.strip()] == [line.strip() for line in shown.splitlines()]

@@ -1,17 +1,17 @@
 """The command `sparsync`. Commands import what they need, so that --help, --version and the lists work without torch."""
 
 import argparse
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync import __version__
 from sparsync_lab import terminal
 from sparsync_lab.cli_options import add_options
-from sparsync_lab.cli_parser import Command, Run, parser_of, run_command
+from sparsync_lab.cli_parser import run_command
 from sparsync_lab.writable import check_file
 
 if TYPE_CHECKING:
@@ -41,21 +41,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_command(_parser(), argv)
 
 
-def commands() -> dict[str, Command]:
-    """Map each command's name to its function, options, one-line summary and examples."""
-    return {
-        name: (run, partial(add_options, command=name), what, shown) for name, (run, what, shown) in _table().items()
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
     about = "Compress gradient traffic, and measure the result on real data over slow links."
-    parser = parser_of("sparsync", about, "sparsync demo\nsparsync COMMAND --help", commands())
+    parser = argparse.ArgumentParser(prog="sparsync", **_texts(about, "sparsync demo\nsparsync COMMAND --help"))
     parser.add_argument("--version", action="version", version=f"sparsync {__version__}")
+    added = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, (run, what, shown) in commands().items():
+        made = added.add_parser(name, help=what, **_texts(f"{what[0].upper()}{what[1:]}.", shown))
+        add_options(made, name)
+        made.set_defaults(run=run)
     return parser
 
 
-def _table() -> dict[str, tuple[Run, str, str]]:
+def _texts(about: str, example: str) -> dict[str, Any]:  # Any: as argparse takes them
+    """Make description and epilog; the lines of the example are not wrapped."""
+    epilog = "\n  ".join(["example:", *example.splitlines()])
+    raw = argparse.RawDescriptionHelpFormatter
+    return {"description": textwrap.fill(about, 79), "epilog": epilog, "formatter_class": raw}
+
+
+def commands() -> dict[str, tuple[Callable[[argparse.Namespace, list[str]], None], str, str]]:
+    """Map each command's name to its function, one-line summary and examples.
+
+    The function gets the options and the arguments they were parsed from.
+    """
     return {
         "compare": (
             _compare,

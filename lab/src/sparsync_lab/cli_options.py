@@ -244,14 +244,10 @@ _OF: dict[str, tuple[str, dict[str, Changes]]] = {
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the options of a command; the help shows the default."""
     names, changes = _OF[command]
-    add_named(parser, names, changes)
-
-
-def add_named(parser: argparse.ArgumentParser, names: str, changes: dict[str, Changes] | None = None) -> None:
-    """Add the options in `names`, separated by spaces, with overrides; the help shows the default."""
     for name in names.split():
-        about = _SAID[name] | (changes or {}).get(name, {})
+        about = _SAID[name] | changes.get(name, {})
         flags = about.pop("flags", (name,))
         told = "" if about.get("default") in (None, []) else " (default: %(default)s)"
         parser.add_argument(*flags, **about | {"help": about["help"] + told})

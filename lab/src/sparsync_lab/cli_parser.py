@@ -1,38 +1,13 @@
-"""Parse and run commands with argparse, and turn errors into exit statuses. Nothing here imports torch."""
+"""Run commands, and turn errors into exit statuses. Nothing here imports torch."""
 
 import argparse
 import os
 import signal
 import sys
-import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from sparsync_lab.terminal import wrapped
-
-Run = Callable[[argparse.Namespace, list[str]], None]
-"""(options, the arguments they were parsed from) -> None."""
-Command = tuple[Run, Callable[[argparse.ArgumentParser], None], str, str]
-"""A command's function, the function that adds its options, its summary and an example."""
-
-
-def parser_of(prog: str, about: str, example: str, commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """Build the parser of a program with these commands."""
-    parser = argparse.ArgumentParser(prog=prog, **_texts(about, example))
-    added = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, (run, add_options, what, shown) in commands.items():
-        made = added.add_parser(name, help=what, **_texts(f"{what[0].upper()}{what[1:]}.", shown))
-        add_options(made)
-        made.set_defaults(run=run)
-    return parser
-
-
-def _texts(about: str, example: str) -> dict[str, Any]:  # Any: as argparse takes them
-    """Make description and epilog; the lines of the example are not wrapped."""
-    epilog = "\n  ".join(["example:", *example.splitlines()])
-    raw = argparse.RawDescriptionHelpFormatter
-    return {"description": textwrap.fill(about, 79), "epilog": epilog, "formatter_class": raw}
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
