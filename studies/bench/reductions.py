@@ -1,16 +1,12 @@
-"""Measure processor time and memory of schemes that reduce all elements in few bits, on given gradients.
+"""Measure processor time of schemes that reduce all elements in few bits, on given gradients.
 
     python -m studies bench reductions [--ranks 2,4 --n 4000000 --schemes quantized:values=int4,bf16,... --rounds 12]
-    python -m studies bench reductions --memory [--ranks 2]
 
 Torch uses one thread. One JSON line per case. "bf16 hook" is a hook of five lines: to bfloat16, an all-reduce, a copy back.
 
-Time: ranks are threads of one process that run one at a time, so a thread's seconds, averaged over ranks, are computing time without waits
+Ranks are threads of one process that run one at a time, so a thread's seconds, averaged over ranks, are computing time without waits
 and transfers. `passes` is the median over rounds of a case's seconds to those of torch.add(a, b, out=c) on as many float32 elements, 12
 bytes each, in the same round. The cases are interleaved, in changing order. The mean is compared with the exact one.
-
-Memory: ranks are processes, joined by gloo. `settled` and `peak` are rank 0's bytes per element, as Linux counts them, after some steps and
-at most, in addition to the gradient: `settled` includes the residual. The C library returns freed memory at once.
 """
 
 import argparse
@@ -22,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket
-from sparsync.comm import GroupComm
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Comm, generator
 from sparsync.kernels import backend
@@ -45,10 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     rows: list[Row] = []
     for ranks in map(int, options.ranks.split(",")):
-        if options.memory:
-            found = {label: frame.memory(ranks, _prepare, label, options.n) for label in _labels(options.schemes)}
-        else:
-            found = _passes(LocalWorld(ranks).run(lambda comm: _measured(comm, options)))
+        found = _passes(LocalWorld(ranks).run(lambda comm: _measured(comm, options)))
         rows += [{"case": label, "ranks": ranks, "n": options.n, **each} for label, each in found.items()]
     about = {"rounds": options.rounds, "backend": backend(), **versions(), "machine": machine()}
     frame.write([row | about for row in rows])
@@ -61,7 +53,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--n", type=lambda text: int(float(text)), default=4_000_000, help="elements (default: 4e6)")
     add("--schemes", default=SCHEMES, help="by commas (default: formats of `quantized`, `two_shot`, `bf16`)")
     add("--rounds", type=int, default=12, help="in which every case is measured once (default: 12)")
-    add("--memory", action="store_true", help="measure memory in place of time")
     return parser.parse_args(arguments)
 
 
@@ -113,16 +104,3 @@ def _passes(ranks: Sequence[dict[str, Seconds]]) -> dict[str, Row]:
             "passes": statistics.median(own / plain for own, plain in seconds),
         }
     return found
-
-
-def _prepare(rank: int, label: str, n: int) -> tuple[int, Callable[[], Callable[[], object]]]:
-    """Prepare for `frame.memory`, after a small reduction that loads modules."""
-    comm = GroupComm()
-    _reduce(label, comm)(torch.ones(4096), 0)
-    grad = _given(n, rank)
-
-    def make() -> Callable[[], object]:
-        reduce, numbers = _reduce(label, comm), iter(range(1 << 30))
-        return lambda: reduce(grad, next(numbers))
-
-    return n, make
