@@ -21,7 +21,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -37,11 +37,11 @@ import sparsync_elastic as elastic
 from sparsync_lab import workloads
 from sparsync_lab.netlab import Delay, RunNetwork, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.report.format import significant
+from sparsync_lab.workers.descendants import descendants
 from studies import parts
 from studies.elastic.rank import serve
-from studies.elastic.supervisor import free_port
 from studies.trials import process
-from studies.trials.process import Entry, Seat, Tell, Worker, await_all, descendants_of, stop, take_seat
+from studies.trials.process import Entry, Seat, Tell, Worker, await_all, stop, take_seat
 
 PAGE = "docs/elastic.md"
 TIMEOUT_S, START_S = 10.0, 120.0
@@ -94,7 +94,7 @@ class Ranks:
     def __init__(self, net: RunNetwork, places: int, folder: Path, spec: Spec) -> None:
         self.folder, self.all, self.places = folder, list[Worker](), dict[int, Worker]()
         # The program that delays packets belongs to this process.
-        self._net, self._port = replace(net, forwarder=None), free_port()
+        self._net, self._port = replace(net, forwarder=None), net.free_port()
         self._spec = {**spec, "places": places, "address": f"{net.addresses[places]}:{self._port}"}
         store = Worker(self._seat(places), serve, self._port)
         self.all.append(store)
@@ -113,12 +113,12 @@ class Ranks:
         """Kill a rank; under torchrun kill the worker, not its agent."""
         killed = self.places[place]
         if self._spec["mode"] in UNDER_TORCHRUN:
-            _kill(descendants_of(killed.process.pid))
+            _kill(descendants(killed.process.pid))
         else:
             killed.stop()
 
     def stop(self) -> None:
-        workers = [pid for each in self.all if each.alive for pid in descendants_of(each.process.pid)]
+        workers = [pid for each in self.all if each.alive for pid in descendants(each.process.pid)]
         stop(self.all)
         _kill(workers)
 
@@ -138,7 +138,7 @@ class Ranks:
             time.sleep(0.2)
 
 
-def _kill(pids: Sequence[int]) -> None:
+def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -19,13 +19,9 @@ from studies.trials.page import Record
 
 def main(words: Sequence[str]) -> None:
     """Do the trials that the folder lacks, and print the tables of all or write them into the page."""
-    given = _options(words)
+    given = page.options("elastic", __doc__, jobs=1).parse_args(words)
     trials = [drawn(given.seed, number, given.timeout, given.only) for number in range(given.trials)]
     page.run("elastic", words, given, trials, lambda trial: tried(trial, given.timeout), content)
-
-
-def _options(words: Sequence[str]) -> Any:  # Any: argparse's
-    return page.options("elastic", __doc__, jobs=1).parse_args(words)
 
 
 def tried(trial: Trial, timeout_s: float) -> tuple[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import heapq
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +25,6 @@ RATE_BITS_PER_S = 1e10
 START_S = 60.0  # for all ranks to take their first step
 END_S = 40.0  # from the last event until the ranks' processes have ended
 STORE = 999  # the number of the first process of the store
-PORT = 29400
 
 
 @dataclass
@@ -100,7 +98,7 @@ class _Trial:
         self.struck: list[Struck] = []
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
-        self._port = PORT + trial.number % 1000 if links.limited else free_port()
+        self._port = links.free_port()
         self._start_store()
         for _ in range(trial.ranks):
             self._start_rank()
@@ -232,10 +230,3 @@ def observe(trial: Trial, timeout_s: float, rate_bits_per_s: float | None = RATE
         masses = {each.name: load(each) for each in folder.glob("mass*.pt")}
         left = {int(each.stem.removeprefix("left")): load(each) for each in folder.glob("left*.pt")}
         return TrialSeen(running.struck, [each.seen for each in running.ranks], masses, left)
-
-
-def free_port() -> int:
-    """Find a port on which nothing listens."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]

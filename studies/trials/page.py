@@ -60,7 +60,8 @@ def run(
         raise ValueError(f"--jobs must be above 0, got {given.jobs}")
     restart_with_rights("studies", [name, *words])
     key = [given.timeout, environment.versions()["commit"]]
-    done = {_text(each["trial"]): each for each in _read(given.out) if each["key"] == key}
+    earlier = json_lines.read(given.out / FILE_NAME, dict, "finished trial")
+    done = {_text(each["trial"]): each for each in earlier if each["key"] == key}
     missing = [each for each in trials if _text(asdict(each)) not in done]
     with ThreadPoolExecutor(given.jobs) as pool:
         waiting = {pool.submit(tried, each): each for each in missing}
@@ -78,10 +79,6 @@ def run(
     print(text)
     if given.page is not None:
         given.page.write_text(replaced(given.page, name, text))
-
-
-def _read(folder: Path) -> list[Record]:
-    return json_lines.read(folder / FILE_NAME, dict, "finished trial")
 
 
 def _text(trial: Any) -> str:  # Any: JSON

@@ -208,11 +208,3 @@ def stop(workers: Iterable[Worker]) -> None:
     """End all processes."""
     for each in workers:
         each.stop()
-
-
-def descendants_of(pid: int) -> list[int]:
-    """List the running descendants of a process."""
-    with suppress(OSError):
-        found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return found + [below for child in found for below in descendants_of(child)]
-    return []

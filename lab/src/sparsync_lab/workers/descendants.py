@@ -37,15 +37,15 @@ def die_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def descendants() -> set[int]:
-    """List the process ids of all descendants that have not been waited for."""
+def descendants(of: int | None = None) -> set[int]:
+    """List the ids of all descendants, of this process or another, that have not been waited for."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
             # The parent's number comes after the name in brackets, which may contain anything.
             children.setdefault(int(file.read_text().rpartition(")")[2].split()[1]), []).append(int(file.parent.name))
     found: set[int] = set()
-    new = [os.getpid()]
+    new = [of or os.getpid()]
     while new:
         new = [child for process in new for child in children.get(process, [])]
         found.update(new)
