@@ -47,26 +47,21 @@ def test_counted_traffic_is_the_cost_that_the_scheme_reports(text: str) -> None:
             )
         )
         assert record["bytes"] == [report.cost.nbytes for report in reports]
-        assert record["messages"] == [report.cost.messages for report in reports]
         assert record["local"] == [report.selected for report in reports]
-        assert record["union"] == reports[0].union == record["density"] * record["elements"]
+        assert record["union"] == reports[0].union
 
 
-def test_shares_of_energy_and_errors_add_up() -> None:
-    """Dense writes everything. micro writes the whole mean at its union, so that error squared and captured share the energy."""
+def test_dense_writes_all_energy_and_a_sparse_scheme_leaves_some_that_waits() -> None:
     found, (dense, micro) = records("dense,exact_micro", Synthetic(3, 2000))
-    assert [(each["step"], each["scheme"]) for each in found] == [
-        (s, name) for s in range(4) for name in ("dense", "exact_micro")
-    ]
+    assert [each["scheme"] for each in found] == 4 * ["dense", "exact_micro"]
     for each in found[::2]:
-        assert each["error"] < 1e-6
         assert each["captured"] == pytest.approx(1.0)
-        assert (each["residual_norm"], each["staleness_max"], each["asked"]) == (0.0, 0, 2000)
+        assert (each["staleness_max"], each["asked"]) == (0, 2000)
     for each in found[1::2]:
-        assert each["error"] ** 2 + each["captured"] == pytest.approx(1.0, abs=1e-6)
-        assert each["captured"] <= each["best"] + 1e-6
+        assert 0 < each["captured"] < 0.99
+        assert each["asked"] == 100
     settled = found[3::2]  # without the first step
-    assert (dense["after"], micro["after"], micro["asked"]) == (1, 1, 100)
+    assert (dense["after"], micro["after"]) == (1, 1)
     assert micro["bytes_max"] == max(max(each["bytes"]) for each in settled)
     assert micro["bits_mean"] == pytest.approx(sum(sum(each["bytes"]) for each in settled) * 8 / 9 / 2000)
     assert micro["staleness_max"] == max(each["staleness_max"] for each in settled) > 0
@@ -119,12 +114,11 @@ def test_gradients_of_a_job_are_those_of_the_dense_training(play: Path) -> None:
 
 def test_gradients_of_a_job_in_a_file_are_reduced_by_a_scheme_in_a_file() -> None:
     job = OfJob(workloads.get(f"{THIRD_PARTY}:LineFit", width=5), ranks=2, seed=0, steps=3)
-    found, (_, halved) = records(f"dense,{THIRD_PARTY}:Scaled:factor=0.5", job, steps=3)
-    assert [each["step"] for each in found] == [0, 0, 1, 1, 2, 2]
-    assert halved["elements"] == 6
-    assert all(each["error"] == pytest.approx(0.5) for each in found[1::2])
+    found, _ = records(f"dense,{THIRD_PARTY}:Scaled:factor=0.5", job, steps=3)
+    assert [each["elements"] for each in found] == 6 * [6]
+    assert all(each["captured"] == pytest.approx(0.25) for each in found[1::2])
 
 
 def test_a_step_without_any_gradient_has_no_shares() -> None:
     record = Observed(choice("topk"), 2, Synthetic(2, 20).layout).reduce(0, [torch.zeros(20), torch.zeros(20)])
-    assert (record["error"], record["captured"], record["residual_norm"]) == (None, None, 0.0)
+    assert record["captured"] is None

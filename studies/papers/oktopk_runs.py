@@ -15,6 +15,7 @@ from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, count_for
 from sparsync.schemes import State
+from sparsync.testing.world import flat_residual
 from sparsync_lab import workloads
 from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.traffic.observe import xi
@@ -148,8 +149,7 @@ def mean_residual(states: Sequence[State], layout: Sequence[ParameterSpan]) -> T
     """Compute the mean over ranks of the residuals, [n]."""
     total = torch.zeros(layout[-1].span.stop)
     for state in states:
-        if found := state.state_dict().get("residual"):
-            total += torch.cat([found.get(each.name, torch.zeros(len(each.span))) for each in layout])
+        total += flat_residual(state, layout, total)
     return total / len(states)
 
 

@@ -74,8 +74,6 @@ def summary(records: Sequence[Record], label: str) -> Record:
     captured, xi = ([each[name] for each in settled if each[name] is not None] for name in ("captured", "xi"))
     return {
         "scheme": records[0]["scheme"],
-        "elements": records[0]["elements"],
-        "asked": records[0]["asked"],
         "after": after,
         "density_error_mean": statistics.fmean(off),
         "density_error_worst": max(off),

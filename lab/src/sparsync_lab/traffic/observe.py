@@ -11,6 +11,7 @@ from sparsync import Bucket, Report
 from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, count_for
+from sparsync.testing.world import flat_residual
 from sparsync_lab.scheme_choice import SchemeChoice
 
 Record = dict[str, Any]  # Any: JSON
@@ -44,41 +45,32 @@ class Observed:
             gradient += each
         gradient /= len(gradients)
         mean = self._left / len(gradients) + gradient
-        local, union = [report.selected for report in reports], reports[0].union
+        local = [report.selected for report in reports]
+        self._update_residual(written)
         return {
-            "kind": "step",
             "scheme": self.choice.label,
-            "step": step,
             "elements": reports[0].elements,
             "asked": self.asked,
-            "union": union,
-            "density": reports[0].density,
+            "union": reports[0].union,
             "local": local,
             "imbalance": max(local) * len(local) / sum(local) if sum(local) else 1.0,
             "bytes": [cost.nbytes for cost in sent],
-            "messages": [cost.messages for cost in sent],
             "rounds": [cost.steps for cost in sent],
-            **_quality(mean, written, union),
+            "captured": _captured(mean, written),
             "xi": xi(mean, gradient, written, self.asked),
-            "residual_norm": self._update_residual(written),
             "staleness_max": int(self._age.max()),
         }
 
-    def _update_residual(self, written: Tensor) -> float:
-        """Read every rank's residual, update the waiting times, and return the norm over ranks and elements."""
-        waiting, square = torch.zeros_like(written, dtype=torch.bool), 0.0
+    def _update_residual(self, written: Tensor) -> None:
+        """Read every rank's residual, and update the waiting times."""
+        waiting = torch.zeros_like(written, dtype=torch.bool)
         self._left.zero_()
         for state in self._states:
-            found = state.state_dict().get("residual")
-            if found:
-                parts = [found.get(each.name, torch.zeros(len(each.span))) for each in self.layout]
-                residual = torch.cat(parts)
-                self._left += residual
-                square += float(torch.linalg.vector_norm(residual, dtype=torch.float64)) ** 2
-                waiting |= residual != 0
+            residual = flat_residual(state, self.layout, written)
+            self._left += residual
+            waiting |= residual != 0
         waiting &= written == 0
         self._age.add_(1).mul_(waiting)
-        return math.sqrt(square)
 
 
 def xi(mean: Tensor, gradient: Tensor, written: Tensor, k: int) -> float | None:
@@ -96,14 +88,7 @@ def xi(mean: Tensor, gradient: Tensor, written: Tensor, k: int) -> float | None:
     return float(torch.linalg.vector_norm(largest - written)) / norm
 
 
-def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
-    """Measure how much of `mean` [n] was written, and the most that `union` elements hold; None if there is nothing to write."""
+def _captured(mean: Tensor, written: Tensor) -> float | None:
+    """Compute the share of the energy of `mean` [n] that was written; None if there is nothing to write."""
     energy = float(mean.square().sum())
-    if not energy or not math.isfinite(energy):
-        return {"error": None, "captured": None, "best": None}
-    largest = mean.abs().topk(union, sorted=False).values if union < mean.numel() else mean
-    return {
-        "error": float(torch.linalg.vector_norm(mean - written)) / math.sqrt(energy),
-        "captured": float(written.double().square().sum()) / energy,
-        "best": float(largest.square().sum()) / energy,
-    }
+    return float(written.double().square().sum()) / energy if energy and math.isfinite(energy) else None
