@@ -252,10 +252,7 @@ def test_a_model_that_has_diverged_is_infinitely_perplexed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [
-        ("code", 1.03),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("code-10m", 10.8), ("code-86m", 86.0))),
-    ],
+    [("code", 1.03), pytest.param("code-10m", 10.8, marks=pytest.mark.slow)],
 )
 def test_the_models_of_code_have_the_size_they_are_named_after(name: str, millions: float, source: Path) -> None:
     model = workloads.get(name, data=str(source)).model(0)

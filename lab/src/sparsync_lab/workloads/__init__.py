@@ -71,19 +71,6 @@ WORKLOADS: dict[str, WorkloadEntry] = {
         "code with width 384, 6 layers and context 128, 10.8 M parameters: a second a step on one core",
         {"width": 384, "layers": 6, "heads": 6, "context": 128, "batch_size": 8, "windows": 256, "learning_rate": 7e-4},
     ),
-    "code-86m": WorkloadEntry(
-        "sparsync_lab.workloads.byte_level:Code",
-        "code in the shape of GPT-2 small, width 768, 12 layers and context 1024, 86.0 M parameters: for a GPU",
-        {
-            "width": 768,
-            "layers": 12,
-            "heads": 12,
-            "context": 1024,
-            "batch_size": 32,
-            "windows": 64,
-            "learning_rate": 4e-4,
-        },
-    ),
     "bible": WorkloadEntry(
         "sparsync_lab.workloads.bible:Bible",
         "held out: word-level model in the form of Llama on a Bible in modern English, 1.10 M parameters, AdamW, perplexity",
