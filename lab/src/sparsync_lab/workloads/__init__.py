@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base.registry import installed, locate, nearest
-from sparsync_lab.workloads.job_errors import JobError as JobError
 from sparsync_lab.workloads.job_errors import naming
-from sparsync_lab.workloads.store import DataMissingError as DataMissingError
 
 if TYPE_CHECKING:
-    from sparsync_lab.workloads.base import Workload as Workload
+    from sparsync_lab.workloads.base import Workload
 
 Option = int | float | str | bool
 
@@ -123,7 +121,12 @@ def get(name: str, **options: Option) -> "Workload":
     refuses, and for a class that lacks a method. A class that is no subclass of `Workload` needs `model`, `batch` and `loss`, and is
     wrapped: see `sparsync_lab.workloads.plain`.
     """
-    check_name(name)
+    known = summaries()
+    if not (":" in name or name.endswith(".py") or name in known):
+        raise ValueError(
+            f"unknown workload {name!r}; there are {', '.join(known)}, and others are given as package.module:Class or "
+            f"path/to/file.py:Class{nearest(name, known)}"
+        )
     entry = WORKLOADS.get(name)
     kind = locate(entry.spec if entry else name, "workload")
     plain = import_module("sparsync_lab.workloads.plain")
@@ -134,8 +137,8 @@ def get(name: str, **options: Option) -> "Workload":
     defaults = _defaults(kind)
     for option in options:
         if option not in defaults:
-            known = ", ".join(defaults) or "none"
-            raise ValueError(f"workload {name!r} has no option {option!r}; it has {known}{nearest(option, defaults)}")
+            has = ", ".join(defaults) or "none"
+            raise ValueError(f"workload {name!r} has no option {option!r}; it has {has}{nearest(option, defaults)}")
     given = {option: _converted(option, value, defaults[option]) for option, value in options.items()}
     for option, value in given.items() if entry else ():
         least = 0 if option in MAY_BE_ZERO else math.nextafter(0, 1)
@@ -143,16 +146,6 @@ def get(name: str, **options: Option) -> "Workload":
             raise ValueError(f"{option} must be {'0 or above' if least == 0 else 'above 0'}, got {value}")
     made = _made(kind, name, {**(entry.options if entry else {}), **given})
     return made if is_workload else plain.adapted(made, name)
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError, with the nearest name, if no workload has this name. Classes in modules or files are not looked up."""
-    known = summaries()
-    if not (":" in name or name.endswith(".py") or name in known):
-        raise ValueError(
-            f"unknown workload {name!r}; there are {', '.join(known)}, and others are given as package.module:Class or "
-            f"path/to/file.py:Class{nearest(name, known)}"
-        )
 
 
 def write_new(path: Path) -> str:
@@ -175,13 +168,6 @@ def write_new(path: Path) -> str:
         ) from error
     _, _, rest = text.partition("\nRun: ")
     return rest[: rest.index("\nIt ")]
-
-
-def __getattr__(name: str) -> object:
-    """Import the base class on first use, because its module imports torch."""
-    if name == "Workload":
-        return import_module("sparsync_lab.workloads.base").Workload
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _made(kind: type, name: str, options: Mapping[str, Option]) -> Any:  # Any: an object of that class
