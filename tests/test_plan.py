@@ -15,7 +15,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm import Cost
 from sparsync.comm.announcement import announcement_cost
 from sparsync.core import ParameterSpan, laid_out
-from sparsync.schemes import AutoProtect, SkipReduce, State, exact_exdyna, exact_micro, micro
+from sparsync.schemes import AutoProtect, State, exact_exdyna, exact_micro, micro
 from sparsync.schemes.exact_micro import ExactMiCRO
 from sparsync_lab import predict
 from sparsync_lab.predict.exchanges import Given
@@ -37,7 +37,7 @@ EXACT = (
 NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,skip_reduce:node_size=2:protect=*.bias"
 # What also depends on figures of the step.
 GIVEN = (
-    "skip_reduce:form=direct,skip_reduce:form=direct:protect=*.bias,auto_protect:observe_steps=1:share=0.3,exact_micro,"
+    "auto_protect:observe_steps=1:share=0.3,exact_micro,"
     "exact_micro:values=int4,micro,micro:bug_compatible=true,exact_exdyna,"
     "exact_exdyna:values=int4,exdyna"
 )
@@ -76,12 +76,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
 
 def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given: Given) -> Given:
     """`given` with the figures of a step."""
-    reports, P = recorded.reports, given.P
+    reports = recorded.reports
     if isinstance(scheme, AutoProtect):
         seen["protected"] = reports[0].details["protected"]
-    if isinstance(scheme, SkipReduce):
-        bucket = Bucket("b", torch.zeros(given.n), given.step or 0, given.layout)
-        seen["offsets"] = scheme._skip_plan(bucket, P).offsets
     if isinstance(scheme, ExactMiCRO):
         seen["selected"] = [report.selected for report in reports]
     return replace(given, figures=seen)

@@ -85,7 +85,7 @@ def assert_as_planned(seen: list[Contributed], n: int, P: int, plan: SkipPlan, f
     if form == "ring":
         assert_sent_as_planned(seen, ring_exchanges(n, FLOAT_NBYTES, P, plan.skip))
     else:
-        assert_sent_as_planned(seen, direct_exchanges(n, FLOAT_NBYTES, P, plan.offsets))
+        assert_sent_as_planned(seen, direct_exchanges(n, FLOAT_NBYTES, P, plan.skip))
     messages = 2 * (P - 1) - plan.skip
     assert sum(one.sent.nbytes for one in seen) == messages * n * FLOAT_NBYTES
     if n >= P:
@@ -134,7 +134,7 @@ def test_two_levels_leave_out_whole_nodes_of_each_shard(form: Form, G: int, N: i
         for plan, seen in zip(plans, reduce_marks(P, n, plans, form, node_size=G), strict=True):
             for shard in spans(n, G):
                 assert_nodes_as_planned(seen, shard, G, N, plan)
-            assert_sent_as_planned(seen, hierarchical_exchanges(n, FLOAT_NBYTES, P, G, form, plan.offsets))
+            assert_sent_as_planned(seen, hierarchical_exchanges(n, FLOAT_NBYTES, P, G, form, plan.skip))
 
 
 def assert_nodes_as_planned(seen: list[Contributed], shard: Span, G: int, N: int, plan: SkipPlan) -> None:

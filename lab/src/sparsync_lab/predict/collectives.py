@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsync.collectives.skipping import SkipPlan, chunks_of, first_offsets, skips
+from sparsync.collectives.skipping import chunks_of
 from sparsync.collectives.sparse_allreduce import COUNT_NBYTES, ElementCodec
 from sparsync.collectives.values import Quantizer, takes_little_more
 from sparsync.comm.channels import LENGTH_NBYTES
-from sparsync.comm.metered import all_to_all_cost
 from sparsync.core import Cost
 from sparsync_lab.predict.exchanges import (
     NOTHING,
@@ -126,33 +125,19 @@ def _ring_cost(count: int, element_nbytes: int, P: int, first: int, skip: int, a
     return Cost(steps, whole + part, element_nbytes * sent)
 
 
-def direct_exchanges(
-    count: int, element_nbytes: int, P: int, offsets: Sequence[int], always: int = 0
-) -> list[Exchange]:
-    """List the all-to-all and the ring all-gather of `all_reduce_` in the direct form."""
+def direct_exchanges(count: int, element_nbytes: int, P: int, skip: int, always: int = 0) -> list[Exchange]:
+    """List the all-to-all and the ring all-gather of `all_reduce_` in the direct form, with a ring's offsets."""
     if P == 1:
         return []
-    ring, gathered = ring_exchanges(count, element_nbytes, P, len(offsets), always)
+    ring, gathered = ring_exchanges(count, element_nbytes, P, skip, always)
     scattered = replace(ring, kind="all_to_all", rounds=1, peers="all")
-    if tuple(offsets) != first_offsets(len(offsets)):
-        # The set decides which of the longer chunks a rank leaves out, so look at each rank.
-        plan = SkipPlan(tuple(offsets))
-        cost = _busiest_of(_scattered_cost(count, element_nbytes, P, rank, plan, always) for rank in range(P))
-        scattered = replace(scattered, nbytes=cost.nbytes, messages=cost.messages)
     first = chunks_of(count, P, always)[0]
-    received = (P - 1 - len(offsets)) * len(first.span) + len(offsets) * len(first.always)
+    received = (P - 1 - skip) * len(first.span) + skip * len(first.always)
     return [replace(scattered, received=element_nbytes * received), gathered]
 
 
-def _scattered_cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan, always: int) -> Cost:
-    chunks = chunks_of(count, P, always)
-    sent = [chunks[(owner + plan.shift) % P].sent(skips(rank, owner, P, plan)) for owner in range(P)]
-    lengths = [len(span) * (owner != rank) for owner, span in enumerate(sent)]
-    return all_to_all_cost([element_nbytes * length for length in lengths], rank)
-
-
 def hierarchical_exchanges(
-    count: int, element_nbytes: int, P: int, node_size: int, form: str, offsets: Sequence[int], always: int = 0
+    count: int, element_nbytes: int, P: int, node_size: int, form: str, skip: int, always: int = 0
 ) -> list[Exchange]:
     """List the exchanges of `hierarchical_all_reduce_`; `form` is the one used between nodes."""
     nodes = P // node_size
@@ -161,12 +146,12 @@ def hierarchical_exchanges(
     chunk = chunks_of(count, node_size, always)[0]
     held, protected = len(chunk.span), len(chunk.always)
     if form == "ring":
-        between = ring_exchanges(held, element_nbytes, nodes, len(offsets), protected, "nodes")
+        between = ring_exchanges(held, element_nbytes, nodes, skip, protected, "nodes")
     else:
         # Over a SubsetComm, an all-to-all is P-1 sequential messages.
         between = [
             replace(each, kind="send_recv", rounds=nodes - 1, peers="nodes")
-            for each in direct_exchanges(held, element_nbytes, nodes, offsets, protected)
+            for each in direct_exchanges(held, element_nbytes, nodes, skip, protected)
         ]
     return [first, *between, last]
 

@@ -10,7 +10,7 @@ from functools import singledispatch
 import torch
 
 from sparsync import ErrorFeedbackScheme, Scheme, Steps
-from sparsync.collectives.skipping import first_offsets, skip_count
+from sparsync.collectives.skipping import skip_count
 from sparsync.core import ParameterSpan, count_for, laid_out, matches, spans
 from sparsync.schemes.auto_protect import AutoProtect
 from sparsync.schemes.dense import Dense
@@ -168,23 +168,23 @@ def _(scheme: Dense, given: Given) -> Plan:
 
 @form.register
 def _(scheme: SkipReduce, given: Given) -> Plan:
-    """Plan a step. Figures: the number of "protected" elements, and the "offsets" that the direct form draws.
+    """Plan a step. Figure: the number of "protected" elements.
 
-    By default the offsets are a ring's. If P divides both the protected elements and the others, all sets send the same amount.
+    The direct form, which draws sets of offsets, is planned with a ring's. If P divides both the protected elements and the others, all
+    sets send the same amount.
     """
     n, P, nbytes = given.n, given.P, given.itemsize
     named = sum(len(entry.span) for entry in given.layout if matches(entry.name, scheme.protect))
     always = given.figures.get("protected", named)
     skip = skip_count(scheme.skip, max(1, P // scheme.node_size))
-    offsets = given.figures.get("offsets", first_offsets(skip))
     if scheme.node_size > 1 and P > 1:
         if P % scheme.node_size:
             raise ValueError(f"node_size must divide the {P} ranks, got {scheme.node_size}")
-        exchanges = hierarchical_exchanges(n, nbytes, P, scheme.node_size, scheme.form, offsets, always)
+        exchanges = hierarchical_exchanges(n, nbytes, P, scheme.node_size, scheme.form, skip, always)
     elif scheme.form == "ring":
-        exchanges = ring_exchanges(n, nbytes, P, len(offsets), always)
+        exchanges = ring_exchanges(n, nbytes, P, skip, always)
     else:
-        exchanges = direct_exchanges(n, nbytes, P, offsets, always)
+        exchanges = direct_exchanges(n, nbytes, P, skip, always)
     return planned(given, exchanges, n * given.value_nbytes * scheme.feedback, accumulate=scheme.feedback)
 
 
