@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sparsync import Bucket
-from sparsync.base import scheme_text
 from sparsync.core import count_for, spans
 from sparsync.feedback import Accumulator
 from sparsync.schemes.exact_micro import ROW, sample_points, sample_stride
@@ -24,12 +23,10 @@ from sparsync.selection.shares import equal_shares
 from sparsync_lab import workloads
 from sparsync_lab.frontier.figures import MethodRow, panels
 from sparsync_lab.frontier.study import FrontierStudy, complete
-from sparsync_lab.predict import Given, plan_of
-from sparsync_lab.predict.network import Link, Nodes
-from sparsync_lab.predict.step_time import Ranks, even_backward, serial
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.simulate import setup as setups
+from sparsync_lab.simulate.model import predict
 from sparsync_lab.traffic.observe import Observed
 from sparsync_lab.traffic.stream import OfJob, Stream, Synthetic
 from studies import parts
@@ -228,19 +225,13 @@ def trained(folder: Path) -> list[MethodRow]:
 def step_ms(preset: str, name: str, P: int, imbalance: float | None = None) -> float:
     """Predict a step on the hardware of a set-up; `imbalance`: the largest share over the mean, measured after settling."""
     setup = setups.read(preset)
-    job, links, memory = setup.job, setup.network, setup.memory
-    inside = Link(links.inside_gbit_per_s * 1e9, links.inside_latency_us * 1e-6) if links.ranks_per_node > 1 else None
-    between = Link(links.gbit_per_s * 1e9, links.latency_us * 1e-6).times(links.efficiency)
-    network = Nodes(between, links.ranks_per_node, inside, links.all_reduce, links.rings)
     density = {} if name == "dense" else {"density": setup.scheme[-1].settings["density"]}
     figures = {}
     if imbalance is not None:
-        union = count_for(density["density"], job.elements)
+        union = count_for(density["density"], setup.job.elements)
         most = round(imbalance * union / P)
         figures = {"selected": [most, *(len(span) for span in spans(union - most, P - 1))]}
-    plan = plan_of(scheme_text.made(name, density), Given(job.elements, P, job.itemsize, figures=figures))
-    seconds = Ranks(P, network, lambda each: each.passes / (memory.gb_per_s * 1e9)).seconds(plan)
-    return 1e3 * serial(even_backward([job.elements], job.forward_s, job.backward_s), [seconds]).step_s
+    return 1e3 * predict(setup, setups.Entry(name, name, density), P, figures=figures).step_s
 
 
 def step_times(preset: str, ranks: Sequence[int], first: Mapping[int, Mapping[str, Course]]) -> dict[str, list[float]]:

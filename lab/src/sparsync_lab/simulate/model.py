@@ -1,11 +1,14 @@
 """Predict the step of a set-up with `predict.step_time`, from the network, plan and backward pass that its file describes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sparsync.base import scheme_text
+from sparsync_lab.predict.exchanges import Given
 from sparsync_lab.predict.network import Link, Nodes
-from sparsync_lab.predict.schemes import plan
+from sparsync_lab.predict.schemes import plan_of
 from sparsync_lab.predict.step_time import Ranks, even_backward, overlapped, periodic, serial
 from sparsync_lab.simulate.setup import Entry, NetworkSettings, SetUp
 
@@ -24,7 +27,13 @@ class Predicted:
     throughput: float  # of all ranks, in the job's unit per second
 
 
-def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: float | None = None) -> Predicted:
+def predict(
+    setup: SetUp,
+    entry: Entry,
+    ranks: int | None = None,
+    gbit_per_s: float | None = None,
+    figures: Mapping[str, Any] | None = None,  # as of Given
+) -> Predicted:
     """Predict the step of one scheme; `ranks` and `gbit_per_s` override the set-up's."""
     job, P, rate = setup.job, ranks or setup.job.ranks, gbit_per_s or setup.network.gbit_per_s
     memory_s = 1 / (setup.memory.gb_per_s * 1e9) if setup.memory.gb_per_s else 0.0  # per byte
@@ -33,7 +42,8 @@ def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: fl
     buckets = max(1, math.ceil(job.elements * job.itemsize / (job.bucket_mb * 2**20))) if job.bucket_mb else 1
     count = entry.fragments if entry.every > 1 else buckets
     n = job.elements // count
-    made = plan(scheme_text.made(entry.name, dict(entry.settings)), n, P, itemsize=job.itemsize)
+    given = Given(n, P, job.itemsize, figures=figures or {})
+    made = plan_of(scheme_text.made(entry.name, dict(entry.settings)), given)
     backward = even_backward([n] * count, job.forward_s, job.backward_s, job.optimizer_s)
     reduce_s = [group.seconds(made)] * count
     if entry.every > 1:
