@@ -1,7 +1,6 @@
 """The closed form of every scheme is what the messages of its algorithm add up to, exchange by exchange, on the busiest rank."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -15,8 +14,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm import Cost
 from sparsync.comm.announcement import announcement_cost
 from sparsync.core import ParameterSpan, laid_out
-from sparsync.schemes import AutoProtect, State, exact_exdyna, exact_micro, micro
-from sparsync.schemes.exact_micro import ExactMiCRO
+from sparsync.schemes import AutoProtect, State
 from sparsync_lab import predict
 from sparsync_lab.predict.exchanges import Given
 from sparsync_lab.predict.schemes import measurement
@@ -36,11 +34,7 @@ EXACT = (
 )
 NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,skip_reduce:node_size=2:protect=*.bias"
 # What also depends on figures of the step.
-GIVEN = (
-    "auto_protect:observe_steps=1:share=0.3,exact_micro,"
-    "exact_micro:values=int4,micro,micro:bug_compatible=true,exact_exdyna,"
-    "exact_exdyna:values=int4,exdyna"
-)
+GIVEN = "auto_protect:observe_steps=1:share=0.3,micro,micro:bug_compatible=true,exdyna"
 QUICK = ((3, 997), (5, 12))
 WORLDS = ((1, 97), (4, 2), (8, 5000), (13, 1), (64, 2048))
 
@@ -52,43 +46,18 @@ def layout_of(n: int) -> tuple[ParameterSpan, ...]:
     return laid_out([("m.weight", (a, b)), ("m.bias", (bias,)), ("rest", n - a * b - bias)])
 
 
-@contextmanager
-def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any: as Given.figures
-    """Note what the reports of a step do not tell: how selections lie in partitions."""
-    seen: dict[str, Any] = {}
-
-    def counts(*args: Any) -> list[int]:
-        seen["selected"] = exchanged(*args)
-        return seen["selected"]
-
-    def positions(levels: Any, index: Any, counts: Any, lengths: Any, comm: Any) -> Any:
-        seen["lengths"] = list(lengths)
-        return gather_positions(levels, index, counts, lengths, comm)
-
-    gather_positions = exact_micro.gather_positions
-    exchanged = micro.exchange_counts
-    with monkeypatch.context() as patch:
-        patch.setattr(micro, "exchange_counts", counts)
-        for module in (exact_micro, exact_exdyna):
-            patch.setattr(module, "gather_positions", positions)
-        yield seen
-
-
-def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given: Given) -> Given:
+def given_of(scheme: Scheme, recorded: RecordedStep, given: Given) -> Given:
     """`given` with the figures of a step."""
     reports = recorded.reports
     if isinstance(scheme, AutoProtect):
-        seen["protected"] = reports[0].details["protected"]
-    if isinstance(scheme, ExactMiCRO):
-        seen["selected"] = [report.selected for report in reports]
-    return replace(given, figures=seen)
+        return replace(given, figures={"protected": reports[0].details["protected"]})
+    return replace(given, figures={"selected": [report.selected for report in reports]})
 
 
 def check(
     choice: SchemeChoice,
     P: int,
     n: int,
-    monkeypatch: pytest.MonkeyPatch,
     given_figures: bool,
     steps: int = 2,
     dtype: torch.dtype = torch.float32,
@@ -97,14 +66,13 @@ def check(
     drawn = torch.randn(steps, P, n, generator=torch.Generator().manual_seed(7 * P + n))
     drawn *= torch.linspace(0.2, 3.0, n)
     for step in range(steps):
-        with figures(monkeypatch) as seen:
-            recorded = recorded_step(made, [each.to(dtype, copy=True) for each in drawn[step]], step, layout)
+        recorded = recorded_step(made, [each.to(dtype, copy=True) for each in drawn[step]], step, layout)
         for rank, report in enumerate(recorded.reports):
             assert report.cost == recorded.counted(rank), f"{choice.label}: the report of rank {rank}"
         if step == 0:  # of which warm-ups consist
             continue
         given, scheme = Given(n, P, dtype.itemsize, layout, step), made[0].scheme
-        plan = predict.plan_of(scheme, given_of(scheme, recorded, seen, given) if given_figures else given)
+        plan = predict.plan_of(scheme, given_of(scheme, recorded, given) if given_figures else given)
         where = f"{choice.label}, P = {P}, n = {n}, step {step}"
         assert list(plan.exchanges) == busiest(recorded, plan.exchanges), where
         most = [max(cost) for cost in zip(*(astuple(report.cost) for report in recorded.reports), strict=True)]
@@ -139,25 +107,21 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("choice", "given_figures", "worlds"), TABLE)
-def test_the_closed_form_is_what_is_counted(
-    choice: SchemeChoice, given_figures: bool, worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_closed_form_is_what_is_counted(choice: SchemeChoice, given_figures: bool, worlds: Any) -> None:
     for P, n in worlds:
-        check(choice, P, n, monkeypatch, given_figures)
+        check(choice, P, n, given_figures)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("choice", "given_figures", "worlds"), LARGE)
-def test_the_closed_form_is_what_is_counted_to_64_ranks(
-    choice: SchemeChoice, given_figures: bool, worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_closed_form_is_what_is_counted_to_64_ranks(choice: SchemeChoice, given_figures: bool, worlds: Any) -> None:
     for P, n in worlds:
-        check(choice, P, n, monkeypatch, given_figures, steps=3)
+        check(choice, P, n, given_figures, steps=3)
 
 
 @pytest.mark.parametrize("choice", cases("dense,topk,two_shot,skip_reduce:feedback=true,onebit_adam:warmup_steps=1"))
-def test_gradients_in_16_bits_are_what_is_counted(choice: SchemeChoice, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(choice, 3, 997, monkeypatch, given_figures=False, dtype=torch.bfloat16)
+def test_gradients_in_16_bits_are_what_is_counted(choice: SchemeChoice) -> None:
+    check(choice, 3, 997, given_figures=False, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("P", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])

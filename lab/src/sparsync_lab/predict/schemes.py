@@ -296,19 +296,18 @@ def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dty
 
 @form.register
 def _(scheme: ExactMiCRO, given: Given) -> Plan:
-    """Plan a step of ExactMiCRO or ExactExDyna. Figures, by rank: the numbers "selected", and the "lengths" of the partitions."""
+    """Plan a step of ExactMiCRO or ExactExDyna."""
     n, P, t = given.n, given.P, given.step or 0
-    lengths, selected = given.figures.get("lengths"), given.figures.get("selected")
     # Assume equal counts: partitions of mixed rows hold the same number of elements, and adjacent ones have the same length.
     total = budget(scheme.density, n, t)
     if isinstance(scheme, ExactExDyna):
         levels = 1
-        lengths = lengths or by_rank([len(span) for span in spans(n, P)], t)
-        selected = selected or equal_shares(lengths, total, t // P)
+        lengths = by_rank([len(span) for span in spans(n, P)], t)
+        selected = equal_shares(lengths, total, t // P)
     else:
         levels = len(SAMPLE_POINTS)
-        lengths = lengths or by_rank(BlockCyclic(n, P, ROW).lengths(), t)
-        selected = selected or [len(span) for span in spans(total, P)]
+        lengths = by_rank(BlockCyclic(n, P, ROW).lengths(), t)
+        selected = [len(span) for span in spans(total, P)]
     head = LEVEL_NBYTES * levels
     sizes = packet_tally(selected, lengths, lambda k, length: head + fixed_length_nbytes(k, length))
     return _at_union(scheme, given, [all_gather_exchange(sizes)], total, max(lengths))
@@ -316,10 +315,10 @@ def _(scheme: ExactMiCRO, given: Given) -> Plan:
 
 @form.register
 def _(scheme: MiCRO, given: Given) -> Plan:
-    """Plan a step of MiCRO or ExDyna with a settled threshold. Figures as ExactMiCRO's."""
+    """Plan a step of MiCRO or ExDyna with a settled threshold. Figure: the numbers "selected", by rank."""
     n, P = given.n, given.P
     selected = given.figures.get("selected")
-    examined = max(given.figures.get("lengths") or near_equal(n, P))
+    examined = max(near_equal(n, P))
     if selected is None:
         union = count_for(scheme.density, n)
         # Estimate the fullest partition. Partitions that follow the loads hold equal numbers.
