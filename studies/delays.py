@@ -25,7 +25,7 @@ from torch.optim import AdamW
 
 from sparsync import LocalSteps, Options, Scheme, Steps, attach
 from sparsync.base.registry import nearest
-from sparsync.core import ParameterSpan, Span, generator
+from sparsync.core import ParameterSpan, Span
 from sparsync_lab.netlab import Delay, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.predict import plan
 from sparsync_lab.predict.schemes import agreement
@@ -35,6 +35,7 @@ from sparsync_lab.workers.process import Emit, Place
 from studies import parts
 from studies.bench import frame
 from studies.bench.frame import TIMEOUT_S, Row
+from studies.bench.steps import Given
 
 PAGE, PART = "docs/far_links.md", "delays"
 P, LINK = 4, "1gbit"
@@ -67,18 +68,9 @@ SEVERAL = {f"{name}_{BUCKETS}": name for name in ("ddp", "dense", "topk", "two_s
 CASES = (*OWN, *GRADIENTS, *EXCHANGES, *SEVERAL)
 
 
-class Matrices(nn.Module):
-    """Matrices of equal size whose gradients are given numbers, at almost no cost."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(ROWS, ELEMENTS // ROWS)) for _ in range(count))
-        source = generator(0, "delays", dist.get_rank())
-        self.gradients = [torch.randn(ROWS, ELEMENTS // ROWS, generator=source) for _ in range(count)]
-
-    def forward(self) -> Tensor:
-        """Compute a loss whose gradient is `gradients`."""
-        return torch.stack([(part * grad).sum() for part, grad in zip(self.parts, self.gradients, strict=True)]).sum()
+def _matrices(count: int) -> Given:
+    """Make a model of matrices of equal size, one to a bucket."""
+    return Given(nn.ParameterList(torch.zeros(ROWS, ELEMENTS // ROWS) for _ in range(count)), dist.get_rank())
 
 
 @dataclass
@@ -186,7 +178,7 @@ def _case(name: str) -> DelayCase:
         return _exchanging(name)
     buckets, method = (BUCKETS, SEVERAL[name]) if name in SEVERAL else (1, name)
     # DDP closes a bucket once it holds this much.
-    model = DistributedDataParallel(Matrices(buckets), bucket_cap_mb=ELEMENTS * 4 / 2**20)
+    model = DistributedDataParallel(_matrices(buckets), bucket_cap_mb=ELEMENTS * 4 / 2**20)
     handle = None
     if method != "ddp":
         handle = attach(model, _scheme(GRADIENTS[method]), options=Options(timeout_s=TIMEOUT_S, join_mb=0))
@@ -194,7 +186,7 @@ def _case(name: str) -> DelayCase:
     def backward(without: AbstractContextManager[object]) -> None:
         with without:
             model.zero_grad()
-            model().backward()
+            model(0).backward()
         if handle is not None:
             handle.take_reports()
 
@@ -209,10 +201,10 @@ def _summed(gradient: Tensor) -> None:
 def _exchanging(name: str) -> DelayCase:
     """Make the case of a bare model that exchanges AdamW's steps, or its weights after every step."""
 
-    def trained(model: Matrices, optimizer: AdamW) -> Callable[[], None]:
+    def trained(model: Given, optimizer: AdamW) -> Callable[[], None]:
         def step() -> None:
             optimizer.zero_grad()
-            model().backward()
+            model(0).backward()
             optimizer.step()
 
         return step
@@ -222,7 +214,7 @@ def _exchanging(name: str) -> DelayCase:
         "steps_measured": Steps(measure_every=1, check_weights_every=0),
         "local_steps": LocalSteps(every=1, check_weights_every=0),
     }
-    models = [Matrices(1) for _ in range(2)]
+    models = [_matrices(1) for _ in range(2)]
     (model, optimizer), alone = [(each, AdamW(each.parameters(), lr=1e-4)) for each in models]
     attach(model, _scheme(TWO_SHOT), optimizer=optimizer, exchange=ways[name], options=Options(timeout_s=TIMEOUT_S))
     return DelayCase(name, trained(model, optimizer), trained(*alone))
