@@ -5,9 +5,8 @@
 
 Every result is first compared with the reference, and a wrong one ends the run. The cases of a backend are interleaved; a cell is the
 median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two vectors and writes
-one. Every case must move as many bytes of whole vectors, so the plain pass is the memory's limit. In brackets is the desired ratio for n >=
-10^7 (10^8 on a GPU) on an idle machine. The clock is the processor time of the single thread, or on a GPU the wall time between two moments
-at which the device is idle, so that launches and host syncs count.
+one. Every case must move as many bytes of whole vectors, so the plain pass is the memory's limit. The clock is the processor time of the
+single thread, or on a GPU the wall time between two moments at which the device is idle, so that launches and host syncs count.
 """
 
 import argparse
@@ -31,8 +30,6 @@ from studies.bench import frame
 WARM = 0.97  # of the last step's smallest selected magnitude: the bound for the next step
 CEILING = "plain pass"
 DENSITY = 0.01  # to select
-LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which targets apply
-TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # for an exact top-k with a bound
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ class KernelCase:
     name: str
     run: Callable[[], Any]  # Any: what `check` takes
     check: Callable[[Any], bool]
-    target: float | None = None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -85,7 +81,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _table(n: int, options: argparse.Namespace) -> str:
-    """Format the ratios to the plain pass of each backend, with the targets in brackets."""
+    """Format the ratios to the plain pass of each backend."""
     gpu = options.device == "cuda"
     backends = [each for each in kernels.backends() if each.startswith("triton" if gpu else "cpp/")]
     columns = list(zip(*(_cells(each, n, options) for each in backends), strict=True))
@@ -116,8 +112,7 @@ def _cells(backend: str, n: int, options: argparse.Namespace) -> list[tuple[str,
     cells = list[tuple[str, str]]()
     for case, seconds in zip(cases, found, strict=True):
         ratio = statistics.median(own / other for own, other in zip(seconds, plain, strict=True))
-        target = f" ({case.target})" if case.target and n >= LARGE[options.device] else ""
-        cells.append((case.name, f"{ratio:.2f}{target}"))
+        cells.append((case.name, f"{ratio:.2f}"))
     return [*cells, ("the plain pass, GB/s", f"{12e-9 * n / statistics.median(plain):.1f}")]
 
 
@@ -139,7 +134,6 @@ def _data(n: int, device: str) -> Data:
 
 
 def _cases(data: Data) -> list[KernelCase]:
-    target = TARGETS.get(kernels.backend())
     k, residual, grad, warm = data.k, data.residual, data.grad, WARM * data.threshold
     warm_beside = WARM * float(data.beside.value.abs().min())
     partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as ExactMiCRO's
@@ -178,7 +172,6 @@ def _cases(data: Data) -> list[KernelCase]:
             "TopK: accumulate_top_k, by the last step's bound",
             lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm),
             is_as(data.top),
-            target,
         ),
         KernelCase(
             "TopK: accumulate_top_k, by a sample",
@@ -189,7 +182,6 @@ def _cases(data: Data) -> list[KernelCase]:
             "Ok-Topk: accumulate_top_k_nonzero, a quarter skipped",
             lambda: kernels.accumulate_top_k_nonzero(residual, grad, k, residual, data.skip, warm_beside),
             is_as(data.beside),
-            target,
         ),
         KernelCase(
             "ExactMiCRO: accumulate_top_k_of_rows, one partition of four",
