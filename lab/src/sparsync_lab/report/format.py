@@ -77,18 +77,14 @@ def target_text(run: "Run") -> str:
     return f"{run.metric} {run.target:g}{percent(run)}"
 
 
-def delay_text(delay: "Delay") -> str:
-    """Format the delay: "25 ms one way", with its jitter if any; "" without a delay."""
-    if not delay:
-        return ""
-    jitter = f" +- {1e3 * delay.jitter_s:g}" if delay.jitter_s else ""
-    return f"{1e3 * delay.one_way_s:g}{jitter} ms one way"
-
-
 def links_text(up_bits_per_s: float | None, down_bits_per_s: float | None, delay: "Delay | None" = None) -> str:
-    """Format the links: "100 Mbit/s links, 25 ms one way", or by direction if they differ; "" without limits."""
+    """Format the links: "100 Mbit/s links, 25 ms one way", or by direction if they differ; "" without limits.
+
+    A delay has its jitter if any: "25 +- 5 ms one way".
+    """
     if delay:
-        return f"{links_text(up_bits_per_s, down_bits_per_s)}, {delay_text(delay)}"
+        jitter = f" +- {1e3 * delay.jitter_s:g}" if delay.jitter_s else ""
+        return f"{links_text(up_bits_per_s, down_bits_per_s)}, {1e3 * delay.one_way_s:g}{jitter} ms one way"
     if up_bits_per_s is None or down_bits_per_s is None:
         return ""
     if up_bits_per_s == down_bits_per_s:
