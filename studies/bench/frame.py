@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import spawn
 
 from sparsync_lab.netlab import RunNetwork
 from sparsync_lab.progress import Progress
-from sparsync_lab.workers.group import worker_group
-from sparsync_lab.workers.process import Emit
+from sparsync_lab.workers.group import Here
+from sparsync_lab.workers.process import Emit, Message
 from studies import parts
 
 Case = TypeVar("Case")
@@ -65,12 +65,14 @@ def of_ranks(task: str, spec: Mapping[str, Any], links: RunNetwork) -> list[Row]
     """Run `task` with `spec` on every rank of `links`, and collect rank 0's rows. Raises RankFailedError."""
     rows: list[Row] = []
     shown = Progress("measurements", announced=True)
-    with worker_group(task, spec, links, TIMEOUT_S) as workers:
-        for message in workers.messages():
-            if message["kind"] == "row":
-                rows.append(message["row"])
-            elif message["kind"] == "measured":
-                shown.at(message["done"], total=message["total"])
+
+    def take(message: Message) -> None:
+        if message["kind"] == "row":
+            rows.append(message["row"])
+        elif message["kind"] == "measured":
+            shown.at(message["done"], total=message["total"])
+
+    Here(links, TIMEOUT_S).run(task, spec, take)
     return rows
 
 

@@ -57,62 +57,6 @@ class Worker:
         return self.error is not None or bool(self.rank.status) or (ended and not self.done)
 
 
-@dataclass
-class WorkerGroup:
-    """The running ranks. `messages` yields what rank 0 sends until all have ended."""
-
-    ranks: Ranks
-    workers: Sequence[Worker]
-    silence_s: float  # the ranks count as hung after so long without a message
-
-    def messages(self) -> Iterator[Message]:
-        """Yield every message of rank 0 as it arrives.
-
-        Raises RankFailedError for the first failed rank, after a moment for the others to report their errors.
-        """
-        first: Worker | None = None
-        while self.ranks.busy and not self.ranks.stopped:
-            self.ranks.turn(self._silence_ends() if first is None else math.inf)
-            if first is not None:
-                continue
-            for worker in self.workers:
-                while worker.messages:
-                    yield worker.messages.popleft()
-            first = next((worker for worker in self.workers if worker.failed), None)
-            if first is not None:
-                self.ranks.stop_later()
-            elif self.ranks.busy and time.monotonic() >= self._silence_ends():
-                raise RankFailedError(
-                    f"no rank has sent a message for {self.silence_s:g} s; they hang, or steps are longer: raise --timeout"
-                )
-        if first is not None:
-            raise RankFailedError(diagnosis(self.workers, first))
-
-    def _silence_ends(self) -> float:
-        return max(worker.heard_at for worker in self.workers) + self.silence_s
-
-
-@contextmanager
-def worker_group(
-    task: str,
-    spec: Mapping[str, Any],  # Any: JSON
-    links: RunNetwork,
-    timeout_s: float,
-) -> Iterator[WorkerGroup]:
-    """Start a worker process per rank of `links`, each at its link; none is left when the block ends.
-
-    Every worker calls `task`, "package.module:function", with `spec`, its Place and a function that sends messages.
-    `timeout_s` limits one operation of a rank; a group without messages for twice as long counts as hung.
-    """
-    with TemporaryDirectory(prefix=PREFIX) as made, Ranks(GRACE_S) as ranks:
-        folder = Path(made)
-        rendezvous = str(folder / "rendezvous")
-        order = Order(task, dict(spec), links.interface, links.limited, rendezvous, timeout_s).encoded()
-        count = len(links.addresses)
-        workers = [_start(ranks, order, links, folder, place) for place in range(count)]
-        yield WorkerGroup(ranks, workers, silence_s=2 * timeout_s)
-
-
 @dataclass(frozen=True)
 class Here:
     """Ranks that this program starts on this machine, with the interface of `hosts.Hosts`."""
@@ -128,10 +72,38 @@ class Here:
         """Do nothing: all ranks come from this program."""
 
     def run(self, task: str, spec: Mapping[str, Any], take: Emit) -> None:  # Any: JSON
-        """Run `task` on all ranks, and pass rank 0's messages to `take`. Raises RankFailedError."""
-        with worker_group(task, spec, self.links, self.timeout_s) as workers:
-            for message in workers.messages():
-                take(message)
+        """Run a task on all ranks, each a process at its link, and pass rank 0's messages to `take`; no process is left.
+
+        Every rank calls `task`, "package.module:function", with `spec`, its Place and a function that sends messages. `timeout_s` limits
+        one operation of a rank; if no rank sends a message for twice as long, they count as hung.
+        Raises RankFailedError for the first failed rank, after a moment for the others to report their errors.
+        """
+        links = self.links
+        with TemporaryDirectory(prefix=PREFIX) as made, Ranks(GRACE_S) as ranks:
+            folder = Path(made)
+            rendezvous = str(folder / "rendezvous")
+            order = Order(task, dict(spec), links.interface, links.limited, rendezvous, self.timeout_s).encoded()
+            workers = [_start(ranks, order, links, folder, place) for place in range(len(links.addresses))]
+            first: Worker | None = None
+            while ranks.busy and not ranks.stopped:
+                ranks.turn(self._silence_ends(workers) if first is None else math.inf)
+                if first is not None:
+                    continue
+                for worker in workers:
+                    while worker.messages:
+                        take(worker.messages.popleft())
+                first = next((worker for worker in workers if worker.failed), None)
+                if first is not None:
+                    ranks.stop_later()
+                elif ranks.busy and time.monotonic() >= self._silence_ends(workers):
+                    raise RankFailedError(
+                        f"no rank has sent a message for {2 * self.timeout_s:g} s; they hang, or steps are longer: raise --timeout"
+                    )
+            if first is not None:
+                raise RankFailedError(diagnosis(workers, first))
+
+    def _silence_ends(self, workers: Sequence[Worker]) -> float:
+        return max(worker.heard_at for worker in workers) + 2 * self.timeout_s
 
 
 @contextmanager
@@ -157,7 +129,7 @@ def _start(ranks: Ranks, order: str, links: RunNetwork, folder: Path, number: in
         )
     worker.rank = ranks.all[number]
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # if it has ended already, `messages` notices
+    with suppress(BrokenPipeError):  # if it has ended already, `run` notices
         process.stdin.write(order.encode() + b"\n")  # kept open: the worker ends when it closes
     return worker
 
