@@ -89,8 +89,7 @@ def test_a_measured_bucket_counts_no_longer_than_a_larger_one_and_half_of_the_pr
 
 # A dense bucket of n >= 500 elements is n / 2000 s on the way, its announcement takes 0.0625 s, and its thread 3 s however small it is.
 SLOW_THREAD = replace(
-    PROBE,
-    scheme=(SchemeTimes("dense", 3.0, repr(Dense()), (ReducedBucket(N, 0.5 + 0.0625 + 3.0),)),),
+    PROBE, scheme=(SchemeTimes("dense", 3.0, repr(Dense()), (ReducedBucket(N, 0.5 + 0.0625 + 3.0),)),)
 )
 
 
@@ -187,11 +186,7 @@ def test_the_command_prints_a_table_with_what_is_known_of_quality_and_a_verdict(
     main(["advise", "--probe", str(path)])
     said = capsys.readouterr().out
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
-    for row, quality in (
-        ("default", "0.7 % ahead.*"),
-        ("bf16", "as dense"),
-        ("exact_oktopk.*", "-"),
-    ):
+    for row, quality in (("default", "0.7 % ahead.*"), ("bf16", "as dense"), ("exact_oktopk.*", "-")):
         assert re.search(rf"^ {row} .*  {quality} *$", said, re.MULTILINE)
     assert "~: the probe has no buckets of dense, bf16, default" in said
     assert said.rstrip().endswith("Use dense bf16: no method of known quality makes a step more than a tenth shorter.")

@@ -10,17 +10,7 @@ import pytest
 from helpers.programs import run
 from studies.campaign import command
 from studies.campaign.supervisor import RankEnd, TrialSeen, observe
-from studies.campaign.trials import (
-    ALL,
-    FAULTS,
-    INTEGRATIONS,
-    ONE,
-    RAISED,
-    SAME_BITS,
-    Trial,
-    cells,
-    drawn,
-)
+from studies.campaign.trials import ALL, FAULTS, INTEGRATIONS, ONE, RAISED, SAME_BITS, Trial, cells, drawn
 from studies.campaign.verdict import Verdict, absent_ranks, judged
 from studies.trials import page
 

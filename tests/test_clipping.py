@@ -37,12 +37,7 @@ class Reducer(GradientReducer):
     """A GradientReducer over any communicator, and a step of its optimizer with gradients that are given."""
 
     def __init__(
-        self,
-        comm: Comm,
-        scheme: str,
-        scaler: GradScaler | None = None,
-        follows: bool = True,
-        several: bool = False,
+        self, comm: Comm, scheme: str, scaler: GradScaler | None = None, follows: bool = True, several: bool = False
     ) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
         parameters = list(self.model.parameters())

@@ -55,12 +55,7 @@ def test_read_results_returns_a_dict_for_each_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "frontier --out {file}",
-        "probe --link none --out {there}",
-        "demo --out {file}",
-        "studies campaign --out {file}",
-    ],
+    ["frontier --out {file}", "probe --link none --out {there}", "demo --out {file}", "studies campaign --out {file}"],
 )
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -177,11 +172,7 @@ def test_frontier_rows_are_those_of_its_file(tmp_path: Path) -> None:
     ("change", "value", "said"),
     [
         ("sparsync_lab.doctor.command.NEEDED", ("no_such_package",), "packages: install what is missing: "),
-        (
-            "sparsync.kernels.dispatch.why_missing",
-            "No module",
-            r"kernels: install a C\+\+ compiler such as g\+\+",
-        ),
+        ("sparsync.kernels.dispatch.why_missing", "No module", r"kernels: install a C\+\+ compiler such as g\+\+"),
         (
             "sparsync_lab.doctor.command._version",
             lambda name: None if name == "torch" else "1",

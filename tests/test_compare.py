@@ -157,12 +157,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(play: Path, tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.parametrize(
-    ("link", "sign"),
-    [
-        ("none", signal.SIGINT),
-        ("100mbit", signal.SIGTERM),
-        ("100mbit", signal.SIGKILL),
-    ],
+    ("link", "sign"), [("none", signal.SIGINT), ("100mbit", signal.SIGTERM), ("100mbit", signal.SIGKILL)]
 )
 def test_an_interrupted_comparison_leaves_nothing_running_and_no_folder(
     play: Path, tmp_path: Path, link: str, sign: int, monkeypatch: pytest.MonkeyPatch

@@ -11,15 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from helpers.ddp_training import (
-    COUNT,
-    NAMES,
-    TIMEOUT_S,
-    AttachedTraining,
-    N,
-    RankRecord,
-    check,
-)
+from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, AttachedTraining, N, RankRecord, check
 from helpers.distributed import case, run
 from helpers.known_gradients import FEW, KnownGradients
 from helpers.overlapping import IN_ORDER, Overlapping

@@ -92,8 +92,7 @@ def test_partitions_hold_every_element_once(n: int, P: int, cyclic: bool) -> Non
 
 
 @given(
-    shares=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 50)), min_size=1, max_size=20),
-    part=st.floats(0, 1),
+    shares=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 50)), min_size=1, max_size=20), part=st.floats(0, 1)
 )
 def test_apportioned_quotas_sum_up_and_fit(shares: list[tuple[int, int]], part: float) -> None:
     weights, free = [weight for weight, _ in shares], [places for _, places in shares]

@@ -137,11 +137,7 @@ def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(tmp_pa
     [("perplexity", math.exp, "nats"), ("bits per byte", lambda loss: loss, "bits per byte")],
 )
 def test_losses_are_compared_seed_by_seed_with_an_interval_over_seeds(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    metric: str,
-    quality: Callable[[float], float],
-    unit: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, quality: Callable[[float], float], unit: str
 ) -> None:
     gaps = {0: 0.25, 1: 0.5, 2: 0.75}
 

@@ -11,19 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helpers.distributed import case, in_turn, run
-from helpers.fsdp_training import (
-    SHAPES,
-    backward,
-    conserved,
-    each_unit,
-    flat,
-    inputs,
-    known,
-    made,
-    mean,
-    on,
-    same,
-)
+from helpers.fsdp_training import SHAPES, backward, conserved, each_unit, flat, inputs, known, made, mean, on, same
 from sparsync import Report
 from sparsync.attached import checkpoint
 from sparsync.comm.announcement import announcement_cost

@@ -141,12 +141,7 @@ def test_the_largest_of_any_number_of_regions_take_ten_launches_and_ask_nothing(
         regions = [BlockCyclic(300, P).rows(p, x.device) for p in range(1, P)]
         with watched(monkeypatch) as (launched, asked):
             operations.top_k_of_each(x, regions, [9] * (P - 1), [None] * (P - 1))
-        assert launched == [
-            "guess_kernel",
-            *["count_kernel", "narrow_kernel"] * 3,
-            "tally_kernel",
-            "choose_kernel",
-        ]
+        assert launched == ["guess_kernel", *["count_kernel", "narrow_kernel"] * 3, "tally_kernel", "choose_kernel"]
         # Memory, views, a table, and one more launch.
         assert set(asked) <= {"empty", "split", "split_with_sizes", "lift_fresh", "detach", "cumsum"}, asked
         assert asked.count("cumsum") == 1

@@ -18,15 +18,7 @@ import pytest
 
 from helpers.quick import slow
 from helpers.rights import ORDINARY, builds
-from sparsync_lab.netlab import (
-    Counters,
-    Delay,
-    RunNetwork,
-    interface_counters,
-    network,
-    parse_rate,
-    rights,
-)
+from sparsync_lab.netlab import Counters, Delay, RunNetwork, interface_counters, network, parse_rate, rights
 from sparsync_lab.netlab.rate import CATCH_UP_S, FRAME_BYTES
 
 PATIENCE_S = 300.0

@@ -55,12 +55,7 @@ def given_of(scheme: Scheme, recorded: RecordedStep, given: Given) -> Given:
 
 
 def check(
-    choice: SchemeChoice,
-    P: int,
-    n: int,
-    given_figures: bool,
-    steps: int = 2,
-    dtype: torch.dtype = torch.float32,
+    choice: SchemeChoice, P: int, n: int, given_figures: bool, steps: int = 2, dtype: torch.dtype = torch.float32
 ) -> None:
     layout, made = layout_of(n), [choice.make().start() for _ in range(P)]
     drawn = torch.randn(steps, P, n, generator=torch.Generator().manual_seed(7 * P + n))
@@ -134,12 +129,7 @@ def test_every_scheme_of_the_library_has_a_form_at_any_number_of_ranks(P: int) -
 
 
 # How far estimates are from what is counted on 4 ranks, for gradients drawn as `sparsync traffic` draws them; in docs/advise.md.
-TOLERANCE = {
-    "exact_micro": 0.05,
-    "micro": 0.15,
-    "exact_exdyna": 0.03,
-    "exact_oktopk": 0.2,
-}
+TOLERANCE = {"exact_micro": 0.05, "micro": 0.15, "exact_exdyna": 0.03, "exact_oktopk": 0.2}
 
 
 @pytest.mark.parametrize("name", TOLERANCE)

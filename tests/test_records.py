@@ -150,10 +150,7 @@ def test_runs_that_do_not_show_a_record_are_refused(
         records.tables(read(tmp_path, rows))
 
 
-@pytest.mark.parametrize(
-    ("freedom", "t"),
-    [(1, 31.8205), (2, 6.96456), (29, 2.46202)],
-)
+@pytest.mark.parametrize(("freedom", "t"), [(1, 31.8205), (2, 6.96456), (29, 2.46202)])
 def test_the_p_value_is_that_of_the_tables_of_student(freedom: int, t: float) -> None:
     n = freedom + 1
     losses = [1.0, -1.0, *([0.0] * (n - 2))]

@@ -124,8 +124,7 @@ def observed(*grads_of_ranks: list[Tensor], lengths: tuple[int, ...]) -> Disagre
 
 
 @pytest.mark.parametrize(
-    ("share", "chosen"),
-    [(0.0, ()), (0.19, ()), (0.25, ("p2",)), (0.6, ("p1", "p2")), (1.0, ("p0", "p1", "p2"))],
+    ("share", "chosen"), [(0.0, ()), (0.19, ()), (0.25, ("p2",)), (0.6, ("p1", "p2")), (1.0, ("p0", "p1", "p2"))]
 )
 def test_most_takes_the_largest_variances_that_fit_the_share(share: float, chosen: tuple[str, ...]) -> None:
     grads = [torch.tensor([5.0, 5.0, 0.0, 0.0, 0.0]), torch.tensor([5.0, 5.0, 2.0, 2.0, 4.0])]

@@ -250,10 +250,7 @@ def test_a_model_that_has_diverged_is_infinitely_perplexed() -> None:
 # The transformer
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [("code", 1.03), pytest.param("code-10m", 10.8, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("name", "millions"), [("code", 1.03), pytest.param("code-10m", 10.8, marks=pytest.mark.slow)])
 def test_the_models_of_code_have_the_size_they_are_named_after(name: str, millions: float, source: Path) -> None:
     model = workloads.get(name, data=str(source)).model(0)
     assert round(weights(model).numel() / 1e6, 2 if millions < 2 else 1) == millions

@@ -140,11 +140,7 @@ TABLE = (
     Recipe(0.8, "linear", "two_shot:density=0.05:values=int4", "2.0 % behind after 300 steps (shakespeare-small)"),
     # Its bytes grow with the number of ranks.
     Recipe(
-        0.5,
-        "linear",
-        "topk:density=0.01:values=int8",
-        "5.7 % behind after 300 steps (shakespeare-small)",
-        most_ranks=4,
+        0.5, "linear", "topk:density=0.01:values=int8", "5.7 % behind after 300 steps (shakespeare-small)", most_ranks=4
     ),
     Recipe(6.1, "other", _INT4, "4.2 % behind AdamW (log), held out 0.2 % (rivals)", shown_to=2e5),
     Recipe(12.1, "other", "two_shot:density=1.0:values=int8", "held out level with AdamW (rivals)", shown_to=2e5),

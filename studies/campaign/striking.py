@@ -38,13 +38,7 @@ class Striker:
     """
 
     def __init__(
-        self,
-        trial: Trial,
-        rank: int,
-        tell: Tell,
-        await_cut: Callable[[], None],
-        timeout_s: float,
-        undisturbed: bool,
+        self, trial: Trial, rank: int, tell: Tell, await_cut: Callable[[], None], timeout_s: float, undisturbed: bool
     ) -> None:
         self.trial, self._told, self._await_cut, self.timeout_s = trial, tell, await_cut, timeout_s
         self.armed = rank == trial.victim and trial.when != "random" and not undisturbed

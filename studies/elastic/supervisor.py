@@ -216,10 +216,7 @@ class _Trial:
 
 def observe(trial: Trial, timeout_s: float, rate_bits_per_s: float | None = RATE_BITS_PER_S) -> TrialSeen:
     """Run a trial; no process is left. Without a rate, over loopback."""
-    with (
-        tempfile.TemporaryDirectory(prefix="sparsync-elastic-") as name,
-        network(PLACES + 1, rate_bits_per_s) as links,
-    ):
+    with tempfile.TemporaryDirectory(prefix="sparsync-elastic-") as name, network(PLACES + 1, rate_bits_per_s) as links:
         folder = Path(name)
         running = _Trial(trial, timeout_s, links, folder)
         try:

@@ -173,8 +173,7 @@ CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
         trial(in_part, partial(same_on_all_ranks, gradient=of_used)),
     ),
     "parameters that are trained later": Case(
-        "DDP does not reduce them",
-        trial(partial(unfrozen, integration=partial(Attached, **STABLE)), same_without_late),
+        "DDP does not reduce them", trial(partial(unfrozen, integration=partial(Attached, **STABLE)), same_without_late)
     ),
     "ranks that run out of data (join)": Case(
         "the gradients of a joined rank count as zero", trial(uneven, uneven_as_expected)

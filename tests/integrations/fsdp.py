@@ -282,15 +282,9 @@ def cases(axis: Axis) -> dict[str, Case]:
         "gradient_as_bucket_view=True": OPTION,
         "static_graph=True": OPTION,
         "parameters that ranks do not use (find_unused_parameters=True)": case(
-            in_part,
-            of_used,
-            f"{SAME} with set_reduce_scatter_unused_params(True); an unused parameter counts as zero",
+            in_part, of_used, f"{SAME} with set_reduce_scatter_unused_params(True); an unused parameter counts as zero"
         ),
-        "frozen parameters": case(
-            frozen,
-            claim=SAME,
-            judge=partial(same_on_all_ranks, axis=axis, frozen=FROZEN),
-        ),
+        "frozen parameters": case(frozen, claim=SAME, judge=partial(same_on_all_ranks, axis=axis, frozen=FROZEN)),
         "parameters that are trained later": case(unfrozen, claim="they are reduced from then on", judge=reduced_later),
         "parameters that share their weights": case(
             tied,
@@ -325,13 +319,10 @@ def cases(axis: Axis) -> dict[str, Case]:
             P=3 if axis == "shard" else 2,
         ),
         "resuming after a restart": case(
-            resumed,
-            claim="the same bits as without an interruption",
-            judge=resumed_to_the_same_bits,
+            resumed, claim="the same bits as without an interruption", judge=resumed_to_the_same_bits
         ),
         "resuming with another number of ranks": Case(
-            f"2 {parts} take over the residuals of 3 with the same mean",
-            partial(resized, axis=axis),
+            f"2 {parts} take over the residuals of 3 with the same mean", partial(resized, axis=axis)
         ),
     }
 

@@ -124,13 +124,10 @@ def common(
         ),
         "a rank fails in a step": Case(FAILURE, trial(partial(unlucky, integration=integration), failed_on_all_ranks)),
         "resuming after a restart": case(
-            partial(resumed, **stable),
-            resumed_to_the_same_bits,
-            "the same bits as without an interruption",
+            partial(resumed, **stable), resumed_to_the_same_bits, "the same bits as without an interruption"
         ),
         "resuming with another number of ranks": Case(
-            "2 ranks take over the residuals of 3 with the same mean",
-            partial(resized, integration=integration),
+            "2 ranks take over the residuals of 3 with the same mean", partial(resized, integration=integration)
         ),
     }
 
@@ -195,11 +192,7 @@ def frozen_model(names: Iterable[str]) -> KnownGradients:
 
 
 def same_of_the_others(
-    id: str,
-    ranks: list[RankRecord],
-    keys: Sequence[str],
-    names: Sequence[str] = TRAINED,
-    gradient: Gradient = known,
+    id: str, ranks: list[RankRecord], keys: Sequence[str], names: Sequence[str] = TRAINED, gradient: Gradient = known
 ) -> None:
     wanted = expected(id, len(ranks), ranks[0].steps, names, gradient, keys)
     for rank, residual in zip(ranks, wanted.residuals, strict=True):

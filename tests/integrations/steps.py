@@ -299,10 +299,7 @@ def cases(integration: Make) -> dict[str, Case]:
         "static_graph=True": of_ddp(static_graph=True),
         "DDP's mixed_precision": refusal(refused_ddp, model=with_mixed_precision) if ddp else OPTION,
         "parameters that ranks do not use (find_unused_parameters=True)": case(
-            in_part,
-            f"{idle} neither decays nor moves, and keeps its residual",
-            left_alone,
-            integration=finding,
+            in_part, f"{idle} neither decays nor moves, and keeps its residual", left_alone, integration=finding
         ),
         "frozen parameters": case(
             frozen,
@@ -313,8 +310,7 @@ def cases(integration: Make) -> dict[str, Case]:
         "parameters that are trained later": refusal(unfrozen),
         "parameters that share their weights": case(tied, "in one module" if sharded else SAME),
         "ranks that run out of data (join)": case(
-            uneven,
-            f"a rank without data continues to call and {'keeps its weights' if local else 'counts as zero'}",
+            uneven, f"a rank without data continues to call and {'keeps its weights' if local else 'counts as zero'}"
         ),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards") if sharded else case(sparse),
         "two models at once": case(two, SAME),

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket
-from sparsync.collectives.skipping import (
-    SkipPlan,
-    all_reduce_,
-    first_offsets,
-    hierarchical_all_reduce_,
-)
+from sparsync.collectives.skipping import SkipPlan, all_reduce_, first_offsets, hierarchical_all_reduce_
 from sparsync.comm import Cost, LocalWorld, MeteredComm
 from sparsync.core import Comm, SpanSet, generator, laid_out, spans
 from sparsync.schemes import SkipReduce, Span

@@ -25,16 +25,7 @@ from sparsync_elastic.epochs import Epoch, Note
 from sparsync_elastic.members import Members
 from sparsync_elastic.presence import Presence
 from sparsync_elastic.trained import Saved, Trained
-from sparsync_elastic.world import (
-    StoreSilentError,
-    comm_of,
-    end_world,
-    forget_frames,
-    is_loss,
-    receive,
-    send,
-    world,
-)
+from sparsync_elastic.world import StoreSilentError, comm_of, end_world, forget_frames, is_loss, receive, send, world
 
 _LOG = logging.getLogger("sparsync")
 _LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # the sum of both is the default timeout

@@ -146,7 +146,7 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
     )
     notes = [
         "bits sent: by a rank per parameter per step. quality: of small language models, with the part of docs/frontier.md; -: train with "
-        "`sparsync compare` or `frontier` to know it.",
+        "`sparsync compare` or `frontier` to know it."
     ]
     unknown = [label.rpartition("/")[2] for label, each in found.steps.items() if not each.probed]
     if unknown:

@@ -7,5 +7,5 @@ SYSTEMS = PUBLISHED | {
     "sparseloco": (
         "local_steps(every=30:keep=0.0)/sparse_loco",
         "SparseLoCo (2508.15706) without its clipping to the median norm",
-    ),
+    )
 }

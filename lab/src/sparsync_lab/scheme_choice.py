@@ -26,10 +26,7 @@ from sparsync_lab.recipes import SYSTEMS
 from sparsync_lab.rivals.laprop import LongAdamW, beta2_described
 
 # Names that only the lab supports: elsewhere both would be `dense`.
-LAB_SCHEMES = {
-    "adamw": "sparsync_lab.rivals.laprop:LongAdamW",
-    "laprop": "sparsync_lab.rivals.laprop:LaProp",
-}
+LAB_SCHEMES = {"adamw": "sparsync_lab.rivals.laprop:LongAdamW", "laprop": "sparsync_lab.rivals.laprop:LaProp"}
 MOST_FRAGMENTS = 4096  # of local steps
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before any process starts
 
@@ -114,10 +111,7 @@ class SchemeChoice:
 
 
 def parse_schemes(
-    text: str,
-    density: float,
-    family: Family = "steps",
-    ranks: Sequence[int] = (4,),
+    text: str, density: float, family: Family = "steps", ranks: Sequence[int] = (4,)
 ) -> tuple[SchemeChoice, ...]:
     """Parse schemes such as "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
 

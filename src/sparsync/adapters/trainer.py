@@ -51,11 +51,7 @@ class Sparsync(TrainerCallback):
     """See `attach`. The Trainer passes the bare model to callbacks, so this one takes the wrapped model from the Trainer."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        attaching: Attaching,
-        recorder: Recorder | None,
-        resume_from: str | Path | None,
+        self, trainer: Trainer, attaching: Attaching, recorder: Recorder | None, resume_from: str | Path | None
     ) -> None:
         self.recorder, self.resume_from, self._attaching = recorder, resume_from, attaching
         self.handle: Handle | None = None

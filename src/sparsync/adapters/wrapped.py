@@ -45,11 +45,7 @@ class Attaching:
         self._before: Handle | None = None
 
     def attach(
-        self,
-        ddp: DistributedDataParallel,
-        optimizer: Optimizers,
-        scaler: GradScaler | None,
-        in_turn: bool = False,
+        self, ddp: DistributedDataParallel, optimizer: Optimizers, scaler: GradScaler | None, in_turn: bool = False
     ) -> Attached:
         """Attach and return the handle; later models get the scheme of the first. `in_turn`: optimizers have no common step."""
         given = dict(self._given)

@@ -154,12 +154,7 @@ Form = Literal["ring", "direct"]
 
 
 def all_reduce_(
-    x: Tensor,
-    comm: Comm,
-    plan: SkipPlan = _DENSE,
-    omitted: Tensor | None = None,
-    always: int = 0,
-    form: Form = "ring",
+    x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None, always: int = 0, form: Form = "ring"
 ) -> None:
     """Replace `x` [n] on every rank by the sum over the contributors, and its `always` elements by the sum over all ranks.
 

@@ -84,11 +84,7 @@ class Channels:
     _idle: deque[Worker] = field(default_factory=deque)  # for the next waits
 
     def exchange(
-        self,
-        incoming: Sequence[Incoming],
-        outgoing: Sequence[Outgoing],
-        settle: Callable[[], None],
-        waits: Waits,
+        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], settle: Callable[[], None], waits: Waits
     ) -> list[Tensor]:
         """Send and receive messages, and return the received ones, as uint8.
 

@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from sparsync.comm.announcement import (
-    UNDECIDED,
-    Announced,
-    Announcement,
-    Announcements,
-    RanksDifferError,
-)
+from sparsync.comm.announcement import UNDECIDED, Announced, Announcement, Announcements, RanksDifferError
 from sparsync.comm.channels import Channels, Waits, abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.meeting import GRACE_S, Meeting, RanksMissingError, StoreSilentError, asked, within

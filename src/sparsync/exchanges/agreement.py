@@ -55,12 +55,7 @@ class Agreement(Reduction):
     name = KEY
 
     def __init__(
-        self,
-        step: int,
-        applied: int,
-        finite: bool,
-        parameters: Mapping[str, int],
-        buffers: Iterable[Tensor] = (),
+        self, step: int, applied: int, finite: bool, parameters: Mapping[str, int], buffers: Iterable[Tensor] = ()
     ) -> None:
         self.own, self.parameters = (step, applied, int(finite)), parameters
         self.buffers = [each.detach().clone() for each in buffers]

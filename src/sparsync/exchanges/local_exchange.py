@@ -149,13 +149,7 @@ class Exchanger:
     """Makes exchanges over `connection`, in the same order on all ranks, and applies them. Delayed ones run on a thread."""
 
     def __init__(
-        self,
-        connection: Connection,
-        state: State,
-        comm: Comm,
-        options: LocalSteps,
-        weights: Weights,
-        model: nn.Module,
+        self, connection: Connection, state: State, comm: Comm, options: LocalSteps, weights: Weights, model: nn.Module
     ) -> None:
         self._connection, self._state, self.comm, self._options = connection, state, comm, options
         self._weights, self.buffers = weights, CommonBuffers(model)

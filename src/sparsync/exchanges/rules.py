@@ -185,10 +185,7 @@ def move_matrices_(given: Iterable[tuple[Tensor, Tensor, MuonRule]], skip: Tenso
 
 
 def orthogonalised(
-    matrices: list[Tensor],
-    coefficients: tuple[float, float, float],
-    iterations: int,
-    skip: Tensor | None = None,
+    matrices: list[Tensor], coefficients: tuple[float, float, float], iterations: int, skip: Tensor | None = None
 ) -> list[Tensor]:
     """Approximate U V^T for each matrix [rows, columns] = U S V^T, by Newton-Schulz iterations; zero stays zero.
 

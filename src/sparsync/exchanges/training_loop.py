@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.rules import optimizers_of
-from sparsync.runtime.findings import (
-    check_model,
-    is_fsdp2,
-    not_floating,
-    reducing_wrappers,
-    warn_or_raise,
-)
+from sparsync.runtime.findings import check_model, is_fsdp2, not_floating, reducing_wrappers, warn_or_raise
 from sparsync.runtime.parameters import named_parameters, trained
 from sparsync.runtime.rescaling import BackwardPasses
 

@@ -247,12 +247,7 @@ def over_means(x: Vector, block: int, least: float) -> Float[Tensor, " blocks"]:
 
 @operation
 def reduce_shares_(
-    value: Float[Tensor, " k"],
-    packets: Sequence[Tensor],
-    bits: int,
-    P: int,
-    bits_down: int,
-    skip: Tensor | None = None,
+    value: Float[Tensor, " k"], packets: Sequence[Tensor], bits: int, P: int, bits_down: int, skip: Tensor | None = None
 ) -> UInt8[Tensor, " nbytes"]:
     """Average `value` and the other ranks' packets of `encode_steps_` in `bits` bits, and encode the mean in `bits_down` bits.
 

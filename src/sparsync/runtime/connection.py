@@ -116,12 +116,7 @@ class Connection:
         self._compared: Compared | None = None  # in the step under way; None: not read yet
         self.failed = False  # a step has failed since the last one that was reduced
 
-    def reduce(
-        self,
-        bucket: Bucket,
-        scheme: Reduction,
-        written: Callable[[], Bucket] | None = None,
-    ) -> Report:
+    def reduce(self, bucket: Bucket, scheme: Reduction, written: Callable[[], Bucket] | None = None) -> Report:
         """Reduce `bucket` in place by `scheme`, and return its report with measured bytes and times.
 
         `written` returns the bucket that holds the result until the step ends, if that is not `bucket`. After an error call `close`.

@@ -73,11 +73,7 @@ class ExactMiCRO(ErrorFeedbackScheme):
         selection = self.select(state, acc, bucket, comm)
         mean, errors = mean_at(acc.values, selection.positions, comm, ValueCodec(self.values), at_once=True)
         return Update(
-            mean,
-            cleared=mean.index,
-            selected=selection.counts[comm.rank],
-            errors=errors,
-            commit=selection.commit,
+            mean, cleared=mean.index, selected=selection.counts[comm.rank], errors=errors, commit=selection.commit
         )
 
     def select(self, state: State, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:

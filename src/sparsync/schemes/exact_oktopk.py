@@ -25,17 +25,7 @@ from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.base.state import State
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import details
-from sparsync.core import (
-    Bucket,
-    Comm,
-    Span,
-    Sparse,
-    check_density,
-    count_for,
-    exact_divisor,
-    or_found_inf,
-    phase,
-)
+from sparsync.core import Bucket, Comm, Span, Sparse, check_density, count_for, exact_divisor, or_found_inf, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking

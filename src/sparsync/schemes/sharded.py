@@ -15,17 +15,7 @@ from sparsync.base.state import State
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.skipping import SkipPlan, first_offsets, reduce_scatter, rotating_offsets, skip_count, skips
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import (
-    Bucket,
-    Comm,
-    Detail,
-    Report,
-    Span,
-    Sparse,
-    count_for,
-    or_found_inf,
-    raise_if_found_inf,
-)
+from sparsync.core import Bucket, Comm, Detail, Report, Span, Sparse, count_for, or_found_inf, raise_if_found_inf
 from sparsync.feedback import Accumulator
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import rounded

@@ -19,17 +19,7 @@ from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Updat
 from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.base.state import State
 from sparsync.collectives.values import quantized_all_reduce_
-from sparsync.core import (
-    Bucket,
-    Comm,
-    Divisor,
-    Rows,
-    Sparse,
-    check_density,
-    check_one_of,
-    count_for,
-    phase,
-)
+from sparsync.core import Bucket, Comm, Divisor, Rows, Sparse, check_density, check_one_of, count_for, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking

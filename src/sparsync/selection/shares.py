@@ -69,11 +69,7 @@ def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) 
 
 
 def quotas(
-    levels: Sequence[Sequence[int]],
-    counts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    total: int,
-    bits: int = 15,
+    levels: Sequence[Sequence[int]], counts: Sequence[Sequence[int]], limits: Sequence[int], total: int, bits: int = 15
 ) -> list[int]:
     """Compute how many elements the partitions send, `total` together: as many as they have above a common level.
 

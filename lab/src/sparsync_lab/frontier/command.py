@@ -51,11 +51,7 @@ def frontier(
         write(page.parent / name, image)
         write(page, replaced(page, part, _markdown(found, full, command, name)))
     warnings = [(f"!!! {line}", "bold white on red") for line in broken(found)]
-    show(
-        full,
-        warnings,
-        [*((line, "dim") for line in remarks(found)), *warnings],
-    )
+    show(full, warnings, [*((line, "dim") for line in remarks(found)), *warnings])
     print(f"Written to {out}: {TABLES}, {PICTURE}{f', and a part of {page}' if page else ''}")
     if warnings:
         raise RuntimeError("a method failed or exchanged nothing; the tables say which, and the other rows count")

@@ -72,12 +72,7 @@ def panels(study: FrontierStudy, finished: Mapping[Key, Finished], lower: bool, 
 
 
 def _panel(
-    study: FrontierStudy,
-    finished: Mapping[Key, Finished],
-    ranks: int,
-    steps: int,
-    lower: bool,
-    metric: str,
+    study: FrontierStudy, finished: Mapping[Key, Finished], ranks: int, steps: int, lower: bool, metric: str
 ) -> Panel:
     rates: dict[str, tuple[float, bool]] = {}  # the best, and whether it is the lowest or highest of several
     trainings: dict[str, list[Finished]] = {}  # at the best rate

@@ -112,13 +112,7 @@ class FrontierStudy:
         return self.seeds if self.rates_seed is None else (self.rates_seed,)
 
     def _best(
-        self,
-        finished: Mapping[Key, Finished],
-        label: str,
-        ranks: int,
-        steps: int,
-        rates: Sequence[float],
-        lower: bool,
+        self, finished: Mapping[Key, Finished], label: str, ranks: int, steps: int, rates: Sequence[float], lower: bool
     ) -> float | None:
         worst = math.inf if lower else -math.inf
         means: dict[float, float] = {}

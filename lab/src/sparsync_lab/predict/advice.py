@@ -118,13 +118,7 @@ def measured_times(label: str, scheme: Scheme, probe: Probe) -> SchemeTimes | No
 
 
 def step(
-    label: str,
-    scheme: Scheme,
-    probe: Probe,
-    backward: Backward,
-    *,
-    join_mb: float = 4.0,
-    crowded: bool | None = None,
+    label: str, scheme: Scheme, probe: Probe, backward: Backward, *, join_mb: float = 4.0, crowded: bool | None = None
 ) -> PredictedStep:
     """Predict a step of `backward` with `scheme` under DistributedDataParallel on the ranks of `probe`.
 

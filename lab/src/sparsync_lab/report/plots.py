@@ -19,14 +19,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullLocator
 
 from sparsync_lab.report.choice import sentences, speed_baseline
-from sparsync_lab.report.format import (
-    behind_text,
-    percent,
-    place_text,
-    quality_axis,
-    ratio_text,
-    seconds_text,
-)
+from sparsync_lab.report.format import behind_text, percent, place_text, quality_axis, ratio_text, seconds_text
 from sparsync_lab.report.results import Run
 from sparsync_lab.report.summary import RunSummary, SchemeFigures
 

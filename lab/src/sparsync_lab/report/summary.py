@@ -216,11 +216,7 @@ def summarise(records: RunRecords) -> RunSummary:
         for label, traces in by_label.items()
     )
     compute = [seed.own_compute_s for scheme in schemes for seed in scheme.seeds]
-    about = (
-        max(compute) - min(compute) if compute else 0.0,
-        tuple(_banners(run, schemes)),
-        tuple(_notes(schemes)),
-    )
+    about = (max(compute) - min(compute) if compute else 0.0, tuple(_banners(run, schemes)), tuple(_notes(schemes)))
     return RunSummary(run, schemes, *about)
 
 
@@ -345,8 +341,7 @@ def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
     if not run.times_count:
         asked = "" if run.config["link"] == "none" else f" ({run.config['link']} was asked for)"
         yield Banner(
-            "unlimited",
-            f"THE LINKS HAD NO LIMIT{asked}: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK.",
+            "unlimited", f"THE LINKS HAD NO LIMIT{asked}: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK."
         )
     if run.kernels == SLOW_KERNELS:
         yield Banner(

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket, Comm, ErrorFeedbackScheme, kernels
-from sparsync.collectives.sparse_allreduce import (
-    all_gather_elements,
-    split_and_reduce_,
-)
+from sparsync.collectives.sparse_allreduce import all_gather_elements, split_and_reduce_
 from sparsync.collectives.values import exchange_counts
 from sparsync.core import check_density, count_for, phase, spans
 from sparsync.feedback import Residuals

@@ -72,11 +72,7 @@ def main() -> None:
     order = Order(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_exit_at_end_of_input, args=(Path(order.rendezvous).parent,), daemon=True).start()
     place = Place(
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-        order.interface,
-        order.own_interface,
-        order.timeout_s,
+        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), order.interface, order.own_interface, order.timeout_s
     )
     lock = threading.Lock()
 

@@ -73,9 +73,7 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
-def rotated(
-    x: Float[Tensor, "windows heads length features"],
-) -> Float[Tensor, "windows heads length features"]:
+def rotated(x: Float[Tensor, "windows heads length features"]) -> Float[Tensor, "windows heads length features"]:
     """Rotate pairs of features by angles that grow with the position (RoFormer, arXiv 2104.09864, equation 34)."""
     length, features = x.shape[-2:]
     speed = _ROTATION_BASE ** (-torch.arange(0, features, 2, device=x.device) / features)

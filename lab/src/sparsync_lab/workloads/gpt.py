@@ -121,10 +121,7 @@ class Gpt(LanguageJob):
             assert isinstance(model.blocks, nn.Module)
             muons = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
         by_adamw = [each for each in matrices if not any(each is muon for muon in muons)]
-        groups = [
-            {"params": by_adamw, "weight_decay": self.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = [{"params": by_adamw, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
         optimizer: Optimizer = AdamW(groups, lr=self.learning_rate, betas=BETAS)
         if muons:
             muon = Muon(muons, lr=self.learning_rate, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw")

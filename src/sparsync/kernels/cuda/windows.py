@@ -73,15 +73,7 @@ def _clear(bins, CHUNK: tl.constexpr):
 
 @triton.jit
 def guess_kernel(
-    x,
-    grad,
-    about,
-    state,
-    bins,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x, grad, about, state, bins, ADD: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Choose the first window, and clear the counts."""
     region = tl.program_id(0)
