@@ -18,7 +18,6 @@ from integrations.situations import (
     OTHER,
     SAME,
     STEPS,
-    Integration,
     as_in_memory,
     both_same_on_all_ranks,
     common,
@@ -62,7 +61,7 @@ def in_part(id: str) -> RankRecord:
     return done
 
 
-def trained_in_part(training: Integration) -> RankRecord:
+def trained_in_part(training: Any) -> RankRecord:
     """Train while one of two ranks leaves out some parameters, and both leave out one always."""
     for step in range(STEPS):
         inputs = training.model.inputs(training.rank, step)

@@ -1,8 +1,8 @@
 """Train with a loss scaler that skips a step, with any integration, and check that nothing else is lost."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +11,6 @@ from torch.distributed.tensor import DTensor
 
 SCALED = "all ranks skip the step; only the bucket with the infinity is lost"
 STEPS, OVERFLOWING = 6, 3  # the step with an infinity, on rank 1
-
-
-class Scalable(Protocol):
-    """A training that has the scaler."""
-
-    model: Any  # an nn.Module
-    rank: int
-
-    def step(self, inputs: Mapping[str, Tensor] | None = None) -> None: ...
-
-    def residual(self) -> dict[str, Tensor]: ...
-
-    def state(self) -> Any: ...
 
 
 @dataclass
@@ -40,7 +27,7 @@ class ScalerRecord:
 
 
 def scaled(
-    training: Scalable,
+    training: Any,  # with table.WithHandle's methods
     scaler: GradScaler,
     names: Sequence[str],
     gradient: Callable[[int, int, str], Tensor],

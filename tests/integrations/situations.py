@@ -11,12 +11,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from helpers.ddp_training import COUNT, NAMES, N, RankRecord, check, known, total
 from helpers.distributed import run
-from helpers.known_gradients import Gradient, KnownGradients, Step, expected, whole_numbers
+from helpers.known_gradients import Gradient, KnownGradients, expected, whole_numbers
 from helpers.resized import check_resized
 from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
 from integrations.table import SAME, Case, TrialVerdict, trial
-from sparsync.runtime.handle import Handle
 from sparsync.testing.world import same_bits
 
 BATCHES = 2  # on the rank that runs out of data
@@ -45,32 +44,8 @@ class Training(Protocol[Done_co]):
     def done(self) -> Done_co: ...
 
 
-class Integration(Training[RankRecord], Protocol):
-    """One whose gradients are compared."""
-
-    buckets: dict[int, Step]
-    rows: list[Tensor]
-
-    @property
-    def handle(self) -> Handle: ...
-
-    def residual(self) -> dict[str, Tensor]:
-        """Copy the residual."""
-        ...
-
-    def state(self) -> Any: ...
-
-    def load(self, state: Any) -> None:
-        """Resume from this rank's state."""
-        ...
-
-    def load_any(self, states: Sequence[Any]) -> None:
-        """Resume from the states of all ranks of another world."""
-        ...
-
-
 Making = Callable[..., Training[Done]]  # (id of the scheme, model=..., ...)
-Make = Callable[..., Integration]
+Make = Callable[..., Any]  # of a training with table.WithHandle's methods, whose gradients are compared
 
 
 def common(
