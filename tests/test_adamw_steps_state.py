@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import sparsync
@@ -173,33 +174,26 @@ def test_the_first_of_some_skipped_steps_is_told_and_32_in_a_row_raise_on_all_ra
     assert told == ["step 1", "step 1", "step 3", "step 3"]  # on both ranks
 
 
-class Normed(nn.Module):
-    """Two layers with BatchNorm between them, whose buffers differ from rank to rank."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        torch.manual_seed(rank)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def normed(comm: Comm, **settings: Any) -> AdamWSteps:
-    made = Normed(comm.rank)
-    given = {"block": 16, "measure_every": 3, "bucket_mb": 2e-4, **settings}
+def normed(comm: Comm | None = None, **settings: Any) -> AdamWSteps:
+    """Make steps of layers with BatchNorm, whose buffers differ from rank to rank; without `comm` ranks are processes."""
+    torch.manual_seed(dist.get_rank() if comm is None else comm.rank)
+    made = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    given = {"block": 16, "measure_every": 3, "bucket_mb": 2e-4, "timeout_s": 120.0, **settings}
     return AdamWSteps(made, torch.optim.AdamW(made.parameters(), lr=0.01), TopK(0.25), comm=comm, **given)
 
 
-def fit(steps: AdamWSteps, span: range, skipped: Sequence[int] = (10,)) -> None:
-    """Train; in the `skipped` steps rank 1 has Inf."""
+def fit(steps: AdamWSteps, span: range, skipped: Sequence[int] = (10,), too_long: Sequence[int] = ()) -> list[Tensor]:
+    """Train; return own weights and buffers, then common weights. In `skipped` steps rank 1 has Inf, in `too_long` sketches overflow."""
     for step in span:
         generator = torch.Generator().manual_seed(100 * step + steps.place[0])
         steps.optimizers[0].zero_grad()
         loss = steps.model(torch.randn(8, 6, generator=generator)).square().sum()
         (loss * (torch.inf if step in skipped and steps.place[0] == 1 else 1.0)).backward()
         steps.clip_grad_norm_(1.0)
+        if step in too_long:
+            _first(steps, 16).copy_(too_long_to_measure(step, 16))
         steps.step()
+    return [*(each.clone() for each in steps.model.state_dict().values()), common(steps)]
 
 
 @pytest.mark.slow
@@ -209,9 +203,9 @@ def test_a_run_that_is_resumed_at_any_step_has_the_same_bits_also_where_steps_ar
 
     def whole(comm: LocalComm) -> list[Tensor]:
         steps = normed(comm)
-        fit(steps, range(14), skipped)
+        found = fit(steps, range(14), skipped)
         assert steps.stats()["skipped"] == 3
-        return [*steps.model.state_dict().values(), common(steps)]
+        return found
 
     def broken(comm: LocalComm, at: int) -> list[Tensor]:
         before = normed(comm)
@@ -222,8 +216,7 @@ def test_a_run_that_is_resumed_at_any_step_has_the_same_bits_also_where_steps_ar
         sparsync.checkpoint.load(after, tmp_path / str(at))
         assert all(map(torch.equal, before.model.state_dict().values(), after.model.state_dict().values()))
         assert before.stats() == after.stats()
-        fit(after, range(at, 14), skipped)
-        return [*after.model.state_dict().values(), common(after)]
+        return fit(after, range(at, 14), skipped)
 
     wanted = LocalWorld(2).run(whole)
     for at in range(1, 14):
@@ -235,8 +228,7 @@ def test_a_run_that_is_resumed_at_any_step_has_the_same_bits_also_where_steps_ar
 def test_buffers_are_a_ranks_own_and_own_weights_are_back_after_an_evaluation() -> None:
     def body(comm: LocalComm) -> None:
         steps = normed(comm, keep=1.0)
-        fit(steps, range(3))
-        own = [each.clone() for each in steps.model.state_dict().values()]
+        *own, _ = fit(steps, range(3))
         with steps.averaged():
             assert all(map(torch.equal, steps.model.buffers(), [each for each in own if each.shape in ((8,), ())][-3:]))
             for call in (steps.step, steps.state_dict, steps.averaged().__enter__):
@@ -285,11 +277,11 @@ def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_res
     assert torch.allclose(first[0] + second[0], first[1] + second[1], atol=1e-6)
 
 
-def _first(steps: AdamWSteps) -> Tensor:
+def _first(steps: AdamWSteps, block: int = BLOCK) -> Tensor:
     """Return the first block of the gradient, a view."""
     gradient = next(steps.model.parameters()).grad
     assert gradient is not None
-    return gradient.view(-1)[:BLOCK]
+    return gradient.view(-1)[:block]
 
 
 class NotedSteps(AdamWSteps):
