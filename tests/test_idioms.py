@@ -15,24 +15,12 @@ import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
 from sparsync import Steps
-from sparsync.core import generator
 from sparsync.schemes import TwoShot
-from test_own_weights import Momentum
+from test_own_weights import Adapted, Momentum, batch, encoder
 
 pytestmark = pytest.mark.distributed
 
 P, STEPS, RATE = 2, 4, 1e-2
-
-
-def encoder() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 5))
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    source = generator(dist.get_rank(), "data", number)
-    x = torch.randn(8, 12, generator=source)
-    return x, x[:, :5].sin()
 
 
 class Training:
@@ -105,31 +93,12 @@ def averaged() -> None:
                 training.step(number)
                 average.update()
                 with average.in_model(by_data), torch.no_grad():
-                    validated.append(training.model(torch.ones(1, 12)))
+                    validated.append(training.model(torch.ones(1, 20)))
                     assert same(training.model.state_dict().values(), average.values)
                     with training.handle.averaged():  # has nothing to do
                         assert same(training.model.parameters(), average.values)
             assert same(training.weights(), plain.weights())
             assert on_all_ranks([*training.weights(), *average.values, *validated])
-
-
-class Adapted(nn.Linear):
-    """A frozen layer with an adapter, which is merged and begins again, as in ReLoRA."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(2)
-        super().__init__(12, 5)
-        self.requires_grad_(False)
-        self.down, self.up = nn.Parameter(0.3 * torch.randn(3, 12)), nn.Parameter(torch.zeros(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x) + x @ self.down.T @ self.up.T
-
-    @torch.no_grad()
-    def merge(self, seed: int) -> None:
-        self.weight += self.up @ self.down
-        self.up.zero_()
-        self.down.copy_(0.3 * torch.randn(3, 12, generator=generator(0, "adapter", seed)))
 
 
 def written_by_the_loop() -> None:
@@ -147,9 +116,10 @@ def written_by_the_loop() -> None:
         for number in range(STEPS):
             training.step(number)
             if number % 2:
-                before = adapted(torch.eye(12))
-                adapted.merge(number)
-                assert torch.allclose(before, adapted(torch.eye(12)), atol=1e-6)
+                before = adapted(torch.eye(20))
+                adapted.merge()
+                adapted.restart(number)
+                assert torch.allclose(before, adapted(torch.eye(20)), atol=1e-6)
                 for each in (adapted.down, adapted.up):
                     training.optimizer.state[each]["exp_avg"].zero_()
                 assert not any(each.any() for each in training.handle.state_dict()["adamw_steps"]["momentum"].values())

@@ -14,6 +14,7 @@ import sparsync
 from helpers.distributed import case, run
 from helpers.replicas import on_all_ranks, same
 from sparsync import Gradients, LocalSteps, RanksDifferError, Steps
+from sparsync.core import generator
 from sparsync.schemes import TwoShot
 
 pytestmark = pytest.mark.distributed
@@ -134,31 +135,31 @@ def test_an_average_in_the_model_is_the_same_on_all_ranks_or_an_error_says_how()
     run(averaged_inside, P)
 
 
-class Adapted(nn.Module):
-    """A frozen weight with an adapter of low rank, that is merged into it from time to time."""
+class Adapted(nn.Linear):
+    """A frozen layer with an adapter, which is merged and begins again, as in ReLoRA."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(20, 33).requires_grad_(False)
-        self.down, self.up = nn.Linear(20, 2, bias=False), nn.Linear(2, 33, bias=False)
-        self.head = nn.Linear(33, 7)
+        torch.manual_seed(2)
+        super().__init__(20, 7)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Parameter(0.3 * torch.randn(3, 20)), nn.Parameter(torch.zeros(7, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.base(x) + self.up(self.down(x)))
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x) + x @ self.down.T @ self.up.T
 
     @torch.no_grad()
     def merge(self) -> None:
-        self.base.weight.add_(self.up.weight @ self.down.weight)
+        self.weight += self.up @ self.down
 
     @torch.no_grad()
-    def restart(self) -> None:
-        self.up.weight.zero_()
+    def restart(self, seed: int = 0) -> None:
+        self.up.zero_()
+        self.down.copy_(0.3 * torch.randn(3, 20, generator=generator(0, "adapter", seed)))
 
 
 def merged() -> None:
     for inside in (False, True):
         with case(f"inside averaged(): {inside}"):
-            torch.manual_seed(2)
             model = Adapted()
             optimizer, handle = attached(model, Steps(check_weights_every=1))
             for number in range(2):
@@ -168,10 +169,10 @@ def merged() -> None:
                     model.merge()
                 model.restart()
                 train(model, optimizer, 2)
-                assert on_all_ranks(model.base.parameters())
+                assert on_all_ranks([model.weight])
                 continue
             model.merge()
-            with pytest.raises(RanksDifferError, match=r"'base\.weight' with .* or a merge, inside"):
+            with pytest.raises(RanksDifferError, match=r"'weight' with .* or a merge, inside"):
                 train(model, optimizer, 2)
 
 
