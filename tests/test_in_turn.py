@@ -49,7 +49,7 @@ def test_each_element_has_one_turn_with_one_owner(n: int, P: int, every: int) ->
     for number in range(turns.count):
         turn = turns.at(number, CPU)
         taken = turn.of(position)
-        assert 1 <= taken.numel() == turn.length == turns.length(number)
+        assert 1 <= taken.numel() == turns.length(number)
         assert taken.unique().numel() == taken.numel()
         assert (found[taken] == -1).all()
         turn.put_(found, taken)

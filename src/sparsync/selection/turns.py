@@ -12,7 +12,7 @@ from sparsync.selection.exclusive import BlockCyclic, rotations
 
 @dataclass(frozen=True)
 class Turn:
-    """The elements of one turn: rows of every rank's region, and perhaps its tail. `of` puts them in the order of the ranks.
+    """The K elements of one turn: rows of every rank's region, and perhaps its tail. `of` puts them in the order of the ranks.
 
     The parts of the regions are as long as `spans(length, P)`.
     """
@@ -21,11 +21,6 @@ class Turn:
     row: int
     numbers: Tensor  # int64 [P, rows], numbers of rows of the vector
     tails: Sequence[Span]  # by region, adjacent at the end of the vector; all empty in other turns
-
-    @property
-    def length(self) -> int:
-        """K, the number of elements."""
-        return self.numbers.numel() * self.row + sum(map(len, self.tails))
 
     def of(self, x: Tensor) -> Tensor:
         """Copy the elements of `x` [n] in this turn, [K]."""
