@@ -80,6 +80,14 @@ def signal_handlers_are_put_back() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from sparsync_lab.workloads.store import cache_folder  # not above: it imports sparsync
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return cache_folder()
+
+
 @pytest.fixture(scope="session")
 def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text, so that tests need no download."""

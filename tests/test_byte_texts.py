@@ -11,7 +11,6 @@ import torch
 from sparsync_lab.workloads import linux_source
 from sparsync_lab.workloads.byte_level import Code
 from sparsync_lab.workloads.byte_text import ByteText, is_held_out, prepared, read, split
-from sparsync_lab.workloads.store import cache_folder
 
 HELD_OUT = next(f"{number}.c" for number in range(1000) if is_held_out(f"{number}.c", 100))
 TREE = {  # of a source tree, below its top folder
@@ -22,13 +21,6 @@ TREE = {  # of a source tree, below its top folder
     "drivers/c.c": b"left out",
     "lib/drivers/d.c": b"d",
 }
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    linux_source.source_text.cache_clear()
-    return cache_folder()
 
 
 def tar(files: Mapping[str, bytes], links: Mapping[str, str] | None = None) -> bytes:
@@ -98,9 +90,7 @@ def test_a_text_is_prepared_once_mapped_afterwards_and_prepared_again_where_it_i
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_fetched_package_is_prepared_and_its_version_told(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetched_package_is_prepared_and_its_version_told(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def output_of(command: list[str], folder: Path) -> str:
         if command[0] == "apt-get":
             (folder / "linux-source-6.1_1%3a6.1.9-1_all.deb").touch()
@@ -112,6 +102,7 @@ def test_a_fetched_package_is_prepared_and_its_version_told(
     if linux_source.INSTALLED.is_file():
         pytest.skip("the package is installed")
     monkeypatch.setattr(linux_source, "output_of", output_of)
+    linux_source.source_text.cache_clear()
     assert linux_source.source_text("").described["source"] == "linux-source-6.1 1:6.1.9-1"
 
 

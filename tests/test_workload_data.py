@@ -8,14 +8,7 @@ import torch
 from sparsync_lab.workloads import movielens, shakespeare_text
 from sparsync_lab.workloads.movielens import MovieLens
 from sparsync_lab.workloads.shakespeare import Shakespeare
-from sparsync_lab.workloads.store import DataMissingError, cache_folder, sha256, written
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return cache_folder()
-
+from sparsync_lab.workloads.store import DataMissingError, sha256, written
 
 # Shakespeare
 
