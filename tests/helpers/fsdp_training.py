@@ -50,6 +50,9 @@ class Net(nn.Module):
             total = layer(total, inputs)
         return total
 
+    def inputs(self, rank: int, step: int) -> dict[str, Tensor]:
+        return {name: known(rank, step, name) for name in SHAPES}
+
 
 SHAPES = {name: tuple(parameter.shape) for name, parameter in Net().named_parameters()}
 COUNT = sum(parameter.numel() for parameter in Net().parameters())

@@ -1,6 +1,6 @@
 """The integration `attach` for FSDP2: on the shard axis, on the replicate axis, and with a mesh of both (HSDP)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -8,26 +8,17 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from helpers.distributed import run
 from helpers.fsdp_training import SHAPES, as_fsdp, each_unit, known
-from helpers.resized import check_resized
 from integrations.attach import nothing
 from integrations.failing import FAILURE, Failure, fail_once, failed_on_all_ranks, failing
 from integrations.fsdp_integration import Axis, Done, Sharding, same_on_all_ranks
 from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
-from integrations.situations import OTHER, SAME, STEPS
-from integrations.table import Case, RefusedError, TrialVerdict, absent, trial
-from sparsync.attached import checkpoint
+from integrations.situations import OTHER, SAME, STEPS, accumulated, compiled, resized, trained
+from integrations.table import Case, absent, trial
 from sparsync.testing.world import same_bits
 
 OPTION = absent("an option of DistributedDataParallel")
 OVERFLOWING = "middle.weight"
-
-
-def trained(training: Sharding, first: int = 0, steps: int = STEPS) -> Done:
-    for step in range(first, first + steps):
-        training.step(training.inputs(step))
-    return training.done()
 
 
 def typed(id: str, axis: Axis, dtype: torch.dtype) -> Done:
@@ -43,17 +34,6 @@ TYPES = {name: torch.bfloat16 if name.startswith("middle") else torch.float32 fo
 
 def several_types(id: str, axis: Axis) -> Done:
     return trained(Sharding(id, axis, TYPES))
-
-
-def accumulated(id: str, axis: Axis) -> Done:
-    training = Sharding(id, axis)
-    for step in range(STEPS):
-        training.net.zero_grad()
-        for part in range(3):
-            as_fsdp(training.net).set_requires_gradient_sync(part == 2)
-            training.forward(training.inputs(3 * step + part)).backward()
-        training.record()
-    return training.done()
 
 
 def of_three(rank: int, step: int, name: str) -> Tensor:
@@ -85,10 +65,10 @@ def frozen(id: str, axis: Axis) -> Done:
 
 def unfrozen(id: str, axis: Axis) -> Done:
     training = Sharding(id, axis, frozen=FROZEN)
-    trained(training, 0, STEPS // 2)
+    trained(training, range(STEPS // 2))
     for name in FROZEN:
         training.net.get_parameter(name).requires_grad_(True)
-    return trained(training, STEPS // 2, STEPS // 2)
+    return trained(training, range(STEPS // 2, STEPS))
 
 
 def reduced_later(id: str, ranks: list[Done]) -> None:
@@ -131,17 +111,10 @@ def in_a_group(id: str, axis: Axis) -> Done | None:
 def rewrapped(id: str, axis: Axis) -> Done:
     """Train two steps with a unit per layer, and from that state two with a single unit."""
     first, second = Sharding(id, axis), Sharding(id, axis, layered=False)
-    trained(first, 0, 2)
+    trained(first, range(2))
     second.handle.load_state_dict(first.handle.state_dict())
     second.rows, second.units = first.rows, first.units
-    return trained(second, 2, 2)
-
-
-def compiled(id: str, axis: Axis) -> Done:
-    torch._dynamo.reset()
-    training = Sharding(id, axis)
-    training.forward = torch.compile(training.net, backend="aot_eager")
-    return trained(training)
+    return trained(second, range(2, STEPS))
 
 
 def stepping(id: str, axis: Axis) -> Done:
@@ -212,10 +185,10 @@ def unlucky(id: str, axis: Axis) -> list[Tensor | Failure]:
 
 def resumed(id: str, axis: Axis) -> tuple[Done, Done]:
     whole, first, second = (Sharding(id, axis) for _ in range(3))
-    trained(first, 0, STEPS // 2)
+    trained(first, range(STEPS // 2))
     second.handle.load_state_dict(first.handle.state_dict())
     second.rows, second.units = first.rows, first.units
-    return trained(whole), trained(second, STEPS // 2, STEPS // 2)
+    return trained(whole), trained(second, range(STEPS // 2, STEPS))
 
 
 def resumed_to_the_same_bits(id: str, ranks: list[tuple[Done, Done]]) -> None:
@@ -225,44 +198,12 @@ def resumed_to_the_same_bits(id: str, ranks: list[tuple[Done, Done]]) -> None:
         assert all(same_bits(whole.residual[name], again.residual[name]) for name in whole.residual)
 
 
-def saved(ids: Sequence[str], axis: Axis) -> dict[str, Any]:
-    found = {}
-    for id in ids:
-        try:
-            training = Sharding(id, axis)
-        except RefusedError:
-            continue
-        trained(training, 0, 2)
-        found[id] = training.handle.state_dict()
-    return found
-
-
-def restored(id: str, axis: Axis, states: Mapping[str, list[Any]]) -> tuple[dict[str, Tensor], Done]:
-    training = Sharding(id, axis)
-    checkpoint.restore(training.handle, states[id])
-    kept = training.residual()
-    return kept, trained(training, 2, 2)
-
-
-def resized(ids: Sequence[str], axis: Axis) -> dict[str, TrialVerdict]:
-    before = run(saved, 3, ids=ids, axis=axis)
-    states = {id: [rank[id] for rank in before] for id in before[0]}
-
-    def judge(id: str, after: list[tuple[dict[str, Tensor], Done]]) -> None:
-        for name in states[id][0]["scheme"].get("residual", {}):
-            old = [state["scheme"]["residual"][name] for state in states[id]]
-            check_resized(old, [kept[name] for kept, _ in after], name)
-        for a, b in zip(after[0][1].rows, after[1][1].rows, strict=True):
-            assert all(same_bits(a[name], b[name]) for name in SHAPES)
-
-    return trial(partial(restored, axis=axis, states=states), judge)(ids)
-
-
 def cases(axis: Axis) -> dict[str, Case]:
     """Make the cases of one axis, or of a mesh of both."""
+    integration, judged = partial(Sharding, axis=axis), partial(same_on_all_ranks, axis=axis)
 
     def case(body: Any, gradient: Any = known, claim: str = SAME, judge: Any = None, P: int = 2) -> Case:
-        judge = judge or partial(same_on_all_ranks, axis=axis, gradient=gradient)
+        judge = judge or partial(judged, gradient=gradient)
         return Case(claim, trial(partial(body, axis=axis), judge, P))
 
     def of_type(name: str) -> Case:
@@ -276,27 +217,26 @@ def cases(axis: Axis) -> dict[str, Case]:
             several_types, partial(cast, dtypes=TYPES), "in one module FSDP2 takes one type"
         ),
         "parameters in channels_last": absent("fully_shard takes contiguous parameters only"),
-        "accumulation over backward passes (no_sync)": case(
-            accumulated, of_three, "the sum is reduced once with set_requires_gradient_sync"
+        "accumulation over backward passes (no_sync)": Case(
+            "the sum is reduced once with set_requires_gradient_sync",
+            trial(partial(accumulated, integration=integration), partial(judged, gradient=of_three)),
         ),
         "gradient_as_bucket_view=True": OPTION,
         "static_graph=True": OPTION,
         "parameters that ranks do not use (find_unused_parameters=True)": case(
             in_part, of_used, f"{SAME} with set_reduce_scatter_unused_params(True); an unused parameter counts as zero"
         ),
-        "frozen parameters": case(frozen, claim=SAME, judge=partial(same_on_all_ranks, axis=axis, frozen=FROZEN)),
+        "frozen parameters": case(frozen, claim=SAME, judge=partial(judged, frozen=FROZEN)),
         "parameters that are trained later": case(unfrozen, claim="they are reduced from then on", judge=reduced_later),
         "parameters that share their weights": case(
-            tied,
-            claim="in one module",
-            judge=partial(same_on_all_ranks, axis=axis, gradient=of_tied, frozen=["last.bias"]),
+            tied, claim="in one module", judge=partial(judged, gradient=of_tied, frozen=["last.bias"])
         ),
         "ranks that run out of data (join)": absent("FSDP2 has no join(): all ranks take part in every forward pass"),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards"),
         "two models at once": case(two_at_once, claim=SAME, judge=partial(both_same_on_all_ranks, axis=axis)),
         "a group that is not the world": case(in_a_group, P=3),
         "buckets that change": case(rewrapped, claim=f"{SAME} from a state saved before fully_shard on other modules"),
-        "torch.compile": case(compiled),
+        "torch.compile": Case(SAME, trial(partial(compiled, integration=integration), judged)),
         "DDP's mixed_precision": OPTION,
         "an optimizer in the backward pass": case(
             stepping, claim=f"{SAME} for an optimizer that takes each gradient when it is ready"
@@ -322,7 +262,7 @@ def cases(axis: Axis) -> dict[str, Case]:
             resumed, claim="the same bits as without an interruption", judge=resumed_to_the_same_bits
         ),
         "resuming with another number of ranks": Case(
-            f"2 {parts} take over the residuals of 3 with the same mean", partial(resized, axis=axis)
+            f"2 {parts} take over the residuals of 3 with the same mean", partial(resized, integration=integration)
         ),
     }
 

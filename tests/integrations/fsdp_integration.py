@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from helpers.fsdp_training import SHAPES, Net, gradients, known, on
+from helpers.fsdp_training import SHAPES, Net, as_fsdp, gradients, known, on
 from helpers.known_gradients import row
 from integrations.table import WithHandle, refusals
 from sparsync import Bucket, Report
@@ -38,6 +38,10 @@ class Done:
     units: list[Units]  # by step
     reports: list[Report]
     residual: dict[str, Tensor]  # flat
+
+    @property
+    def grads(self) -> Tensor:
+        return torch.cat([row[name].flatten() for row in self.rows for name in SHAPES])
 
 
 class Sharding(WithHandle):
@@ -85,11 +89,18 @@ class Sharding(WithHandle):
             return on(self.net, row(id).make(), **self.options)
 
     def inputs(self, step: int) -> dict[str, Tensor]:
-        return {name: known(self.rank, step, name) for name in SHAPES}
+        return self.net.inputs(self.rank, step)
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.net.zero_grad()
         self.forward(self.inputs(len(self.rows)) if inputs is None else inputs).backward()
+        self.record()
+
+    def accumulate(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        self.net.zero_grad()
+        for number, part in enumerate(parts, 1):
+            as_fsdp(self.net).set_requires_gradient_sync(number == len(parts))
+            self.forward(part).backward()
         self.record()
 
     def record(self, grads: dict[str, Tensor] | None = None) -> None:
