@@ -15,11 +15,11 @@ LIBRARY = ROOT / "src" / "sparsync"
 SOURCES = {path: path.read_text() for path in sorted(LIBRARY.rglob("*.py"))}
 NODES = {path: list(ast.walk(ast.parse(source))) for path, source in SOURCES.items()}
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
-    "src": 22_357,
+    "src": 22_352,
     "elastic": 1_991,
     "lab": 13_276,
     "studies": 8_609,
-    "tests": 30_253,
+    "tests": 30_093,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0
 LONGER_SCHEMES = 0  # of more than 200 lines
