@@ -46,7 +46,7 @@ JOB_SCHEMES = (
 )
 JOB_LINKS = ("100mbit", "1gbit")
 JOB_RANKS, JOB_STEPS = 4, 24
-DIFFERENT = 0.10  # orders and verdicts are judged if measured times differ by more
+DIFFERENT = 0.10  # orders are judged if measured times differ by more
 
 
 @dataclass(frozen=True)

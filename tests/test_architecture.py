@@ -17,9 +17,9 @@ NODES = {path: list(ast.walk(ast.parse(source))) for path, source in SOURCES.ite
 MOST_LINES = {  # of Python by house; the goals are 15,000, 2,000, 12,000, 6,000 and 20,000
     "src": 22_352,
     "elastic": 1_991,
-    "lab": 13_276,
+    "lab": 13_275,
     "studies": 8_609,
-    "tests": 30_093,
+    "tests": 30_111,
 }
 LONGER_FILES = 1  # of more than 400 lines; goal 0
 LONGER_SCHEMES = 0  # of more than 200 lines

@@ -20,7 +20,7 @@ from sparsync.schemes.exact_exdyna import ExactExDyna
 from sparsync.schemes.exact_micro import gather_positions
 from sparsync.schemes.exdyna import ExDyna, block_edges, block_spans, rebalanced
 from sparsync.selection.exclusive import BlockCyclic, Contiguous, budget
-from sparsync.selection.shares import apportion, quotas, relative_magnitudes, sketch
+from sparsync.selection.shares import Profile, apportion, before_blocks, quotas, relative_magnitudes, sketch
 from sparsync.testing import world
 
 
@@ -80,6 +80,17 @@ def test_boundaries_move_until_all_partitions_have_one_threshold(monkeypatch: py
     run(lambda: ExactExDyna(density=0.05), P, steps)
     assert spreads[0] > 6
     assert max(spreads[50:]) < 2
+
+
+def test_a_profile_cuts_at_equal_mass_and_keeps_the_least_length() -> None:
+    profile = Profile()
+    assert [len(span) for span in profile.cut(1000, 4, 1)] == [250] * 4
+    profile.observe(before_blocks(torch.arange(100), 1000).tolist(), [100], [7], memory=8)
+    cut = profile.cut(1000, 4, least=40)
+    assert [span.start for span in cut[1:]] == [span.stop for span in cut[:-1]]
+    assert (cut[0].start, cut[-1].stop) == (0, 1000)
+    assert cut[0].stop <= 40 and min(len(span) for span in cut) >= 25
+    assert [len(span) for span in profile.cut(1000, 4, least=250)] == [250] * 4
 
 
 @given(n=st.integers(0, 3000), P=st.integers(1, 64), cyclic=st.booleans())

@@ -41,9 +41,12 @@ def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementC
     cut, lengths, wanted = [Span(0, 10), Span(10, 20), Span(20, 30), Span(30, 40)], [10] * P, [3] * P
 
     def body(comm: MeteredComm) -> list[Cost]:
-        count = held[comm.rank]
+        count, region, counted = held[comm.rank], torch.zeros(10), []
+        index = torch.tensor([10 * r + j for r in range(P) for j in range(3)], dtype=torch.int32)
+        even = Sparse(index, torch.ones(12), 40)
+        sparse_allreduce.split_and_reduce_(torch.zeros(10), even, cut, comm, codec, counts_first=counts_first)
+        counted.append(comm.take()[0])
         mine = Sparse(torch.arange(count, dtype=torch.int32) + 10 * comm.rank, torch.ones(count), 40)
-        region, counted = torch.zeros(10), []
         sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec, counts_first=counts_first)
         assert region.sum() == count
         moved, places = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
@@ -62,6 +65,7 @@ def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementC
         return counted
 
     forms = [
+        Plan(tuple(collectives.even_split_exchanges(9, 40, P, torch.float32, codec, counts_first))),
         Plan((collectives.gather_elements_exchange(wanted, [40] * P, torch.float32, codec),)),
         Plan((collectives.gather_survivors_exchange(held, lengths, torch.float32, codec),)),
     ]

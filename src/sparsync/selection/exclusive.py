@@ -1,7 +1,7 @@
 """Exclusive selection: at every step one rank examines an element, and the partitions rotate over the ranks.
 
-Partitions are adjacent spans, as in the papers, or block-cyclic. A place is an index into the ascending elements
-of one partition. A budget is the number of elements that a step sends, and `shares` computes how many of them are a partition's.
+Partitions are adjacent spans, as in the papers, or block-cyclic. A place is an index into the ascending elements of one partition. A
+budget is the number of elements that a step sends, and `shares` computes how many of them are a partition's.
 """
 
 from collections.abc import Sequence

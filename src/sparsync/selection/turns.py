@@ -14,7 +14,7 @@ from sparsync.selection.exclusive import BlockCyclic, rotations
 class Turn:
     """The K elements of one turn: rows of every rank's region, and perhaps its tail. `of` puts them in the order of the ranks.
 
-    The parts of the regions are as long as `spans(length, P)`.
+    The parts of the regions are as long as `spans(K, P)`.
     """
 
     n: int

@@ -63,9 +63,8 @@ def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_b
     Queue: as much as all senders' socket buffers hold (tcp_wmem, 4 MiB), so that all may send to one rank without loss. TCP's delay
     measurement keeps it far below: three senders to one rank at 100 Mbit/s used 0.4 MB.
     """
-    longest = FRAME_BYTES * (1 if splits_batches else batch_frames)
-    burst = 2 * longest + round(rate_bits_per_s / 8 * CATCH_UP_S)
-    rate = round(checked_rate(rate_bits_per_s))
-    bucket = f"root tbf rate {rate}bit burst {burst} limit {ranks * QUEUE_BYTES_PER_RANK}"
+    longest, rate = FRAME_BYTES * (1 if splits_batches else batch_frames), checked_rate(rate_bits_per_s)
+    burst = 2 * longest + round(rate / 8 * CATCH_UP_S)
+    bucket = f"root tbf rate {round(rate)}bit burst {burst} limit {ranks * QUEUE_BYTES_PER_RANK}"
     # A second bucket of one frame whose rate is never reached delays nothing, but makes tbf split longer packets.
     return bucket + (f" peakrate {ABOVE_ANY_RATE} mtu {FRAME_BYTES}" if splits_batches else "")

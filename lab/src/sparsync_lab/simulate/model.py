@@ -32,7 +32,7 @@ def predict(
     entry: Entry,
     ranks: int | None = None,
     gbit_per_s: float | None = None,
-    figures: Mapping[str, Any] | None = None,  # as of Given
+    figures: Mapping[str, Any] | None = None,  # as in Given
 ) -> Predicted:
     """Predict the step of one scheme; `ranks` and `gbit_per_s` override the set-up's."""
     job, P, rate = setup.job, ranks or setup.job.ranks, gbit_per_s or setup.network.gbit_per_s
