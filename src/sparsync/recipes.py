@@ -91,7 +91,7 @@ TABLE = (
         1.6,
         "steps",
         _SELDOM + _SIGN,
-        "0.3 % behind with one seed (code-10m-1000), held out 0.5 % behind (rivals)",
+        "0.3 % behind with one seed (code-10m-1000), held out level (rivals, 0.2 M)",
         most_ranks=15,
         shown_to=10.8e6,
     ),
