@@ -1,7 +1,6 @@
 """Train a job of the laboratory with plain DDP and `attach`, and append steps, bytes and losses to a file: a run for docs/compare.md.
 
-Run: torchrun --nproc-per-node 4 examples/record.py --job gpt-tiny --steps 1000 --rate 2.86 \
-  --scheme two_shot:density=0.03:values=sign:density_down=0.12 --seed 0 --out runs.jsonl
+Run: torchrun --nproc-per-node 4 examples/record.py --job gpt --steps 1000 --rate 2 --scheme bits=0.8 --seed 0 --out runs.jsonl
 One process per rank, by NCCL with a GPU each, otherwise by gloo. Without --scheme the gradients are reduced by DDP itself.
 """
 
