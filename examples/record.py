@@ -219,6 +219,7 @@ def _exchange(handle: Any) -> str:  # Any: one of the handles of attach
         return repr(sparsync.Gradients() if handle is None else handle.exchange)
     exchange = handle.exchange
     settings = {**exchange.described(), "keep": exchange.keep_for(handle.scheme)}
+    settings["bucket_mb"] = exchange.megabytes_for(handle.scheme)
     if isinstance(exchange, sparsync.Steps):
         rules = rules_of(handle.optimizers)
         betas = sorted({rule.remembers(exchange.beta2) for rule in rules})

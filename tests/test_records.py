@@ -199,7 +199,7 @@ def test_the_example_appends_runs_that_keep_the_rules(tmp_path: Path) -> None:
     assert [step for step, *_ in dense.curve] == [3, 6]
     assert [run.exchange.partition("(")[0] for run in (steps, gradients, local)] == ["Steps", "Gradients", "LocalSteps"]
     assert steps.exchange == (
-        "Steps(keep=0.5, bucket_mb=None, check_weights_every=100, block=64, measure_every=8, beta2=0.999, decay=1.0)"
+        "Steps(keep=0.5, bucket_mb=inf, check_weights_every=100, block=64, measure_every=8, beta2=0.999, decay=1.0)"
     )
     assert 1 < steps.bits < 2
     assert 1 < gradients.bits < 1.2
