@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from sparsync_lab.cli_parser import run_command
+from sparsync_lab.cli_run import run_command
 
 PARTS = {
     "bench": "kernels, overlap, reductions or steps beside alternatives and the physical limit: CONTRIBUTING.md and others",

@@ -280,7 +280,7 @@ def page(points: Sequence[Point]) -> str:
         f"Constants (95 % interval): {_constants(law)}. Errors in nats on a size left out of the fit (root of the mean square over points "
         f"with 4 ranks): {_left_out(fitted)}.",
         "Compared with it, and never fitted. `bits=0.2` is 1.2 % both ways, in the fit on 16 ranks 0.5 % up and 2 % down; with 0.190 and "
-        "10.4 M 0.6 % up and 1.8 % down, with averaged second moments, which nothing takes in:",
+        "10.4 M 0.6 % up and 1.8 % down, where averaged second moments, which the law does not know, are new, too:",
         _compared([point for point in points if point.compared], law),
     ]
     return "\n\n".join(sections)

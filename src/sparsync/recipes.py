@@ -33,7 +33,7 @@ class Recipe:
     family: Family
     text: str
     # After 1000 steps, against the job's optimizer with dense gradients, held out against the best of that, AdamW with beta2 0.999 and
-    # LaProp where trained; and the part of docs/frontier.md.
+    # LaProp where trained (gradients: against dense); and the part of docs/frontier.md.
     quality: str
     least_ranks: int = 1
     most_ranks: int = _ANY
@@ -84,7 +84,7 @@ TABLE = (
         3.1,
         "steps",
         _SELDOM + _SIGN + ":values_down=int3",
-        "with 4 ranks 2.3 % ahead (gpt-1000-others), held out 1.2 % ahead (10 M), 3.5 % behind, 1.6 % ahead (1 M)",
+        "with 4 ranks 2.3 % ahead (gpt-1000-others), held out 1.2 % ahead (10 M), 3.5 % behind and 1.6 % ahead (1 M)",
         shown_to=10.4e6,
     ),
     Recipe(
@@ -99,7 +99,7 @@ TABLE = (
         0.8,
         "steps",
         _SPARSE,
-        "0.3 % ahead (gpt-10m-1000), held out 0.1 % behind (10 M), 0.6 to 6.3 % (1 M)",
+        "0.3 % ahead (gpt-10m-1000), held out 0.1 % behind (10 M), 0.6 to 6.3 % behind (1 M)",
         shown_to=10.7e6,
         beyond=_BEYOND,
     ),
@@ -107,7 +107,7 @@ TABLE = (
         0.2,
         "steps",
         "steps(keep=0.35:measure_every=16)/two_shot:density=0.006:values=sign:density_down=0.018",
-        "1.0 % ahead (gpt-1000-others), held out 2.9 % behind (10 M), 4.2 to 11 % (1 M)",
+        "1.0 % ahead (gpt-1000-others), held out 2.9 % behind (10 M), 4.2 to 11 % behind (1 M)",
         shown_to=10.7e6,
         **_LOWEST,
     ),

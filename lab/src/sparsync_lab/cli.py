@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sparsync import __version__
 from sparsync_lab import terminal
 from sparsync_lab.cli_options import add_options
-from sparsync_lab.cli_parser import run_command
+from sparsync_lab.cli_run import run_command
 from sparsync_lab.writable import check_file
 
 if TYPE_CHECKING:
